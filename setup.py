@@ -1,0 +1,65 @@
+"""Packaging. ``tools/`` ships as the package ``unigen_ds_tools`` (the ``unigen-*`` commands) and ``ds_configs/`` as
+data inside ``unigen_ds``, so a wheel holds all that a checkout offers; ``unigen_ds/core/paths.py`` finds both."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).resolve().parent
+VERSION = re.search(r'__version__ = "(.+?)"', (ROOT / "unigen_ds" / "__init__.py").read_text(encoding="utf-8"))
+assert VERSION is not None
+README = ROOT / "README.md"
+
+# One command for each tool: tools/inspect_data.py -> unigen-inspect-data.
+TOOLS = sorted(path.stem for path in (ROOT / "tools").glob("*.py") if not path.stem.startswith("_"))
+
+DEMO = ["scikit-learn", "matplotlib"]
+TENSORBOARD = ["tensorboard"]
+
+setup(
+    name="unigen_ds",
+    version=VERSION.group(1),
+    description="Train unified text + image models with DeepSpeed ZeRO or FSDP2; kill a run anywhere, resume anywhere",
+    long_description=README.read_text(encoding="utf-8") if README.exists() else "",
+    long_description_content_type="text/markdown",
+    python_requires=">=3.10",
+    packages=[*find_packages(include=["unigen_ds", "unigen_ds.*"]), "unigen_ds.ds_configs", "unigen_ds_tools"],
+    package_dir={"unigen_ds.ds_configs": "ds_configs", "unigen_ds_tools": "tools"},
+    package_data={"unigen_ds": ["configs/*.py", "configs/*.yaml"], "unigen_ds.ds_configs": ["*.json"]},
+    install_requires=[
+        "torch>=2.6",
+        "deepspeed",
+        "transformers>=5",
+        "safetensors",
+        "mmengine",
+        "wandb",
+        "pillow",
+        "numpy",
+        "rich",
+    ],
+    extras_require={
+        "demo": DEMO,
+        "tensorboard": TENSORBOARD,
+        "parquet": ["pyarrow", "datasets"],
+        "metrics": ["sacrebleu", "rouge-score", "nltk", "bert-score", "torchmetrics"],
+        "diffusers": ["diffusers"],
+        "peft": ["peft"],
+        "quant": ["torchao"],
+        "test": [
+            *DEMO,
+            *TENSORBOARD,
+            "mypy",
+            "pre-commit",
+            "psutil",
+            "pytest",
+            "pytest-timeout",
+            "ruff",
+            "setuptools>=77",
+            "types-PyYAML",
+        ],
+    },
+    entry_points={
+        "console_scripts": [f"unigen-{name.replace('_', '-')} = unigen_ds_tools.{name}:main" for name in TOOLS]
+    },
+)

@@ -1,0 +1,130 @@
+"""Configs: every key is known, every override has an effect, and errors name the nearest valid key."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unigen_ds.core.config import check_keys, config_path, load_config, parse_override
+from unigen_ds.core.errors import ConfigError
+
+TEXT = """
+import math
+batch_size, max_epochs, _steps_of_mine = 2, 3, 7
+train_dataloader = dict(batch_size=batch_size, packing=None, dataset=dict(type='Any', data_path='x'))
+optim_wrapper = dict(optimizer=dict(type='AdamW', lr=math.sqrt(4.0)), accumulative_counts=1)
+param_scheduler = [dict(type='LinearLR', begin=0), dict(type='CosineAnnealingLR', end=max_epochs)]
+val_dataloader = None
+
+def helper(x):
+    return x
+"""
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text(TEXT)
+    return path
+
+
+def test_loads_and_names_the_work_dir_after_the_file(config_file: Path) -> None:
+    config = load_config(config_file)
+    assert config.work_dir == str(Path("work_dirs") / "mine")
+    assert config.optim_wrapper.optimizer.lr == 2.0
+    assert "helper" not in config and "math" not in config
+
+
+def test_base_files_and_yaml_load(tmp_path: Path, config_file: Path) -> None:
+    config_file.write_text(TEXT.replace("import math", "").replace("math.sqrt(4.0)", "2.0"))
+    (tmp_path / "child.py").write_text("_base_ = './mine.py'\nrandomness = dict(seed=5)\n")
+    config = load_config(tmp_path / "child.py")
+    assert config.randomness.seed == 5 and config.train_dataloader.batch_size == 2
+    (tmp_path / "c.yaml").write_text("batch_size: 4\ntrain_cfg:\n  max_epochs: 2\n")
+    assert load_config(tmp_path / "c.yaml").train_cfg.max_epochs == 2
+
+
+def test_classes_instead_of_names_are_kept_and_their_imports_are_no_keys(tmp_path: Path) -> None:
+    import torch
+
+    path = tmp_path / "xtuner.py"
+    path.write_text("from torch.optim import AdamW\noptim_wrapper = dict(optimizer=dict(type=AdamW, lr=1e-4))\n")
+    config = load_config(path)
+    assert config.optim_wrapper.optimizer.type is torch.optim.AdamW
+    assert set(config) == {"optim_wrapper", "work_dir"}
+
+
+def test_a_config_may_call_what_it_imports_and_name_classes(tmp_path: Path) -> None:
+    path = tmp_path / "mixed.py"
+    path.write_text(
+        "import math\nfrom torch.optim import AdamW\n_x = math.sqrt(4.0)\nmodel = dict(type=AdamW, lr=_x)\n"
+    )
+    config = load_config(path)
+    assert config.model.lr == 2.0 and config.model.type.__name__ == "AdamW"
+    assert set(config) == {"model", "work_dir", "_x"}
+
+
+@pytest.mark.parametrize(
+    ("override", "where", "expected"),
+    [
+        ("optim_wrapper.optimizer.lr=1e-4", ("optim_wrapper", "optimizer", "lr"), 1e-4),
+        ("optim_wrapper.optimizer.betas=(0.9,0.95)", ("optim_wrapper", "optimizer", "betas"), (0.9, 0.95)),
+        ("optim_wrapper.clip_grad.max_norm=0.5", ("optim_wrapper", "clip_grad", "max_norm"), 0.5),
+        ("val_dataloader.batch_size=3", ("val_dataloader", "batch_size"), 3),
+        ("loss_weights.image=0.5", ("loss_weights", "image"), 0.5),
+        ("param_scheduler.1.end=9", ("param_scheduler", 1, "end"), 9),
+        ("work_dir=runs/a=b", ("work_dir",), "runs/a=b"),
+        ("resume=true", ("resume",), True),
+    ],
+)
+def test_overrides_reach_their_place(config_file: Path, override: str, where: tuple[Any, ...], expected: Any) -> None:
+    value: Any = load_config(config_file, [override])
+    for key in where:
+        value = value[key]
+    assert value == expected and type(value) is type(expected)
+
+
+def test_overrides_may_be_a_mapping(config_file: Path) -> None:
+    assert load_config(config_file, {"train_dataloader.batch_size": 5}).train_dataloader.batch_size == 5
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train_dataloader.batchsize=3", "did you mean 'batch_size'"),
+        ("optim_wraper.accumulative_counts=3", "did you mean 'optim_wrapper'"),
+        ("param_scheduler.2.end=9", "no place in a list of 2"),
+        ("param_scheduler.x=9", "no place in a list of 2"),
+        ("train_dataloader.packing.window=9", "None and has no keys"),
+        ("optim_wrapper.clip_grad={'maxnorm': 1}", "did you mean 'max_norm'"),
+        ("batch_size=8", "would have no effect"),
+        ("lr", "KEY=VALUE"),
+        ("=3", "KEY=VALUE"),
+    ],
+)
+def test_overrides_that_cannot_work_are_errors(config_file: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(config_file, [override])
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("a=none", None), ("a=False", False), ("a=[1, 2]", [1, 2]), ("a=zero2", "zero2"), ("a=", "")]
+)
+def test_parse_override(text: str, value: Any) -> None:
+    assert parse_override(text) == ("a", value)
+
+
+def test_unknown_keys_name_the_nearest_valid_one() -> None:
+    check_keys({"_mine": 1, "batch_size": 2, "model": {"type": "X", "anything": 1}})
+    with pytest.raises(ConfigError, match="did you mean 'train_dataloader'"):
+        check_keys({"train_dataloder": {}})
+    with pytest.raises(ConfigError, match=r"'optim_wrapper.clip_grad.max_nrom'.*did you mean 'max_norm'"):
+        check_keys({"optim_wrapper": {"clip_grad": {"max_nrom": 1}}})
+
+
+def test_a_missing_or_broken_file_is_a_config_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="neither a file nor a shipped config"):
+        config_path(tmp_path / "no.py")
+    (tmp_path / "broken.py").write_text("a = 1 / 0\n")
+    with pytest.raises(ConfigError, match=r"broken.py.*ZeroDivisionError"):
+        load_config(tmp_path / "broken.py")

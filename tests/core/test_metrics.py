@@ -1,0 +1,58 @@
+"""JSON lines survive kills and resumes: torn lines are passed over, a resume voids what runs again."""
+
+import json
+from pathlib import Path
+
+from unigen_ds.core.metrics import JsonLines, read_lines
+
+
+def write(path: Path, *records: dict[str, object]) -> None:
+    lines = JsonLines(path)
+    for record in records:
+        lines.append(record)
+    lines.close()
+
+
+def test_a_resume_voids_later_updates_and_only_them(tmp_path: Path) -> None:
+    path = tmp_path / "sub" / "metrics.jsonl"
+    write(path, {"update": 1, "loss": 1.0}, {"update": 2, "loss": 2.0}, {"update": 3, "loss": 3.0})
+    write(path, {"event": "resume", "updates": 2}, {"update": 3, "loss": 30.0}, {"note": "kept"})
+    write(path, {"event": "resume", "updates": 1}, {"update": 2, "loss": 20.0})
+    assert read_lines(path) == [{"update": 1, "loss": 1.0}, {"note": "kept"}, {"update": 2, "loss": 20.0}]
+
+
+def test_a_torn_last_line_is_ended_and_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, {"update": 1})
+    with path.open("a") as stream:
+        stream.write('{"update": 2, "lo')
+    assert read_lines(path) == [{"update": 1}]
+    write(path, {"event": "resume", "updates": 1}, {"update": 2})
+    assert read_lines(path) == [{"update": 1}, {"update": 2}]
+
+
+def test_a_line_is_on_disk_at_once_and_non_finite_numbers_are_null(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = JsonLines(path)
+    lines.append({"update": 1, "loss": float("nan"), "grad_norm": float("inf"), "lr": 0.5})
+    assert json.loads(path.read_text()) == {"update": 1, "loss": None, "grad_norm": None, "lr": 0.5}
+    lines.close()
+
+
+def test_nested_non_finite_numbers_are_null_too(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, {"update": 1, "window": [1.0, float("nan")], "val": {"loss": float("inf")}})
+    assert read_lines(path) == [{"update": 1, "window": [1.0, None], "val": {"loss": None}}]
+
+
+def test_a_line_cut_inside_a_character_or_that_is_no_object_is_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"update": 1}\n12\n' + '{"update": 2, "text": "é'.encode()[:-1])
+    assert read_lines(path) == [{"update": 1}]
+
+
+def test_another_key_and_a_missing_file(tmp_path: Path) -> None:
+    path = tmp_path / "skipped.jsonl"
+    assert read_lines(path) == []
+    write(path, {"at": 5, "sample": "a"}, {"event": "resume", "updates": 4}, {"at": 6, "sample": "b"})
+    assert read_lines(path, key="at") == [{"at": 6, "sample": "b"}]

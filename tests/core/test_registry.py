@@ -1,0 +1,55 @@
+"""Names -> classes: a wrong name or argument is an error that names the right one."""
+
+import pytest
+from mmengine.registry import Registry
+
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.registry import build, resolve
+
+THINGS = Registry("test_thing")
+
+
+@THINGS.register_module()
+class Window:
+    def __init__(self, *, size: int, stride: int = 1) -> None:
+        if size == 13:
+            raise TypeError("thirteen is not a size we like")
+        self.size, self.stride = size, stride
+
+
+@THINGS.register_module()
+class Open:
+    def __init__(self, **options: int) -> None:
+        self.options = options
+
+
+def test_builds_by_name_and_by_class_with_extra_arguments() -> None:
+    assert build(THINGS, {"type": "Window", "size": 4}, where="w", stride=2).stride == 2
+    assert build(THINGS, {"type": Window, "size": 4}, where="w").size == 4
+    assert resolve(THINGS, {"type": "Window", "size": 4}, where="w") == (Window, {"size": 4})
+
+
+def test_any_argument_where_the_class_takes_all() -> None:
+    assert build(THINGS, {"type": "Open", "anything": 1}, where="w").options == {"anything": 1}
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({"type": "Windw"}, r"packing.type is 'Windw'.*did you mean 'Window'"),
+        ({"size": 3}, "packing is"),
+        ("Window", "packing is 'Window'"),
+        ({"type": "Window", "size": 3, "strid": 2}, "no key 'strid'.*did you mean 'stride'"),
+        ({"type": "Window"}, "packing cannot be built.*size"),
+        ({"type": 3}, "packing.type is 3"),
+        ({"type": "Window", "size": 3, "stride": 2}, "packing.stride.*cannot be given"),
+    ],
+)
+def test_errors(spec: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(THINGS, spec, where="packing", stride=9)  # type: ignore[arg-type]
+
+
+def test_a_type_error_inside_the_class_is_not_hidden() -> None:
+    with pytest.raises(TypeError, match="thirteen"):
+        build(THINGS, {"type": "Window", "size": 13}, where="w")

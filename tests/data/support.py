@@ -1,0 +1,119 @@
+"""Tiny real tokenizers, pictures and data files that the data tests share."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from unigen_ds.data.datasets import UnifiedGenerationDataset
+from unigen_ds.data.order import GlobalOrder
+from unigen_ds.data.packing import WindowPacking
+from unigen_ds.data.processor import UnifiedProcessor
+from unigen_ds.data.stream import SequenceStream
+from unigen_ds.data.transforms import ImageTransform
+
+GOLDEN = Path(os.environ.get("UNIGEN_GOLDEN", Path(__file__).parent.parent / "golden"))
+
+
+class ByteTokenizer:
+    """One id a byte; five special ids above them."""
+
+    bos_id, eos_id, pad_id, image_start_id, image_end_id = 256, 257, 258, 259, 260
+    fingerprint = "bytes"
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: list[int]) -> str:
+        return bytes(i for i in ids if i < 256).decode()
+
+
+class NumberTokenizer(ByteTokenizer):
+    """``"76 12"`` -> [76, 12], with the special ids of the golden pack."""
+
+    bos_id, eos_id, pad_id, image_start_id, image_end_id = 131, 132, 0, 135, 136
+    fingerprint = "numbers"
+
+    def encode(self, text: str) -> list[int]:
+        return [int(word) for word in text.split()]
+
+
+def make_processor(**changes: Any) -> UnifiedProcessor:
+    """Small: ViT patches of 4, one latent patch of 2 latent pixels over 8 pixels."""
+    arguments: dict[str, Any] = dict(
+        vit_transform=ImageTransform(16, 8, 4),
+        vit_patch_size=4,
+        vae_transform=ImageTransform(32, 8, 8),
+        vae_downsample=8,
+        latent_channels=3,
+        latent_patch_size=2,
+        vae_spatial_downsample=4,
+        max_latent_size=4,
+        vit_max_patches_per_side=4,
+        seed=5,
+    )
+    arguments.update(changes)
+    return UnifiedProcessor(arguments.pop("tokenizer", ByteTokenizer()), **arguments)
+
+
+def picture(path: Path, width: int, height: int, *, seed: int = 0) -> Path:
+    """A PNG of random pixels."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(path)
+    return path
+
+
+def text(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "type": "text", "content": content}
+
+
+def image(role: str, path: str) -> dict[str, str]:
+    return {"role": role, "type": "image", "image_path": path}
+
+
+def talk(*turns: dict[str, str]) -> dict[str, Any]:
+    return {"conversations": list(turns)}
+
+
+def write_jsonl(path: Path, records: list[Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records), encoding="utf-8")
+    return path
+
+
+def mixed_records(folder: Path, number: int) -> list[Any]:
+    """Texts of many lengths, drawings, captions and edits, with pictures of several sizes."""
+    sizes = [(8, 8), (16, 24), (32, 16)]
+    for k, (w, h) in enumerate(sizes):
+        picture(folder / f"{k}.png", w, h, seed=k)
+    records: list[Any] = []
+    for i in range(number):
+        one, two = f"{i % 3}.png", f"{(i + 1) % 3}.png"
+        records.append(
+            [
+                talk(text("user", f"q{i}"), text("assistant", f"answer {i} " * (1 + i * 7 % 5))),
+                {"text_prompt": f"draw {i}", "image_path": one},
+                talk(image("user", one), text("assistant", f"seen {i}")),
+                talk(image("user", one), text("user", f"edit {i}"), image("assistant", two)),
+            ][i % 4]
+        )
+    return records
+
+
+def mixed_dataset(folder: Path, number: int = 40, **changes: Any) -> UnifiedGenerationDataset:
+    processor = changes.pop("processor", None) or make_processor()
+    name = changes.pop("name", None) or "train"
+    path = write_jsonl(folder / f"{name}.jsonl", mixed_records(folder, number))
+    return UnifiedGenerationDataset(path, processor, name=name, **changes)
+
+
+def make_stream(datasets: list[Any], *, window: int | None = None, seq_length: int = 96, **more: Any) -> SequenceStream:
+    order = GlobalOrder([len(d) for d in datasets], more.pop("weights", None), seed=more.pop("seed", 3))
+    packer = None if window is None else WindowPacking(window, max_tiles=more.pop("max_tiles", None))
+    return SequenceStream(datasets, order, packer=packer, seq_length=seq_length, **more)

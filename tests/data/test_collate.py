@@ -1,0 +1,284 @@
+"""Micro-batches: the golden pack of the public code, skips, dropout, noise, padding."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.data.support import (
+    GOLDEN,
+    NumberTokenizer,
+    image,
+    make_processor,
+    mixed_dataset,
+    picture,
+    talk,
+    text,
+    write_jsonl,
+)
+from unigen_ds.core.batch import CAUSAL, FULL, NOISE, PackedBatch
+from unigen_ds.data.collate import collate
+from unigen_ds.data.datasets import UnifiedGenerationDataset
+from unigen_ds.data.order import Draw
+from unigen_ds.data.processor import UnifiedProcessor
+from unigen_ds.data.transforms import ImageTransform
+
+MODES = {"causal": CAUSAL, "full": FULL, "noise": NOISE}
+
+
+def same(one: PackedBatch, other: PackedBatch) -> None:
+    """Every field equal, bit for bit."""
+    for field in dataclasses.fields(PackedBatch):
+        a, b = getattr(one, field.name), getattr(other, field.name)
+        assert torch.equal(a, b) and a.dtype == b.dtype if isinstance(a, Tensor) else a == b, field.name
+
+
+def golden_processor(facts: dict[str, Any], **changes: Any) -> UnifiedProcessor:
+    down = facts["vae_params"]["downsample"]
+    patch = facts["bagel_config"]["latent_patch_size"]
+    return UnifiedProcessor(
+        NumberTokenizer(),
+        vit_transform=ImageTransform(*facts["vit_transform"]),
+        vit_patch_size=facts["vit_patch_size"],
+        vae_transform=ImageTransform(*facts["vae_transform"]),
+        vae_downsample=down * patch,
+        latent_channels=facts["vae_params"]["z_channels"],
+        latent_patch_size=patch,
+        vae_spatial_downsample=down,
+        max_latent_size=facts["bagel_config"]["max_latent_size"],
+        vit_max_patches_per_side=facts["bagel_config"]["vit_max_num_patch_per_side"],
+        **changes,
+    )
+
+
+def golden_records(folder: Path, pack: dict[str, Any]) -> list[Any]:
+    """The four samples of the public pack as conversations, with pictures of the sizes it names."""
+
+    def draw(name: str, shape: list[int]) -> str:
+        picture(folder / name, shape[2], shape[1])
+        return name
+
+    vae = [draw(f"vae{i}.png", shape) for i, shape in enumerate(pack["vae_image_shapes"])]
+    vit = draw("vit.png", pack["vit_image_shapes"][0])
+    t2i, und, edit, plain = ([" ".join(map(str, ids)) for ids in s["texts"]] for s in pack["samples"])
+    return [
+        talk(text("user", t2i[0]), image("assistant", vae[0])),
+        talk(image("user", vit), text("user", und[0]), text("assistant", und[1])),
+        talk(image("user", vae[1]), text("user", edit[0]), image("assistant", vae[2])),
+        talk(text("assistant", plain[0])),
+    ]
+
+
+@pytest.mark.parametrize("reweight", [False, True])
+def test_golden_pack(tmp_path: Path, reweight: bool) -> None:
+    pack = json.loads((GOLDEN / "bagel" / "train.json").read_text())
+    facts = json.loads((GOLDEN / "bagel" / "golden.json").read_text())
+    golden = load_file(GOLDEN / "bagel" / "train.safetensors")
+    processor = golden_processor(facts, ce_reweight=reweight)
+    path = write_jsonl(tmp_path / "pack.jsonl", golden_records(tmp_path, pack))
+    dataset = UnifiedGenerationDataset(path, processor)
+    assert dataset.lengths()[0].tolist() == pack["sample_lens"]
+    row = tuple(Draw(0, i, 0) for i in range(4))
+    batch = collate([row], [dataset], processor, seq_length=pack["sequence_length"])
+
+    assert batch.num_tokens == pack["sequence_length"] and not batch.skipped
+    names = {
+        "position_ids": "packed_position_ids",
+        "text_ids": "packed_text_ids",
+        "text_index": "packed_text_indexes",
+        "text_target_ids": "packed_label_ids",
+        "text_target_index": "ce_loss_indexes",
+        "image_target_index": "mse_loss_indexes",
+        "latent_index": "packed_vae_token_indexes",
+        "latent_position_ids": "packed_latent_position_ids",
+        "vit_index": "packed_vit_token_indexes",
+        "vit_position_ids": "packed_vit_position_ids",
+    }
+    for ours, theirs in names.items():
+        assert torch.equal(getattr(batch, ours), golden[theirs]), ours
+    assert torch.bincount(batch.split_ids).tolist() == pack["split_lens"]
+    assert batch.split_modes.tolist() == [MODES[mode] for mode in pack["attn_modes"]]
+    assert torch.bincount(batch.document_ids).tolist() == pack["sample_lens"]
+    assert list(batch.vit_lengths) == golden["vit_token_seqlens"].tolist()
+    assert [list(shape) for shape in batch.latent_shapes] == pack["patchified_vae_latent_shapes"]
+    assert torch.equal(batch.timesteps.isinf(), golden["packed_timesteps"].isinf())
+    for ours, theirs in (("vae_images", "padded_images"), ("vae_noise", "vae_noise"), ("flow_noise", "flow_noise")):
+        assert getattr(batch, ours).shape == golden[theirs].shape, ours
+    assert batch.vit_patches.shape == golden["packed_vit_tokens"].shape
+    weights = golden["ce_loss_weights"] if reweight else torch.ones(pack["n_ce"])
+    torch.testing.assert_close(batch.text_target_weight, weights)
+    assert batch.target_counts()["image"] == pack["n_mse"]
+    assert torch.equal(mask(batch), golden["attention_mask"])
+
+
+def mask(batch: PackedBatch) -> Tensor:
+    """Who sees whom, spelled out from document, split and mode."""
+    t = torch.arange(batch.num_tokens)
+    document, split, mode = batch.document_ids, batch.split_ids, batch.split_modes[batch.split_ids]
+    same_split = split[:, None] == split[None]
+    earlier = (t[:, None] >= t[None]) & (mode[None] != NOISE)
+    inside = same_split & (mode[None] != CAUSAL)
+    return (document[:, None] == document[None]) & ((earlier & ~inside) | inside)
+
+
+def test_padding_of_images_and_noise(tmp_path: Path) -> None:
+    picture(tmp_path / "small.png", 8, 16)
+    picture(tmp_path / "wide.png", 32, 8)
+    records = [{"text_prompt": "a", "image_path": f"{name}.png"} for name in ("small", "wide")]
+    dataset = UnifiedGenerationDataset(write_jsonl(tmp_path / "t.jsonl", records), make_processor())
+    both = collate([(Draw(0, 0, 0),), (Draw(0, 1, 0),)], [dataset], dataset.processor, seq_length=99)
+    assert both.vae_images.shape == (2, 3, 16, 32) and both.vae_noise.shape == (2, 3, 4, 8)
+    assert both.vae_images[0, :, :, 8:].eq(0).all() and both.vae_images[1, :, 8:].eq(0).all()
+    assert both.vae_noise[0, :, :, 2:].eq(0).all() and both.vae_noise[1, :, 2:].eq(0).all()
+    for k in range(2):  # alone, an image has the same pixels and the same noise
+        alone = collate([(Draw(0, k, 0),)], [dataset], dataset.processor, seq_length=99)
+        h, w = alone.vae_images.shape[2:]
+        assert torch.equal(both.vae_images[k, :, :h, :w], alone.vae_images[0])
+        assert torch.equal(both.vae_noise[k, :, : h // 4, : w // 4], alone.vae_noise[0])
+    assert both.latent_shapes == ((2, 1), (1, 4)) and len(both.flow_noise) == 6
+
+
+def test_randomness_is_keyed_by_sample_pass_and_seed(tmp_path: Path) -> None:
+    dataset = mixed_dataset(tmp_path, 8)
+
+    def noise(index: int, number: int, seed: int) -> Tensor:
+        row = (Draw(0, index, number),)
+        batch = collate([row], [dataset], dataset.processor, seq_length=200, seed=seed)
+        return torch.cat([batch.flow_noise.flatten(), batch.vae_noise.flatten(), batch.timesteps])
+
+    assert torch.equal(noise(1, 0, 1), noise(1, 0, 1))
+    for other in ((1, 1, 1), (1, 0, 2)):
+        assert not torch.equal(noise(1, 0, 1), noise(*other))
+    edit = collate([(Draw(0, 3, 0),)], [dataset], dataset.processor, seq_length=200)
+    clean = math.prod(edit.latent_shapes[0])
+    assert edit.timesteps[:clean].isinf().all() and edit.timesteps[clean:].isfinite().all()
+    assert len(edit.timesteps[clean:].unique()) == 1 and edit.image_target_index.numel() == len(edit.timesteps) - clean
+
+
+def test_normal_distributions(tmp_path: Path) -> None:
+    dataset = mixed_dataset(tmp_path, 8)
+    rows = [(Draw(0, 1, number),) for number in range(400)]
+    batch = collate(rows, [dataset], dataset.processor, seq_length=200)
+    times = batch.timesteps.reshape(400, -1)[:, 0]
+    for values in (times, batch.flow_noise, batch.vae_noise):
+        assert abs(values.mean()) < 0.15 and abs(values.std() - 1) < 0.15
+
+
+def test_condition_dropout(tmp_path: Path) -> None:
+    picture(tmp_path / "a.png", 8, 8)
+    record = talk(image("user", "a.png"), text("user", "ed"), image("assistant", "a.png"))
+    path = write_jsonl(tmp_path / "t.jsonl", [record])
+
+    def batch(number: int = 0, **dropout: float) -> PackedBatch:
+        dataset = UnifiedGenerationDataset(path, make_processor(**dropout))
+        return collate([(Draw(0, 0, number),)], [dataset], dataset.processor, seq_length=200)
+
+    whole = batch()
+    assert whole.split_modes.tolist() == [FULL, FULL, CAUSAL, NOISE]
+    no_text = batch(text_dropout=1.0)
+    assert no_text.split_modes.tolist() == [FULL, FULL, NOISE]
+    assert no_text.position_ids.tolist() == [0] * 3 + [1] * 6 + [2] * 3  # a dropped text uses up no position
+    no_vae, no_vit = batch(vae_dropout=1.0), batch(vit_dropout=1.0)
+    assert no_vae.position_ids[0] == 1 and no_vae.position_ids[-1] == whole.position_ids[-1]
+    assert no_vit.position_ids.tolist() == [0] * 3 + [2, 3, 4, 5] + [6] * 3
+    assert len(no_vit.vit_patches) == 0 and no_vit.vit_patches.shape[1] == whole.vit_patches.shape[1]
+    assert torch.equal(no_vit.flow_noise, whole.flow_noise)  # what is left has the noise it had
+    everything = batch(text_dropout=1.0, vit_dropout=1.0, vae_dropout=1.0)
+    assert everything.split_modes.tolist() == [NOISE] and everything.position_ids.tolist() == [2] * 3
+    dropped = sum(batch(number, text_dropout=0.3).split_modes.numel() == 3 for number in range(300))
+    assert 60 < dropped < 120
+
+
+def test_a_noise_image_uses_up_no_position(tmp_path: Path) -> None:
+    picture(tmp_path / "a.png", 8, 8)
+    turns = [text("user", "x"), image("assistant", "a.png"), text("user", "y"), text("assistant", "z")]
+    dataset = UnifiedGenerationDataset(write_jsonl(tmp_path / "t.jsonl", [talk(*turns)]), make_processor())
+    batch = collate([(Draw(0, 0, 0),)], [dataset], dataset.processor, seq_length=200)
+    assert batch.split_modes.tolist() == [CAUSAL, NOISE, FULL, CAUSAL, CAUSAL]
+    assert batch.position_ids.tolist() == [0, 1, 2, *[3] * 3, *[3] * 6, 4, 5, 6, 7, 8, 9]
+
+
+def test_targets_are_never_dropped(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "t.jsonl", [talk(text("user", "q"), text("assistant", "ab"))])
+    dataset = UnifiedGenerationDataset(path, make_processor(text_dropout=1.0))
+    batch = collate([(Draw(0, 0, 0),)], [dataset], dataset.processor, seq_length=200)
+    assert batch.text_ids.tolist() == [256, 97, 98, 257]
+    assert batch.text_target_ids.tolist() == [97, 98, 257] and batch.text_target_index.tolist() == [0, 1, 2]
+
+
+def test_unreadable_images_become_padding_of_the_planned_length(tmp_path: Path) -> None:
+    for name in ("whole", "cut", "replaced", "gone"):
+        picture(tmp_path / f"{name}.png", 16, 16)
+    (tmp_path / "never.png").write_bytes(b"no picture")
+    names = ["cut", "replaced", "gone", "never", "whole"]
+    records: list[Any] = [{"text_prompt": "p", "image_path": f"{name}.png"} for name in names]
+    dataset = UnifiedGenerationDataset(write_jsonl(tmp_path / "t.jsonl", records), make_processor(), name="t")
+    lengths = dataset.lengths()[0].tolist()
+    assert lengths[3] < lengths[4]  # never readable: planned with the smallest image
+    (tmp_path / "cut.png").write_bytes((tmp_path / "cut.png").read_bytes()[:100])
+    picture(tmp_path / "replaced.png", 32, 16)
+    (tmp_path / "gone.png").unlink()
+    picture(tmp_path / "never.png", 16, 16)  # repaired after indexing: still the plan's length, still a skip
+    row = tuple(Draw(0, i, 0) for i in range(5))
+    batch = collate([row], [dataset], dataset.processor, seq_length=200)
+    assert torch.bincount(batch.document_ids).tolist() == lengths
+    assert [skip["sample"] for skip in batch.skipped] == ["t:0:0", "t:1:0", "t:2:0", "t:3:0"]
+    assert [Path(skip["path"]).stem for skip in batch.skipped] == names[:4]
+    assert all(skip["why"] for skip in batch.skipped)
+    assert batch.sample_ids == tuple(f"t:{i}:0" for i in range(5)) and batch.num_samples == 5
+    first = batch.text_ids[batch.text_index < lengths[0]]
+    assert first.tolist() == [258] * lengths[0]
+    alone = collate([row[4:]], [dataset], dataset.processor, seq_length=200)
+    assert batch.target_counts() == alone.target_counts()
+    assert torch.equal(batch.flow_noise, alone.flow_noise) and torch.equal(batch.vae_images, alone.vae_images)
+    short = collate([row[:1]], [dataset], dataset.processor, seq_length=5)
+    assert short.num_tokens == 3 and not short.skipped  # the broken image lies beyond the cut
+
+
+def test_truncation_in_a_batch(tmp_path: Path) -> None:
+    dataset = mixed_dataset(tmp_path, 8)
+    for seq_length in (1, 2, 3, 7, 12, 30):
+        rows = [(Draw(0, i, 0),) for i in range(8)]
+        batch = collate(rows, [dataset], dataset.processor, seq_length=seq_length)
+        assert torch.bincount(batch.document_ids).max() <= seq_length
+        assert len(batch.latent_index) == sum(math.prod(shape) for shape in batch.latent_shapes)
+        assert batch.num_sequences == 8 and len(batch.document_ids.unique()) == 8
+
+
+def test_empty_rows_are_one_padding_token(tmp_path: Path) -> None:
+    dataset = mixed_dataset(tmp_path, 4)
+    batch = collate([(), ()], [dataset], dataset.processor, seq_length=50)
+    assert batch.text_ids.tolist() == [258, 258] and batch.document_ids.tolist() == [0, 1]
+    assert batch.target_counts() == {"text": 0.0, "image": 0.0}
+    assert batch.num_sequences == 2 and batch.num_samples == 0
+    processor = dataset.processor
+    assert batch.vit_patches.shape == (0, 48) and batch.flow_noise.shape == (0, 12)
+    assert batch.vae_images.shape == (0, 3, 8, 8) and batch.vae_noise.shape == (0, 3, 2, 2)
+    for name in ("vit_index", "latent_index", "image_target_index", "text_target_ids"):
+        assert getattr(batch, name).dtype == torch.int64 and getattr(batch, name).shape == (0,), name
+    assert processor.vit_channels == 3
+
+
+def test_documents_and_splits_number_on_over_sequences(tmp_path: Path) -> None:
+    dataset = mixed_dataset(tmp_path, 8)
+    rows = [tuple(Draw(0, i, 0) for i in (0, 1)), (Draw(0, 1, 0),), tuple(Draw(0, i, 0) for i in (2, 3))]
+    batch = collate(rows, [dataset], dataset.processor, seq_length=99)
+    assert batch.document_ids.unique().tolist() == [0, 1, 2, 3, 4]
+    assert (batch.document_ids.diff() >= 0).all() and (batch.split_ids.diff() >= 0).all()
+    assert len(batch.split_modes) == int(batch.split_ids.max()) + 1
+    starts = torch.searchsorted(batch.document_ids, torch.arange(5))
+    assert batch.position_ids[starts].eq(0).all()
+    places = torch.cat([batch.text_index, batch.vit_index, batch.latent_index]).sort().values
+    assert torch.equal(places, torch.arange(batch.num_tokens))
+    parts = [collate([row], [dataset], dataset.processor, seq_length=99) for row in rows]
+    assert torch.equal(batch.text_ids, torch.cat([part.text_ids for part in parts]))
+    assert torch.equal(batch.flow_noise, torch.cat([part.flow_noise for part in parts]))
+    assert torch.equal(batch.vit_patches, torch.cat([part.vit_patches for part in parts]))

@@ -1,0 +1,115 @@
+"""Records by byte offset, and errors that name file, line and field."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.data.support import image, talk, text
+from unigen_ds.core.errors import DataError
+from unigen_ds.data.formats import Place, Turn, parse_record, read_record, scan
+
+RECORDS: list[Any] = [
+    talk(text("user", 'brackets ]}[{ "quoted", commas, \\ and \n lines'), text("assistant", "größer 大 🙂")),
+    {"text_prompt": "", "image_path": "a.png"},
+    talk(image("human", "b.png"), text("gpt", "\\\\"), text("system", '\\"')),
+]
+
+
+def read_all(path: Path) -> list[Any]:
+    return [read_record(path, int(o), int(n)) for o, n in zip(*scan(path), strict=True)]
+
+
+@pytest.mark.parametrize("ascii_only", [True, False])
+@pytest.mark.parametrize("indent", [None, 2])
+def test_json_and_jsonl_hold_the_same_records(tmp_path: Path, ascii_only: bool, indent: int | None) -> None:
+    lines = tmp_path / "x.jsonl"
+    lines.write_text("".join(json.dumps(r, ensure_ascii=ascii_only) + "\n" for r in RECORDS), encoding="utf-8")
+    array = tmp_path / "x.json"
+    array.write_text(json.dumps(RECORDS, ensure_ascii=ascii_only, indent=indent), encoding="utf-8")
+    assert read_all(lines) == read_all(array) == RECORDS
+
+
+def test_blank_lines_carriage_returns_byte_order_mark_and_no_last_newline(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf\r\n\n {"a": 1} \r\n   \n{"a": 2}')
+    assert read_all(path) == [{"a": 1}, {"a": 2}]
+    offsets, _ = scan(path)
+    assert [str(Place(path, int(o))) for o in offsets] == ["x.jsonl:3", "x.jsonl:5"]
+
+
+def test_nested_values_in_an_array(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(' [ {"a": [1, {"b": [2, 3]}]} ,\n {"a": []}\n]\n')
+    assert read_all(path) == [{"a": [1, {"b": [2, 3]}]}, {"a": []}]
+    assert str(Place(path, int(scan(path)[0][1]))) == "x.json:2"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "holds no record"),
+        ("[]", "holds no record"),
+        ('[{"a": 1}', "not a complete JSON array"),
+        ('[{"a": 1},]', "empty element"),
+        ('[{"a": 1}] tail', "after the end"),
+    ],
+)
+def test_broken_files(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(content)
+    with pytest.raises(DataError, match=message):
+        scan(path)
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="does not exist"):
+        scan(tmp_path / "none.jsonl")
+
+
+def test_a_line_that_is_no_json_names_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text('{"a": 1}\n\n{"a": \n{"a": 3}\n[1]\n')
+    offsets, lengths = scan(path)
+    with pytest.raises(DataError, match=r"train\.jsonl:3: no valid JSON"):
+        read_record(path, int(offsets[1]), int(lengths[1]))
+    with pytest.raises(DataError, match=r"train\.jsonl:5: the record is \[1\]"):
+        read_record(path, int(offsets[3]), int(lengths[3]))
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"text": "x"}, r"w: conversations is missing \(the record has: text\)"),
+        ({"text_prompt": "x"}, r"w: image_path is missing"),
+        ({"image_path": "x"}, r"w: text_prompt is missing"),
+        ({"conversations": []}, r"w: conversations is \[\]"),
+        ({"conversations": ["x"]}, r"w: conversations\[0\] is 'x'"),
+        (talk(text("user", "x"), {"type": "text", "content": "y"}), r"w: conversations\[1\]\.role is missing"),
+        (talk(text("robot", "x")), r"w: conversations\[0\]\.role is 'robot'.*Allowed: user, human"),
+        (talk({"role": "user", "content": "x"}), r"w: conversations\[0\]\.type is missing.*Allowed: text, image"),
+        (talk({"role": "user", "type": "video"}), r"w: conversations\[0\]\.type is 'video'"),
+        (talk({"role": "user", "type": "text"}), r"w: conversations\[0\]\.content is missing"),
+        (talk({"role": "user", "type": "text", "content": 3}), r"w: conversations\[0\]\.content is 3"),
+        (
+            talk(text("user", "x"), text("user", "y"), {"role": "user", "type": "image"}),
+            r"w: conversations\[2\]\.image_path is missing",
+        ),
+    ],
+)
+def test_malformed_records_name_the_field(record: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        parse_record(record, "w")
+
+
+def test_turns_and_image_paths() -> None:
+    root = Path("/data")
+    assert parse_record({"text_prompt": "p", "image_path": "i/a.png"}, "", image_root=root) == [
+        Turn("user", "text", "p"),
+        Turn("assistant", "image", "/data/i/a.png"),
+    ]
+    turns = parse_record(talk(image("human", "/abs.png"), text("gpt", "t"), text("system", "s")), "", image_root=root)
+    assert turns == [Turn("user", "image", "/abs.png"), Turn("assistant", "text", "t"), Turn("system", "text", "s")]

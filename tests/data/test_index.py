@@ -1,0 +1,178 @@
+"""The index: built once, cached atomically, rebuilt when damaged, right for JSON and JSONL."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.data.support import (
+    ByteTokenizer,
+    image,
+    make_processor,
+    mixed_records,
+    picture,
+    talk,
+    text,
+    write_jsonl,
+)
+from unigen_ds.core.errors import DataError
+from unigen_ds.data import index as index_module
+from unigen_ds.data.index import FOLDER, Index, cached
+
+OTHER = type("Other", (ByteTokenizer,), {"fingerprint": "other"})
+
+
+def caches(folder: Path) -> list[Path]:
+    return sorted((folder / FOLDER).glob("*.npz"))
+
+
+def test_counts_of_every_record(tmp_path: Path) -> None:
+    picture(tmp_path / "a.png", 16, 8)
+    records = [
+        talk(text("user", "ab"), text("assistant", "cde")),
+        {"text_prompt": "ab", "image_path": "a.png"},
+        talk(image("user", "a.png"), text("user", "x"), image("assistant", "a.png")),
+    ]
+    counts = Index.build(write_jsonl(tmp_path / "t.jsonl", records), make_processor()).counts
+    assert counts.tokens.tolist() == [4 + 5, 4 + 4, 4 + 10 + 3 + 4]
+    assert counts.tiles.tolist() == [0, 0, 2]
+    assert counts.image_tokens.tolist() == [0, 4, 4 + 10 + 4]
+    assert counts.text_targets.tolist() == [4, 0, 0]
+    assert counts.image_targets.tolist() == [0, 2, 2]
+    assert counts.unreadable.tolist() == [0, 0, 0]
+
+
+def test_json_and_jsonl_give_the_same(tmp_path: Path) -> None:
+    records = mixed_records(tmp_path, 12)
+    lines = Index.build(write_jsonl(tmp_path / "t.jsonl", records), make_processor())
+    (tmp_path / "t.json").write_text(json.dumps(records, indent=1), encoding="utf-8")
+    array = Index.build(tmp_path / "t.json", make_processor())
+    assert lines.counts.digest == array.counts.digest and len(lines) == len(array) == 12
+
+
+def test_cache_is_used_and_keyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_jsonl(tmp_path / "t.jsonl", mixed_records(tmp_path, 8))
+    first = Index.build(path, make_processor())
+    assert len(caches(tmp_path)) == 1
+
+    def refuse(*_: object) -> dict[str, np.ndarray]:
+        raise RuntimeError("planned again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(index_module, "_plan_all", refuse)
+        again = Index.build(path, make_processor())
+        assert again.digest == first.digest and np.array_equal(again.offsets, first.offsets)
+        with pytest.raises(RuntimeError, match="planned again"):
+            Index.build(path, make_processor(tokenizer=OTHER()))
+        path.write_text(path.read_text().replace("draw 1", "draw one"))
+        with pytest.raises(RuntimeError, match="planned again"):
+            Index.build(path, make_processor())
+    assert Index.build(path, make_processor()).digest != first.digest
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "empty", "text"])
+def test_damaged_cache_is_rebuilt_with_a_warning(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("unigen_ds"), "propagate", True)
+    path = write_jsonl(tmp_path / "t.jsonl", mixed_records(tmp_path, 8))
+    first = Index.build(path, make_processor())
+    (cache,) = caches(tmp_path)
+    content = bytearray(cache.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    broken = {"cut": content[: len(content) // 2], "flip": content, "empty": b"", "text": b"hello"}[damage]
+    cache.write_bytes(bytes(broken))
+    with caplog.at_level(logging.WARNING):
+        again = Index.build(path, make_processor())
+    assert again.digest == first.digest and np.array_equal(again.lengths, first.lengths)
+    assert "is damaged" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        Index.build(path, make_processor())
+    assert not caplog.text
+
+
+def test_a_cache_is_never_unpickled(tmp_path: Path) -> None:
+    cache = tmp_path / "x.npz"
+    np.savez(cache, key=np.asarray("k"), values=np.asarray([{"a": 1}], dtype=object))
+    found = cached(cache, "k", lambda: {"values": np.arange(3)})
+    assert found["values"].tolist() == [0, 1, 2]
+
+
+def test_a_cache_of_another_key_is_not_used(tmp_path: Path) -> None:
+    cache = tmp_path / "x.npz"
+    for key, number in (("one", 1), ("two", 2)):
+        assert cached(cache, key, lambda number=number: {"values": np.asarray([number])})["values"] == [number]
+
+
+def test_worker_processes_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_module, "_CHUNK", 5)
+    path = write_jsonl(tmp_path / "t.jsonl", mixed_records(tmp_path, 23))
+    alone = Index.build(path, make_processor())
+    caches(tmp_path)[0].unlink()
+    many = Index.build(path, make_processor(), num_workers=2)
+    assert many.digest == alone.digest
+
+
+def test_starting_together_plans_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_jsonl(tmp_path / "t.jsonl", mixed_records(tmp_path, 30))
+    plans, plan = [], index_module._plan_all
+    monkeypatch.setattr(index_module, "_plan_all", lambda *a: plans.append(1) or plan(*a))
+    found: list[str] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(Index.build(path, make_processor()).digest)) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4 and len(set(found)) == 1 and len(plans) == 1
+
+
+def test_cache_dir_where_the_data_folder_is_not_writable(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    path = write_jsonl(data / "t.jsonl", mixed_records(data, 4))
+    (data / FOLDER).write_text("a file where the folder should be")
+    built = Index.build(path, make_processor(), cache_dir=tmp_path / "cache")
+    assert built.folder == tmp_path / "cache" and list(built.folder.glob("t.jsonl-*.npz"))
+    assert Index.build(path, make_processor()).folder is None  # nowhere to cache: still works
+
+
+def test_malformed_records_stop_the_build(tmp_path: Path) -> None:
+    records = [talk(text("assistant", "x")), talk({"role": "assistant", "type": "image"})]
+    path = write_jsonl(tmp_path / "train.jsonl", records)
+    with pytest.raises(DataError, match=r"train\.jsonl:2: conversations\[0\]\.image_path is missing"):
+        Index.build(path, make_processor())
+    assert not caches(tmp_path)
+    path = write_jsonl(tmp_path / "u.jsonl", [talk(text("user", "x"))])
+    with pytest.raises(DataError, match=r"u\.jsonl:1: conversations has no assistant turn"):
+        Index.build(path, make_processor())
+
+
+def test_unreadable_images_do_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("unigen_ds"), "propagate", True)
+    path = write_jsonl(tmp_path / "t.jsonl", [{"text_prompt": "x", "image_path": "none.png"}])
+    with caplog.at_level(logging.WARNING):
+        built = Index.build(path, make_processor())
+    assert built.counts.tokens.tolist() == [3 + 3] and built.counts.unreadable.tolist() == [1]
+    assert "1 of 1 records" in caplog.text
+
+
+def test_moved_data_keeps_its_digest_and_other_sizes_change_it(tmp_path: Path) -> None:
+    digests = []
+    for name in ("one", "two"):
+        folder = tmp_path / name
+        digests.append(Index.build(write_jsonl(folder / "t.jsonl", mixed_records(folder, 8)), make_processor()).digest)
+    assert digests[0] == digests[1]
+    picture(tmp_path / "two" / "1.png", 8, 8)
+    for cache in caches(tmp_path / "two"):
+        os.remove(cache)
+    assert Index.build(tmp_path / "two" / "t.jsonl", make_processor()).digest != digests[0]

@@ -1,0 +1,225 @@
+"""The same batches, bit for bit, over workers, ranks, batch sizes and kills; and workers that behave."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.data.support import make_processor, make_stream, mixed_dataset, write_jsonl
+from tests.data.test_collate import same
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.progress import Geometry
+from unigen_ds.data.collate import collate
+from unigen_ds.data.datasets import UnifiedGenerationDataset
+from unigen_ds.data.loader import MicroBatch, Packet, UpdateLoader
+from unigen_ds.data.stream import Cursor
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    processor = make_processor(text_dropout=0.3, vit_dropout=0.3, vae_dropout=0.3)
+    return mixed_dataset(tmp_path_factory.mktemp("data"), 36, processor=processor)
+
+
+def loader(data: Any, geometry: Geometry, *, window: int | None = 12, **more: Any) -> UpdateLoader:
+    stream = make_stream([data], window=window, sequences_per_epoch=more.pop("sequences_per_epoch", None))
+    return UpdateLoader(stream, processor=data.processor, geometry=geometry, seed=11, **more)
+
+
+def updates(number: int, *arguments: Any, **more: Any) -> list[list[MicroBatch]]:
+    made = loader(*arguments, **more)
+    try:
+        return list(islice(made, number))
+    finally:
+        made.close()
+
+
+def flat(many: list[list[MicroBatch]]) -> list[MicroBatch]:
+    return [micro for update in many for micro in update]
+
+
+def test_workers_change_nothing(data: Any) -> None:
+    geometry = Geometry(2, 3, 2)
+    alone = updates(4, data, geometry, dp_rank=1)
+    for workers in (1, 2):
+        many = updates(4, data, geometry, dp_rank=1, num_workers=workers, prefetch_factor=3)
+        for one, other in zip(flat(alone), flat(many), strict=True):
+            same(one.batch, other.batch)
+            assert one.cursor == other.cursor and one.rows == other.rows
+
+
+@pytest.mark.parametrize("window", [None, 12])
+@pytest.mark.parametrize(("batch", "accumulate", "ranks"), [(1, 1, 1), (4, 1, 1), (2, 2, 2), (1, 1, 3), (2, 1, 3)])
+def test_every_sequence_once_over_ranks(data: Any, window: int | None, batch: int, accumulate: int, ranks: int) -> None:
+    """Rows over all ranks, put together again, are the stream; one epoch of them holds every record once."""
+    geometry = Geometry(batch, accumulate, ranks)
+    stream = make_stream([data], window=window)
+    per_rank = [updates(8, data, geometry, dp_rank=r, window=window) for r in range(ranks)]
+    ids: list[str] = []
+    for update in zip(*per_rank, strict=True):
+        for micro in zip(*update, strict=True):
+            assert all(m.rows == micro[0].rows and m.cursor == micro[0].cursor for m in micro)
+            assert len(micro[0].rows) == batch * ranks and all(m.batch.num_sequences == batch for m in micro)
+            for i, row in enumerate(micro[0].rows):
+                expected = [draw.sample_id(stream.names) for draw in row]
+                ids += expected
+                rank, place = i % ranks, i // ranks
+                row_ids = [d.sample_id(stream.names) for r in micro[0].rows[rank::ranks][place : place + 1] for d in r]
+                assert row_ids == expected and set(expected) <= set(micro[rank].batch.sample_ids)
+            assert Counter(i for m in micro for i in m.batch.sample_ids) == Counter(
+                d.sample_id(stream.names) for row in micro[0].rows for d in row
+            )
+    total = 8 * geometry.global_batch_size
+    assert ids == [d.sample_id(stream.names) for row, _ in islice(stream.rows(), total) for d in row]
+    first = [i for i in ids if i.endswith(":0")]
+    assert len(first) == len(set(first)) <= 36
+    if total > stream.sequences_per_epoch:
+        assert len(first) == 36
+    assert per_rank[0][-1][-1].cursor.sequences == total
+
+
+def test_content_does_not_depend_on_the_geometry(data: Any) -> None:
+    """Each sequence of any cut equals the same sequence collated alone (but for zero padding and numbering)."""
+    stream = make_stream([data], window=12)
+    for geometry in (Geometry(1, 2, 2), Geometry(4, 1, 1), Geometry(2, 1, 3)):
+        for rank in range(geometry.dp_size):
+            for update in updates(2, data, geometry, dp_rank=rank):
+                for micro in update:
+                    rows = micro.rows[rank :: geometry.dp_size]
+                    alone = [
+                        collate([row], [data], data.processor, seq_length=stream.seq_length, seed=11) for row in rows
+                    ]
+                    for name in (
+                        "text_ids",
+                        "text_target_ids",
+                        "position_ids",
+                        "vit_patches",
+                        "flow_noise",
+                        "timesteps",
+                    ):
+                        whole = torch.cat([getattr(batch, name) for batch in alone])
+                        assert torch.equal(getattr(micro.batch, name), whole), name
+                    ids = sum((batch.sample_ids for batch in alone), ())
+                    assert micro.batch.sample_ids == ids
+
+
+@pytest.mark.parametrize("window", [None, 12])
+def test_killed_and_resumed_after_every_update(data: Any, window: int | None) -> None:
+    geometry = Geometry(2, 2, 1)
+    length = make_stream([data], window=window).sequences_per_epoch
+    whole = updates(12, data, geometry, window=window)
+    for done in range(0, 12, 3):
+        cursor = whole[done - 1][-1].cursor if done else Cursor()
+        rest = updates(12 - done, data, geometry, window=window, cursor=cursor, sequences_per_epoch=length)
+        for one, other in zip(flat(whole[done:]), flat(rest), strict=True):
+            same(one.batch, other.batch)
+            assert one.cursor == other.cursor
+
+
+def test_resumed_with_workers_under_another_geometry(data: Any) -> None:
+    """Prefetched but unused batches are not lost: the cursor is that of the update that was used."""
+    before = updates(3, data, Geometry(2, 2, 1), num_workers=2, prefetch_factor=4)
+    ids = [i for update in before for micro in update for i in micro.batch.sample_ids]
+    after = [updates(4, data, Geometry(1, 1, 3), dp_rank=r, cursor=before[-1][-1].cursor) for r in range(3)]
+    stream = make_stream([data], window=12)
+    ids += [d.sample_id(stream.names) for update in after[0] for micro in update for row in micro.rows for d in row]
+    assert ids == [d.sample_id(stream.names) for row, _ in islice(stream.rows(), 12 + 12) for d in row]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_global_random_state_is_left_alone(data: Any, workers: int) -> None:
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    updates(2, data, Geometry(2, 1, 1), num_workers=workers)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def worker_ids(made: UpdateLoader) -> list[int]:
+    return [process.pid for process in made._iterator._workers]  # type: ignore[union-attr]
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_close_ends_workers(data: Any) -> None:
+    made = loader(data, Geometry(2, 1, 1), num_workers=2)
+    iterator = iter(made)
+    next(iterator)
+    pids = worker_ids(made)
+    assert len(pids) == 2 and all(map(alive, pids))
+    made.close()
+    made.close()
+    assert not any(map(alive, pids))
+
+
+def test_workers_outlive_a_signal_to_the_job(data: Any) -> None:
+    """A launcher signals every process of a job; the main process still needs its workers to reach a checkpoint."""
+    made = loader(data, Geometry(2, 1, 1), num_workers=1, prefetch_factor=1)
+    iterator = iter(made)
+    next(iterator)
+    (pid,) = worker_ids(made)
+    if os.fork() == 0:  # another process than the worker's parent
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            os.kill(pid, number)
+        os._exit(0)
+    os.wait()
+    for _ in range(4):
+        next(iterator)
+    assert alive(pid)
+    made._iterator._workers[0].terminate()  # type: ignore[union-attr]  # the main process itself is obeyed
+    for _ in range(100):
+        if made._iterator._workers[0].exitcode is not None:  # type: ignore[union-attr]
+            break
+        time.sleep(0.05)
+    assert made._iterator._workers[0].exitcode is not None  # type: ignore[union-attr]
+    made.close()
+
+
+def test_errors_in_workers_reach_the_main_process(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "t.jsonl", [{"conversations": [{"role": "gpt", "type": "text", "content": "abc"}]}])
+    data = UnifiedGenerationDataset(path, make_processor())
+    path.write_text(path.read_text().replace("content", "CONTENT"))
+    for workers in (0, 1):
+        with pytest.raises(ValueError, match=r"t\.jsonl:1: conversations\[0\]\.content is missing"):
+            updates(1, data, Geometry(1, 1, 1), window=None, num_workers=workers)
+
+
+def test_packet_holds_every_field(data: Any) -> None:
+    stream = make_stream([data], window=12)
+    rows = [row for row, _ in islice(stream.rows(), 3)]
+    for some in (rows, [()]):
+        batch = collate(some, [data], data.processor, seq_length=96)
+        same(Packet.packed(batch).unpacked(), batch)
+
+
+def test_wrong_settings(data: Any) -> None:
+    for wrong in ({"num_workers": -1}, {"timeout": -1.0}, {"prefetch_factor": 0}):
+        with pytest.raises(ConfigError, match="num_workers"):
+            loader(data, Geometry(1, 1, 1), **wrong)
+
+
+@pytest.mark.parametrize("window", [None, 12])
+def test_a_chain_of_geometries_is_one_stream(data: Any, window: int | None) -> None:
+    """Resumed five times, each time with another cut, over several epochs: the stream, each row once."""
+    length = make_stream([data], window=window, sequences_per_iteration=1).sequences_per_epoch
+    cursor, rows = Cursor(), []
+    for geometry in (Geometry(2, 2, 1), Geometry(1, 1, 3), Geometry(5, 2, 2), Geometry(1, 3, 1), Geometry(7, 1, 2)):
+        for update in updates(3, data, geometry, window=window, cursor=cursor, sequences_per_epoch=length):
+            rows += [row for micro in update for row in micro.rows]
+            cursor = update[-1].cursor
+    stream = make_stream([data], window=window, sequences_per_epoch=length)
+    assert cursor.epoch >= 3 and cursor.sequences == len(rows)
+    assert rows == [row for row, _ in islice(stream.rows(), len(rows))]

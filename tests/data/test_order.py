@@ -1,0 +1,115 @@
+"""The permutation is a bijection; mixtures repeat a source only after all its records came."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.data.order import Draw, GlobalOrder, permute, permute_many, shares
+
+
+@pytest.mark.parametrize("size", [*range(1, 40), 63, 64, 65, 255, 256, 257, 1000, 4097])
+def test_permutation_is_a_bijection_and_both_forms_agree(size: int) -> None:
+    key = 0xFEDCBA9876543210 ^ size
+    many = permute_many(np.arange(size), size, key)
+    assert sorted(many.tolist()) == list(range(size))
+    assert many.tolist() == [permute(i, size, key) for i in range(size)]
+
+
+def test_large_sizes_need_no_memory() -> None:
+    size = 10**12 + 7
+    places = [0, 1, 2, 10**6, size - 1]
+    got = [permute(i, size, 99) for i in places]
+    assert len(set(got)) == len(places) and all(0 <= g < size for g in got)
+    assert permute_many(np.asarray(places), size, 99).tolist() == got
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 8, 17])
+def test_shuffles_are_even_over_keys(size: int) -> None:
+    """Each element is about equally often at each place (a chi-square far below what a bias would give)."""
+    trials = 3000
+    table = np.zeros((size, size))
+    for key in range(trials):
+        table[np.arange(size), permute_many(np.arange(size), size, key * 0x9E3779B97F4A7C15 % 2**64)] += 1
+    expected = trials / size
+    chi = ((table - expected) ** 2 / expected).sum() / max((size - 1) ** 2, 1)
+    assert chi < 4.0, chi
+
+
+def test_neighbours_are_torn_apart() -> None:
+    shuffled = permute_many(np.arange(10_000), 10_000, 1)
+    assert abs(np.corrcoef(np.arange(10_000), shuffled)[0, 1]) < 0.05
+    assert abs(np.corrcoef(shuffled[:-1], shuffled[1:])[0, 1]) < 0.05
+
+
+@pytest.mark.parametrize("sizes", [[1], [7], [3, 1, 9], [100, 37]])
+def test_every_record_once_an_epoch_without_weights(sizes: list[int]) -> None:
+    order = GlobalOrder(sizes, seed=1)
+    for epoch in range(3):
+        draws = order.draws(epoch, 0, order.epoch_size)
+        assert sorted((d.source, d.index) for d in draws) == [(k, i) for k, n in enumerate(sizes) for i in range(n)]
+        assert {d.pass_number for d in draws} == {epoch}
+
+
+def test_epochs_and_seeds_have_their_own_order() -> None:
+    orders = [GlobalOrder([50], seed=s).draws(e, 0, 50) for s in (1, 2) for e in (0, 1)]
+    indices = [tuple(d.index for d in draws) for draws in orders]
+    assert len(set(indices)) == 4
+    assert all(i != tuple(range(50)) for i in indices)
+
+
+def test_any_slice_is_a_slice_of_the_whole() -> None:
+    order = GlobalOrder([30, 11], [1.0, 5.0], seed=4)
+    whole = order.draws(2, 0, 41)
+    for start in range(0, 41, 5):
+        for stop in range(start, 42, 7):
+            assert order.draws(2, start, min(stop, 41)) == whole[start : min(stop, 41)]
+
+
+def test_shares() -> None:
+    assert shares(10, [1, 1]) == [5, 5]
+    assert shares(10, [2, 1]) == [7, 3]
+    assert shares(100, [0.7, 0.2, 0.1]) == [70, 20, 10]
+    assert shares(5, [1000, 1, 1]) == [3, 1, 1]
+    for weights in ([1, 2, 3], [0.3, 0.3, 0.3], [1e-9, 1, 5]):
+        assert sum(shares(17, weights)) == 17
+
+
+def test_a_small_source_repeats_only_after_all_its_records_came() -> None:
+    sizes, weights = [40, 6, 10], [0.2, 0.5, 0.3]
+    order = GlobalOrder(sizes, weights, seed=9)
+    assert order.counts == (11, 28, 17)
+    drawn: list[list[Draw]] = [[], [], []]
+    epochs = 8
+    for epoch in range(epochs):
+        draws = order.draws(epoch, 0, order.epoch_size)
+        assert [sum(d.source == k for d in draws) for k in range(3)] == list(order.counts)
+        for draw in draws:
+            drawn[draw.source].append(draw)
+    for k, size in enumerate(sizes):
+        by_pass = Counter(d.pass_number for d in drawn[k])
+        whole, rest = divmod(epochs * order.counts[k], size)
+        assert [by_pass[p] for p in range(whole)] == [size] * whole
+        assert by_pass[whole] == rest and max(by_pass) <= whole
+        for p in by_pass:  # inside a pass no record comes twice, not even over the border of an epoch
+            records = [d.index for d in drawn[k] if d.pass_number == p]
+            assert len(set(records)) == len(records)
+    # the large source goes on where it stopped: its first 40 draws are all its records
+    assert {d.index for d in drawn[0] if d.pass_number == 0} == set(range(40))
+
+
+def test_sample_id() -> None:
+    assert Draw(1, 5, 2).sample_id(["a", "b"]) == "b:5:2"
+
+
+def test_wrong_sources_and_weights() -> None:
+    with pytest.raises(DataError, match="none of them empty"):
+        GlobalOrder([3, 0], seed=0)
+    with pytest.raises(DataError):
+        GlobalOrder([], seed=0)
+    for weights in ([1.0], [1.0, 0.0], [1.0, -2.0]):
+        with pytest.raises(ConfigError, match="positive number"):
+            GlobalOrder([3, 4], weights, seed=0)

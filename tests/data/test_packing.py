@@ -1,0 +1,78 @@
+"""Sequences stay within both limits, hold every sample once, and are nearly full."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import time
+
+import pytest
+
+from tests.data.support import GOLDEN
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.data.packing import WindowPacking
+
+SEQ_LENGTH, MAX_IMAGES = 4096, 18
+
+
+def check(groups: list[list[int]], lengths: list[int], tiles: list[int], seq_length: int, max_tiles: int) -> float:
+    """Every position once, both limits kept; the utilisation."""
+    assert sorted(i for group in groups for i in group) == list(range(len(lengths)))
+    for group in groups:
+        assert group and group == sorted(group)
+        assert sum(min(lengths[i], seq_length) for i in group) <= seq_length
+        assert sum(tiles[i] for i in group) <= max_tiles or sum(tiles[i] > 0 for i in group) == 1
+    return sum(min(n, seq_length) for n in lengths) / (max(len(groups), 1) * seq_length)
+
+
+@pytest.mark.parametrize(("name", "least"), [("long_tailed", 0.99), ("uniform", 0.99), ("many_images", None)])
+def test_utilisation_on_public_lists(name: str, least: float | None) -> None:
+    stored = json.loads((GOLDEN / "nanovlm" / "packing.json").read_text())["lists"][name]
+    lengths, tiles = (list(column) for column in zip(*stored["samples"], strict=True))
+    groups = WindowPacking(max_tiles=MAX_IMAGES).plan(lengths, tiles, SEQ_LENGTH, key=1)
+    utilisation = check(groups, lengths, tiles, SEQ_LENGTH, MAX_IMAGES)
+    bound = max(math.ceil(sum(min(n, SEQ_LENGTH) for n in lengths) / SEQ_LENGTH), math.ceil(sum(tiles) / MAX_IMAGES))
+    print(f"{name}: {utilisation:.4f} with {len(groups)} sequences, at least {bound} are needed")
+    assert utilisation > stored["one_shot"]["utilisation"] or len(groups) == bound
+    if least is not None:
+        assert utilisation >= least
+    else:  # here the image limit binds, and no plan can have fewer sequences
+        assert len(groups) == bound
+
+
+def test_random_lists_keep_both_limits() -> None:
+    draw = random.Random(0)
+    for _ in range(60):
+        number, seq_length, limit = draw.randint(0, 60), draw.randint(1, 50), draw.randint(1, 6)
+        lengths = [draw.randint(0, 70) for _ in range(number)]
+        tiles = [draw.choice([0, 0, 1, 2, 9]) for _ in range(number)]
+        check(WindowPacking(max_tiles=limit).plan(lengths, tiles, seq_length, 3), lengths, tiles, seq_length, limit)
+        free = WindowPacking().plan(lengths, tiles, seq_length, 3)
+        check(free, lengths, [0] * number, seq_length, 1)
+
+
+def test_halves_that_fit_in_no_pairs() -> None:
+    groups = WindowPacking().plan([51] * 40, [0] * 40, 100, 0)
+    assert [len(group) for group in groups] == [1] * 40
+
+
+def test_key_shuffles_sequences_and_nothing_else() -> None:
+    lengths = [random.Random(i).randint(1, 60) for i in range(200)]
+    plans = [WindowPacking().plan(lengths, [0] * 200, 100, key) for key in (1, 1, 2)]
+    assert plans[0] == plans[1] != plans[2]
+    assert sorted(plans[0]) == sorted(plans[2])
+
+
+def test_a_whole_window_is_planned_fast() -> None:
+    draw = random.Random(0)
+    lengths = [min(7000, int(draw.lognormvariate(6, 1))) for _ in range(8192)]
+    start = time.perf_counter()
+    WindowPacking(max_tiles=18).plan(lengths, [1] * 8192, 4096, 0)
+    assert time.perf_counter() - start < 5.0
+
+
+def test_wrong_settings() -> None:
+    for arguments in ({"window": 0}, {"max_tiles": 0}):
+        with pytest.raises(ConfigError, match="positive"):
+            WindowPacking(**arguments)

@@ -1,0 +1,130 @@
+"""Conversations become splits by BAGEL's rules."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.data.support import ByteTokenizer, image, make_processor, picture, talk, text
+from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.data.formats import parse_record
+from unigen_ds.data.samples import ImageSplit, Sample, TextSplit, TokenSplit
+from unigen_ds.data.transforms import ImageTransform
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in "abc":
+        picture(tmp_path / f"{name}.png", 16, 8)
+    return tmp_path
+
+
+def plan(folder: Path, *turns: dict[str, str], **changes: Any) -> Sample:
+    return make_processor(**changes).plan(parse_record(talk(*turns), "w", image_root=folder), "w")
+
+
+def shown(sample: Sample) -> list[str]:
+    """``kind:name`` of images, ``+``/``-`` (loss or not) and the text; ``?`` marks what may be dropped."""
+    out = []
+    for split in sample.splits:
+        assert not isinstance(split, TokenSplit)
+        mark = "?" if split.droppable else ""
+        if isinstance(split, ImageSplit):
+            out.append(f"{split.kind}:{Path(split.path).stem}{mark}")
+        else:
+            out.append(f"{'+' if split.loss else '-'}{bytes(split.ids).decode()}{mark}")
+    return out
+
+
+def test_text_to_image(folder: Path) -> None:
+    sample = plan(folder, text("user", "draw"), image("assistant", "a.png"))
+    assert shown(sample) == ["-draw?", "noise:a"]
+    assert sample.splits[1].grid == (1, 2)  # 8 x 16 pixels, 8 a latent patch
+    assert sample.num_tokens == 6 + 4 and sample.num_tiles == 0
+
+
+def test_understanding(folder: Path) -> None:
+    sample = plan(folder, image("user", "a.png"), text("user", "what"), text("assistant", "that"))
+    assert shown(sample) == ["vit:a?", "-what?", "+that"]
+    assert sample.splits[0].grid == (2, 4) and sample.num_tiles == 1
+
+
+def test_editing_has_the_clean_latent_before_the_vit(folder: Path) -> None:
+    sample = plan(folder, image("user", "a.png"), text("user", "edit"), image("assistant", "b.png"))
+    assert shown(sample) == ["vae:a?", "vit:a?", "-edit?", "noise:b"]
+    assert sample.num_tiles == 2
+
+
+def test_several_turns_show_a_drawn_image_again(folder: Path) -> None:
+    turns = [text("user", "1"), image("assistant", "a.png"), text("user", "2"), text("assistant", "3")]
+    assert shown(plan(folder, *turns)) == ["-1?", "noise:a", "vit:a?", "-2?", "+3"]
+    turns = [text("user", "1"), image("assistant", "a.png"), text("user", "2"), image("assistant", "b.png")]
+    assert shown(plan(folder, *turns)) == ["-1?", "noise:a", "vae:a?", "vit:a?", "-2?", "noise:b"]
+
+
+def test_an_image_that_only_a_text_follows_is_no_edit(folder: Path) -> None:
+    turns = [image("assistant", "a.png"), image("user", "b.png"), text("assistant", "x")]
+    assert shown(plan(folder, *turns)) == ["noise:a", "vit:a?", "vit:b?", "+x"]
+
+
+def test_neighbouring_texts_of_one_role_are_joined(folder: Path) -> None:
+    turns = [text("system", "s"), text("user", "a"), text("human", "b"), text("gpt", "c"), text("assistant", "d")]
+    assert shown(plan(folder, *turns)) == ["-s?", "-a\nb?", "+c\nd"]
+    turns = [text("user", "a"), image("user", "a.png"), text("user", "b"), text("assistant", "c")]
+    assert shown(plan(folder, *turns)) == ["-a?", "vit:a?", "-b?", "+c"]
+
+
+def test_unreadable_header_is_the_smallest_image(folder: Path) -> None:
+    sample = plan(folder, image("user", "none.png"), text("assistant", "x"))
+    split = sample.splits[0]
+    assert isinstance(split, ImageSplit) and "none.png" in split.error and split.grid == (2, 2)
+
+
+def test_models_without_one_of_the_towers(folder: Path) -> None:
+    edit = [image("user", "a.png"), text("user", "edit"), image("assistant", "b.png")]
+    assert shown(plan(folder, *edit, vit_transform=None)) == ["vae:a?", "-edit?", "noise:b"]
+    with pytest.raises(
+        DataError, match=r"w: image .*b\.png is to be generated, but the processor has no vae_transform"
+    ):
+        plan(folder, *edit, vae_transform=None)
+    with pytest.raises(DataError, match="no vit_transform"):
+        plan(folder, image("user", "a.png"), text("assistant", "x"), vit_transform=None)
+
+
+def test_truncation_never_cuts_an_image(folder: Path) -> None:
+    sample = plan(folder, image("user", "a.png"), text("user", "what"), text("assistant", "that"))
+    lengths = [split.num_tokens for split in sample.splits]
+    assert lengths == [10, 6, 6]
+    assert sample.truncated(22) == sample
+    assert sample.truncated(21).splits[2] == TextSplit(tuple(b"tha"), loss=True)
+    assert len(sample.truncated(18).splits) == 2 and len(sample.truncated(9).splits) == 0
+    cut = Sample((TokenSplit((1, 2, 3), (2, 3, -100)),)).truncated(2)
+    assert cut.splits == (TokenSplit((1, 2), (2, 3)),)
+
+
+def test_fingerprint_follows_what_changes_a_plan() -> None:
+    class Other(ByteTokenizer):
+        fingerprint = "other"
+
+    base = make_processor().fingerprint
+    assert make_processor(text_dropout=0.5, seed=9, ce_reweight=True).fingerprint == base
+    assert make_processor(tokenizer=Other()).fingerprint != base
+    assert make_processor(vit_transform=ImageTransform(12, 8, 4)).fingerprint != base
+    assert make_processor(vae_transform=None).fingerprint != base
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"text_dropout": 1.5}, "text_dropout is 1.5"),
+        ({"vae_downsample": 16}, "vae_downsample is 16"),
+        ({"vit_transform": ImageTransform(16, 8, 6)}, "vit_transform.stride is 6"),
+        ({"max_latent_size": 3}, "max_size of at most 24"),
+        ({"timestep": "uniform"}, "timestep 'uniform'"),
+    ],
+)
+def test_wrong_settings(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_processor(**changes)

@@ -1,0 +1,115 @@
+"""Sizes, pixels and patches equal those of the public code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from tests.data.support import GOLDEN, picture
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.data.transforms import ImageTransform, UnreadableImage, image_size, on_white, open_image, patchify
+
+VAE, VIT = (64, 32, 16), (84, 28, 14)
+
+
+def test_golden_pixels() -> None:
+    """The public inferencer makes the ViT image from the picture that the VAE transform resized."""
+    golden = load_file(GOLDEN / "bagel" / "infer.safetensors")
+    picture = open_image(GOLDEN / "bagel" / "infer_edit.png")
+    vae, vit = ImageTransform(*VAE), ImageTransform(*VIT)
+    torch.testing.assert_close(vae(picture), golden["edit.vae_image"], atol=1e-6, rtol=0)
+    torch.testing.assert_close(vit(vae.resize(picture)), golden["edit.vit_image"], atol=1e-6, rtol=0)
+
+
+def test_golden_patches() -> None:
+    golden = load_file(GOLDEN / "bagel" / "train.safetensors")
+    patches = torch.cat([patchify(golden[f"vit_image_{i}"], 14) for i in range(2)])
+    assert torch.equal(patches, golden["packed_vit_tokens"])
+
+
+def test_patch_order() -> None:
+    image = torch.arange(2 * 4 * 6).reshape(2, 4, 6)
+    patches = patchify(image, 2)
+    assert patches.shape == (6, 8)
+    for row in range(2):
+        for column in range(3):
+            block = image[:, 2 * row : 2 * row + 2, 2 * column : 2 * column + 2]
+            assert torch.equal(patches[row * 3 + column], block.permute(1, 2, 0).reshape(-1))
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        ((64, 64), (64, 64)),
+        ((1, 1), (32, 32)),
+        ((1000, 500), (64, 32)),
+        ((10000, 10), (64, 16)),  # both limits cannot hold: the upper one wins
+        ((40, 33), (32, 32)),  # 40 / 16 = 2.5 rounds to the even 2
+        ((75, 44), (64, 32)),
+    ],
+)
+def test_size_rule(size: tuple[int, int], expected: tuple[int, int]) -> None:
+    assert ImageTransform(*VAE).size(*size) == expected
+
+
+def test_scaled_sides_are_rounded_to_pixels_first() -> None:
+    # 71 * 64 / 192 = 23.67 -> 24 pixels -> 24 / 16 = 1.5 -> 2 strides; unrounded it would be 1
+    assert ImageTransform(64, 16, 16).size(192, 71) == (64, 32)
+
+
+def test_sizes_keep_their_promise() -> None:
+    transform = ImageTransform(100, 30, 14)
+    for width in (1, 13, 29, 50, 99, 100, 101, 640):
+        for height in (1, 30, 77, 500):
+            w, h = transform.size(width, height)
+            assert w % 14 == h % 14 == 0 and min(w, h) >= 14 and max(w, h) <= transform.largest_side
+
+
+def test_values_and_modes() -> None:
+    grey = Image.fromarray(np.array([[0, 255], [51, 204]], dtype=np.uint8))
+    one = ImageTransform(2, 2, 1, mode="L")(grey)
+    assert one.shape == (1, 2, 2) and one.dtype == torch.float32
+    torch.testing.assert_close(one[0], torch.tensor([[-1.0, 1.0], [-0.6, 0.6]]))
+    three = ImageTransform(2, 2, 1)(grey)
+    assert three.shape == (3, 2, 2) and torch.equal(three[0], three[2])
+
+
+def test_transparency_becomes_white() -> None:
+    rgba = Image.new("RGBA", (2, 1), (255, 0, 0, 255))
+    rgba.putpixel((1, 0), (0, 0, 0, 0))
+    assert [on_white(rgba, "RGB").getpixel((x, 0)) for x in (0, 1)] == [(255, 0, 0), (255, 255, 255)]
+    assert on_white(rgba, "L").getpixel((1, 0)) == 255
+    palette = Image.new("P", (1, 1))
+    palette.putpalette([0, 0, 0] * 256)
+    palette.info["transparency"] = 0
+    assert on_white(palette, "RGB").getpixel((0, 0)) == (255, 255, 255)
+
+
+def test_broken_images_are_named(tmp_path: Path) -> None:
+    good = picture(tmp_path / "good.png", 40, 40)
+    assert image_size(good) == (40, 40)
+    cut = tmp_path / "cut.png"
+    cut.write_bytes(good.read_bytes()[:600])
+    assert image_size(cut) == (40, 40)  # the header is whole
+    with pytest.raises(UnreadableImage, match=r"cut\.png cannot be decoded"):
+        open_image(cut)
+    noise = tmp_path / "noise.png"
+    noise.write_bytes(b"no picture")
+    for bad in (noise, tmp_path / "missing.png"):
+        with pytest.raises(UnreadableImage, match=bad.name):
+            image_size(bad)
+        with pytest.raises(UnreadableImage, match=bad.name):
+            open_image(bad)
+
+
+def test_wrong_settings() -> None:
+    for arguments in ((10, 20, 1), (10, 5, 0), (10, 5, 11)):
+        with pytest.raises(ConfigError, match="Allowed"):
+            ImageTransform(*arguments)
+    with pytest.raises(ConfigError, match="RGB, L"):
+        ImageTransform(10, 5, 1, mode="CMYK")  # type: ignore[arg-type]

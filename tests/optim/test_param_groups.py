@@ -1,0 +1,191 @@
+"""Who trains with which learning rate and weight decay."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.optim.param_groups import build_param_groups
+
+OPTIMIZER = dict(type="AdamW", lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.vision = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+        self.connector = nn.Linear(4, 4)
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"proj": nn.Linear(4, 4), "q_norm": nn.LayerNorm(4)}) for _ in range(2)
+        )
+        self.embed = nn.Embedding(7, 4)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def build(paramwise=None, model: nn.Module | None = None, **optimizer):
+    model = model or Model()
+    return build_param_groups(model.named_parameters(), {**OPTIMIZER, **optimizer}, paramwise)
+
+
+def names(groups) -> dict[str, tuple[str, ...]]:
+    return {group.name: group.parameters for group in groups}
+
+
+def test_one_group_by_default() -> None:
+    (group,) = build()
+    assert (group.name, group.lr, group.weight_decay) == ("default", 1e-4, 0.1)
+    assert group.parameters == tuple(dict(Model().named_parameters()))
+
+
+def test_patterns() -> None:
+    groups = build(
+        dict(
+            groups=[
+                dict(pattern="connector", lr=5e-3),
+                dict(pattern=r"^layers\.1\.", name="last layer", lr_mult=0.5, weight_decay=0.0),
+            ]
+        )
+    )
+    assert [(g.name, g.lr, g.weight_decay) for g in groups] == [
+        ("default", 1e-4, 0.1),
+        ("connector", 5e-3, 0.1),
+        ("last layer", 5e-5, 0.0),
+    ]
+    assert names(groups)["connector"] == ("connector.weight", "connector.bias")
+    assert all(name.startswith("layers.1.") for name in names(groups)["last layer"])
+    every = [name for group in groups for name in group.parameters]
+    assert sorted(every) == sorted(dict(Model().named_parameters())), "each parameter once"
+
+
+def test_the_first_match_wins() -> None:
+    groups = names(build(dict(groups=[dict(pattern="layers.0", lr=1.0), dict(pattern="layers", lr=2.0)])))
+    assert {n.split(".")[1] for n in groups["layers.0"]} == {"0"}
+    assert {n.split(".")[1] for n in groups["layers"]} == {"1"}
+
+
+def test_a_pattern_that_is_no_regular_expression_is_a_part_of_a_name() -> None:
+    model = nn.ModuleDict({"a(b": nn.Linear(2, 2), "c": nn.Linear(2, 2)})
+    groups = names(build(dict(groups=[dict(pattern="a(b", lr=1.0)]), model))
+    assert groups["a(b"] == ("a(b.weight", "a(b.bias")
+
+
+def test_a_model_that_patterns_cover_has_no_default_group() -> None:
+    assert list(names(build(dict(groups=[dict(pattern=".", lr=1.0)])))) == ["."]
+
+
+@pytest.mark.parametrize("rule", [dict(lr=0.0), dict(lr_mult=0), dict(lr=0, weight_decay=0.3)])
+def test_a_learning_rate_of_zero_freezes(rule: dict) -> None:
+    """Left in the optimizer, without decay: AdamW changes nothing in such a group, even with a gradient."""
+    model = Model()
+    groups = build(dict(groups=[dict(pattern="vision", **rule)]), model)
+    assert [(g.name, g.lr, g.weight_decay) for g in groups][1] == ("vision", 0.0, 0.0)
+
+
+def test_only_trainable_and_tied_once() -> None:
+    model = Model()
+    model.vision.requires_grad_(False)
+    twice = [*model.named_parameters(remove_duplicate=False), *model.named_parameters(prefix="again")]
+    (group,) = build_param_groups(twice, OPTIMIZER)
+    assert "embed.weight" in group.parameters and "head.weight" not in group.parameters
+    assert not any(name.startswith(("vision", "again")) for name in group.parameters)
+    assert len(group.parameters) == sum(p.requires_grad for p in model.parameters())
+
+
+PARAMWISE = dict(norm_decay_mult=0.0, bias_decay_mult=0.5, groups=[dict(pattern="connector", lr=5e-3)])
+EXPECTED = {
+    "default": ("vision.0.weight", "layers.0.proj.weight", "layers.1.proj.weight", "embed.weight"),
+    "default.norm": (
+        "vision.1.weight",
+        "layers.0.q_norm.weight",
+        "layers.0.q_norm.bias",
+        "layers.1.q_norm.weight",
+        "layers.1.q_norm.bias",
+    ),
+    # vision.1 is a LayerNorm without a name that says so: its bias is a bias
+    "default.bias": ("vision.0.bias", "vision.1.bias", "layers.0.proj.bias", "layers.1.proj.bias"),
+    "connector": ("connector.weight",),
+    "connector.bias": ("connector.bias",),
+}
+
+
+class TestDecayMultipliers:
+    def test_split_by_name(self) -> None:
+        groups = build(PARAMWISE)
+        assert names(groups) == EXPECTED
+        assert {g.name: (g.lr, g.weight_decay) for g in groups} == {
+            "default": (1e-4, 0.1),
+            "default.norm": (1e-4, 0.0),
+            "default.bias": (1e-4, 0.05),
+            "connector": (5e-3, 0.1),
+            "connector.bias": (5e-3, 0.05),
+        }
+
+    def test_zero3_shapes_change_nothing(self) -> None:
+        """Under ZeRO-3 every ``p.shape`` is ``(0,)`` and the true one is ``ds_shape``: no rule may read p.ndim."""
+        model = Model()
+        for parameter in model.parameters():
+            parameter.ds_shape = parameter.shape
+            parameter.data = torch.empty(0)
+        assert {p.ndim for p in model.parameters()} == {1}
+        assert names(build(PARAMWISE, model)) == EXPECTED
+
+    def test_a_multiplier_of_one_splits_nothing(self) -> None:
+        assert build(dict(norm_decay_mult=1.0, bias_decay_mult=1)) == build()
+
+
+@pytest.mark.parametrize(("kind", "decay"), [("AdamW", 0.01), ("Adam", 0.0), ("SGD", 0.0), (torch.optim.AdamW, 0.01)])
+def test_weight_decay_left_out_is_torchs(kind, decay: float) -> None:
+    (group,) = build_param_groups(Model().named_parameters(), dict(type=kind, lr=1.0))
+    assert group.weight_decay == decay
+
+
+class TestErrors:
+    def test_a_pattern_that_matches_nothing(self) -> None:
+        with pytest.raises(ConfigError, match=r"'conector' matches no parameter.*vision\.0\.weight.*\(15 in all\)"):
+            build(dict(groups=[dict(pattern="conector", lr=1.0)]))
+
+    def test_a_pattern_behind_a_wider_one(self) -> None:
+        with pytest.raises(ConfigError, match=r"earlier pattern took \(layers\.0.*more special pattern first"):
+            build(dict(groups=[dict(pattern="layers", lr=1.0), dict(pattern="layers.0", lr=2.0)]))
+
+    def test_a_pattern_of_frozen_parameters_warns(self, caplog: pytest.LogCaptureFixture) -> None:
+        model = Model()
+        model.vision.requires_grad_(False)
+        with caplog.at_level(logging.WARNING, logger="unigen_ds"):
+            groups = build(dict(groups=[dict(pattern="vision", lr=0.0)]), model)
+        assert list(names(groups)) == ["default"] and "has no effect" in caplog.text
+
+    @pytest.mark.parametrize(
+        ("paramwise", "words"),
+        [
+            (dict(group=[]), "did you mean 'groups'"),
+            (dict(norm_decay_mult=-1), "norm_decay_mult is -1"),
+            (dict(groups=[dict(lr=1.0)]), "part of a parameter name"),
+            (dict(groups=["connector"]), "groups[0] is 'connector'"),
+            (dict(groups=[dict(pattern="connector", lrs=1.0)]), "groups[0] has no key 'lrs'"),
+            (dict(groups=[dict(pattern="connector", lr=1.0, lr_mult=2.0)]), "lr and lr_mult"),
+            (dict(groups=[dict(pattern="connector", lr="1e-3")]), "lr is '1e-3'"),
+            (dict(groups=[dict(pattern="connector", lr=float("nan"))]), "lr is nan"),
+            (dict(groups=[dict(pattern="connector", name="default", lr=1.0)]), "names that differ"),
+            (dict(groups=[dict(pattern="connector", lr=1.0)] * 2), "names that differ"),
+        ],
+    )
+    def test_bad_paramwise_cfg(self, paramwise: dict, words: str) -> None:
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            build(paramwise)
+
+    def test_bad_optimizer(self) -> None:
+        with pytest.raises(ConfigError, match="did you mean 'AdamW'"):
+            build(type="AdmW")
+        with pytest.raises(ConfigError, match=r"optimizer\.lr is None"):
+            build_param_groups(Model().named_parameters(), dict(type="AdamW"))
+
+    def test_nothing_to_train(self) -> None:
+        with pytest.raises(ConfigError, match=r"no trainable parameter.*model\.freeze"):
+            build(model=Model().requires_grad_(False))

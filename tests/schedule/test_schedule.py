@@ -1,0 +1,243 @@
+"""``Schedules``: a pure function of data consumed, lossless as JSON, strict about what it is given."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+
+import pytest
+from mmengine.optim.scheduler import CosineAnnealingLR as MmengineCosine
+
+from unigen_ds.core.errors import CheckpointError, ConfigError
+from unigen_ds.core.progress import Geometry, Progress, Ruler
+from unigen_ds.schedule import Schedules, config_text
+
+BASE = [{"name": "default", "lr": 1e-4}, {"name": "connector", "lr": 5e-3}, {"name": "frozen", "lr": 0.0}]
+WARMUP_COSINE = [
+    dict(type="LinearLR", start_factor=1e-5, by_epoch=True, begin=0, end=0.1, convert_to_iter_based=True),
+    dict(
+        type="CosineAnnealingLR", eta_min=1e-6, by_epoch=True, begin=0.1, end=4, convert_to_iter_based=True
+    ),
+]  # fmt: skip
+EVERY_KIND = [
+    dict(type="LinearLR", start_factor=0.1, unit="update", end=7),
+    dict(type="ConstantLR", factor=0.3, begin=1, end=2),
+    dict(type="CosineAnnealingLR", eta_min_ratio=0.07, T_max=3.3, begin=0.37, end=3, convert_to_iter_based=True),
+    dict(type="PolyLR", power=0.9, eta_min=1e-7, by_epoch=False, begin=11, end=90),
+    dict(type="MultiStepLR", milestones=[100, 333.3], gamma=0.7, unit="sequence"),
+    dict(type="WarmupCosineLR", warmup_ratio=0.071),
+    dict(type="LinearLR", start_factor=1.0, end_factor=0.3, unit="token", begin=1000, end=70_001),
+    dict(type="MultiStepLR", milestones=[5000], unit="token"),
+]
+
+
+def make(cfg, *, geometry=Geometry(8), per_epoch=800, total=3200.0, base=BASE, **more) -> Schedules:  # noqa: B008
+    return Schedules.from_cfg(cfg, ruler=Ruler(geometry, per_epoch), base=base, total_sequences=total, **more)
+
+
+def lrs(schedules: Schedules, sequences: int, tokens: int = 0) -> list[float]:
+    return [group["lr"] for group in schedules.at(Progress(sequences=sequences, tokens=tokens))]
+
+
+@pytest.mark.parametrize("cfg", [None, []])
+def test_no_scheduler_keeps_the_learning_rates(cfg) -> None:
+    groups = make(cfg).at(Progress(sequences=1234))
+    assert groups == [{"name": g["name"], "lr": g["lr"]} for g in BASE]
+
+
+def test_a_frozen_group_stays_at_zero() -> None:
+    """The cosine alone would lift 0 up to ``eta_min``."""
+    schedules = make(WARMUP_COSINE)
+    assert all(lrs(schedules, s)[2] == 0.0 for s in range(0, 3300, 8))
+    assert lrs(schedules, 3192)[0] >= 1e-6
+
+
+def test_lr_scale_multiplies_everything() -> None:
+    plain, scaled = make(WARMUP_COSINE), make(WARMUP_COSINE, lr_scale=0.5)
+    for sequences in range(0, 3200, 56):
+        assert lrs(scaled, sequences) == [0.5 * lr for lr in lrs(plain, sequences)]
+
+
+class TestGeometry:
+    @pytest.mark.parametrize("per_epoch", [800, 1000, 804, 997])
+    @pytest.mark.parametrize(
+        "cfg", [WARMUP_COSINE, EVERY_KIND[:3], EVERY_KIND[5:6]], ids=["epochs", "mixed", "nanovlm"]
+    )
+    def test_accumulation_changes_nothing(self, cfg, per_epoch: int) -> None:
+        """8 x 1 and 4 x 2 started afresh: bit-equal, even where an epoch or a warm-up is no whole number of updates."""
+        a = make(cfg, geometry=Geometry(8, 1), per_epoch=per_epoch, total=4.0 * per_epoch)
+        b = make(cfg, geometry=Geometry(4, 2), per_epoch=per_epoch, total=4.0 * per_epoch)
+        c = make(cfg, geometry=Geometry(1, 4, 2), per_epoch=per_epoch, total=4.0 * per_epoch)
+        seen = [lrs(a, sequences) for sequences in range(0, 4 * per_epoch, 8)]
+        assert len({tuple(s) for s in seen}) > 20
+        assert (
+            seen == [lrs(b, s) for s in range(0, 4 * per_epoch, 8)] == [lrs(c, s) for s in range(0, 4 * per_epoch, 8)]
+        )
+
+    def test_only_the_data_consumed_counts(self) -> None:
+        """Other counts of ``Progress`` (updates, epoch, samples) are different after a change of geometry."""
+        schedules = make(WARMUP_COSINE)
+        for sequences in range(0, 3200, 40):
+            few = Progress(sequences=sequences, updates=sequences // 16, epoch=0, samples=5)
+            many = Progress(sequences=sequences, updates=sequences // 8, epoch=3, skipped_updates=2)
+            assert schedules.at(few) == schedules.at(many)
+
+    def test_a_resume_under_another_geometry_reads_the_same_curve(self) -> None:
+        """16 -> 4 per device: the stored curve is kept; one made anew in iterations would be another."""
+        cfg = dict(type="LinearLR", start_factor=0.01, by_epoch=False, end=100)
+        first = make(cfg, geometry=Geometry(16))
+        resumed = Schedules.from_state_dict(json.loads(json.dumps(first.state_dict())))
+        anew = make(cfg, geometry=Geometry(4))
+        positions = range(0, 3200, 4)
+        assert [lrs(resumed, s) for s in positions] == [lrs(first, s) for s in positions]
+        assert lrs(anew, 400) != lrs(first, 400)
+
+    def test_iterations_are_those_of_the_first_geometry(self) -> None:
+        """``LinearLR`` over 10 iterations of 8 ends at the last of them: 9 x 8 sequences."""
+        schedules = make(dict(type="LinearLR", start_factor=0.1, by_epoch=False, end=10), geometry=Geometry(4, 3, 2))
+        assert lrs(schedules, 72)[0] == BASE[0]["lr"] > lrs(schedules, 64)[0]
+
+    def test_updates_are_those_of_the_first_geometry(self) -> None:
+        schedules = make(dict(type="LinearLR", start_factor=0.1, unit="update", end=10), geometry=Geometry(4, 3, 2))
+        assert lrs(schedules, 9 * 24)[0] == BASE[0]["lr"] > lrs(schedules, 8 * 24)[0]
+
+
+class TestUnits:
+    def test_tokens(self) -> None:
+        """Continuous, no step: half-way is the mean; sequences do not matter."""
+        schedules = make(dict(type="LinearLR", start_factor=0.0, unit="token", begin=100, end=300))
+        assert lrs(schedules, 0, tokens=99)[0] == BASE[0]["lr"], "before begin a curve does nothing"
+        assert lrs(schedules, 0, tokens=100)[0] == 0.0
+        assert lrs(schedules, 9999, tokens=200)[0] == pytest.approx(0.5e-4, rel=1e-15)
+        assert lrs(schedules, 0, tokens=300)[0] == BASE[0]["lr"]
+
+    def test_a_billion_tokens_is_an_amount(self) -> None:
+        """mmengine's INF is 1e9 steps; 1e9 tokens is a plain, common number."""
+        schedules = make(dict(type="CosineAnnealingLR", unit="token", end=10**9))
+        assert lrs(schedules, 0, tokens=5 * 10**8)[0] == pytest.approx(0.5e-4, rel=1e-12)
+
+    def test_sequences(self) -> None:
+        schedules = make(dict(type="CosineAnnealingLR", unit="sequence", begin=0, end=1000))
+        assert lrs(schedules, 500)[0] == pytest.approx(0.5e-4, rel=1e-12)
+        assert lrs(schedules, 1000)[0] == pytest.approx(0.0, abs=1e-20)
+
+    def test_unit_overrides_by_epoch(self) -> None:
+        by_unit = make(dict(type="PolyLR", unit="update", by_epoch=True, end=20))
+        assert by_unit.curves == make(dict(type="PolyLR", unit="update", end=20)).curves
+        assert by_unit.curves != make(dict(type="PolyLR", by_epoch=True, end=20)).curves
+
+    def test_epochs_are_fractions_of_the_stored_length(self) -> None:
+        """An epoch of 1003 sequences is no whole number of updates (packing): the exact fraction is meant."""
+        curve = make(WARMUP_COSINE, per_epoch=1003, total=4012).curves[1]
+        assert curve.begin == pytest.approx(100.3, rel=1e-15) and curve.end == 4012
+
+    def test_plain_by_epoch_is_constant_inside_an_epoch(self) -> None:
+        """The epoch length need not be a multiple of the update: the change comes with the update that begins after."""
+        schedules = make(dict(type="MultiStepLR", milestones=[1], begin=0, end=3), per_epoch=1003)
+        assert lrs(schedules, 1000)[0] == 1e-4
+        assert lrs(schedules, 1008)[0] == pytest.approx(1e-5)
+
+    def test_training_may_stop_inside_an_epoch(self) -> None:
+        """An ``end`` left out with plain ``by_epoch`` covers the epoch in which training stops."""
+        curve = make(dict(type="PolyLR"), per_epoch=800, total=1700).curves[0]
+        assert curve.end == 2400
+
+
+class TestState:
+    @pytest.mark.parametrize("cfg", [WARMUP_COSINE, EVERY_KIND, None], ids=["xtuner", "every kind", "none"])
+    def test_round_trip_is_bit_equal(self, cfg) -> None:
+        before = make(cfg, per_epoch=797, geometry=Geometry(3, 2, 2), lr_scale=1 / 3)
+        text = json.dumps(before.state_dict(), allow_nan=False)
+        after = Schedules.from_state_dict(json.loads(text))
+        assert after == before
+        assert json.dumps(after.state_dict()) == text
+        for i in range(600):
+            progress = Progress(sequences=7 * i, tokens=131 * i)
+            assert after.at(progress) == before.at(progress)
+
+    def test_it_needs_no_config(self) -> None:
+        """What is stored are sequences and tokens: begin of the cosine is 0.1 x 800."""
+        state = make(WARMUP_COSINE).state_dict()
+        assert state["version"] == 1
+        assert [(c["type"], c["axis"], c["begin"], c["end"], c["step"]) for c in state["curves"]] == [
+            ("LinearLR", "sequence", 0.0, 80.0, 8.0),
+            ("CosineAnnealingLR", "sequence", 80.0, 3200.0, 8.0),
+        ]
+        assert state["base"] == BASE and state["lr_scale"] == 1.0 and state["total_sequences"] == 3200.0
+
+    def test_the_text_tells_an_edit(self) -> None:
+        stored = make(WARMUP_COSINE).config
+        reordered = [dict(reversed(list(spec.items()))) for spec in WARMUP_COSINE]
+        assert config_text(reordered) == stored
+        assert config_text([WARMUP_COSINE[0], {**WARMUP_COSINE[1], "end": 4.0}]) == stored
+        assert config_text([WARMUP_COSINE[0], {**WARMUP_COSINE[1], "end": 5}]) != stored
+        assert config_text(WARMUP_COSINE[0]) == config_text(WARMUP_COSINE[:1])
+
+    def test_refuses_what_it_cannot_read(self) -> None:
+        state = make(WARMUP_COSINE).state_dict()
+        with pytest.raises(CheckpointError, match="version 2"):
+            Schedules.from_state_dict({**state, "version": 2})
+        with pytest.raises(CheckpointError, match="no 'base'"):
+            Schedules.from_state_dict({k: v for k, v in state.items() if k != "base"})
+        unknown = {**state, "curves": [{**state["curves"][0], "type": "LinearLRR"}]}
+        with pytest.raises(ConfigError, match="did you mean 'LinearLR'"):
+            Schedules.from_state_dict(unknown)
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("cfg", "words"),
+        [
+            (dict(type="CosineAnealingLR"), "did you mean 'CosineAnnealingLR'"),
+            (dict(type="LinearLR", start_facter=0.1), "did you mean 'start_factor'"),
+            (dict(type="LinearLR", last_step=3), r"param_scheduler\[0\] has no key 'last_step'"),
+            (dict(start_factor=0.1), "dict\\(type="),
+            ("cosine", "param_scheduler is 'cosine'"),
+            ([WARMUP_COSINE[0], "cosine"], r"param_scheduler\[1\]"),
+            (dict(type="MultiStepLR"), "milestones"),
+            (dict(type="MultiStepLR", milestones=[3, "5"]), "a list of numbers"),
+            (dict(type="MultiStepLR", milestones=[-1]), "not negative"),
+            (dict(type="LinearLR", start_factor=1.5), "start_factor is 1.5. Allowed: a number from 0 to 1"),
+            (dict(type="LinearLR", end_factor=-0.1), "end_factor is -0.1"),
+            (dict(type="LinearLR", start_factor="0.1"), "start_factor is '0.1'"),
+            (dict(type="ConstantLR", factor=True), "factor is True"),
+            (dict(type="PolyLR", power=-1), "power is -1"),
+            (dict(type="PolyLR", eta_min=math.nan), "eta_min is nan"),
+            (dict(type="CosineAnnealingLR", T_max=0), "T_max is 0"),
+            (dict(type="CosineAnnealingLR", eta_min=0.0, eta_min_ratio=0.1), "one of the two"),
+            (dict(type="WarmupCosineLR", warmup_ratio=1.0), "warmup_ratio is 1.0"),
+            (dict(type="LinearLR", begin=2, end=2), "an end after the begin"),
+            (dict(type="LinearLR", begin=-1), "begin is -1"),
+            (dict(type="LinearLR", begin="0"), "begin is '0'"),
+            (dict(type="LinearLR", unit="step"), "unit is 'step'"),
+            (dict(type="LinearLR", unit="sample"), "epoch, iteration, update, sequence, token"),
+            (dict(type="LinearLR", by_epoch=False, convert_to_iter_based=True), "Allowed: by_epoch=True"),
+            (dict(type="LinearLR", begin=0, end=0.1), "add convert_to_iter_based=True"),
+            (dict(type="LinearLR", unit="token"), "give the end in tokens"),
+            (dict(type="LinearLR", by_epoch=False, begin=400), "begin before the end of training"),
+            (dict(type=dict, begin=0), "class dict"),
+        ],
+    )
+    def test_bad_config(self, cfg, words: str) -> None:
+        with pytest.raises(ConfigError, match=words) as caught:
+            make(cfg)
+        assert "param_scheduler" in str(caught.value)
+
+    @pytest.mark.parametrize("more", [{"lr_scale": 0.0}, {"lr_scale": math.inf}, {"total": 0}, {"total": math.inf}])
+    def test_bad_numbers(self, more: dict) -> None:
+        with pytest.raises(ConfigError, match="positive number"):
+            make(None, **more)
+
+    def test_bad_groups(self) -> None:
+        with pytest.raises(ConfigError, match="names that differ"):
+            make(None, base=[{"name": "a", "lr": 1.0}, {"name": "a", "lr": 2.0}])
+        with pytest.raises(ConfigError, match="group 'a' is -1"):
+            make(None, base=[{"name": "a", "lr": -1.0}])
+
+
+def test_a_class_of_mmengine_stands_for_the_curve_of_its_name(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="unigen_ds"):
+        by_class = make(dict(type=MmengineCosine, by_epoch=False, end=50))
+    assert by_class == make(dict(type="CosineAnnealingLR", by_epoch=False, end=50))
+    assert len(caplog.records) == 1 and "CosineAnnealingLR" in caplog.text

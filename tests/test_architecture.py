@@ -1,0 +1,204 @@
+"""The house: imports run downwards, files and functions stay small, and no engine is named outside its wing.
+
+The floors are those of ``docs/architecture.md``. A module may import its own package, and packages on lower floors; a
+wing of floor 2 imports ``core`` alone. Imports inside functions count as well: they hide a dependency, not end it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FLOORS = {
+    "core": 1, "configs": 1,
+    "backends": 2, "models": 2, "data": 2, "schedule": 2, "optim": 2,
+    "checkpoint": 3, "inference": 3,
+    "evaluation": 4,
+    "hooks": 5, "resume": 5,
+    "runner": 6,
+    "tools": 7,
+}  # fmt: skip
+ENGINES = {"deepspeed", "fsdp", "single"}
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
+SOURCES = sorted([*(ROOT / "unigen_ds").rglob("*.py"), *(ROOT / "tools").glob("*.py")])
+FACADE = ROOT / "unigen_ds" / "__init__.py"
+
+
+def label(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def wing(module: str) -> str:
+    """``unigen_ds.data.order`` -> ``data``; a tool -> ``tools``; the package itself -> ``''``."""
+    parts = module.split(".")
+    if parts[0] in ("tools", "unigen_ds_tools"):
+        return "tools"
+    return parts[1] if len(parts) > 1 else ""
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_of(path): path for path in SOURCES}
+
+
+def imported(path: Path, *, within: ast.AST | None = None) -> Iterator[tuple[str, int]]:
+    """The project's modules that a file imports, with the line: ``from unigen_ds.core import dist`` is core.dist."""
+    package = module_of(path) if path.name == "__init__.py" else module_of(path).rpartition(".")[0]
+    for node in ast.walk(within or tree(path)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - (node.level - 1)]
+                base = ".".join([*above, base]).rstrip(".")
+            names = [f"{base}.{a.name}" if f"{base}.{a.name}" in MODULES else base for a in node.names]
+        else:
+            continue
+        for name in names:
+            if name.split(".")[0] in ("unigen_ds", "tools", "unigen_ds_tools"):
+                yield name, node.lineno
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=label)
+def test_imports_run_downwards(path: Path) -> None:
+    if path == FACADE:
+        for statement in tree(path).body:
+            if isinstance(statement, (ast.Import, ast.ImportFrom)):
+                assert not list(imported(path, within=statement)), "the package itself imports lazily, in a function"
+        return
+    here = wing(module_of(path))
+    assert here in FLOORS, f"{label(path)} is on no floor: {sorted(FLOORS)}"
+    for name, line in imported(path):
+        there = wing(name)
+        if there == here:
+            continue
+        if there == "":
+            assert here in ("tools", "runner", "checkpoint"), f"{label(path)}:{line} imports the package itself"
+            continue
+        assert there in FLOORS, f"{label(path)}:{line} imports {name}, which is on no floor"
+        assert FLOORS[there] < FLOORS[here], f"{label(path)}:{line} imports {name}: floor {FLOORS[there]} from below"
+        if FLOORS[here] == 2:
+            assert there == "core", f"{label(path)}:{line} imports {name}: a wing of floor 2 imports core alone"
+
+
+def test_no_circles_among_modules() -> None:
+    graph = {
+        name: {target for target, _ in imported(path) if target in MODULES and target != name}
+        for name, path in MODULES.items()
+        if path != FACADE
+    }
+    done: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, "circle: " + " -> ".join([*trail[trail.index(name) :], name])
+        if name in done:
+            return
+        for target in sorted(graph.get(name, ())):
+            visit(target, (*trail, name))
+        done.add(name)
+
+    for name in sorted(graph):
+        visit(name, ())
+
+
+def engine_names(node: ast.AST) -> set[str]:
+    strings = (n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str))
+    return {text for text in strings if text.lower() in ENGINES}
+
+
+def branches_on_engines(source: ast.AST) -> list[int]:
+    """Lines of comparisons, ``match`` cases and ``startswith`` calls with an engine's name."""
+    found = []
+    for node in ast.walk(source):
+        tested = (
+            isinstance(node, (ast.Compare, ast.MatchValue))
+            or (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "startswith")
+        )  # fmt: skip
+        if tested and engine_names(node):
+            found.append(node.lineno)  # type: ignore[attr-defined]
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=label)
+def test_no_branch_on_an_engines_name(path: Path) -> None:
+    if wing(module_of(path)) == "backends" or label(path) == "unigen_ds/runner/build.py":
+        return
+    lines = branches_on_engines(tree(path))
+    assert not lines, f"{label(path)}:{lines} branches on an engine's name; ask the backend, or use a registry"
+
+
+def test_the_search_for_branches_finds_them() -> None:
+    wrong = ["x == 'fsdp'", "x in ('deepspeed', 'other')", "x.startswith('deepspeed')", "'single' != kind"]
+    wrong.append("match x:\n  case 'FSDP':\n    pass")
+    for text in wrong:
+        assert branches_on_engines(ast.parse(text)), text
+    assert not branches_on_engines(ast.parse("f('deepspeed'); x = {'type': 'fsdp'}; y == 'other'"))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=label)
+def test_files_and_functions_stay_small(path: Path) -> None:
+    lines = len(path.read_text(encoding="utf-8").splitlines())
+    assert lines <= MAX_FILE_LINES, f"{label(path)} has {lines} lines"
+    for node in ast.walk(tree(path)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and wing(module_of(path)) != "configs":
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert length <= MAX_FUNCTION_LINES, f"{label(path)}:{node.lineno} {node.name} has {length} lines"
+
+
+def test_every_package_has_an_init() -> None:
+    """Without one the wheel would leave it out; ``configs`` is data, and an init there would be listed as a config."""
+    folders = {path.parent for path in SOURCES if path.is_relative_to(ROOT / "unigen_ds")}
+    missing = [label(f) for f in sorted(folders) if f.name != "configs" and not (f / "__init__.py").exists()]
+    assert not missing, missing
+    assert not (ROOT / "unigen_ds" / "configs" / "__init__.py").exists()
+
+
+def repository_files() -> list[Path]:
+    """Files that git tracks or would track."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    try:
+        listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout.decode()
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("not a git checkout")
+    return [ROOT / name for name in listed.split("\0") if name and (ROOT / name).is_file()]
+
+
+FORBIDDEN = {
+    "a folder of one machine": re.compile(rb"(?<![\w.\-/])/(?:work|root|mnt|opt)/[\w.]"),
+    "a user's home": re.compile(rb"(?<![\w.\-/])/(?:home|Users)/\w+/"),
+    "a package index": re.compile(rb"(?:pypi|pythonhosted|download\.pytorch)\.(?:org|python)"),
+}
+
+
+def test_no_file_names_one_machine() -> None:
+    found = []
+    for path in repository_files():
+        content = path.read_bytes()
+        if b"\0" in content[:4096]:
+            continue
+        found += [f"{label(path)}: {what}" for what, pattern in FORBIDDEN.items() if pattern.search(content)]
+    assert not found, found
+
+
+def test_the_search_for_machine_paths_finds_them() -> None:
+    slash = b"/"
+    for text in (b"'" + slash + b"work/x'", b" " + slash + b"home/me/x", slash + b"root/.cache"):
+        assert any(pattern.search(text) for pattern in FORBIDDEN.values()), text
+    for text in (b"a/work/x", b"./opt/x", b"network/x", b"https://a.org/home/me/x"):
+        assert not any(pattern.search(text) for pattern in FORBIDDEN.values()), text

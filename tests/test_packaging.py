@@ -1,0 +1,88 @@
+"""What a user installs: a wheel holds the package, the configs and the tools, and they work away from a checkout."""
+
+from __future__ import annotations
+
+import configparser
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+TOOLS = sorted(path.stem for path in (ROOT / "tools").glob("*.py") if not path.stem.startswith("_"))
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel of this checkout, built offline from a copy (setuptools leaves a ``build`` folder where it works)."""
+    pytest.importorskip("setuptools")
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    names = ["setup.py", "pyproject.toml", "README.md", "unigen_ds", "tools", "ds_configs"]
+    present = [name for name in names if (ROOT / name).exists()]
+    subprocess.run(["cp", "-r", *present, str(source)], cwd=ROOT, check=True)
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(out), "."]
+    subprocess.run(command, cwd=source, check=True, timeout=120)
+    (path,) = out.glob("unigen_ds-*.whl")
+    return path
+
+
+def test_the_wheel_holds_every_file(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    expected = {p.relative_to(ROOT).as_posix() for p in (ROOT / "unigen_ds").rglob("*.py")}
+    expected |= {f"unigen_ds/ds_configs/{p.name}" for p in (ROOT / "ds_configs").glob("*.json")}
+    expected |= {f"unigen_ds_tools/{p.name}" for p in (ROOT / "tools").glob("*.py")}
+    assert expected <= names, sorted(expected - names)
+    assert not [name for name in names if name.startswith(("tests/", "tools/", "ds_configs/"))]
+
+
+def test_every_tool_is_a_command_with_a_main(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (n for n in archive.namelist() if n.endswith("entry_points.txt"))
+        parser = configparser.ConfigParser()
+        parser.read_string(archive.read(name).decode())
+    commands = dict(parser["console_scripts"])
+    assert commands == {f"unigen-{t.replace('_', '-')}": f"unigen_ds_tools.{t}:main" for t in TOOLS}
+    assert {"unigen-train", "unigen-inspect-data", "unigen-checkpoints", "unigen-plot-run"} <= set(commands)
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheel's contents, as site-packages has them."""
+    folder = tmp_path_factory.mktemp("site")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    return folder
+
+
+def run(command: list[str], *, cwd: Path, path: Path | None = None) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(path) if path else ""}
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_an_installed_package_finds_its_configs(installed: Path, tmp_path: Path) -> None:
+    code = (
+        "import unigen_ds; from unigen_ds.core.paths import ds_configs_dir\n"
+        "from unigen_ds.core.config import config_path\n"
+        "print(unigen_ds.__file__); print(ds_configs_dir()); print(config_path('unified_digits'))"
+    )
+    for line in run([sys.executable, "-c", code], cwd=tmp_path, path=installed).splitlines():
+        assert line.startswith(str(installed)), line
+
+
+def test_a_checkout_finds_its_deepspeed_configs() -> None:
+    from unigen_ds.core.paths import ds_configs_dir
+
+    assert ds_configs_dir() == ROOT / "ds_configs"
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_tool_starts_installed_and_from_a_checkout(tool: str, installed: Path, tmp_path: Path) -> None:
+    entry = f"import sys; from unigen_ds_tools.{tool} import main; sys.exit(main(['--help']))"
+    assert "usage" in run([sys.executable, "-c", entry], cwd=tmp_path, path=installed)
+    assert "usage" in run([sys.executable, str(ROOT / "tools" / f"{tool}.py"), "--help"], cwd=tmp_path)

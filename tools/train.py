@@ -1,0 +1,69 @@
+"""Train a model: ``python tools/train.py CONFIG [--resume [CKPT]] ...``; installed as ``unigen-train``.
+
+Exit status: 0 done, 2 wrong usage or config, 3 the resume is blocked, 143 stopped by a signal after saving.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+if not __package__:
+    import _path  # noqa: F401 - a script runs from a checkout without installation
+
+from unigen_ds.core import dist
+from unigen_ds.core.config import load_config, parse_override
+from unigen_ds.core.errors import UnigenError
+from unigen_ds.core.log import logger
+from unigen_ds.runner import train_config
+
+STOPPED_BY_SIGNAL = 143
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of DESIGN section 5."""
+    p = argparse.ArgumentParser(prog="unigen-train", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    p.add_argument("config", help="a config file, or the name of a shipped config (unified_digits)")
+    p.add_argument("--work-dir", help="output folder; default work_dirs/<config name>")
+    p.add_argument("--resume", nargs="?", const=True, default=None, metavar="CKPT",
+                   help="go on from the newest valid checkpoint of the work dir, or from CKPT")  # fmt: skip
+    p.add_argument("--load-from", metavar="CKPT", help="take weights only from CKPT and start at zero")
+    p.add_argument("--backend", help="single")
+    p.add_argument("--cfg-options", nargs="+", default=[], metavar="K=V", help="override config values")
+    p.add_argument("--seed", type=int, help="randomness.seed")
+    p.add_argument("--launcher", choices=dist.LAUNCHERS, help="how the processes were started")
+    p.add_argument("--max-updates", type=int, metavar="N",
+                   help="stop once the run has N updates; the schedule's length stays as it is")  # fmt: skip
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parser().parse_args(argv)
+    overrides = dict(map(parse_override, arguments.cfg_options))
+    given = {"work_dir": arguments.work_dir, "resume": arguments.resume, "load_from": arguments.load_from,
+             "launcher": arguments.launcher}  # fmt: skip
+    overrides |= {key: value for key, value in given.items() if value is not None}
+    try:
+        config = load_config(arguments.config, overrides)
+        if arguments.seed is not None:
+            config["randomness"] = {"seed": arguments.seed}
+        if arguments.backend is not None:
+            config["backend"] = backend_spec(arguments.backend)
+        stopped = train_config(config, max_updates=arguments.max_updates)
+    except UnigenError as error:
+        logger().error("%s", error) if logger().handlers else print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+    finally:
+        dist.shutdown()
+    return STOPPED_BY_SIGNAL if stopped == "signal" else 0
+
+
+def backend_spec(text: str) -> dict[str, str]:
+    """``single`` | ``deepspeed[:zero1|...|FILE.json]`` | ``fsdp[:FULL_SHARD|...]`` -> the config's ``backend``."""
+    kind, _, detail = text.partition(":")
+    option = {"deepspeed": "config", "fsdp": "sharding_strategy"}.get(kind)
+    return {"type": kind} | ({option: detail} if option and detail else {})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

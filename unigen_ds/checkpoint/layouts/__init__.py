@@ -1,0 +1,20 @@
+"""One file per layout on disk. ``open_reader`` picks it by the manifest; a new layout adds a file and a row here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
+from unigen_ds.checkpoint.manifest import Manifest
+from unigen_ds.core.errors import CheckpointError
+from unigen_ds.core.shards import ShardReader
+
+LAYOUTS = {"safetensors": SafetensorsReader}
+
+
+def open_reader(directory: Path, manifest: Manifest) -> ShardReader:
+    """A reader of the checkpoint's model and optimizer tensors."""
+    if manifest.layout not in LAYOUTS:
+        raise CheckpointError(f"{directory} has layout {manifest.layout!r}", allowed=", ".join(sorted(LAYOUTS)))
+    trainable_or_frozen = {parameter["name"] for parameter in manifest.parameters}
+    return LAYOUTS[manifest.layout](directory, parameters=trainable_or_frozen)

@@ -1,0 +1,137 @@
+"""The two values that cross between data, models and runner: ``PackedBatch`` in, ``LossTerms`` out.
+
+A micro-batch is flat: the tokens of all its sequences stand one after the other, ``T`` in all, without padding.
+Samples never see each other, because attention is described per token by document, split and mode, not by rows.
+
+Shape suffixes: T tokens of the micro-batch, X text tokens, V ViT patches, L latent patches, K VAE images,
+S splits, C text targets, M image targets.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CAUSAL, FULL, NOISE = 0, 1, 2
+"""Split modes. CAUSAL: text. FULL: an image all of whose tokens see each other. NOISE: as FULL, and hidden from
+every other split of its document."""
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """One micro-batch of one rank. All index tensors are int64 and point into the ``T`` tokens."""
+
+    document_ids: Tensor
+    """[T] which sample a token belongs to; non-decreasing."""
+    split_ids: Tensor
+    """[T] which split (one text, one image) a token belongs to; non-decreasing, 0 .. S-1 over the micro-batch."""
+    split_modes: Tensor
+    """[S] CAUSAL, FULL or NOISE."""
+    position_ids: Tensor
+    """[T] rotary positions; restart at 0 with each document; all tokens of an image share one."""
+
+    text_ids: Tensor
+    """[X] token ids, begin, end, image-start and image-end ids included."""
+    text_index: Tensor
+    """[X] their places."""
+    text_target_ids: Tensor
+    """[C] the id to be predicted at each place of ``text_target_index`` (already shifted)."""
+    text_target_index: Tensor
+    """[C] places whose hidden state predicts a label."""
+    text_target_weight: Tensor
+    """[C] float32 weight of each target; all ones unless re-weighted."""
+
+    vit_patches: Tensor
+    """[V, channels * p * p] float32, (row, column, channel) inside a patch."""
+    vit_index: Tensor
+    """[V] their places."""
+    vit_position_ids: Tensor
+    """[V] row * max_patches_per_side + column."""
+    vit_lengths: tuple[int, ...]
+    """Patches of each ViT image."""
+
+    vae_images: Tensor
+    """[K, channels, H, W] float32 in [-1, 1], zero-padded at right and bottom to the largest of the micro-batch."""
+    vae_noise: Tensor
+    """[K, z, H / downsample, W / downsample] standard normal; what the VAE samples its latent with."""
+    latent_shapes: tuple[tuple[int, int], ...]
+    """(rows, columns) of latent patches of each VAE image, padding excluded."""
+    latent_index: Tensor
+    """[L] places of the latent patches (clean ones too)."""
+    latent_position_ids: Tensor
+    """[L] row * max_latent_size + column."""
+    timesteps: Tensor
+    """[L] float32 raw time steps before the sigmoid; -inf marks a clean image (t = 0)."""
+    flow_noise: Tensor
+    """[L, z * p * p] float32 standard normal; (row, column, channel) inside a patch."""
+    image_target_index: Tensor
+    """[M] places of the noisy latent patches: the rows of ``latent_index`` with a finite time step."""
+
+    num_sequences: int = 0
+    num_samples: int = 0
+    sample_ids: tuple[str, ...] = field(default=())
+    """Identity of each sample, in order: ``source:index:pass``; what the ledger digests."""
+    skipped: tuple[dict[str, str], ...] = field(default=())
+    """Samples replaced by padding because they could not be decoded: ``{sample, path, why}``."""
+    document_lengths: tuple[int, ...] = field(default=())
+    """Tokens of each document, on the host, so that attention can be planned without a device sync. Derived."""
+
+    def __post_init__(self) -> None:
+        if not self.document_lengths and self.document_ids.numel():
+            _, counts = torch.unique_consecutive(self.document_ids, return_counts=True)
+            object.__setattr__(self, "document_lengths", tuple(counts.tolist()))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the micro-batch on this rank."""
+        return int(self.position_ids.numel())
+
+    def target_counts(self) -> dict[str, float]:
+        """Number of targets of each loss term (sum of weights for text). Call it on the CPU batch: no device sync."""
+        return {"text": float(self.text_target_weight.sum()), "image": float(self.image_target_index.numel())}
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = True) -> PackedBatch:
+        """A copy with every tensor on ``device``."""
+        moved: dict[str, Any] = {
+            f.name: value.to(device, non_blocking=non_blocking)
+            for f in dataclasses.fields(self)
+            if isinstance(value := getattr(self, f.name), Tensor)
+        }
+        return dataclasses.replace(self, **moved)
+
+    def pin_memory(self) -> PackedBatch:
+        """Called by the loader's pinning thread on CUDA machines."""
+        pinned: dict[str, Any] = {
+            f.name: value.pin_memory()
+            for f in dataclasses.fields(self)
+            if isinstance(value := getattr(self, f.name), Tensor)
+        }
+        return dataclasses.replace(self, **pinned)
+
+
+@dataclass(frozen=True)
+class LossTerms:
+    """Sums over the targets of one micro-batch, by term (``text``, ``image``). Scalars that carry gradients.
+
+    They are sums, not means: the mean is over the whole update, whose counts only the loop knows.
+    """
+
+    sums: Mapping[str, Tensor]
+
+    def weighted(self, loss_weights: Mapping[str, float], counts: Mapping[str, float]) -> Tensor:
+        """``sum_k w_k * sum_k / count_k`` with the counts of the whole update. A term without targets adds zero.
+
+        The term is multiplied, not left out, so that every parameter takes part in every micro-batch.
+        """
+        total: Tensor | None = None
+        for name, value in self.sums.items():
+            count = counts.get(name, 0.0)
+            part = value * (loss_weights.get(name, 1.0) / count if count else 0.0)
+            total = part if total is None else total + part
+        assert total is not None, "a model must return at least one loss term"
+        return total

@@ -1,0 +1,194 @@
+"""Training configs: mmengine's ``Config`` (text style, ``_base_``, YAML) with strict keys.
+
+mmengine's own ``merge_from_dict`` creates whatever key it is given, so a mistyped override is silently ignored
+there; here an unknown key, in the file or in ``--cfg-options``, is an error that names the nearest valid one.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+from mmengine.config import Config, ConfigDict
+
+from unigen_ds.core.errors import ConfigError, nearest
+
+SHIPPED = Path(__file__).resolve().parent.parent / "configs"
+
+SETTINGS = (
+    "batch_size", "accumulative_counts", "max_epochs", "max_iters", "max_updates", "max_tokens", "save_steps",
+    "save_total_limit", "lr", "betas", "weight_decay", "max_norm", "warmup_ratio", "seq_length", "max_length",
+    "dataloader_num_workers", "data_path", "precision", "optim_type", "log_every",
+)  # fmt: skip
+"""Top-level helper names, xtuner style. They have an effect only where the config itself uses them."""
+
+_COMPONENT = None  # dict(type=...): its arguments are checked against the class when it is built
+_DATALOADER = {
+    "batch_size": 1, "num_workers": 1, "drop_last": 1, "seq_length": 1, "packing": _COMPONENT, "dataset": _COMPONENT,
+    "prefetch_factor": 1, "pin_memory": 1, "persistent_workers": 1, "max_skipped_fraction": 1, "timeout": 1,
+}  # fmt: skip
+SCHEMA: dict[str, Any] = {
+    "model": _COMPONENT,
+    "tokenizer": _COMPONENT,
+    "processor": _COMPONENT,
+    "train_dataloader": _DATALOADER,
+    "val_dataloader": _DATALOADER,
+    "optim_wrapper": {
+        "optimizer": _COMPONENT, "accumulative_counts": 1, "precision": 1,
+        "clip_grad": {"max_norm": 1},
+        "paramwise_cfg": {"groups": _COMPONENT, "norm_decay_mult": 1, "bias_decay_mult": 1},
+    },
+    "loss_weights": {"text": 1, "image": 1},
+    "param_scheduler": _COMPONENT,
+    "train_cfg": {"max_epochs": 1, "max_iters": 1, "max_updates": 1, "max_tokens": 1},
+    "backend": _COMPONENT,
+    "default_hooks": {
+        name: _COMPONENT for name in ("timer", "nan_guard", "logger", "checkpoint", "signals")
+    },
+    "custom_hooks": _COMPONENT,
+    "visualizer": {"vis_backends": _COMPONENT},
+    "randomness": {"seed": 1},
+    "env": {"dist_timeout_s": 1, "num_threads": 1},
+    "load_from": 1,
+    "resume": 1,
+    "work_dir": 1,
+    "launcher": 1,
+    "custom_imports": _COMPONENT,
+}  # fmt: skip
+"""Valid keys, two floors deep; ``None`` marks what the registries check."""
+
+
+def config_path(name: str | Path) -> Path:
+    """A path that exists, or the shipped config of that name."""
+    path = Path(name)
+    if path.suffix in (".py", ".yaml", ".yml", ".json") and path.exists():
+        return path.resolve()
+    shipped = {p.stem: p for p in sorted(SHIPPED.glob("*.py"))}
+    if str(name) in shipped:
+        return shipped[str(name)]
+    raise ConfigError(
+        f"config {str(name)!r} is neither a file nor a shipped config",
+        allowed="a .py, .yaml or .json file, or one of " + ", ".join(shipped),
+    )
+
+
+def load_config(name: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Config:
+    """Read a config, check its keys, apply overrides (``K=V`` texts of ``--cfg-options`` or a mapping of dotted paths).
+
+    Raises ``ConfigError`` for a missing or broken file, an unknown key, or an override of a path that does not exist.
+    """
+    path = config_path(name)
+    try:
+        config = _read(path)
+    except Exception as error:  # a config is the user's code: whatever it raises, say where
+        raise ConfigError(f"config {path} cannot be read: {type(error).__name__}: {error}") from error
+    if config.get("work_dir") is None:
+        config["work_dir"] = str(Path("work_dirs") / path.stem)
+    given = dict(overrides) if isinstance(overrides, Mapping) else dict(map(parse_override, overrides))
+    for dotted, value in given.items():
+        _apply(config, dotted, value)
+    check_keys(config)
+    return config
+
+
+def _read(path: Path) -> Config:
+    try:
+        config = Config.fromfile(str(path))
+    except RuntimeError as error:
+        if str(error):
+            raise
+        # mmengine takes a file with imports for one of its lazy style, where calling what is imported raises a bare
+        # RuntimeError; such a file is ordinary Python.
+        config = Config.fromfile(str(path), lazy_import=False)
+    # Names that a config imports or defines as functions are means, not settings.
+    settings = config.to_dict()  # mmengine leaves out what a config of the lazy style imported
+    for name in [*config]:
+        if name not in settings or isinstance(settings[name], (type, FunctionType)):
+            config.pop(name)
+    return config
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """``'a.b=3'`` -> ``('a.b', 3)``; the value is a Python literal, ``true``/``false``/``null``, else a string."""
+    dotted, separator, raw = text.partition("=")
+    if not separator or not dotted.strip():
+        raise ConfigError(f"override {text!r}", allowed="KEY=VALUE, as in optim_wrapper.optimizer.lr=1e-4")
+    words = {"true": True, "false": False, "null": None, "none": None}
+    if raw.lower() in words:
+        return dotted.strip(), words[raw.lower()]
+    try:
+        return dotted.strip(), ast.literal_eval(raw)
+    except (ValueError, SyntaxError):
+        return dotted.strip(), raw
+
+
+_NODES: Any = (Mapping, Config)  # mmengine's Config behaves like a mapping but is none
+
+
+def _apply(config: Any, dotted: str, value: Any) -> None:
+    path: list[str] = []
+    node: Any = config
+    schema: Any = SCHEMA
+    *parents, last = dotted.split(".")
+    if not parents and last in SETTINGS:
+        raise ConfigError(
+            f"override {dotted!r} would have no effect: the config read this helper while it was loaded",
+            remedy=f"override what {last!r} was used for, as in train_dataloader.batch_size or train_cfg.max_epochs",
+        )
+    for key in parents:
+        schema = schema.get(key) if isinstance(schema, Mapping) else None
+        if isinstance(node, _NODES) and node.get(key) is None and isinstance(schema, Mapping):
+            node[key] = ConfigDict()  # a section with known keys that is left out, or None
+        node = _step(node, key, path, dotted)
+        path.append(key)
+    if isinstance(node, list):
+        node[_list_index(node, last, dotted)] = value
+        return
+    if not isinstance(node, _NODES):
+        raise ConfigError(f"override {dotted!r}: {'.'.join(path)} is {node!r} and has no keys")
+    known = set(node) | set(schema or ())
+    is_component = "type" in node  # its own arguments are checked when it is built
+    if last not in known and not is_component:
+        raise ConfigError(f"override {dotted!r}: no key {last!r} there", remedy=nearest(last, known))
+    node[last] = value
+
+
+def _step(node: Any, key: str, path: list[str], dotted: str) -> Any:
+    if isinstance(node, list):
+        return node[_list_index(node, key, dotted)]
+    if not isinstance(node, _NODES) or key not in node:
+        valid = node if isinstance(node, _NODES) else ()
+        raise ConfigError(f"override {dotted!r}: no key {key!r} in {'.'.join(path) or 'the config'}",
+                          remedy=nearest(key, valid))  # fmt: skip
+    return node[key]
+
+
+def _list_index(node: list[Any], key: str, dotted: str) -> int:
+    if not key.isdigit() or int(key) >= len(node):
+        raise ConfigError(f"override {dotted!r}: {key!r} is no place in a list of {len(node)}")
+    return int(key)
+
+
+def check_keys(config: Mapping[str, Any]) -> None:
+    """Raise ``ConfigError`` for the first unknown key. A name that begins with an underscore is the user's own."""
+    for key, value in config.items():
+        if key.startswith("_") or key in SETTINGS:
+            continue
+        if key not in SCHEMA:
+            raise ConfigError(
+                f"unknown config key {key!r}",
+                remedy=nearest(key, (*SCHEMA, *SETTINGS)) + " (a helper variable of your own may begin with '_')",
+            )
+        _check_level(value, SCHEMA[key], key)
+
+
+def _check_level(value: Any, schema: Any, where: str) -> None:
+    if not isinstance(schema, Mapping) or not isinstance(value, Mapping):
+        return
+    for key, inner in value.items():
+        if key not in schema:
+            raise ConfigError(f"unknown config key '{where}.{key}'", remedy=nearest(key, schema))
+        _check_level(inner, schema[key], f"{where}.{key}")

@@ -1,0 +1,113 @@
+"""Processes: start, sums, objects. Every helper has a single-process fallback, so callers never branch.
+
+NCCL + gloo on CUDA, gloo on CPU. Object gathers and the loader's counts go over gloo: no device sync.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as td
+
+from unigen_ds.core.errors import ConfigError
+
+LAUNCHERS = ("none", "pytorch", "slurm", "mpi")
+_ENV = {
+    "slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+    "mpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+}
+
+
+def launcher_environment(launcher: str) -> None:
+    """Set RANK, WORLD_SIZE and LOCAL_RANK from the launcher's own variables. ``none`` and ``pytorch`` keep them."""
+    if launcher not in LAUNCHERS:
+        raise ConfigError(f"launcher {launcher!r}", allowed=", ".join(LAUNCHERS))
+    if launcher == "pytorch" and "RANK" not in os.environ:
+        raise ConfigError(
+            "launcher 'pytorch' needs RANK and WORLD_SIZE", remedy="start it with torchrun, or use --launcher none"
+        )
+    if launcher in _ENV:
+        missing = [name for name in _ENV[launcher] if name not in os.environ]
+        if missing:
+            raise ConfigError(f"launcher {launcher!r} needs {', '.join(missing)} in the environment")
+        for name, source in zip(("RANK", "WORLD_SIZE", "LOCAL_RANK"), _ENV[launcher], strict=True):
+            os.environ[name] = os.environ[source]
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", "29500")
+
+
+def env_rank() -> int:
+    """Rank as the launcher announces it, before any process group exists."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def env_world_size() -> int:
+    """Process count as the launcher announces it, before any process group exists."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def init(*, timeout_s: float = 1800.0) -> None:
+    """Join the process group that the environment describes; nothing to do for a single plain process."""
+    if td.is_initialized() or "WORLD_SIZE" not in os.environ:
+        return
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        backend = "cpu:gloo,cuda:nccl"
+    else:
+        backend = "gloo"
+    td.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+
+
+def rank() -> int:
+    return td.get_rank() if td.is_initialized() else env_rank()
+
+
+def world_size() -> int:
+    return td.get_world_size() if td.is_initialized() else env_world_size()
+
+
+def is_main() -> bool:
+    return rank() == 0
+
+
+def barrier() -> None:
+    """Wait for all ranks. Collective."""
+    if td.is_initialized():
+        td.barrier()
+
+
+def sum_floats(values: Sequence[float]) -> list[float]:
+    """Sums over ranks of a list of float64, on the CPU. Collective."""
+    if not td.is_initialized() or td.get_world_size() == 1:
+        return list(values)
+    tensor = torch.tensor(values, dtype=torch.float64)
+    td.all_reduce(tensor)
+    return tensor.tolist()
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """The value of every rank, on every rank. For small values of our own making. Collective."""
+    if not td.is_initialized() or td.get_world_size() == 1:
+        return [value]
+    gathered: list[Any] = [None] * td.get_world_size()
+    td.all_gather_object(gathered, value)
+    return gathered
+
+
+def broadcast_object(value: Any) -> Any:
+    """Rank 0's value, on every rank. Collective."""
+    if not td.is_initialized() or td.get_world_size() == 1:
+        return value
+    box = [value]
+    td.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def shutdown() -> None:
+    """Leave the process group. Not collective: safe after an error."""
+    if td.is_initialized():
+        td.destroy_process_group()

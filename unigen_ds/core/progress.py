@@ -1,0 +1,151 @@
+"""How far a run is: counted in data and in updates, never in a bare "step".
+
+``Progress`` is what a checkpoint stores and what schedules are functions of. An iteration is only a view of it,
+because its size depends on the geometry, which may change on resume. ``Ruler`` turns what a user writes (epochs,
+iterations, updates) into sequences, once, with the geometry of the first start; it is stored and never re-made,
+so an interval of "100 iterations" goes on meaning the same amount of data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from unigen_ds.core.errors import ConfigError
+
+Unit = Literal["epoch", "iteration", "update", "sequence", "sample", "token"]
+UNITS: tuple[str, ...] = ("epoch", "iteration", "update", "sequence", "sample", "token")
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How one update is cut: sequences per device per iteration, iterations per update, data-parallel ranks."""
+
+    batch_size: int
+    accumulative_counts: int = 1
+    dp_size: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} is {value!r}", allowed="an integer of at least 1")
+
+    @property
+    def sequences_per_iteration(self) -> int:
+        """Sequences of one iteration over all ranks."""
+        return self.batch_size * self.dp_size
+
+    @property
+    def global_batch_size(self) -> int:
+        """Sequences of one update over all ranks: the effective batch size."""
+        return self.sequences_per_iteration * self.accumulative_counts
+
+    def __str__(self) -> str:
+        return (
+            f"{self.batch_size} per device x {self.dp_size} process(es) x {self.accumulative_counts} accumulated"
+            f" = {self.global_batch_size}"
+        )
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Global completed counts. ``updates`` includes skipped ones: their data was consumed.
+
+    ``epoch`` is the data epoch the next sequence belongs to (the number of passes completed).
+    """
+
+    sequences: int = 0
+    samples: int = 0
+    tokens: int = 0
+    updates: int = 0
+    skipped_updates: int = 0
+    epoch: int = 0
+
+    def advance(self, *, sequences: int, samples: int, tokens: int, epoch: int, applied: bool) -> Progress:
+        """Return the progress after one more update, which consumed these counts over all ranks."""
+        return Progress(
+            sequences=self.sequences + sequences,
+            samples=self.samples + samples,
+            tokens=self.tokens + tokens,
+            updates=self.updates + 1,
+            skipped_updates=self.skipped_updates + (not applied),
+            epoch=epoch,
+        )
+
+    def iteration(self, geometry: Geometry) -> int:
+        """Completed iterations, seen through a geometry."""
+        return self.sequences // geometry.sequences_per_iteration
+
+    def count(self, unit: str) -> int:
+        """The completed count of a unit that progress itself counts (all but ``iteration``)."""
+        names = {"sequence": "sequences", "sample": "samples", "token": "tokens", "update": "updates", "epoch": "epoch"}
+        if unit not in names:
+            raise ConfigError(f"progress does not count in unit {unit!r}", allowed=", ".join(names))
+        return getattr(self, names[unit])
+
+    def state_dict(self) -> dict[str, int]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> Progress:
+        return cls(**{field.name: int(state[field.name]) for field in dataclasses.fields(cls)})
+
+
+@dataclass(frozen=True)
+class Duration:
+    """An amount of a unit that ``Progress`` counts. Made by ``Ruler.duration`` from what a user wrote."""
+
+    value: float
+    unit: str = "sequence"
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.value, (int, float)) and self.value > 0):
+            raise ConfigError(f"a duration of {self.value!r} {self.unit}(s)", allowed="a positive number")
+
+    def reached(self, progress: Progress) -> bool:
+        """Whether at least this much is completed."""
+        return progress.count(self.unit) >= self.value
+
+    def every(self, progress: Progress, previous: Progress) -> bool:
+        """Whether a multiple was crossed between ``previous`` and ``progress``.
+
+        Crossing-safe: it fires once although accumulation or a resume jumped over the multiple.
+        """
+        return math.floor(progress.count(self.unit) / self.value) > math.floor(previous.count(self.unit) / self.value)
+
+
+@dataclass(frozen=True)
+class Ruler:
+    """Converts user units to data, with the geometry and epoch length of the first start. Stored in the manifest."""
+
+    geometry: Geometry
+    sequences_per_epoch: int
+
+    def to_sequences(self, value: float, unit: str) -> float:
+        """Sequences in ``value`` epochs, iterations, updates or sequences (may be fractional)."""
+        if unit == "epoch":
+            return value * self.sequences_per_epoch
+        if unit == "iteration":
+            return value * self.geometry.sequences_per_iteration
+        if unit == "update":
+            return value * self.geometry.global_batch_size
+        if unit == "sequence":
+            return value
+        raise ConfigError(
+            f"unit {unit!r} cannot be expressed in sequences", allowed="epoch, iteration, update, sequence"
+        )
+
+    def duration(self, value: float, unit: str) -> Duration:
+        """A duration whose meaning survives a change of geometry: samples and tokens as they are, else sequences."""
+        if unit in ("sample", "token"):
+            return Duration(value, unit)
+        return Duration(self.to_sequences(Duration(value, unit).value, unit), "sequence")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"geometry": dataclasses.asdict(self.geometry), "sequences_per_epoch": self.sequences_per_epoch}
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> Ruler:
+        return cls(Geometry(**state["geometry"]), int(state["sequences_per_epoch"]))

@@ -1,0 +1,68 @@
+"""Names in a config -> classes. One ``mmengine.registry.Registry`` per kind of object, plus a strict ``build``."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from mmengine.registry import Registry
+
+from unigen_ds.core.errors import ConfigError, nearest
+
+MODELS = Registry("unigen_model")
+AUTOENCODERS = Registry("unigen_autoencoder")
+TOKENIZERS = Registry("unigen_tokenizer")
+DATASETS = Registry("unigen_dataset")
+PACKERS = Registry("unigen_packer")
+TRANSFORMS = Registry("unigen_transform")
+CURVES = Registry("unigen_curve")
+HOOKS = Registry("unigen_hook")
+WRITERS = Registry("unigen_writer")
+BACKENDS = Registry("unigen_backend")
+
+
+def resolve(registry: Registry, spec: Mapping[str, Any], *, where: str) -> tuple[type, dict[str, Any]]:
+    """The class and the arguments of ``dict(type=..., **arguments)``.
+
+    ``type`` is a registered name or a class. ``where`` is the config path shown in errors.
+    Raises ``ConfigError`` for an unknown type, a missing type or an unknown argument, naming the nearest valid one.
+    """
+    if not isinstance(spec, Mapping) or "type" not in spec:
+        raise ConfigError(f"{where} is {spec!r}", allowed="dict(type='...', ...)")
+    arguments = {key: value for key, value in spec.items() if key != "type"}
+    kind = spec["type"]
+    if isinstance(kind, str):
+        cls = registry.module_dict.get(kind)
+        if cls is None:
+            raise ConfigError(f"{where}.type is {kind!r}", remedy=nearest(kind, registry.module_dict))
+    elif callable(kind):
+        cls = kind
+    else:
+        raise ConfigError(f"{where}.type is {kind!r}", allowed="a registered name or a class")
+    check_arguments(cls, arguments, where=where)
+    return cls, arguments
+
+
+def check_arguments(cls: Any, arguments: Mapping[str, Any], *, where: str) -> None:
+    """Raise ``ConfigError`` when ``cls`` has no such argument. Classes that take ``**kwargs`` accept all."""
+    parameters = inspect.signature(cls).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return
+    names = {p.name for p in parameters}
+    for key in arguments:
+        if key not in names:
+            raise ConfigError(f"{where} has no key {key!r} ({cls.__name__})", remedy=nearest(key, names))
+
+
+def build(registry: Registry, spec: Mapping[str, Any], *, where: str, **extra: Any) -> Any:
+    """Build ``spec`` with ``extra`` arguments that the config does not give. See ``resolve`` for errors."""
+    cls, arguments = resolve(registry, spec, where=where)
+    for key in arguments.keys() & extra.keys():
+        raise ConfigError(f"{where}.{key} cannot be given here: it follows from the rest of the config")
+    try:
+        return cls(**arguments, **extra)
+    except TypeError as error:
+        if "argument" in str(error):
+            raise ConfigError(f"{where} cannot be built: {error}") from error
+        raise

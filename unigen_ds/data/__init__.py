@@ -1,0 +1,1 @@
+"""Records -> samples -> a global order -> packed sequences -> micro-batches. Imports ``core`` alone."""

@@ -1,0 +1,327 @@
+"""Rows (which samples make which sequences) -> one ``PackedBatch``: read, decode, tokenise, place, draw noise.
+
+Everything random is keyed by (seed, pass, sample id, purpose, place of the image in its sample), so a sample is the
+same wherever it is loaded. A sample whose image cannot be decoded, or whose length is no longer the one it was planned
+with, becomes a document of padding of the planned length and is named in ``skipped``. A row without any token becomes
+one padding token, so that no micro-batch is empty.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unigen_ds.core.batch import CAUSAL, FULL, NOISE, PackedBatch
+from unigen_ds.core.seeding import generator
+from unigen_ds.data.datasets import PlannedDataset, source_names
+from unigen_ds.data.order import Draw
+from unigen_ds.data.processor import UnifiedProcessor
+from unigen_ds.data.samples import ImageSplit, Sample, Split, TextSplit, TokenSplit
+from unigen_ds.data.stream import Row
+from unigen_ds.data.transforms import UnreadableImage, open_image, patchify
+
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class LoadedImage:
+    """The tensors of one image split. ``vit``: patches. ``vae`` and ``noise``: image, noises and raw time step."""
+
+    split: ImageSplit
+    vit_patches: Tensor | None = None
+    vae_image: Tensor | None = None
+    vae_noise: Tensor | None = None
+    flow_noise: Tensor | None = None
+    timestep: float = -math.inf
+
+
+@dataclass(frozen=True)
+class DroppedImage:
+    """An image that condition dropout removed: no token, but its rotary position is used up."""
+
+
+Loaded = TextSplit | TokenSplit | LoadedImage | DroppedImage
+
+
+def collate(
+    rows: Sequence[Row],
+    datasets: Sequence[PlannedDataset],
+    processor: UnifiedProcessor,
+    *,
+    seq_length: int,
+    seed: int | None = None,
+    names: Sequence[str] | None = None,
+) -> PackedBatch:
+    """One micro-batch.
+
+    Args:
+        rows: the sequences, as ``SequenceStream`` gives them.
+        datasets: the sources that the draws point into.
+        processor: sizes and ids; ``seed`` and ``names`` default to the processor's and the data sets' own.
+        seq_length: each sample is truncated to it.
+    """
+    seed = processor.seed if seed is None else seed
+    names = source_names(datasets) if names is None else names
+    builder = _Builder(processor)
+    sample_ids: list[str] = []
+    skipped: list[dict[str, str]] = []
+    for row in rows:
+        before = builder.num_tokens
+        for draw in row:
+            sample_id = draw.sample_id(names)
+            sample_ids.append(sample_id)
+            try:
+                loaded = load(draw, datasets[draw.source], processor, seq_length=seq_length, seed=seed, name=sample_id)
+            except UnreadableImage as error:
+                skipped.append({"sample": sample_id, "path": error.path, "why": error.problem})
+                planned = int(datasets[draw.source].lengths()[0][draw.index])
+                builder.add_padding(min(planned, seq_length))
+                continue
+            builder.add_document(loaded)
+        if builder.num_tokens == before:
+            builder.add_padding(1)
+    return builder.batch(len(rows), tuple(sample_ids), tuple(skipped))
+
+
+def pack_documents(documents: Sequence[Sequence[Loaded]], processor: UnifiedProcessor) -> PackedBatch:
+    """One document after the other, as given: for inference, where nothing is read from a data set."""
+    builder = _Builder(processor)
+    for document in documents:
+        builder.add_document(document)
+    return builder.batch(len(documents), (), ())
+
+
+def load(
+    draw: Draw, dataset: PlannedDataset, processor: UnifiedProcessor, *, seq_length: int, seed: int, name: str
+) -> list[Loaded]:
+    """Read, truncate, drop conditions, decode. Raises ``UnreadableImage`` where the sample must be skipped."""
+    sample = dataset.sample(draw.index, pass_number=draw.pass_number)
+    truncated = sample.truncated(seq_length)
+    for split in truncated.splits:
+        if isinstance(split, ImageSplit) and split.error:
+            raise _unreadable(split.path, split.error)
+    planned = int(dataset.lengths()[0][draw.index])
+    if sample.num_tokens != planned:
+        changed = next((s.path for s in sample.splits if isinstance(s, ImageSplit)), "")
+        raise _unreadable(changed, f"the sample has {sample.num_tokens} tokens, but {planned} when it was indexed")
+    key = (seed, draw.pass_number, name)
+    dropped = _dropped(truncated, processor, key)
+    loaded: list[Loaded] = []
+    for place, split in enumerate(truncated.splits):
+        if not isinstance(split, ImageSplit):
+            if place not in dropped:
+                loaded.append(split)
+        elif place in dropped:
+            loaded.append(DroppedImage())
+        else:
+            loaded.append(_load_image(split, processor, (*key, place)))
+    return loaded
+
+
+def _unreadable(path: str, why: str) -> UnreadableImage:
+    error = UnreadableImage(why)
+    error.path = path
+    return error
+
+
+def _dropped(sample: Sample, processor: UnifiedProcessor, key: tuple[object, ...]) -> set[int]:
+    """Places of the splits that condition dropout removes. One number is drawn for every split, droppable or not."""
+    chances = torch.rand(len(sample.splits), generator=generator(*key, "dropout"), dtype=torch.float32).tolist()
+    return {
+        place
+        for place, (split, chance) in enumerate(zip(sample.splits, chances, strict=True))
+        if not isinstance(split, TokenSplit) and split.droppable and chance < processor.dropout[_kind(split)]
+    }
+
+
+def _kind(split: Split) -> str:
+    return split.kind if isinstance(split, ImageSplit) else "text"
+
+
+def _load_image(split: ImageSplit, processor: UnifiedProcessor, key: tuple[object, ...]) -> LoadedImage:
+    vit = split.kind == "vit"
+    image = split.tensor
+    if image is None:
+        transform = processor.vit_transform if vit else processor.vae_transform
+        assert transform is not None, "planned without a transform"
+        try:
+            image = transform(open_image(split.path))
+        except UnreadableImage as error:
+            raise _unreadable(split.path, error.problem) from error
+    stride = processor.vit_patch_size if vit else processor.vae_downsample
+    grid = (image.shape[1] // stride, image.shape[2] // stride)
+    if grid != split.grid:  # the file was replaced between its two readings
+        raise _unreadable(split.path, f"image {split.path} has {grid} patches, {split.grid} when it was planned")
+    if vit:
+        return LoadedImage(split, vit_patches=patchify(image, stride))
+    p, z = processor.latent_patch_size, processor.latent_channels
+    timestep = -math.inf
+    if split.kind == "noise":
+        timestep = _normal((), (*key, "timestep")).item()
+    return LoadedImage(
+        split,
+        vae_image=image,
+        vae_noise=_normal((z, grid[0] * p, grid[1] * p), (*key, "vae")),
+        flow_noise=_normal((grid[0] * grid[1], z * p * p), (*key, "flow")),
+        timestep=timestep,
+    )
+
+
+def _normal(shape: tuple[int, ...], key: tuple[object, ...]) -> Tensor:
+    return torch.randn(shape, generator=generator(*key), dtype=torch.float32)
+
+
+def _integers(values: Sequence[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def _grid_positions(grid: tuple[int, int], table: int) -> Tensor:
+    rows, columns = torch.arange(grid[0]), torch.arange(grid[1])
+    return (rows[:, None] * table + columns).flatten()
+
+
+class _Builder:
+    """Places documents one after the other and keeps every list of ``PackedBatch``."""
+
+    def __init__(self, processor: UnifiedProcessor) -> None:
+        self.processor = processor
+        self.num_tokens = 0
+        self._positions: list[Tensor] = []
+        self._document_lengths: list[int] = []
+        self._split_lengths: list[int] = []
+        self._split_modes: list[int] = []
+        self._text_ids: list[int] = []
+        self._text_index: list[int] = []
+        self._target_ids: list[int] = []
+        self._target_index: list[int] = []
+        self._target_weight: list[float] = []
+        self._images: list[tuple[LoadedImage, int]] = []
+
+    def add_document(self, loaded: Sequence[Loaded]) -> None:
+        """One sample. Rotary positions restart at 0."""
+        start, position = self.num_tokens, 0
+        for split in loaded:
+            if isinstance(split, DroppedImage):
+                position += 1
+            elif isinstance(split, LoadedImage):
+                self._add_image(split, position)
+                position += split.split.kind != "noise"
+            elif isinstance(split, TokenSplit):
+                self._add_tokens(split.ids, split.labels, position)
+                position += len(split.ids)
+            else:
+                ids = (self.processor.tokenizer.bos_id, *split.ids, self.processor.tokenizer.eos_id)
+                targets = (*ids[1:], IGNORED) if split.loss else (IGNORED,) * len(ids)
+                self._add_tokens(ids, targets, position)
+                position += len(ids)
+        if self.num_tokens > start:
+            self._document_lengths.append(self.num_tokens - start)
+
+    def add_padding(self, num_tokens: int) -> None:
+        """A document of ``pad_id`` without targets."""
+        pad = TokenSplit((self.processor.tokenizer.pad_id,) * num_tokens, (IGNORED,) * num_tokens)
+        self.add_document([pad])
+
+    def _add_split(self, length: int, mode: int, positions: Tensor) -> None:
+        self._split_lengths.append(length)
+        self._split_modes.append(mode)
+        self._positions.append(positions)
+        self.num_tokens += length
+
+    def _add_tokens(self, ids: Sequence[int], targets: Sequence[int], position: int) -> None:
+        if not ids:
+            return
+        start = self.num_tokens
+        self._text_ids += ids
+        self._text_index += range(start, start + len(ids))
+        predicted = [(start + i, target) for i, target in enumerate(targets) if target != IGNORED]
+        self._target_index += (place for place, _ in predicted)
+        self._target_ids += (target for _, target in predicted)
+        weight = 1.0 / math.sqrt(len(predicted)) if predicted and self.processor.ce_reweight else 1.0
+        self._target_weight += [weight] * len(predicted)
+        self._add_split(len(ids), CAUSAL, torch.arange(position, position + len(ids)))
+
+    def _add_image(self, image: LoadedImage, position: int) -> None:
+        start, length = self.num_tokens, image.split.num_tokens
+        self._text_ids += (self.processor.tokenizer.image_start_id, self.processor.tokenizer.image_end_id)
+        self._text_index += (start, start + length - 1)
+        self._images.append((image, start + 1))
+        mode = NOISE if image.split.kind == "noise" else FULL
+        self._add_split(length, mode, torch.full((length,), position))
+
+    def batch(
+        self, num_sequences: int, sample_ids: tuple[str, ...], skipped: tuple[dict[str, str], ...]
+    ) -> PackedBatch:
+        """Everything as tensors."""
+        documents, splits = _integers(self._document_lengths), _integers(self._split_lengths)
+        return PackedBatch(
+            document_ids=torch.repeat_interleave(torch.arange(len(documents)), documents),
+            split_ids=torch.repeat_interleave(torch.arange(len(splits)), splits),
+            split_modes=_integers(self._split_modes),
+            position_ids=_joined(self._positions, torch.empty(0, dtype=torch.int64)),
+            text_ids=_integers(self._text_ids),
+            text_index=_integers(self._text_index),
+            text_target_ids=_integers(self._target_ids),
+            text_target_index=_integers(self._target_index),
+            text_target_weight=torch.tensor(self._target_weight, dtype=torch.float32),
+            num_sequences=num_sequences,
+            num_samples=len(sample_ids),
+            sample_ids=sample_ids,
+            skipped=skipped,
+            **self._vit(),
+            **self._vae(),
+        )
+
+    def _vit(self) -> dict[str, Any]:
+        pairs = [(image, start) for image, start in self._images if image.vit_patches is not None]
+        p, table = self.processor.vit_patch_size, self.processor.vit_max_patches_per_side
+        patches = [image.vit_patches for image, _ in pairs if image.vit_patches is not None]
+        none = torch.empty(0, dtype=torch.int64)
+        return {
+            "vit_patches": _joined(patches, torch.empty(0, self.processor.vit_channels * p * p)),
+            "vit_index": _joined(
+                [start + torch.arange(len(x)) for (_, start), x in zip(pairs, patches, strict=True)], none
+            ),
+            "vit_position_ids": _joined([_grid_positions(image.split.grid, table) for image, _ in pairs], none),
+            "vit_lengths": tuple(len(x) for x in patches),
+        }
+
+    def _vae(self) -> dict[str, Any]:
+        pairs = [(image, start) for image, start in self._images if image.vae_image is not None]
+        processor, none = self.processor, torch.empty(0, dtype=torch.int64)
+        p, z, down = processor.latent_patch_size, processor.latent_channels, processor.vae_spatial_downsample
+        grids = [image.split.grid for image, _ in pairs]
+        rows, columns = max((g[0] for g in grids), default=1), max((g[1] for g in grids), default=1)
+        images = torch.zeros(len(pairs), processor.vae_channels, rows * p * down, columns * p * down)
+        noise = torch.zeros(len(pairs), z, rows * p, columns * p)
+        for k, (image, _) in enumerate(pairs):
+            assert image.vae_image is not None and image.vae_noise is not None
+            images[k, :, : image.vae_image.shape[1], : image.vae_image.shape[2]] = image.vae_image
+            noise[k, :, : image.vae_noise.shape[1], : image.vae_noise.shape[2]] = image.vae_noise
+        places = [start + torch.arange(g[0] * g[1]) for (_, start), g in zip(pairs, grids, strict=True)]
+        times = [
+            torch.full((len(place),), image.timestep, dtype=torch.float32)
+            for (image, _), place in zip(pairs, places, strict=True)
+        ]
+        targets = [place for (image, _), place in zip(pairs, places, strict=True) if image.split.kind == "noise"]
+        return {
+            "vae_images": images,
+            "vae_noise": noise,
+            "latent_shapes": tuple(grids),
+            "latent_index": _joined(places, none),
+            "latent_position_ids": _joined([_grid_positions(g, processor.max_latent_size) for g in grids], none),
+            "timesteps": _joined(times, torch.empty(0)),
+            "flow_noise": _joined(
+                [image.flow_noise for image, _ in pairs if image.flow_noise is not None], torch.empty(0, z * p * p)
+            ),
+            "image_target_index": _joined(targets, none),
+        }
+
+
+def _joined(parts: Sequence[Tensor], empty: Tensor) -> Tensor:
+    return torch.cat(list(parts)) if parts else empty

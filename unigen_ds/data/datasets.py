@@ -1,0 +1,280 @@
+"""Map-style data sets that plan before they decode: ``lengths()`` of all records at once, ``sample(index)`` for one.
+
+``UnifiedGenerationDataset`` reads a JSON or JSONL file through its index. ``DatasetAdapter`` puts a user's own
+map-style data set (pre-tokenised ids, ready tensors) behind the same face, so that order, packing, resume and ledger
+work for it too; its price is one pass over the data set at the start, for the lengths.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.core.registry import DATASETS, check_arguments
+from unigen_ds.core.seeding import derive_seed
+from unigen_ds.data.index import Array, Counts, Index, count, fingerprint, plan_record
+from unigen_ds.data.processor import UnifiedProcessor
+from unigen_ds.data.samples import ImageKind, ImageSplit, Sample, Split, TokenSplit
+
+
+class PlannedDataset(Protocol):
+    """What the stream and the collating code ask of a source."""
+
+    name: str
+    """The first part of a sample id."""
+    weight: float | None
+    """Relative share of an epoch; None: every record once an epoch."""
+    cache_folder: Path | None
+    """Where plans may be cached."""
+
+    def __len__(self) -> int: ...
+    def lengths(self) -> tuple[Array, Array]:
+        """(tokens, tiles) of every record, untruncated."""
+        ...
+
+    def counts(self) -> Counts: ...
+    def sample(self, index: int, *, pass_number: int = 0) -> Sample: ...
+    @property
+    def fingerprint(self) -> str:
+        """Changes whenever a record, its place or its length may change. Holds no path: data may be moved."""
+        ...
+
+
+@DATASETS.register_module()
+class UnifiedGenerationDataset:
+    """A JSON or JSONL file of conversations, as ``docs/sample_data_format.json`` shows them.
+
+    Args:
+        data_path: the file.
+        processor: plans a conversation.
+        image_root: folder that relative image paths begin at; the data file's own folder by default.
+        weight: relative share of an epoch in a mixture (all sources have one, or none has).
+        name: names the source in sample ids; the file's stem by default.
+        cache_dir: folder for the index where the data file's folder cannot be written.
+        index_workers: processes that plan the records when the index is built.
+    """
+
+    def __init__(
+        self,
+        data_path: str | Path,
+        processor: UnifiedProcessor,
+        *,
+        image_root: str | Path | None = None,
+        weight: float | None = None,
+        name: str | None = None,
+        cache_dir: str | Path | None = None,
+        index_workers: int = 0,
+    ) -> None:
+        self.path = Path(data_path)
+        self.processor, self.weight, self.name = processor, weight, name or self.path.stem
+        self.image_root = Path(image_root) if image_root is not None else self.path.parent
+        cache = Path(cache_dir) if cache_dir is not None else None
+        self.index = Index.build(
+            self.path, processor, image_root=self.image_root, cache_dir=cache, num_workers=index_workers
+        )
+        self.cache_folder = self.index.folder
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def lengths(self) -> tuple[Array, Array]:
+        return self.index.counts.tokens, self.index.counts.tiles
+
+    def counts(self) -> Counts:
+        return self.index.counts
+
+    def sample(self, index: int, *, pass_number: int = 0) -> Sample:
+        """The record as splits; reads the record and the headers of its images."""
+        offset, length = int(self.index.offsets[index]), int(self.index.lengths[index])
+        return plan_record(self.path, offset, length, self.processor, self.image_root)
+
+    @property
+    def fingerprint(self) -> str:
+        return self.index.digest
+
+
+@DATASETS.register_module()
+class DatasetAdapter:
+    """A user's map-style data set of ``dict(input_ids, attention_mask, labels, padded_images)``.
+
+    ``labels`` follow the Hugging Face convention: aligned with ``input_ids``, -100 ignored, shifted here. Places where
+    ``attention_mask`` is 0 are dropped. ``padded_images``: None, [C, H, W] or [n, C, H, W] in [-1, 1].
+    The data set's own random numbers are keyed by (index, pass), so they depend on no worker.
+
+    Args:
+        dataset: the object, or ``dict(type=<class or 'module.Class'>, **arguments)``.
+        processor: gives patch sizes and the image ids.
+        images: ``generate``: each image is a target after the text; ``understand``: a condition before it.
+        weight, name: as for ``UnifiedGenerationDataset``.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        processor: UnifiedProcessor,
+        *,
+        images: Literal["generate", "understand"] = "generate",
+        weight: float | None = None,
+        name: str | None = None,
+    ) -> None:
+        if images not in ("generate", "understand"):
+            raise ConfigError(f"DatasetAdapter.images is {images!r}", allowed="generate, understand")
+        self.dataset = _make(dataset) if isinstance(dataset, Mapping) else dataset
+        if not (hasattr(self.dataset, "__len__") and hasattr(self.dataset, "__getitem__")):
+            raise ConfigError(f"DatasetAdapter.dataset is {self.dataset!r}", allowed="a map-style data set")
+        self.processor, self.images, self.weight = processor, images, weight
+        self.name = name or type(self.dataset).__name__
+        self.cache_folder: Path | None = None
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    @cached_property
+    def _scanned(self) -> tuple[Counts, str]:
+        rows, digest = [], hashlib.blake2b(digest_size=16)
+        for index in range(len(self)):
+            sample = self.sample(index)
+            rows.append(count(sample))
+            digest.update(repr(sample).encode())
+        return Counts.of(rows), digest.hexdigest()
+
+    def counts(self) -> Counts:
+        return self._scanned[0]
+
+    def lengths(self) -> tuple[Array, Array]:
+        return self.counts().tokens, self.counts().tiles
+
+    @property
+    def fingerprint(self) -> str:
+        """Of ids, labels and image sizes; pixels are not looked at."""
+        return fingerprint(len(self), self._scanned[1])
+
+    def sample(self, index: int, *, pass_number: int = 0) -> Sample:
+        """The item as splits. Raises ``DataError`` naming data set, index and field where it is malformed."""
+        where = f"{self.name}[{index}]"
+        with _keyed_random(derive_seed("adapter", index, pass_number)):
+            item = self.dataset[index]
+        if not isinstance(item, Mapping):
+            raise DataError(f"{where} is a {type(item).__name__}", allowed="a dict with input_ids and labels")
+        tokens = _token_split(item, where)
+        kind: ImageKind = "noise" if self.images == "generate" else "vit"
+        images = [
+            self._image(image, kind, f"{where}.padded_images[{i}]") for i, image in enumerate(_images(item, where))
+        ]
+        splits: list[Split] = [tokens, *images] if kind == "noise" else [*images, tokens]
+        return Sample(tuple(splits))
+
+    def _image(self, image: Tensor, kind: ImageKind, where: str) -> ImageSplit:
+        noise = kind == "noise"
+        stride = self.processor.vae_downsample if noise else self.processor.vit_patch_size
+        table = self.processor.max_latent_size if noise else self.processor.vit_max_patches_per_side
+        channels = self.processor.vae_channels if noise else self.processor.vit_channels
+        c, height, width = image.shape
+        if c != channels or height % stride or width % stride or max(height, width) > table * stride:
+            raise DataError(
+                f"{where} is a tensor of shape {tuple(image.shape)}",
+                allowed=f"[{channels}, H, W] with sides that are multiples of {stride}, at most {table * stride}",
+            )
+        grid = (height // stride, width // stride)
+        return ImageSplit(where, kind, grid, tensor=image.to(torch.float32))
+
+
+def _make(spec: Mapping[str, Any]) -> Any:
+    kind = spec.get("type")
+    if isinstance(kind, str):
+        module, _, attribute = kind.rpartition(".")
+        try:
+            kind = getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ConfigError(
+                f"DatasetAdapter.dataset.type {kind!r} cannot be imported: {error}", allowed="a class or 'module.Class'"
+            ) from error
+    if not callable(kind):
+        raise ConfigError(f"DatasetAdapter.dataset.type is {kind!r}", allowed="a class or 'module.Class'")
+    arguments = {key: value for key, value in spec.items() if key != "type"}
+    check_arguments(kind, arguments, where="DatasetAdapter.dataset")
+    return kind(**arguments)
+
+
+@contextmanager
+def _keyed_random(seed: int) -> Iterator[None]:
+    """Foreign code inside draws from generators seeded here; outside nothing of it is seen."""
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.default_generator.manual_seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+def _token_split(item: Mapping[str, Any], where: str) -> TokenSplit:
+    ids = _numbers(item, "input_ids", where)
+    labels = _numbers(item, "labels", where)
+    mask = _numbers(item, "attention_mask", where) if item.get("attention_mask") is not None else [1] * len(ids)
+    if not len(ids) == len(labels) == len(mask):
+        raise DataError(
+            f"{where}: input_ids, labels and attention_mask have {len(ids)}, {len(labels)} and {len(mask)} places",
+            allowed="the same length",
+        )
+    kept = [i for i, seen in enumerate(mask) if seen]
+    shifted = [labels[i] for i in kept[1:]] + [-100] * bool(kept)
+    return TokenSplit(tuple(ids[i] for i in kept), tuple(label if label >= 0 else -100 for label in shifted))
+
+
+def _numbers(item: Mapping[str, Any], key: str, where: str) -> list[int]:
+    value = item.get(key)
+    if isinstance(value, (Tensor, np.ndarray)):
+        value = value.tolist()
+    if isinstance(value, Sequence) and len(value) == 1 and isinstance(value[0], (list, tuple)):
+        value = value[0]  # [1, T], as tokenizers return it
+    if not isinstance(value, Sequence) or not all(isinstance(v, (int, float)) for v in value):
+        raise DataError(
+            f"{where}.{key} is {'missing' if value is None else type(value).__name__}", allowed="[T] numbers"
+        )
+    return [int(v) for v in value]
+
+
+def _images(item: Mapping[str, Any], where: str) -> Sequence[Tensor]:
+    images = item.get("padded_images")
+    if images is None:
+        return ()
+    if not isinstance(images, Tensor) or images.ndim not in (3, 4):
+        raise DataError(f"{where}.padded_images is {type(images).__name__}", allowed="None, [C, H, W] or [n, C, H, W]")
+    return (images,) if images.ndim == 3 else tuple(images)
+
+
+def dataset_weights(datasets: Sequence[PlannedDataset]) -> list[float] | None:
+    """The weights of a mixture: all given, or none. Raises ``ConfigError`` where only some are."""
+    weights = [dataset.weight for dataset in datasets]
+    given = [weight for weight in weights if weight is not None]
+    if given and len(given) < len(weights):
+        without = [d.name for d in datasets if d.weight is None]
+        raise ConfigError(f"data sets without a weight beside others with one: {', '.join(without)}",
+                          remedy="give all of them a weight, or none")  # fmt: skip
+    return given or None
+
+
+def source_names(datasets: Sequence[PlannedDataset]) -> tuple[str, ...]:
+    """Names for sample ids; a name that comes again gets its number behind it."""
+    names: list[str] = []
+    for dataset in datasets:
+        name = dataset.name
+        while name in names:
+            name = f"{dataset.name}#{len(names)}" if name == dataset.name else name + "'"
+        names.append(name)
+    return tuple(names)

@@ -1,0 +1,144 @@
+"""Scikit-learn's 1,797 real handwritten digits as a data set: 8 x 8 grey PNG files and conversations about them.
+
+A real task that fits in every test and every first run: draw a named digit, and name a drawn one. The files are
+written once, in about a second, through the same formats as a user's own data.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from PIL import Image
+
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.registry import DATASETS
+from unigen_ds.data.datasets import UnifiedGenerationDataset
+from unigen_ds.data.order import permute_many
+from unigen_ds.data.processor import UnifiedProcessor
+
+WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+TRAIN_SIZE = 1500
+_SPLIT_KEY = 20240817
+_MARKER = "complete"
+_TASKS = {"both": "", "draw": "_draw", "caption": "_caption"}
+
+
+def draw_prompt(digit: int) -> str:
+    """What a user asks for: ``draw a handwritten seven``."""
+    return f"draw a handwritten {WORDS[digit]}"
+
+
+def caption(digit: int) -> str:
+    """What an assistant says of an image: ``this is a seven``."""
+    return f"this is a {WORDS[digit]}"
+
+
+@DATASETS.register_module()
+class DigitsDataset(UnifiedGenerationDataset):
+    """The digits; 1,500 for training and 297 for validation.
+
+    Args:
+        root: folder of the files; written when it does not exist yet. Safe where several processes start together.
+        split: ``train`` or ``val``.
+        processor: plans a conversation; its transforms need ``mode='L'`` or ``'RGB'``.
+        task: ``draw`` (text to image), ``caption`` (image to text) or ``both`` (two records a digit).
+        weight, name: as for ``UnifiedGenerationDataset``.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        split: Literal["train", "val"] = "train",
+        *,
+        processor: UnifiedProcessor,
+        task: Literal["both", "draw", "caption"] = "both",
+        weight: float | None = None,
+        name: str | None = None,
+    ) -> None:
+        if split not in ("train", "val"):
+            raise ConfigError(f"DigitsDataset.split is {split!r}", allowed="train, val")
+        if task not in _TASKS:
+            raise ConfigError(f"DigitsDataset.task is {task!r}", allowed=", ".join(_TASKS))
+        folder = write_digits(Path(root))
+        super().__init__(
+            folder / f"{split}{_TASKS[task]}.jsonl", processor, weight=weight, name=name or f"digits_{split}"
+        )
+
+
+def write_digits(root: Path) -> Path:
+    """Write images and JSONL files under ``root`` unless they are there; returns ``root``.
+
+    Everything is made in a folder beside it, which is renamed: whoever is first wins, and nobody sees half of it.
+    """
+    if (root / _MARKER).exists():
+        return root
+    taken = root.exists() and (not root.is_dir() or any(root.iterdir()))
+    if taken and not (root / _MARKER).exists():  # looked at again: another process may have just finished
+        raise ConfigError(f"DigitsDataset.root {root} holds something else", remedy="name a folder that does not exist")
+    if taken:
+        return root
+    data = _load()
+    root.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{root.name}.tmp-", dir=root.parent))
+    try:
+        temporary.chmod(0o755)  # mkdtemp's folders are for their owner alone
+        _write(temporary, data)
+        os.replace(temporary, root)
+    except OSError:
+        if not (root / _MARKER).exists():  # else another process was first
+            raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return root
+
+
+def read_split(root: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
+    """The real images of a split as the files hold them: ``[n, 8, 8]`` float64 in 0..1, and their digits ``[n]``."""
+    images, labels = [], []
+    for line in (root / f"{split}_caption.jsonl").read_text(encoding="utf-8").splitlines():
+        question, answer = json.loads(line)["conversations"]
+        with Image.open(root / question["image_path"]) as image:
+            images.append(np.asarray(image, dtype=np.float64) / 255.0)
+        labels.append(WORDS.index(answer["content"].split()[-1]))
+    return np.stack(images), np.asarray(labels)
+
+
+def _load() -> Any:
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise ConfigError(
+            "the digits come with scikit-learn, which is not installed", remedy="pip install 'unigen_ds[demo]'"
+        ) from error
+    return load_digits()
+
+
+def _write(folder: Path, data: Any) -> None:
+    images = np.round(data.images * (255.0 / 16.0)).astype(np.uint8)
+    order = permute_many(np.arange(len(images), dtype=np.int64), len(images), _SPLIT_KEY).tolist()
+    for split, members in (("train", order[:TRAIN_SIZE]), ("val", order[TRAIN_SIZE:])):
+        (folder / split).mkdir()
+        draw, describe = [], []
+        for number in members:
+            digit, path = int(data.target[number]), f"{split}/{number:04d}.png"
+            Image.fromarray(images[number]).save(folder / path)
+            draw.append(_record("text", draw_prompt(digit), "image", path))
+            describe.append(_record("image", path, "text", caption(digit)))
+        both = [line for pair in zip(draw, describe, strict=True) for line in pair]
+        for suffix, lines in (("", both), ("_draw", draw), ("_caption", describe)):
+            (folder / f"{split}{suffix}.jsonl").write_text("".join(lines), encoding="utf-8")
+    (folder / _MARKER).write_text("1797 digits\n", encoding="utf-8")
+
+
+def _record(asked: str, question: str, answered: str, answer: str) -> str:
+    turns = [
+        {"role": role, "type": kind, ("content" if kind == "text" else "image_path"): value}
+        for role, kind, value in (("user", asked, question), ("assistant", answered, answer))
+    ]
+    return json.dumps({"conversations": turns}) + "\n"

@@ -1,0 +1,202 @@
+"""JSON and JSONL files -> records by byte offset -> turns of a conversation.
+
+Two record formats, also mixed in one file::
+
+    {"conversations": [{"role": "user", "type": "text", "content": "..."},
+                       {"role": "assistant", "type": "image", "image_path": "images/1.png"}, ...]}
+    {"text_prompt": "...", "image_path": "images/1.png"}          (user text, then an assistant image)
+
+A file is scanned once for the byte range of each record; afterwards one record is one seek and one read, so a file
+may be larger than memory. A malformed record is a ``DataError`` that names file, line and field; the line number is
+counted only then.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import re
+from array import array
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unigen_ds.core.errors import DataError
+
+_ROLES = {"user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant", "system": "system"}
+_BOM = b"\xef\xbb\xbf"
+_TOKENS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{},]', re.DOTALL)
+"""All that matters for the outline of a JSON text: whole strings (to be passed over), brackets and commas."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One text or one image of a conversation. ``role`` is user, assistant or system."""
+
+    role: Literal["user", "assistant", "system"]
+    kind: Literal["text", "image"]
+    value: str
+    """The text, or the path of the image."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a record begins. As text: ``train.jsonl:17``; the file is read for the line number only then."""
+
+    path: Path
+    offset: int
+
+    def __str__(self) -> str:
+        lines, left = 1, self.offset
+        with self.path.open("rb") as stream:
+            while left > 0 and (block := stream.read(min(left, 1 << 20))):
+                lines += block.count(b"\n")
+                left -= len(block)
+        return f"{self.path.name}:{lines}"
+
+
+def scan(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Byte offset and byte length of every record of a JSONL file (blank lines skipped) or a JSON array.
+
+    Which of the two it is, is told by the first character, not by the name of the file.
+    """
+    if not path.is_file():
+        raise DataError(f"data file {path} does not exist", allowed="a .json or .jsonl file")
+    offsets, lengths = array("q"), array("q")
+    for offset, length in _array_elements(path) if _is_array(path) else _lines(path):
+        offsets.append(offset)
+        lengths.append(length)
+    if not offsets:
+        raise DataError(f"data file {path} holds no record")
+    return np.asarray(offsets, dtype=np.int64), np.asarray(lengths, dtype=np.int64)
+
+
+def _is_array(path: Path) -> bool:
+    with path.open("rb") as stream:
+        for line in stream:
+            text = line.removeprefix(_BOM).strip()
+            if text:
+                return text.startswith(b"[")
+    return False
+
+
+def _lines(path: Path) -> Iterator[tuple[int, int]]:
+    position = 0
+    with path.open("rb") as stream:
+        for line in stream:
+            start = position
+            position += len(line)
+            if start == 0 and line.startswith(_BOM):
+                start, line = len(_BOM), line[len(_BOM) :]
+            text = line.strip()
+            if text:
+                yield start + line.index(text[:1]), len(text)
+
+
+def _array_elements(path: Path) -> Iterator[tuple[int, int]]:
+    """Byte ranges of the elements of a top-level array, from its brackets and commas alone."""
+    with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        depth, start, first = 0, 0, True
+        for match in _TOKENS.finditer(data):
+            token = match.group()
+            if token in (b"[", b"{"):
+                depth += 1
+                if depth == 1:
+                    start = match.end()
+            elif token in (b"]", b"}"):
+                depth -= 1
+                if depth == 0:
+                    text = data[start : match.start()].strip()
+                    if text or not first:
+                        yield _element(path, data, start, match.start())
+                    rest = data[match.end() :].strip()
+                    if rest:
+                        raise DataError(f"{Place(path, match.end())}: text after the end of the array: {rest[:40]!r}")
+                    return
+            elif token == b"," and depth == 1:
+                yield _element(path, data, start, match.start())
+                start, first = match.end(), False
+    raise DataError(f"data file {path} is not a complete JSON array", remedy="its closing bracket is missing")
+
+
+def _element(path: Path, data: mmap.mmap, start: int, stop: int) -> tuple[int, int]:
+    raw = data[start:stop]
+    text = raw.strip()
+    if not text:
+        raise DataError(f"{Place(path, start)}: an empty element", remedy="remove the comma too many")
+    return start + raw.index(text[:1]), len(text)
+
+
+def read_record(path: Path, offset: int, length: int) -> dict[str, Any]:
+    """Parse the record in that byte range. Raises ``DataError`` where it is no JSON object."""
+    with path.open("rb") as stream:
+        stream.seek(offset)
+        raw = stream.read(length)
+    try:
+        record = json.loads(raw)
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise DataError(
+            f"{Place(path, offset)}: no valid JSON: {error}", allowed="one object a line, or one array of objects"
+        ) from error
+    if not isinstance(record, dict):
+        raise DataError(f"{Place(path, offset)}: the record is {_shown(record)}", allowed="a JSON object")
+    return record
+
+
+def parse_record(record: Mapping[str, Any], where: object, *, image_root: Path | None = None) -> list[Turn]:
+    """The turns of a record. ``where`` begins every error; relative image paths are put under ``image_root``."""
+    if "conversations" in record:
+        turns = record["conversations"]
+        if not isinstance(turns, list) or not turns:
+            raise _wrong(where, "conversations", turns, "a list of at least one turn")
+        return [_turn(turn, f"conversations[{i}]", where, image_root) for i, turn in enumerate(turns)]
+    if "text_prompt" in record or "image_path" in record:
+        prompt = _text(record, "text_prompt", "text_prompt", where)
+        image = _path(record, "image_path", where, image_root)
+        return [Turn("user", "text", prompt), Turn("assistant", "image", image)]
+    raise DataError(
+        f"{where}: conversations is missing (the record has: {', '.join(map(str, record)) or 'nothing'})",
+        allowed="{conversations: [...]} or {text_prompt, image_path}",
+    )
+
+
+def _turn(turn: Any, field: str, where: object, image_root: Path | None) -> Turn:
+    if not isinstance(turn, Mapping):
+        raise _wrong(where, field, turn, "an object {role, type, content | image_path}")
+    role = turn.get("role")
+    if not isinstance(role, str) or role not in _ROLES:
+        raise _wrong(where, f"{field}.role", role, ", ".join(_ROLES))
+    kind = turn.get("type")
+    if kind == "text":
+        return Turn(_ROLES[role], "text", _text(turn, "content", f"{field}.content", where))  # type: ignore[arg-type]
+    if kind == "image":
+        return Turn(_ROLES[role], "image", _path(turn, f"{field}.image_path", where, image_root))  # type: ignore[arg-type]
+    raise _wrong(where, f"{field}.type", kind, "text, image")
+
+
+def _text(record: Mapping[str, Any], key: str, field: str, where: object) -> str:
+    value = record.get(key)
+    if not isinstance(value, str):
+        raise _wrong(where, field, value, "a text")
+    return value
+
+
+def _path(record: Mapping[str, Any], field: str, where: object, image_root: Path | None) -> str:
+    value = record.get("image_path")
+    if not isinstance(value, str) or not value:
+        raise _wrong(where, field, value, "the path of an image")
+    return str(image_root / value) if image_root is not None else value
+
+
+def _wrong(where: object, field: str, value: Any, allowed: str) -> DataError:
+    what = "missing" if value is None else _shown(value)
+    return DataError(f"{where}: {field} is {what}", allowed=allowed)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

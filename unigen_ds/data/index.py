@@ -1,0 +1,260 @@
+"""Every record planned once -> arrays of byte ranges, lengths and counts, cached beside the data file.
+
+What packing, truncation and statistics need to know of a record without reading it again. The cache is an ``.npz`` in
+``.unigen_index/`` beside the data file (or in ``cache_dir`` where that folder cannot be written), named after a
+fingerprint of data file, processor and format. Trade-off: the first start plans every record (about 50,000 short
+texts a second and process; an image costs one header read), every later start reads 64 bytes a record.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import multiprocessing
+import os
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unigen_ds.core.errors import DataError
+from unigen_ds.core.files import quick_digest, write_atomic
+from unigen_ds.core.log import logger
+from unigen_ds.data.formats import Place, parse_record, read_record, scan
+from unigen_ds.data.processor import UnifiedProcessor
+from unigen_ds.data.samples import ImageSplit, Sample, TextSplit, TokenSplit
+
+FOLDER = ".unigen_index"
+_FORMAT = "unigen-index-1"
+_CHUNK = 2048
+
+Array = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Per record [N]: lengths and targets of the whole, untruncated sample."""
+
+    tokens: Array
+    tiles: Array
+    """Images that a vision tower or the VAE encodes as conditions."""
+    image_tokens: Array
+    text_targets: Array
+    image_targets: Array
+    unreadable: Array
+    """Images whose header could not be read."""
+
+    @classmethod
+    def of(cls, rows: list[tuple[int, ...]]) -> Counts:
+        table = np.asarray(rows, dtype=np.int64).reshape(-1, len(dataclasses.fields(cls)))
+        return cls(*(np.ascontiguousarray(column) for column in table.T))
+
+    @property
+    def digest(self) -> str:
+        """Changes with every length: a packing plan is a function of it."""
+        digest = hashlib.blake2b(digest_size=16)
+        for array in (self.tokens, self.tiles):
+            digest.update(np.ascontiguousarray(array).tobytes())
+        return digest.hexdigest()
+
+
+def count(sample: Sample) -> tuple[int, ...]:
+    """One row of ``Counts``."""
+    images = [split for split in sample.splits if isinstance(split, ImageSplit)]
+    text_targets = sum(len(s.ids) + 1 for s in sample.splits if isinstance(s, TextSplit) and s.loss)
+    text_targets += sum(label >= 0 for s in sample.splits if isinstance(s, TokenSplit) for label in s.labels)
+    return (
+        sample.num_tokens,
+        sample.num_tiles,
+        sum(split.num_tokens for split in images),
+        text_targets,
+        sum(split.num_tokens - 2 for split in images if split.kind == "noise"),
+        sum(bool(split.error) for split in images),
+    )
+
+
+@dataclass(frozen=True)
+class Index:
+    """Byte range and counts of every record of one data file."""
+
+    offsets: Array
+    lengths: Array
+    counts: Counts
+    digest: str
+    """Of data file, processor and counts."""
+    folder: Path | None
+    """Where it is cached."""
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    @classmethod
+    def build(
+        cls,
+        path: Path,
+        processor: UnifiedProcessor,
+        *,
+        image_root: Path | None = None,
+        cache_dir: Path | None = None,
+        num_workers: int = 0,
+    ) -> Index:
+        """From the cache, or by planning every record (with ``num_workers`` processes) and caching the result.
+
+        Several processes may start together: one plans, the others wait for its file where the file system has locks.
+        Raises ``DataError`` for a malformed record. An unreadable image is no error here.
+        """
+        if not path.is_file():
+            raise DataError(f"data file {path} does not exist", allowed="a .json or .jsonl file")
+        root = path.parent if image_root is None else image_root
+        content = quick_digest(path)
+        key = fingerprint(content, os.path.relpath(root, path.parent), processor.fingerprint, _FORMAT)
+        folder = cache_folder(path, cache_dir)
+        cache = None if folder is None else folder / f"{path.name}-{key[:16]}.npz"
+
+        def make() -> dict[str, Array]:
+            return _plan_all(path, processor, root, num_workers)
+
+        arrays = cached(cache, key, make)
+        counts = Counts(*(arrays[field.name] for field in dataclasses.fields(Counts)))
+        _report_unreadable(path, counts, cache)
+        # not of the key: the same data at another place is the same data
+        digest = fingerprint(content, processor.fingerprint, _FORMAT, counts.digest)
+        return cls(arrays["offsets"], arrays["lengths"], counts, digest, folder)
+
+
+def fingerprint(*facts: object) -> str:
+    """BLAKE2b-128 of the texts of ``facts``, hex."""
+    return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+
+
+def cache_folder(path: Path, cache_dir: Path | None) -> Path | None:
+    """The folder for cached arrays of a data file: beside it, else ``cache_dir``, else none (with a warning).
+
+    A folder beside it that is there but read-only is the last choice: it may hold what somebody else prepared.
+    """
+    beside = path.parent / FOLDER
+    for folder in (beside, cache_dir):
+        if folder is None:
+            continue
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError:
+            continue
+        if os.access(folder, os.W_OK):
+            return folder
+    if beside.is_dir():
+        return beside
+    logger().warning(
+        "the index of %s cannot be cached: its folder is not writable and no cache_dir is given; "
+        "every start plans all records again",
+        path,
+    )
+    return None
+
+
+def cached(cache: Path | None, key: str, make: Callable[[], Mapping[str, Array]]) -> dict[str, Array]:
+    """The arrays of ``cache`` where it holds those of ``key``, else those of ``make``, which are then written there."""
+    if cache is None:
+        return dict(make())
+    found = _read(cache, key)
+    if found is not None:
+        return found
+    with _locked(cache):
+        found = _read(cache, key)  # another process may have been first
+        if found is None:
+            found = dict(make())
+            try:
+                write_atomic(cache, lambda temporary: _write(temporary, key, found or {}))
+            except OSError as error:  # a full disk costs time at the next start, not this run
+                logger().warning("index cache %s cannot be written: %s", cache, error)
+    return found
+
+
+def _write(path: Path, key: str, arrays: Mapping[str, Array]) -> None:
+    with path.open("wb") as stream:  # a path would get a suffix of NumPy's own
+        np.savez(stream, key=np.asarray(key), **arrays)  # type: ignore[arg-type]
+
+
+def _read(cache: Path, key: str) -> dict[str, Array] | None:
+    if not cache.exists():
+        return None
+    try:
+        with np.load(cache, allow_pickle=False) as stored:
+            if str(stored["key"]) != key:
+                return None
+            return {name: stored[name] for name in stored.files if name != "key"}
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        logger().warning("index cache %s is damaged and is built anew: %s: %s", cache, type(error).__name__, error)
+        return None
+
+
+@contextmanager
+def _locked(cache: Path) -> Iterator[None]:
+    """Hold the lock file of ``cache``; without locks on this system or file system: go on without."""
+    try:
+        import fcntl  # not on every system
+
+        stream = cache.with_name(f".{cache.name}.lock").open("w")
+    except (ImportError, OSError):
+        yield
+        return
+    with stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX)
+        except OSError:
+            logger().debug("no file locks at %s", cache.parent)
+        yield
+
+
+def _plan_all(path: Path, processor: UnifiedProcessor, root: Path, num_workers: int) -> dict[str, Array]:
+    offsets, lengths = scan(path)
+    chunks = [
+        (path, root, processor, offsets[i : i + _CHUNK], lengths[i : i + _CHUNK])
+        for i in range(0, len(offsets), _CHUNK)
+    ]
+    rows: list[tuple[int, ...]] = []
+    if num_workers > 0 and len(chunks) > 1:
+        # spawn: this process may hold threads (OpenMP, a tokenizer's pool) that do not survive a fork
+        with ProcessPoolExecutor(num_workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+            for part in pool.map(_plan_chunk, chunks):
+                rows += part
+    else:
+        for chunk in chunks:
+            rows += _plan_chunk(chunk)
+    return {"offsets": offsets, "lengths": lengths, **dataclasses.asdict(Counts.of(rows))}
+
+
+def _report_unreadable(path: Path, counts: Counts, cache: Path | None) -> None:
+    broken = int((counts.unreadable > 0).sum())
+    if broken:
+        logger().warning(
+            "%d of %d records of %s have an image that cannot be read; they become counted skips%s",
+            broken,
+            len(counts.tokens),
+            path,
+            f" (after repairing them, delete {cache})" if cache else "",
+        )
+
+
+def _plan_chunk(chunk: tuple[Path, Path, UnifiedProcessor, Array, Array]) -> list[tuple[int, ...]]:
+    path, root, processor, offsets, lengths = chunk
+    return [
+        count(plan_record(path, offset, length, processor, root))
+        for offset, length in zip(offsets.tolist(), lengths.tolist(), strict=True)
+    ]
+
+
+def plan_record(path: Path, offset: int, length: int, processor: UnifiedProcessor, root: Path) -> Sample:
+    """Read, parse and plan one record. Raises ``DataError`` with file and line where it is malformed."""
+    place = Place(path, offset)
+    record: dict[str, Any] = read_record(path, offset, length)
+    turns = parse_record(record, place, image_root=root)
+    if all(turn.role != "assistant" for turn in turns):
+        raise DataError(f"{place}: conversations has no assistant turn: nothing to learn from")
+    return processor.plan(turns, place)

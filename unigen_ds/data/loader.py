@@ -1,0 +1,215 @@
+"""Rows -> micro-batches of one rank, update by update, with worker processes and prefetching.
+
+In: a ``SequenceStream`` and a cursor. Out: per update ``accumulative_counts`` micro-batches, endlessly, each with the
+cursor behind its iteration. Iteration i takes the next ``batch_size * dp_size`` rows of the stream; rank r takes rows
+r, r + dp_size, ... of them. Workers get the rows themselves (a few numbers), so they share no state, and 0, 1 or many
+give the same batches. How far they ran ahead is of no account: the cursor comes with the micro-batch that is used.
+
+A batch travels from its worker as one block of bytes: 20 tensors a batch would use up file descriptors at large
+accumulation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from unigen_ds.core.batch import PackedBatch
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.progress import Geometry
+from unigen_ds.data.collate import collate
+from unigen_ds.data.processor import UnifiedProcessor
+from unigen_ds.data.stream import Cursor, Row, SequenceStream
+
+_ALIGN = 64
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One iteration, seen from one rank."""
+
+    batch: PackedBatch
+    """This rank's part, on the CPU."""
+    cursor: Cursor
+    """Global place after the whole iteration."""
+    rows: list[Row]
+    """Rows of the iteration over all ranks, in global order."""
+
+
+class UpdateLoader:
+    """Endless updates. Iterate once; ``close`` when done.
+
+    Args:
+        stream: the sequences.
+        processor: turns records into tensors.
+        geometry: batch size, accumulation and ranks; changes nothing about the order.
+        dp_rank: which of the ranks.
+        cursor: the place to go on at.
+        seed: of noise and condition dropout; the processor's by default.
+        num_workers: worker processes; 0 loads in this one.
+        prefetch_factor: micro-batches that each worker keeps ready.
+        pin_memory: copy batches to page-locked memory (where CUDA is present).
+        timeout: seconds to wait for a worker's batch before an error; 0: for ever.
+    """
+
+    def __init__(
+        self,
+        stream: SequenceStream,
+        *,
+        processor: UnifiedProcessor,
+        geometry: Geometry,
+        dp_rank: int = 0,
+        cursor: Cursor | None = None,
+        seed: int | None = None,
+        num_workers: int = 0,
+        prefetch_factor: int | None = None,
+        pin_memory: bool = False,
+        timeout: float = 0.0,
+    ) -> None:
+        if num_workers < 0 or timeout < 0 or (prefetch_factor is not None and prefetch_factor < 1):
+            raise ConfigError(
+                f"num_workers {num_workers}, timeout {timeout}, prefetch_factor {prefetch_factor}",
+                allowed="num_workers >= 0, timeout >= 0 seconds, prefetch_factor >= 1",
+            )
+        assert 0 <= dp_rank < geometry.dp_size, (dp_rank, geometry)
+        self.geometry = geometry
+        self._iterations = _Iterations(stream, geometry, dp_rank, cursor or Cursor())
+        self._loader: DataLoader[Any] = DataLoader(
+            _Rows(stream, processor, seed),
+            batch_size=None,
+            sampler=self._iterations,
+            collate_fn=_unchanged,
+            num_workers=num_workers,
+            prefetch_factor=(prefetch_factor or 2) if num_workers else None,
+            pin_memory=pin_memory and torch.cuda.is_available(),
+            timeout=timeout if num_workers else 0,
+            worker_init_fn=_start_worker,
+            # without its own generator the loader would draw its base seed from the global one, which dropout uses
+            generator=torch.Generator().manual_seed(0),
+        )
+        self._iterator: Iterator[Packet] | None = None
+
+    def __iter__(self) -> Iterator[list[MicroBatch]]:
+        if self._iterator is None:
+            self._iterator = iter(self._loader)
+        while self._iterator is not None:
+            yield [self._next() for _ in range(self.geometry.accumulative_counts)]
+
+    def _next(self) -> MicroBatch:
+        assert self._iterator is not None, "the loader is closed"
+        packet = next(self._iterator)
+        cursor, rows = self._iterations.pending.popleft()
+        return MicroBatch(packet.unpacked(), cursor, rows)
+
+    def close(self) -> None:
+        """End the workers. Safe to call twice, and after an error."""
+        # its finaliser would do the same, but a traceback may keep the iterator, and so the workers, alive
+        shutdown = getattr(self._iterator, "_shutdown_workers", None)
+        if shutdown is not None:
+            shutdown()
+        self._iterator = None
+        self._iterations.pending.clear()
+
+
+class _Iterations(Sampler[list[Row]]):
+    """In the main process: the rows of this rank, iteration by iteration; remembers what the loader has in flight."""
+
+    def __init__(self, stream: SequenceStream, geometry: Geometry, dp_rank: int, cursor: Cursor) -> None:
+        self._stream, self._geometry, self._dp_rank, self._cursor = stream, geometry, dp_rank, cursor
+        self.pending: deque[tuple[Cursor, list[Row]]] = deque()
+
+    def __iter__(self) -> Iterator[list[Row]]:
+        stream = self._stream.rows(self._cursor)
+        while True:
+            taken = list(islice(stream, self._geometry.sequences_per_iteration))
+            rows = [row for row, _ in taken]
+            self.pending.append((taken[-1][1], rows))
+            yield rows[self._dp_rank :: self._geometry.dp_size]
+
+
+class _Rows(Dataset["Packet"]):
+    """In a worker: a list of rows is the index, a micro-batch the item."""
+
+    def __init__(self, stream: SequenceStream, processor: UnifiedProcessor, seed: int | None) -> None:
+        self._datasets, self._names, self._seq_length = stream.datasets, stream.names, stream.seq_length
+        self._processor, self._seed = processor, seed
+
+    def __getitem__(self, rows: Sequence[Row]) -> Packet:
+        batch = collate(
+            rows, self._datasets, self._processor, seq_length=self._seq_length, seed=self._seed, names=self._names
+        )
+        return Packet.packed(batch)
+
+
+@dataclass(frozen=True)
+class Packet:
+    """A batch whose tensors lie in one block of bytes: one shared-memory file, one page-locked allocation."""
+
+    block: Tensor
+    tensors: tuple[tuple[str, torch.dtype, tuple[int, ...], int], ...]
+    """(field, dtype, shape, byte offset)"""
+    others: dict[str, Any]
+
+    @classmethod
+    def packed(cls, batch: PackedBatch) -> Packet:
+        values = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
+        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        places, offset = [], 0
+        for name, tensor in tensors.items():
+            places.append((name, tensor.dtype, tuple(tensor.shape), offset))
+            offset += -(-tensor.nbytes // _ALIGN) * _ALIGN
+        block = torch.zeros(offset, dtype=torch.uint8)
+        for (_, _, _, start), tensor in zip(places, tensors.values(), strict=True):
+            block[start : start + tensor.nbytes] = tensor.contiguous().reshape(-1).view(torch.uint8)
+        return cls(block, tuple(places), {name: v for name, v in values.items() if name not in tensors})
+
+    def unpacked(self) -> PackedBatch:
+        """The batch; its tensors are views of the block."""
+        tensors: dict[str, Any] = {}
+        for name, dtype, shape, start in self.tensors:
+            size = torch.Size(shape).numel() * dtype.itemsize
+            tensors[name] = self.block[start : start + size].view(dtype).view(shape)
+        return PackedBatch(**tensors, **self.others)
+
+    def pin_memory(self) -> Packet:
+        """Called by the loader's pinning thread."""
+        return dataclasses.replace(self, block=self.block.pin_memory())
+
+
+def _unchanged(value: Any) -> Any:
+    return value
+
+
+def _start_worker(worker_id: int) -> None:
+    """One thread a worker; and a signal to the job must not end workers before the run has saved its checkpoint.
+
+    Schedulers and launchers signal every process of a job. The main process decides what a signal means; a worker ends
+    when the main process tells it to (or is gone, which the loader's own watchdog notices).
+    """
+    torch.set_num_threads(1)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    for name in ("SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    if hasattr(signal, "sigwaitinfo"):
+        parent = os.getppid()
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_end_for, args=(parent,), daemon=True).start()
+
+
+def _end_for(parent: int) -> None:
+    """Obey SIGTERM from the main process (the loader's way to end a worker that hangs), and from nobody else."""
+    while True:
+        if signal.sigwaitinfo({signal.SIGTERM}).si_pid == parent:
+            os._exit(0)

@@ -1,0 +1,153 @@
+"""(seed, epoch, mixture weights) -> the global order of draws, without a list of indices.
+
+In: the sizes of the sources. Out: for any range of places of any epoch, which record of which source stands there.
+A shuffle is a keyed bijection (a Feistel network that walks its cycle until it lands inside the range), so a place is
+looked up in O(1) memory and on its own. The trade-off: about 6 microseconds a place (0.15 in the
+vectorised form) instead of one array read, against 8 GB for a list of a billion indices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.core.seeding import derive_seed
+
+_ROUNDS = 8
+_MASK = (1 << 64) - 1
+_GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # splitmix64
+
+
+def _mix(value: int) -> int:
+    value = ((value ^ (value >> 30)) * _MIX_1) & _MASK
+    value = ((value ^ (value >> 27)) * _MIX_2) & _MASK
+    return value ^ (value >> 31)
+
+
+def _round_keys(key: int) -> list[int]:
+    return [_mix((key + i * _GOLDEN) & _MASK) for i in range(1, _ROUNDS + 1)]
+
+
+def _half_bits(size: int) -> int:
+    """Half of the smallest even bit width that holds ``range(size)``; the network's domain is at most 4 x size."""
+    return max(1, ((size - 1).bit_length() + 1) // 2)
+
+
+def permute(index: int, size: int, key: int) -> int:
+    """The place of ``index`` in the shuffle of ``range(size)`` keyed by the 64-bit ``key``: a bijection."""
+    assert 0 <= index < size, (index, size)
+    half = _half_bits(size)
+    low = (1 << half) - 1
+    keys = _round_keys(key)
+    while True:
+        left, right = index >> half, index & low
+        for k in keys:
+            left, right = right, left ^ (_mix((right + k) & _MASK) & low)
+        index = (left << half) | right
+        if index < size:
+            return index
+
+
+def permute_many(indices: NDArray[np.int64], size: int, key: int) -> NDArray[np.int64]:
+    """``permute`` of each element; the same numbers."""
+    assert indices.size == 0 or (indices.min() >= 0 and indices.max() < size), size
+    half = np.uint64(_half_bits(size))
+    low = np.uint64((1 << int(half)) - 1)
+    keys = [np.uint64(k) for k in _round_keys(key)]
+    result = indices.astype(np.uint64)
+    todo = np.arange(result.size)
+    while todo.size:
+        value = result[todo]
+        left, right = value >> half, value & low
+        for k in keys:
+            left, right = right, left ^ (_mix_many(right + k) & low)
+        value = (left << half) | right
+        result[todo] = value
+        todo = todo[value >= np.uint64(size)]
+    return result.astype(np.int64)
+
+
+def _mix_many(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(_MIX_1)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(_MIX_2)
+    return value ^ (value >> np.uint64(31))
+
+
+class Draw(NamedTuple):
+    """One record, drawn. ``pass_number`` counts how often the source was gone through before."""
+
+    source: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nothing here needs
+    pass_number: int
+
+    def sample_id(self, names: Sequence[str]) -> str:
+        """``source:index:pass``: what the ledger digests and what a sample's randomness is keyed by."""
+        return f"{names[self.source]}:{self.index}:{self.pass_number}"
+
+
+def shares(total: int, weights: Sequence[float]) -> list[int]:
+    """Integers in proportion to ``weights`` that add up to ``total`` (largest remainders), each at least one."""
+    exact = [total * w / sum(weights) for w in weights]
+    counts = [max(1, int(e)) for e in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda k: (int(exact[k]) - exact[k], k))
+    place = 0
+    while sum(counts) < total:
+        counts[by_remainder[place % len(counts)]] += 1
+        place += 1
+    while sum(counts) > total:  # shares below one were lifted to one: the largest gives way
+        counts[max(range(len(counts)), key=lambda k: counts[k])] -= 1
+    return counts
+
+
+class GlobalOrder:
+    """An endless order over one or several sources; a pure function of (sizes, weights, seed).
+
+    Without weights every record comes once in each epoch. With weights (positive, relative) source k gives a fixed
+    number ``n_k`` of draws to each epoch, taken from an endless stream of passes over its records: a small source
+    repeats only after all its records came, and a large one goes on in the next epoch where it stopped.
+    """
+
+    def __init__(self, source_sizes: Sequence[int], weights: Sequence[float] | None = None, *, seed: int) -> None:
+        if not source_sizes or min(source_sizes) < 1:
+            raise DataError(
+                f"data sources of {list(source_sizes)} records", allowed="at least one source, none of them empty"
+            )
+        if weights is not None and (len(weights) != len(source_sizes) or not all(w > 0 for w in weights)):
+            raise ConfigError(
+                f"data weights {list(weights)} for {len(source_sizes)} sources", allowed="one positive number a source"
+            )
+        self.sizes = tuple(int(size) for size in source_sizes)
+        self.weights = None if weights is None else tuple(float(w) for w in weights)
+        self.seed = seed
+        self.epoch_size = sum(self.sizes)
+        self.counts = self.sizes if self.weights is None else tuple(shares(self.epoch_size, self.weights))
+        self._bounds = np.cumsum(np.asarray(self.counts, dtype=np.int64))
+
+    def draws(self, epoch: int, start: int, stop: int) -> list[Draw]:
+        """The draws at places ``start .. stop`` of ``epoch``."""
+        assert 0 <= start <= stop <= self.epoch_size, (start, stop, self.epoch_size)
+        places = np.arange(start, stop, dtype=np.int64)
+        shuffled = permute_many(places, self.epoch_size, derive_seed(self.seed, "epoch", epoch))
+        sources = np.searchsorted(self._bounds, shuffled, side="right")
+        records = np.empty_like(places)
+        passes = np.empty_like(places)
+        for k in np.unique(sources).tolist():
+            here = np.flatnonzero(sources == k)
+            number = epoch * self.counts[k] + shuffled[here] - (int(self._bounds[k]) - self.counts[k])
+            passes[here] = number // self.sizes[k]
+            records[here] = self._records(k, number // self.sizes[k], number % self.sizes[k])
+        return [Draw(*row) for row in zip(sources.tolist(), records.tolist(), passes.tolist(), strict=True)]
+
+    def _records(self, source: int, passes: NDArray[np.int64], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+        records = np.empty_like(offsets)
+        order = np.argsort(passes, kind="stable")
+        bounds = np.flatnonzero(np.diff(passes[order])) + 1
+        for group in np.split(order, bounds):
+            if group.size:
+                key = derive_seed(self.seed, "source", source, int(passes[group[0]]))
+                records[group] = permute_many(offsets[group], self.sizes[source], key)
+        return records

@@ -1,0 +1,194 @@
+"""Turns of a conversation -> a ``Sample`` of splits, by BAGEL's sequence rules. Reads image headers, decodes nothing.
+
+* Only assistant turns carry loss: text predicts itself, an image becomes a ``noise`` split.
+* A user image is a ``vit`` split; where a later assistant turn is an image (editing), a clean ``vae`` split stands
+  before it. An assistant image that is followed by further turns is added again in the same way, as a condition.
+* Conditions (user and system text, ``vit``, ``vae``) may be dropped by condition dropout, an image with its position
+  kept. Neighbouring texts of the same role are one text, joined by a newline.
+
+Lengths are known after planning; randomness comes later, in ``collate``. Planning costs one header read an image.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Literal
+
+from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.data.formats import Turn
+from unigen_ds.data.samples import ImageKind, ImageSplit, Sample, Split, TextSplit, TextTokenizer
+from unigen_ds.data.transforms import ImageTransform, UnreadableImage, image_size
+
+
+class UnifiedProcessor:
+    """The model's view of a conversation.
+
+    Args:
+        tokenizer: text to ids, and the five special ids.
+        vit_transform: for images that are understood; None where the model has no vision encoder.
+        vit_patch_size: pixels of a side of one ViT patch.
+        vae_transform: for images that are generated or edited; None where the model has no autoencoder.
+        vae_downsample: pixels under a side of one latent patch (``vae_spatial_downsample * latent_patch_size``).
+        latent_channels: channels of the VAE's latent.
+        latent_patch_size: latent pixels of a side of one latent patch.
+        vae_spatial_downsample: pixels under a side of one latent pixel.
+        max_latent_size: rows and columns of the model's table of latent positions.
+        vit_max_patches_per_side: rows and columns of the model's table of ViT positions.
+        text_dropout, vit_dropout, vae_dropout: probability that a condition of that kind is left out.
+        timestep: distribution of the raw time step: ``normal`` (N(0, 1) before the sigmoid).
+        ce_reweight: weigh each text target by 1 / sqrt(targets of its text) instead of 1.
+        seed: of dropout, time steps and noise.
+    """
+
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        *,
+        vit_transform: ImageTransform | None = None,
+        vit_patch_size: int = 14,
+        vae_transform: ImageTransform | None = None,
+        vae_downsample: int = 16,
+        latent_channels: int = 16,
+        latent_patch_size: int = 2,
+        vae_spatial_downsample: int = 8,
+        max_latent_size: int = 64,
+        vit_max_patches_per_side: int = 70,
+        text_dropout: float = 0.0,
+        vit_dropout: float = 0.0,
+        vae_dropout: float = 0.0,
+        timestep: Literal["normal"] = "normal",
+        ce_reweight: bool = False,
+        seed: int = 0,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.vit_transform, self.vit_patch_size = vit_transform, vit_patch_size
+        self.vae_transform, self.vae_downsample = vae_transform, vae_downsample
+        self.latent_channels, self.latent_patch_size = latent_channels, latent_patch_size
+        self.vae_spatial_downsample = vae_spatial_downsample
+        self.max_latent_size, self.vit_max_patches_per_side = max_latent_size, vit_max_patches_per_side
+        self.dropout = {"text": text_dropout, "vit": vit_dropout, "vae": vae_dropout}
+        self.ce_reweight, self.seed = ce_reweight, seed
+        if timestep != "normal":
+            raise ConfigError(f"timestep {timestep!r}", allowed="normal")
+        self._check()
+
+    def _check(self) -> None:
+        for kind, probability in self.dropout.items():
+            if not 0.0 <= probability <= 1.0:
+                raise ConfigError(f"{kind}_dropout is {probability}", allowed="a probability from 0 to 1")
+        if self.vae_downsample != self.vae_spatial_downsample * self.latent_patch_size:
+            raise ConfigError(
+                f"vae_downsample is {self.vae_downsample}",
+                allowed=f"vae_spatial_downsample {self.vae_spatial_downsample} x latent_patch_size "
+                f"{self.latent_patch_size} = {self.vae_spatial_downsample * self.latent_patch_size}",
+            )
+        _check_transform("vit_transform", self.vit_transform, self.vit_patch_size, self.vit_max_patches_per_side)
+        _check_transform("vae_transform", self.vae_transform, self.vae_downsample, self.max_latent_size)
+
+    @property
+    def vit_channels(self) -> int:
+        return self.vit_transform.channels if self.vit_transform else 3
+
+    @property
+    def vae_channels(self) -> int:
+        return self.vae_transform.channels if self.vae_transform else 3
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes whenever the plan of a record may change; dropout, weights and seed change none."""
+        facts = (
+            "plan-1",
+            self.tokenizer.fingerprint,
+            (self.tokenizer.bos_id, self.tokenizer.eos_id, self.tokenizer.image_start_id, self.tokenizer.image_end_id),
+            self.vit_transform.fingerprint if self.vit_transform else None,
+            self.vit_patch_size,
+            self.vae_transform.fingerprint if self.vae_transform else None,
+            self.vae_downsample,
+        )
+        return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+
+    def plan(self, turns: Sequence[Turn], where: object = "") -> Sample:
+        """The splits of a conversation. ``where`` begins errors.
+
+        An image whose header cannot be read does not raise: its split carries the reason and the smallest size.
+        """
+        splits: list[Split] = []
+        merged = _merged(turns)
+        last_generated = max(
+            (i for i, t in enumerate(merged) if t.role == "assistant" and t.kind == "image"), default=-1
+        )
+        for i, turn in enumerate(merged):
+            generated = turn.role == "assistant"
+            if turn.kind == "text":
+                ids = tuple(self.tokenizer.encode(turn.value))
+                splits.append(TextSplit(ids, loss=generated, droppable=not generated))
+                continue
+            size, error = _header(turn.value)
+            if generated:
+                splits.append(self._image(turn.value, "noise", size, error, where))
+            if not generated or i + 1 < len(merged):
+                splits += self._condition(turn.value, size, error, where, edited=last_generated > i)
+        return Sample(tuple(splits))
+
+    def _condition(
+        self, path: str, size: tuple[int, int] | None, error: str, where: object, *, edited: bool
+    ) -> list[Split]:
+        splits: list[Split] = []
+        if edited and self.vae_transform is not None:
+            splits.append(self._image(path, "vae", size, error, where, droppable=True))
+        if self.vit_transform is not None or not splits:
+            splits.append(self._image(path, "vit", size, error, where, droppable=True))
+        return splits
+
+    def _image(
+        self,
+        path: str,
+        kind: ImageKind,
+        size: tuple[int, int] | None,
+        error: str,
+        where: object,
+        *,
+        droppable: bool = False,
+    ) -> ImageSplit:
+        transform = self.vit_transform if kind == "vit" else self.vae_transform
+        if transform is None:
+            need = ("understood", "vit_transform") if kind == "vit" else ("generated", "vae_transform")
+            raise DataError(
+                f"{where}: image {path} is to be {need[0]}, but the processor has no {need[1]}",
+                remedy="use a model and a processor that have it, or leave such records out",
+            )
+        stride = self.vit_patch_size if kind == "vit" else self.vae_downsample
+        width, height = transform.size(*(size or (transform.min_size, transform.min_size)))
+        return ImageSplit(path, kind, (height // stride, width // stride), droppable=droppable, error=error)
+
+
+def _check_transform(name: str, transform: ImageTransform | None, stride: int, table: int) -> None:
+    if transform is None:
+        return
+    if transform.stride % stride:
+        raise ConfigError(f"{name}.stride is {transform.stride}", allowed=f"a multiple of {stride}")
+    if transform.largest_side // stride > table:
+        raise ConfigError(
+            f"{name}.max_size {transform.max_size} gives up to {transform.largest_side // stride} patches a side",
+            allowed=f"at most {table}, the size of the model's position table",
+            remedy=f"max_size of at most {table * stride}",
+        )
+
+
+def _merged(turns: Sequence[Turn]) -> list[Turn]:
+    merged: list[Turn] = []
+    for turn in turns:
+        last = merged[-1] if merged else None
+        if last is not None and turn.kind == last.kind == "text" and turn.role == last.role:
+            merged[-1] = Turn(last.role, "text", f"{last.value}\n{turn.value}")
+        else:
+            merged.append(turn)
+    return merged
+
+
+def _header(path: str) -> tuple[tuple[int, int] | None, str]:
+    try:
+        return image_size(path), ""
+    except UnreadableImage as error:
+        return None, error.problem

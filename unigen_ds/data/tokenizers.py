@@ -1,0 +1,98 @@
+"""Tokenizers behind the five ids that the sequence rules need (``samples.TextTokenizer``)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.registry import TOKENIZERS
+
+_SPECIAL = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>")
+
+
+class _Tokenizer:
+    """Wraps a fast tokenizer of transformers."""
+
+    def __init__(self, tokenizer: Any, names: Sequence[str]) -> None:
+        ids = tokenizer.convert_tokens_to_ids(list(names))
+        unknown = [n for n, i in zip(names, ids, strict=True) if i is None or i == tokenizer.unk_token_id]
+        if unknown:
+            raise ConfigError(f"the tokenizer has no token {', '.join(unknown)}", remedy="add it as a special token")
+        self._tokenizer = tokenizer
+        self.bos_id, self.eos_id, self.image_start_id, self.image_end_id = ids
+        self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.eos_id
+        self._fingerprint = _digest(tokenizer)
+
+    def __len__(self) -> int:
+        """Ids there are; the least ``vocab_size`` a model needs."""
+        return len(self._tokenizer)
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+    @property
+    def fingerprint(self) -> str:
+        return self._fingerprint
+
+    def save_pretrained(self, directory: str) -> None:
+        """Write the files that ``AutoTokenizer.from_pretrained`` reads."""
+        self._tokenizer.save_pretrained(directory)
+
+
+def _digest(tokenizer: Any) -> str:
+    return hashlib.blake2b(tokenizer.backend_tokenizer.to_str().encode(), digest_size=16).hexdigest()
+
+
+@TOKENIZERS.register_module()
+class WordTokenizer(_Tokenizer):
+    """One id per word, from a given list: for small closed vocabularies. Unknown words become ``<unk>``."""
+
+    def __init__(self, *, words: Sequence[str]) -> None:
+        from tokenizers import Tokenizer
+        from tokenizers.models import WordLevel
+        from tokenizers.pre_tokenizers import Whitespace
+        from transformers import PreTrainedTokenizerFast
+
+        special = ("<pad>", "<unk>", *_SPECIAL)
+        vocabulary = {word: i for i, word in enumerate(dict.fromkeys((*special, *words)))}
+        inner = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+        inner.pre_tokenizer = Whitespace()  # type: ignore[assignment]
+        fast = PreTrainedTokenizerFast(
+            tokenizer_object=inner, pad_token="<pad>", unk_token="<unk>", additional_special_tokens=list(_SPECIAL)
+        )
+        super().__init__(fast, _SPECIAL)
+
+
+@TOKENIZERS.register_module()
+class PretrainedTokenizer(_Tokenizer):
+    """A tokenizer directory or hub name, as ``AutoTokenizer`` reads it. Tokens it lacks are added as special ones.
+
+    Args:
+        path: directory or hub name.
+        bos, eos, image_start, image_end: the tokens that stand for begin, end, image start and image end.
+    """
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        bos: str = _SPECIAL[0],
+        eos: str = _SPECIAL[1],
+        image_start: str = _SPECIAL[2],
+        image_end: str = _SPECIAL[3],
+    ) -> None:
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(path)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"tokenizer.path {path!r} cannot be read: {error}") from error
+        names = (bos, eos, image_start, image_end)
+        present = tokenizer.get_vocab()
+        tokenizer.add_special_tokens({"additional_special_tokens": [n for n in names if n not in present]})
+        super().__init__(tokenizer, names)

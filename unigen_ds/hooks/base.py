@@ -1,0 +1,168 @@
+"""The life cycle, what a hook may see of a run, and the order in which hooks are called.
+
+::
+
+    before_run
+      after_load_checkpoint(manifest)               on resume only
+      before_train
+        before_train_epoch                          whenever the data epoch changed
+          before_update
+            before_train_iter(i, batch)             accumulative_counts times
+            after_train_iter(i, batch)              the last one's: after the optimizer step, as in mmengine
+          after_update(result)                      progress already counts this update
+        after_train_epoch
+        before_val; after_val(metrics)
+        before_save_checkpoint(manifest)            a hook may add to it
+      after_train
+    after_run
+    on_exception(error)                             instead of the rest; no collectives here
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from unigen_ds.backends.base import Backend
+from unigen_ds.core.batch import PackedBatch
+from unigen_ds.core.clock import Clock
+from unigen_ds.core.progress import Geometry, Progress, Ruler
+from unigen_ds.core.shards import Shard, ShardReader
+from unigen_ds.data.processor import UnifiedProcessor
+
+PRIORITY = {
+    "timer": 10,
+    "nan_guard": 20,
+    "skipped": 25,
+    "ema": 30,
+    "evaluate": 40,
+    "preview": 50,
+    "logger": 60,
+    "signals": 65,
+    "checkpoint": 70,
+    "profiler": 90,
+}
+"""The one table of order: lower runs earlier. A custom hook without an entry runs at 55, before the logger."""
+DEFAULT_PRIORITY = 55
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """What one update did. The same on all ranks, except ``local_sums``."""
+
+    local_sums: Mapping[str, Tensor]
+    """This rank's sum of each loss term over the update: detached scalars on the device."""
+    counts: Mapping[str, float]
+    """Targets of each term, over all ranks and iterations."""
+    loss_weights: Mapping[str, float]
+    grad_norm: Tensor | float
+    """Global norm before clipping."""
+    applied: bool
+    """False when gradients were not finite and every weight was left as it was."""
+    hparams: Sequence[Mapping[str, Any]]
+    """``{'name', 'lr'}`` of each parameter group during this update."""
+    num_skipped: int
+    """Samples that could not be decoded and were replaced by padding, over all ranks."""
+    sequences: tuple[int, int]
+    """Half-open range of global sequence numbers."""
+    sample_digest: str
+    """Digest of the sample ids of the whole update, over all ranks, in global order."""
+    sample_ids: Sequence[str]
+    """The sample ids themselves, in the order of the sequences."""
+    tokens: int
+    """Tokens of the update over all ranks."""
+
+
+class Run(Protocol):
+    """What hooks see of a run. Read-only, except ``stop``."""
+
+    @property
+    def progress(self) -> Progress: ...
+    @property
+    def previous(self) -> Progress:
+        """Progress before the present update."""
+        ...
+
+    @property
+    def ruler(self) -> Ruler: ...
+    @property
+    def geometry(self) -> Geometry: ...
+    @property
+    def total_sequences(self) -> float:
+        """Sequences after which training ends by ``train_cfg`` (an estimate where the limit is in tokens)."""
+        ...
+
+    @property
+    def backend(self) -> Backend: ...
+    @property
+    def processor(self) -> UnifiedProcessor: ...
+    @property
+    def work_dir(self) -> Path: ...
+    @property
+    def config(self) -> Mapping[str, Any]: ...
+    @property
+    def clock(self) -> Clock: ...
+    @property
+    def hooks(self) -> Sequence[Hook]: ...
+    @property
+    def done(self) -> bool:
+        """Whether the loop ends after the present update: a limit is reached or a stop was requested."""
+        ...
+
+    @property
+    def finished(self) -> bool:
+        """Whether the limit of ``train_cfg`` is reached: the training is complete, not merely stopped."""
+        ...
+
+    def request_stop(self, reason: str) -> None:
+        """Ask the loop to end after this update (a hard stop: a checkpoint is saved)."""
+        ...
+
+    def save_checkpoint(self, name: str) -> Path:
+        """Save and commit now, at an update boundary. Collective. Raises ``CheckpointError``; nothing is lost then."""
+        ...
+
+
+class Hook:
+    """Base: every method does nothing. A hook with state overrides ``state_dict`` and ``load_state_dict``."""
+
+    name = ""
+    """Its row in ``PRIORITY``; also the key of its state in a checkpoint."""
+
+    @property
+    def priority(self) -> int:
+        return PRIORITY.get(self.name, DEFAULT_PRIORITY)
+
+    def before_run(self, run: Run) -> None: ...
+    def after_load_checkpoint(self, run: Run, manifest: Mapping[str, Any]) -> None: ...
+    def before_train(self, run: Run) -> None: ...
+    def before_train_epoch(self, run: Run) -> None: ...
+    def before_update(self, run: Run) -> None: ...
+    def before_train_iter(self, run: Run, index: int, batch: PackedBatch) -> None: ...
+    def after_train_iter(self, run: Run, index: int, batch: PackedBatch) -> None: ...
+    def after_update(self, run: Run, result: UpdateResult) -> None: ...
+    def after_train_epoch(self, run: Run) -> None: ...
+    def before_val(self, run: Run) -> None: ...
+    def after_val(self, run: Run, metrics: Mapping[str, float]) -> None: ...
+    def before_save_checkpoint(self, run: Run, manifest: dict[str, Any]) -> None: ...
+    def after_train(self, run: Run) -> None: ...
+    def after_run(self, run: Run) -> None: ...
+    def on_exception(self, run: Run, error: BaseException) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain JSON values; stored in ``hooks.json`` under ``name``."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore ``state_dict``'s value. Called after ``before_run``."""
+
+    def shards(self) -> Mapping[str, Sequence[Shard]]:
+        """Tensors to store in a checkpoint: sub-directory name -> this rank's shards."""
+        return {}
+
+    def load_shards(self, readers: Mapping[str, ShardReader]) -> None:
+        """Restore ``shards``'s tensors from the sub-directories the checkpoint has. Called after ``before_run``."""

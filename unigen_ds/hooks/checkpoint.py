@@ -1,0 +1,66 @@
+"""Save every so often, keep the newest few, and save once more when the run ends or is stopped."""
+
+from __future__ import annotations
+
+from unigen_ds.checkpoint import store
+from unigen_ds.core import dist
+from unigen_ds.core.errors import CheckpointError, ConfigError
+from unigen_ds.core.log import logger
+from unigen_ds.core.progress import Duration
+from unigen_ds.core.registry import HOOKS
+from unigen_ds.hooks.base import Hook, Run, UpdateResult
+
+
+@HOOKS.register_module()
+class CheckpointHook(Hook):
+    """mmengine's arguments, with two differences: it deletes only after the new checkpoint is durable, and the number
+    in the name is the true iteration at the save (with accumulation it may lie just above a multiple of the interval).
+
+    Args:
+        interval: iterations (``by_epoch=False``) or epochs between saves; -1 saves only at the end.
+        max_keep_ckpts: complete checkpoints to keep, oldest deleted first; -1 keeps all.
+        filename_tmpl: directory name with one ``{}`` for the iteration; must contain ``.pth``.
+
+    A periodic save that fails (a full disk) is an error in the log and training goes on: the state in memory is worth
+    more than the save. The last save of a run raises.
+    """
+
+    name = "checkpoint"
+
+    def __init__(
+        self,
+        interval: float = -1,
+        *,
+        by_epoch: bool = True,
+        max_keep_ckpts: int = -1,
+        filename_tmpl: str = "iter_{}.pth",
+    ) -> None:
+        if filename_tmpl.count("{}") != 1 or not store.is_checkpoint_name(filename_tmpl):
+            raise ConfigError(f"filename_tmpl is {filename_tmpl!r}", allowed="a name with one {} and the ending .pth")
+        if max_keep_ckpts == 0:
+            raise ConfigError("max_keep_ckpts is 0", allowed="at least 1, or -1 to keep all")
+        if interval <= 0 and interval != -1:
+            raise ConfigError(f"CheckpointHook.interval is {interval}", allowed="a positive number, or -1")
+        self.interval, self.unit = interval, "epoch" if by_epoch else "iteration"
+        self.max_keep_ckpts = max_keep_ckpts
+        self.filename_tmpl = filename_tmpl
+        self._every: Duration | None = None
+
+    def before_run(self, run: Run) -> None:
+        self._every = run.ruler.duration(self.interval, self.unit) if self.interval > 0 else None
+
+    def after_update(self, run: Run, result: UpdateResult) -> None:
+        if run.done:
+            self._save(run)
+        elif self._every is not None and self._every.every(run.progress, run.previous):
+            try:
+                self._save(run)
+            except CheckpointError as error:  # raised on every rank alike
+                logger().error("%s Training goes on without this checkpoint.", error)
+
+    def _save(self, run: Run) -> None:
+        path = run.save_checkpoint(self.filename_tmpl.format(run.progress.iteration(run.geometry)))
+        logger().info("Saved checkpoint %s.", path)
+        if dist.is_main():
+            for old in store.retain(run.work_dir, max_keep=self.max_keep_ckpts):
+                logger().info("Deleted old checkpoint %s.", old)

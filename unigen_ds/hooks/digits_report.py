@@ -1,0 +1,67 @@
+"""At the end of the digits run: ``samples.png``, ``curves.png`` and ``results.json`` in the work dir."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+
+from unigen_ds.core import dist
+from unigen_ds.core.files import write_text_atomic
+from unigen_ds.core.log import logger
+from unigen_ds.core.registry import HOOKS
+from unigen_ds.evaluation.curves import plot_curves
+from unigen_ds.evaluation.digits import evaluate, plot_samples
+from unigen_ds.hooks.base import Hook, Run
+from unigen_ds.hooks.ema import ema_of
+from unigen_ds.hooks.logger import METRICS_FILE
+from unigen_ds.inference.sampler import FlowSettings
+
+
+@HOOKS.register_module()
+class DigitsReportHook(Hook):
+    """Runs once the training is complete (a run that is merely stopped has nothing to report), with the EMA weights.
+
+    Args:
+        num_timesteps: times of the sampler, one more than its steps.
+        text_scale: guidance towards the prompt; 1 is none.
+        seed: of the first noise of each drawing.
+    """
+
+    name = "digits_report"
+
+    def __init__(self, *, num_timesteps: int = 26, text_scale: float = 2.0, seed: int = 0) -> None:
+        self.flow = FlowSettings(num_timesteps=num_timesteps, text_scale=text_scale)
+        self.seed = seed
+
+    def after_run(self, run: Run) -> None:
+        if not run.finished:
+            return
+        ema, model = ema_of(run), run.backend.model
+        root = Path(run.config["train_dataloader"]["dataset"]["root"])
+        model.eval()
+        try:
+            with ema.swapped(run) if ema else nullcontext(), torch.no_grad():
+                verdict = evaluate(model, run.processor, root, flow=self.flow, seed=self.seed)
+        finally:
+            model.train()
+        if not dist.is_main():
+            return
+        work_dir = run.work_dir
+        write_text_atomic(work_dir / "results.json", json.dumps(verdict.results, indent=1) + "\n")
+        plot_samples(verdict, root, work_dir / "samples.png")
+        plot_curves(work_dir / METRICS_FILE, work_dir / "curves.png")
+        logger().info(
+            "Of %d drawn digits the judge takes %.1f %% for the digit asked (itself right on %.1f %% of real ones);"
+            " %.1f %% of %d held-out images read correctly. Pictures: %s, %s; numbers: %s.",
+            verdict.results["drawn"],
+            100 * verdict.results["prompt_accuracy"],
+            100 * verdict.results["judge_accuracy"],
+            100 * verdict.results["caption_accuracy"],
+            verdict.results["captioned"],
+            work_dir / "samples.png",
+            work_dir / "curves.png",
+            work_dir / "results.json",
+        )

@@ -1,0 +1,83 @@
+"""Keep an fp32 average of the weights, moved once per applied update, on the engine's own shards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.log import logger
+from unigen_ds.core.progress import Duration
+from unigen_ds.core.registry import HOOKS
+from unigen_ds.core.shards import EMA, Shard, ShardReader
+from unigen_ds.hooks.base import Hook, Run, UpdateResult
+from unigen_ds.optim.ema import ShardEMA
+
+
+@HOOKS.register_module()
+class EMAHook(Hook):
+    """mmengine's arguments and convention: ``average = (1 - momentum) * average + momentum * weights``.
+
+    Args:
+        momentum: weight of the new value; BAGEL's decay 0.9999 is ``momentum=0.0001``.
+        begin_iter: the average equals the weights until this many iterations are done.
+        begin_epoch: the same in epochs; give one of the two.
+
+    A skipped update (non-finite gradients) does not move it.
+    """
+
+    name = "ema"
+
+    def __init__(self, *, momentum: float = 0.0002, begin_iter: float = 0, begin_epoch: float = 0) -> None:
+        if begin_iter and begin_epoch:
+            raise ConfigError("EMAHook has both begin_iter and begin_epoch", remedy="give one of them")
+        self.momentum = momentum
+        self._begin_value, self._begin_unit = (begin_epoch, "epoch") if begin_epoch else (begin_iter, "iteration")
+        self._begin: Duration | None = None
+        self._average: ShardEMA | None = None
+
+    @property
+    def average(self) -> ShardEMA:
+        assert self._average is not None, "used before before_run"
+        return self._average
+
+    def before_run(self, run: Run) -> None:
+        self._begin = run.ruler.duration(self._begin_value, self._begin_unit) if self._begin_value else None
+        self._average = ShardEMA(run.backend.master_shards(), momentum=self.momentum)
+
+    def before_train(self, run: Run) -> None:
+        if self.average.num_updates == 0:  # weights may have been loaded since before_run
+            self.average.copy_from(run.backend.master_shards())
+
+    def after_update(self, run: Run, result: UpdateResult) -> None:
+        if not result.applied:
+            return
+        if self._begin is None or self._begin.reached(run.progress):
+            self.average.update(run.backend.master_shards())
+        else:
+            self.average.copy_from(run.backend.master_shards())
+
+    def swapped(self, run: Run) -> AbstractContextManager[None]:
+        """The model computes with the averaged weights inside the context."""
+        return run.backend.swapped(self.average.shards)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_updates": self.average.num_updates}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.average.num_updates = int(state["num_updates"])
+
+    def shards(self) -> Mapping[str, Sequence[Shard]]:
+        return {EMA: self.average.shards}
+
+    def load_shards(self, readers: Mapping[str, ShardReader]) -> None:
+        if EMA in readers:
+            self.average.load(readers[EMA])
+        else:
+            logger().warning("The checkpoint has no EMA: the average starts from the loaded weights.")
+
+
+def ema_of(run: Run) -> EMAHook | None:
+    """The run's EMA hook, if it has one."""
+    return next((hook for hook in run.hooks if isinstance(hook, EMAHook)), None)

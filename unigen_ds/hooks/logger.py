@@ -1,0 +1,184 @@
+"""The record of a run: one line of ``metrics.jsonl`` per log interval, the same to the console and to the writers.
+
+The losses of a line are those of its own update, over all ranks, so a resumed run can be compared with an
+uninterrupted one line by line. The price is one small gloo reduction and one device synchronisation, at log time only.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from unigen_ds.core import dist
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.log import logger
+from unigen_ds.core.progress import Duration
+from unigen_ds.core.registry import HOOKS, WRITERS, build
+from unigen_ds.hooks.base import Hook, Run, UpdateResult
+from unigen_ds.hooks.console import Console, make_console
+from unigen_ds.hooks.journal import Journal
+from unigen_ds.hooks.timer import find_timer
+from unigen_ds.hooks.writers import SafeWriter
+
+METRICS_FILE = "metrics.jsonl"
+VERSION = 1
+
+
+@HOOKS.register_module()
+class LoggerHook(Hook):
+    """Logs every ``interval`` iterations, and always the first and the last update of a process.
+
+    ``writers`` are ``visualizer.vis_backends`` of the config: ``dict(type='WandbVisBackend', ...)`` and the like.
+    ``log_metric_by_epoch`` is mmengine's and has no effect: a line carries update, iteration and epoch.
+    """
+
+    name = "logger"
+
+    def __init__(
+        self,
+        *,
+        interval: int = 10,
+        writers: Sequence[Mapping[str, Any]] = (),
+        log_metric_by_epoch: bool = False,
+    ) -> None:
+        if isinstance(interval, bool) or not isinstance(interval, (int, float)) or interval <= 0:
+            raise ConfigError(f"LoggerHook.interval is {interval!r}", allowed="a positive number of iterations")
+        if log_metric_by_epoch:
+            logger().warning("LoggerHook.log_metric_by_epoch has no effect: each line has update, iteration and epoch")
+        self._interval = interval
+        self._writers = [
+            SafeWriter(build(WRITERS, spec, where=f"visualizer.vis_backends[{index}]"))
+            for index, spec in enumerate(writers)
+        ]
+        self._journal = Journal(METRICS_FILE)
+        self._console: Console | None = None
+        self._last: UpdateResult | None = None
+        self._logged_update: int | None = None
+
+    def after_load_checkpoint(self, run: Run, manifest: Mapping[str, Any]) -> None:
+        self._journal.resume(run, manifest)
+
+    def before_train(self, run: Run) -> None:
+        self._journal.start(run)
+        if dist.is_main():
+            self._console = make_console()
+            for writer in self._writers:  # here, not earlier: a resume has told the run ids by now
+                writer.open(work_dir=run.work_dir, config=run.config, updates=run.progress.updates)
+
+    def after_update(self, run: Run, result: UpdateResult) -> None:
+        first = self._last is None
+        self._last = result
+        every: Duration = run.ruler.duration(self._interval, "iteration")
+        if first or every.every(run.progress, run.previous):
+            self._log(run, result)
+
+    def after_train(self, run: Run) -> None:
+        if self._last is not None and self._logged_update != run.progress.updates:
+            self._log(run, self._last)
+
+    def after_val(self, run: Run, metrics: Mapping[str, float]) -> None:
+        self.log_metrics(run, metrics, update=run.progress.updates)
+
+    def log_metrics(self, run: Run, metrics: Mapping[str, Any], *, update: int, event: str = "val") -> None:
+        """Log results that are no training line: validation, or an evaluation of an earlier ``update`` that ended late.
+
+        Writes ``{"event": "val", "update": n, **metrics}``; names are kept as given. Not collective.
+        """
+        self._journal.append(run, {"event": event, "update": update, **metrics})
+        if dist.is_main():
+            shown = "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in metrics.items())
+            logger().info("%s at update %d: %s", event, update, shown)
+            for writer in self._writers:
+                writer.write(metrics, update=update)
+
+    def after_run(self, run: Run) -> None:
+        self._close()
+
+    def on_exception(self, run: Run, error: BaseException) -> None:
+        self._close()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"version": VERSION, "run_ids": {w.name: w.run_id for w in self._writers if w.run_id is not None}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state.get("version") != VERSION:
+            raise ConfigError(f"state of LoggerHook has version {state.get('version')!r}", allowed=str(VERSION))
+        for writer in self._writers:
+            writer.run_id = state["run_ids"].get(writer.name)
+
+    def _log(self, run: Run, result: UpdateResult) -> None:
+        """Collective. Reads the device: the only place outside the optimizer step that waits for it."""
+        losses = global_losses(result)
+        self._logged_update = run.progress.updates
+        if not dist.is_main():
+            return
+        timer = find_timer(run)
+        summary = timer.summary() if timer else {}
+        record = {**_position(run), **_learning_rates(result), **losses}
+        record |= {"grad_norm": float(result.grad_norm), "applied": result.applied}
+        record |= {k: summary.get(k) for k in ("time/update", "time/data", "tokens_per_second", "samples_per_second")}
+        record["memory"] = memory_mib()
+        self._journal.append(run, record)
+        if self._console is None:
+            self._console = make_console()
+        self._console.show(record, summary=summary, total_sequences=run.total_sequences)
+        for writer in self._writers:
+            writer.write({**record, **{k: v for k, v in summary.items() if k != "eta"}}, update=run.progress.updates)
+
+    def _close(self) -> None:
+        self._journal.close()
+        if self._console is not None:
+            self._console.close()
+            self._console = None
+        if dist.is_main():
+            for writer in self._writers:
+                writer.close()
+
+
+def global_losses(result: UpdateResult) -> dict[str, float | None]:
+    """``loss/<term>``: the mean over all targets of the update on all ranks; ``loss``: their weighted sum. Collective.
+
+    A term without targets is None and left out of the total; the total is None when no term has any.
+    """
+    terms = sorted(result.counts)
+    local = [float(result.local_sums[term]) if term in result.local_sums else 0.0 for term in terms]
+    losses: dict[str, float | None] = {}
+    total: float | None = None
+    for term, value in zip(terms, dist.sum_floats(local), strict=True):
+        count = result.counts[term]
+        losses[f"loss/{term}"] = mean = value / count if count else None
+        if mean is not None:
+            total = (total or 0.0) + result.loss_weights.get(term, 1.0) * mean
+    return {"loss": total, **losses}
+
+
+def memory_mib() -> float:
+    """Largest amount of memory so far, MiB: allocated on the CUDA device, else resident in this process."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**20
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**20 if sys.platform == "darwin" else 2**10)
+
+
+def _position(run: Run) -> dict[str, float]:
+    progress = run.progress
+    return {
+        "update": progress.updates,
+        "iteration": progress.iteration(run.geometry),
+        "epoch": progress.sequences / run.ruler.sequences_per_epoch,
+        "sequences": progress.sequences,
+        "samples": progress.samples,
+        "tokens": progress.tokens,
+    }
+
+
+def _learning_rates(result: UpdateResult) -> dict[str, float]:
+    """``lr`` is the first group's, ``lr/<name>`` every other's."""
+    rates: dict[str, float] = {}
+    for index, group in enumerate(result.hparams):
+        rates["lr" if index == 0 else f"lr/{group['name']}"] = group["lr"]
+    return rates

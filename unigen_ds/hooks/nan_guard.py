@@ -1,0 +1,76 @@
+"""Updates whose gradients are not finite: each is named, too many in a row stop the run.
+
+The backend has already left every weight unchanged for such an update; its data counts as consumed. One bad batch is a
+warning; ``max_consecutive`` in a row mean that the model or the data is broken. Dynamic fp16 loss scaling may skip a
+few updates at its start while the scale settles, which the default of 5 leaves room for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from unigen_ds.core.errors import ConfigError, TrainingError
+from unigen_ds.core.log import logger
+from unigen_ds.core.registry import HOOKS
+from unigen_ds.hooks.base import Hook, Run, UpdateResult
+
+VERSION = 1
+SHOWN_IDS = 20
+"""Sample ids of each update that the error names; the ledger and inspect_data know all."""
+
+
+@HOOKS.register_module()
+class NanGuardHook(Hook):
+    """Raises ``TrainingError`` after ``max_consecutive`` updates in a row were not applied, on all ranks alike."""
+
+    name = "nan_guard"
+
+    def __init__(self, *, max_consecutive: int = 5) -> None:
+        if isinstance(max_consecutive, bool) or not isinstance(max_consecutive, int) or max_consecutive < 1:
+            raise ConfigError(
+                f"NanGuardHook.max_consecutive is {max_consecutive!r}", allowed="an integer of at least 1"
+            )
+        self.max_consecutive = max_consecutive
+        self._skipped: list[dict[str, Any]] = []
+
+    def after_update(self, run: Run, result: UpdateResult) -> None:
+        if result.applied:
+            self._skipped.clear()
+            return
+        first, stop = result.sequences
+        self._skipped.append(
+            {
+                "update": run.progress.updates,
+                "sequences": [first, stop],
+                "sample_ids": list(result.sample_ids[:SHOWN_IDS]),
+                "num_samples": len(result.sample_ids),
+            }
+        )
+        logger().warning(
+            "update %d (sequences %d:%d): the gradient is not finite; no weight changed, it is skipped (%d of %d"
+            " in a row that stop the run)",
+            run.progress.updates, first, stop, len(self._skipped), self.max_consecutive,
+        )  # fmt: skip
+        if len(self._skipped) >= self.max_consecutive:
+            raise TrainingError(
+                f"{len(self._skipped)} updates in a row had gradients that are not finite: "
+                + "; ".join(map(_describe, self._skipped)),
+                remedy="look at these sequences with tools/inspect_data.py CONFIG --sequences A:B, lower the learning"
+                " rate, or resume from an earlier checkpoint with --skip-sequences A:B",
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"version": VERSION, "skipped": [dict(entry) for entry in self._skipped]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state.get("version") != VERSION:
+            raise ConfigError(f"state of NanGuardHook has version {state.get('version')!r}", allowed=str(VERSION))
+        self._skipped = [dict(entry) for entry in state["skipped"]]
+
+
+def _describe(entry: Mapping[str, Any]) -> str:
+    first, stop = entry["sequences"]
+    more = entry["num_samples"] - len(entry["sample_ids"])
+    ids = ", ".join(entry["sample_ids"]) + (f" and {more} more" if more else "")
+    return f"update {entry['update']} (sequences {first}:{stop}; samples {ids})"

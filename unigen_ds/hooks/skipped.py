@@ -1,0 +1,60 @@
+"""Name and count samples that could not be decoded, and stop when they are too many."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from unigen_ds.core import dist
+from unigen_ds.core.batch import PackedBatch
+from unigen_ds.core.errors import DataError
+from unigen_ds.core.log import logger
+from unigen_ds.core.metrics import JsonLines
+from unigen_ds.core.registry import HOOKS
+from unigen_ds.hooks.base import Hook, Run, UpdateResult
+
+_GRACE = 100  # samples seen before the share is judged
+
+
+@HOOKS.register_module()
+class SkippedSamplesHook(Hook):
+    """Appends to ``skipped_samples.jsonl``; above ``max_skipped_fraction`` of all samples it raises ``DataError``.
+
+    The runner adds it; ``train_dataloader.max_skipped_fraction`` sets the limit.
+    """
+
+    name = "skipped"
+
+    def __init__(self, *, max_skipped_fraction: float = 0.01) -> None:
+        self.max_skipped_fraction = max_skipped_fraction
+        self.num_skipped = 0
+        self._pending: list[dict[str, str]] = []
+        self._lines: JsonLines | None = None
+
+    def after_train_iter(self, run: Run, index: int, batch: PackedBatch) -> None:
+        self._pending.extend(batch.skipped)
+
+    def after_update(self, run: Run, result: UpdateResult) -> None:
+        if not result.num_skipped:
+            return
+        records = [record for part in dist.gather_objects(self._pending) for record in part]
+        self._pending = []
+        self.num_skipped += result.num_skipped
+        if dist.is_main():
+            self._lines = self._lines or JsonLines(run.work_dir / "skipped_samples.jsonl")
+            for record in records:
+                self._lines.append({"update": run.progress.updates, **record})
+                logger().warning("Skipped sample %s: %s", record["sample"], record["why"])
+        fraction = self.num_skipped / max(run.progress.samples, 1)
+        if run.progress.samples >= _GRACE and fraction > self.max_skipped_fraction:
+            raise DataError(
+                f"{self.num_skipped} of {run.progress.samples} samples ({fraction:.1%}) could not be decoded",
+                allowed=f"train_dataloader.max_skipped_fraction = {self.max_skipped_fraction}",
+                remedy="see skipped_samples.jsonl in the work dir; repair the data or raise the limit",
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_skipped": self.num_skipped}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.num_skipped = int(state["num_skipped"])

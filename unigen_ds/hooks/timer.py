@@ -1,0 +1,106 @@
+"""Where the time goes: sections of ``run.clock`` in, window averages, rates and the time to go out.
+
+Host time of this rank, averaged over a window of updates, because one update's share of waiting says little. It costs
+one clock read per update and no synchronisation.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.log import logger
+from unigen_ds.core.registry import HOOKS
+from unigen_ds.hooks.base import Hook, Run, UpdateResult
+
+SECTIONS = ("data", "forward_backward", "step")
+WARM_UP_UPDATES = 50
+"""Updates before a share is judged: compilation, caches and worker start-up are over by then."""
+BANDS = {
+    "data": (0.0, 0.10, "raise train_dataloader.num_workers or prefetch_factor"),
+    "forward_backward": (0.70, 1.0, "see which other share is large"),
+    "other": (0.0, 0.05, "look for slow hooks: evaluation, previews, checkpoints and logging count here"),
+}
+"""Share of an update's time: lower bound, upper bound, what to do outside it."""
+
+
+@dataclass(frozen=True)
+class _Update:
+    seconds: float
+    sections: dict[str, float]
+    sequences: int
+    samples: int
+    tokens: int
+
+
+@HOOKS.register_module()
+class IterTimerHook(Hook):
+    """Keeps the last ``window`` updates; ``summary`` is what the logger prints."""
+
+    name = "timer"
+
+    def __init__(self, *, window: int = 50) -> None:
+        if window < 1:
+            raise ConfigError(f"IterTimerHook.window is {window!r}", allowed="an integer of at least 1")
+        self._updates: deque[_Update] = deque(maxlen=window)
+        self._seen = 0
+        self._warned: set[str] = set()
+        self._sequences_left = 0.0
+
+    def before_train(self, run: Run) -> None:
+        run.clock.read()  # building the run is not part of the first update
+
+    def after_update(self, run: Run, result: UpdateResult) -> None:
+        seconds, sections = run.clock.read()
+        self._updates.append(
+            _Update(
+                seconds,
+                sections,
+                sequences=run.progress.sequences - run.previous.sequences,
+                samples=run.progress.samples - run.previous.samples,
+                tokens=result.tokens,
+            )
+        )
+        self._seen += 1
+        self._sequences_left = max(0.0, run.total_sequences - run.progress.sequences)
+        if self._seen > WARM_UP_UPDATES:
+            self._judge()
+
+    def summary(self) -> dict[str, float]:
+        """Averages over the window; empty before the first update.
+
+        ``time/update`` and ``time/data`` in seconds per update; ``share/<section>`` and ``share/other`` in 0 .. 1;
+        ``tokens_per_second`` and ``samples_per_second`` over all ranks; ``eta`` in seconds.
+        """
+        seconds = sum(update.seconds for update in self._updates)
+        if seconds <= 0:
+            return {}
+        by_section = {name: sum(u.sections.get(name, 0.0) for u in self._updates) for name in SECTIONS}
+        rate = sum(update.sequences for update in self._updates) / seconds
+        return {
+            "time/update": seconds / len(self._updates),
+            "time/data": by_section["data"] / len(self._updates),
+            **{f"share/{name}": spent / seconds for name, spent in by_section.items()},
+            "share/other": max(0.0, 1.0 - sum(by_section.values()) / seconds),
+            "tokens_per_second": sum(update.tokens for update in self._updates) / seconds,
+            "samples_per_second": sum(update.samples for update in self._updates) / seconds,
+            "eta": self._sequences_left / rate if rate else float("inf"),
+        }
+
+    def _judge(self) -> None:
+        """Warn once for each share that has left its band."""
+        if self._warned.issuperset(BANDS):
+            return
+        summary = self.summary()
+        for name, (low, high, advice) in BANDS.items():
+            share = summary.get(f"share/{name}", low)
+            if name not in self._warned and not low <= share <= high:
+                self._warned.add(name)
+                bound = f"at most {high:.0%}" if share > high else f"at least {low:.0%}"
+                logger().warning("%.0f %% of the time is %s; expected is %s: %s", 100 * share, name, bound, advice)
+
+
+def find_timer(run: Run) -> IterTimerHook | None:
+    """The timer of a run, if it has one."""
+    return next((hook for hook in run.hooks if isinstance(hook, IterTimerHook)), None)

@@ -1,0 +1,1 @@
+"""Floor 3: pictures and text out of a trained model."""

@@ -1,0 +1,50 @@
+"""Flow matching (Liu et al., 2022; Lipman et al., 2022), in BAGEL's convention: t = 1 is noise, t = 0 is the image.
+
+``x_t = (1 - t) x_0 + t e``; the model predicts the velocity ``e - x_0``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def shift_timesteps(t: Tensor, shift: float) -> Tensor:
+    """``s t / (1 + (s - 1) t)``: moves time towards the noise for s > 1 (Esser et al., 2024)."""
+    return shift * t / (1.0 + (shift - 1.0) * t)
+
+
+def training_timesteps(raw: Tensor, shift: float) -> Tensor:
+    """Raw normal draws -> t in [0, 1]: sigmoid, then shift. ``-inf`` gives 0, a clean image."""
+    return shift_timesteps(torch.sigmoid(raw), shift)
+
+
+def sampling_timesteps(num_timesteps: int, shift: float) -> Tensor:
+    """The shifted times from 1 to 0 at whose ``num_timesteps - 1`` gaps an Euler step is made."""
+    return shift_timesteps(torch.linspace(1.0, 0.0, num_timesteps), shift)
+
+
+def interpolate(clean_LC: Tensor, noise_LC: Tensor, t_L: Tensor) -> Tensor:
+    """``x_t`` for each latent patch."""
+    t = t_L[:, None].to(clean_LC.dtype)
+    return (1.0 - t) * clean_LC + t * noise_LC
+
+
+def patchify_latents(latents: Tensor, shapes: Sequence[tuple[int, int]], patch: int) -> Tensor:
+    """Latents ``[K, z, H, W]`` -> patch vectors ``[L, p * p * z]`` in (row, column, channel) order, padding cropped."""
+    parts = []
+    for latent, (rows, columns) in zip(latents, shapes, strict=True):
+        channels = latent.shape[0]
+        cropped = latent[:, : rows * patch, : columns * patch]
+        grid = cropped.reshape(channels, rows, patch, columns, patch).permute(1, 3, 2, 4, 0)
+        parts.append(grid.reshape(rows * columns, -1))
+    return torch.cat(parts) if parts else latents.new_zeros((0, latents.shape[1] * patch * patch))
+
+
+def unpatchify_latent(vectors: Tensor, shape: tuple[int, int], patch: int) -> Tensor:
+    """The inverse for one image: ``[rows * columns, p * p * z]`` -> ``[z, rows * p, columns * p]``."""
+    rows, columns = shape
+    grid = vectors.reshape(rows, columns, patch, patch, -1).permute(4, 0, 2, 1, 3)
+    return grid.reshape(grid.shape[0], rows * patch, columns * patch)

@@ -1,0 +1,326 @@
+"""A unified text + image model: BAGEL's mixture of transformers, number for number, in any size.
+
+Text and ViT tokens run through the "und" experts, latent tokens through the "gen" experts (``*_moe_gen``); all meet in
+joint attention. Text is trained by cross-entropy on the next token, images by flow matching on latent patches.
+
+Inside the model tokens stand in expert order (all und tokens, then all gen tokens), so that routing is a slice and
+not a gather in every layer. Parameter names are those of the published directory.
+
+Shape suffixes: T tokens, D width, H heads, E head width, L latent patches, C text targets, M image targets.
+Source: ByteDance-Seed/Bagel (Deng et al., 2025).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from unigen_ds.core.batch import LossTerms, PackedBatch
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.registry import AUTOENCODERS, MODELS, build
+from unigen_ds.models import flow
+from unigen_ds.models.attention import AttentionPlan, plan_attention
+from unigen_ds.models.layers import (
+    MLPConnector,
+    PositionTable,
+    RMSNorm,
+    SwiGLU,
+    TimestepEmbedder,
+    rotary_tables,
+    rotate,
+)
+from unigen_ds.models.losses import image_loss_sum, text_loss_sum
+from unigen_ds.models.vision import VisionModel
+
+FREEZABLE = ("vae", "vit", "llm", "connector")
+_INIT_STD = 0.02
+
+
+def route(x: Tensor, num_und: int, und: Callable[[Tensor], Tensor], gen: Callable[[Tensor], Tensor]) -> Tensor:
+    """The first ``num_und`` rows through ``und``, the rest through ``gen``.
+
+    Both always run, on no row at all if need be: every parameter then takes part in every micro-batch with a zero
+    gradient, which ZeRO and FSDP need (without it collectives mismatch).
+    """
+    return torch.cat([und(x[:num_und]), gen(x[num_und:])])
+
+
+class MoTAttention(nn.Module):
+    """Joint attention of both experts: Qwen2 with q/k norm, and a second set of projections for latent tokens."""
+
+    def __init__(self, width: int, num_heads: int, num_kv_heads: int, eps: float) -> None:
+        super().__init__()
+        self.head_width = width // num_heads
+        for suffix in ("", "_moe_gen"):
+            self.add_module("q_proj" + suffix, nn.Linear(width, num_heads * self.head_width))
+            self.add_module("k_proj" + suffix, nn.Linear(width, num_kv_heads * self.head_width))
+            self.add_module("v_proj" + suffix, nn.Linear(width, num_kv_heads * self.head_width))
+            self.add_module("o_proj" + suffix, nn.Linear(num_heads * self.head_width, width, bias=False))
+            self.add_module("q_norm" + suffix, RMSNorm(self.head_width, eps=eps))
+            self.add_module("k_norm" + suffix, RMSNorm(self.head_width, eps=eps))
+
+    def _route(self, x: Tensor, num_und: int, name: str) -> Tensor:
+        return route(x, num_und, getattr(self, name), getattr(self, name + "_moe_gen"))
+
+    def forward(self, x_TD: Tensor, num_und: int, rotary: tuple[Tensor, Tensor], attend: AttentionPlan) -> Tensor:
+        q, k, v = (
+            self._route(x_TD, num_und, name).unflatten(-1, (-1, self.head_width))
+            for name in ("q_proj", "k_proj", "v_proj")
+        )
+        q = rotate(self._route(q, num_und, "q_norm"), *rotary)
+        k = rotate(self._route(k, num_und, "k_norm"), *rotary)
+        return self._route(attend(q, k, v).flatten(1), num_und, "o_proj")
+
+
+class MoTLayer(nn.Module):
+    """One decoder layer; dropout (0 in BAGEL) acts on both residual branches."""
+
+    def __init__(
+        self, *, width: int, inner: int, num_heads: int, num_kv_heads: int, eps: float, dropout: float
+    ) -> None:
+        super().__init__()
+        self.self_attn = MoTAttention(width, num_heads, num_kv_heads, eps)
+        for suffix in ("", "_moe_gen"):
+            self.add_module("mlp" + suffix, SwiGLU(width, inner))
+            self.add_module("input_layernorm" + suffix, RMSNorm(width, eps=eps))
+            self.add_module("post_attention_layernorm" + suffix, RMSNorm(width, eps=eps))
+        self.dropout = nn.Dropout(dropout)
+
+    def _route(self, x: Tensor, num_und: int, name: str) -> Tensor:
+        return route(x, num_und, getattr(self, name), getattr(self, name + "_moe_gen"))
+
+    def forward(self, x_TD: Tensor, num_und: int, rotary: tuple[Tensor, Tensor], attend: AttentionPlan) -> Tensor:
+        normed = self._route(x_TD, num_und, "input_layernorm")
+        x_TD = x_TD + self.dropout(self.self_attn(normed, num_und, rotary, attend))
+        normed = self._route(x_TD, num_und, "post_attention_layernorm")
+        return x_TD + self.dropout(self._route(normed, num_und, "mlp"))
+
+
+class MoTBackbone(nn.Module):
+    """``embed_tokens``, ``layers``, ``norm``, ``norm_moe_gen``; tokens in expert order."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        width, eps = config["hidden_size"], config["rms_norm_eps"]
+        self.embed_tokens = nn.Embedding(config["vocab_size"], width)
+        self.layers = nn.ModuleList(
+            MoTLayer(
+                width=width,
+                inner=config["intermediate_size"],
+                num_heads=config["num_attention_heads"],
+                num_kv_heads=config["num_key_value_heads"],
+                eps=eps,
+                dropout=config["dropout"],
+            )
+            for _ in range(config["num_hidden_layers"])
+        )
+        self.norm = RMSNorm(width, eps=eps)
+        self.norm_moe_gen = RMSNorm(width, eps=eps)
+        self.head_width = width // config["num_attention_heads"]
+        self.theta = config["rope_theta"]
+        self.activation_checkpointing = False
+
+    def forward(self, x_TD: Tensor, num_und: int, position_ids: Tensor, attend: AttentionPlan) -> Tensor:
+        rotary = rotary_tables(position_ids, head_width=self.head_width, theta=self.theta)
+        for layer in self.layers:
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                x_TD = checkpoint(layer, x_TD, num_und, rotary, attend, use_reentrant=False)
+            else:
+                x_TD = layer(x_TD, num_und, rotary, attend)
+        return route(x_TD, num_und, self.norm, self.norm_moe_gen)
+
+
+class MoTForCausalLM(nn.Module):
+    """Wrapper that gives the published names ``language_model.model.*`` and ``language_model.lm_head``."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.model = MoTBackbone(config)
+        self.lm_head = nn.Linear(config["hidden_size"], config["vocab_size"], bias=False)
+
+
+_LLM_DEFAULTS: dict[str, Any] = {"rms_norm_eps": 1e-6, "rope_theta": 1_000_000.0, "dropout": 0.0}
+_LLM_KEYS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads",
+)  # fmt: skip
+
+
+@MODELS.register_module()
+class UnifiedModel(nn.Module):
+    """``forward(PackedBatch) -> LossTerms`` with terms ``text`` and ``image``.
+
+    Args:
+        llm: sizes under Qwen2's names, plus ``dropout``. ``vocab_size`` is filled from the tokenizer when absent.
+        vit: sizes under SigLIP's names (``hidden_size``, ..., ``image_size``, ``patch_size``, ``num_channels``).
+        vae: ``dict(type=...)`` of an autoencoder, always frozen.
+        latent_patch_size: side of a latent patch, in latent pixels.
+        max_latent_size: side of the latent position table, in patches.
+        timestep_shift: of the training time steps; 1 leaves them alone.
+        freeze: any of ``vae``, ``vit``, ``llm``, ``connector``: gets no gradient and stays bit-identical.
+        activation_checkpointing: re-compute each decoder layer in the backward pass.
+        compile: ``torch.compile`` each decoder layer.
+    """
+
+    forward_methods = ("velocity", "next_token_logits")
+    """Entry points beside ``forward``; a sharding engine must hook these too."""
+
+    def __init__(
+        self,
+        *,
+        llm: Mapping[str, Any],
+        vit: Mapping[str, Any],
+        vae: Mapping[str, Any],
+        latent_patch_size: int = 2,
+        max_latent_size: int = 64,
+        timestep_shift: float = 1.0,
+        freeze: Sequence[str] = ("vae",),
+        activation_checkpointing: bool = False,
+        compile: bool = False,
+    ) -> None:
+        super().__init__()
+        config = {**_LLM_DEFAULTS, **llm}
+        _check_llm(config)
+        width = config["hidden_size"]
+        self.latent_patch_size, self.timestep_shift = latent_patch_size, timestep_shift
+        self.max_latent_size = max_latent_size
+        self.vocab_size = config["vocab_size"]
+        self.vae = build(AUTOENCODERS, vae, where="model.vae")
+        self.latent_width = self.vae.latent_channels * latent_patch_size**2
+        self.language_model = MoTForCausalLM(config)
+        self.vit_model = VisionModel(**vit)
+        side = vit["image_size"] // vit["patch_size"]
+        self.connector = MLPConnector(vit["hidden_size"], width)
+        self.vit_pos_embed = PositionTable(side, width)
+        self.vae2llm = nn.Linear(self.latent_width, width)
+        self.llm2vae = nn.Linear(width, self.latent_width)
+        self.time_embedder = TimestepEmbedder(width)
+        self.latent_pos_embed = PositionTable(max_latent_size, width)
+        self._initialise()
+        self._freeze(freeze)
+        self.language_model.model.activation_checkpointing = activation_checkpointing
+        if compile:
+            for layer in self.language_model.model.layers:
+                layer.compile()
+
+    @staticmethod
+    def processor_sizes(config: Mapping[str, Any]) -> dict[str, int]:
+        """The sizes of a data processor that this model's config fixes."""
+        vae = build(AUTOENCODERS, config["vae"], where="model.vae")
+        vit, patch = config["vit"], config.get("latent_patch_size", 2)
+        return {
+            "vit_patch_size": vit["patch_size"],
+            "vit_max_patches_per_side": vit["image_size"] // vit["patch_size"],
+            "latent_channels": vae.latent_channels,
+            "latent_patch_size": patch,
+            "vae_spatial_downsample": vae.downsample,
+            "vae_downsample": vae.downsample * patch,
+            "max_latent_size": config.get("max_latent_size", 64),
+        }
+
+    def _initialise(self) -> None:
+        """Language model: Normal(0, 0.02), as Qwen2. All else: Normal(0, 1 / fan-in), so that image content is not
+        drowned by the position tables it is added to. Biases zero; ``llm2vae`` zero, so the first velocity is zero.
+        """
+        for name, parameter in self.named_parameters():
+            if name.startswith("vae.") or name.endswith("pos_embed"):
+                continue
+            if parameter.ndim > 1:
+                wide = name.startswith("language_model.") or name.endswith("position_embedding.weight")
+                nn.init.normal_(parameter, std=_INIT_STD if wide else parameter.shape[1] ** -0.5)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+        nn.init.zeros_(self.llm2vae.weight)
+
+    def _freeze(self, parts: Sequence[str]) -> None:
+        modules: dict[str, nn.Module] = {
+            "vae": self.vae, "vit": self.vit_model, "llm": self.language_model, "connector": self.connector,
+        }  # fmt: skip
+        for part in (*parts, "vae"):
+            if part not in modules:
+                raise ConfigError(f"model.freeze names {part!r}", allowed=", ".join(FREEZABLE))
+            modules[part].requires_grad_(False)
+
+    def forward(self, batch: PackedBatch) -> LossTerms:
+        """Sums of the loss terms over the targets of one micro-batch."""
+        with torch.no_grad():
+            latents = self.vae.encode(batch.vae_images, batch.vae_noise)
+            clean_LC = flow.patchify_latents(latents, batch.latent_shapes, self.latent_patch_size)
+        return self.loss_terms(batch, clean_LC)
+
+    def loss_terms(self, batch: PackedBatch, clean_LC: Tensor) -> LossTerms:
+        """As ``forward``, from clean latent patches ``[L, C]``."""
+        t_L = flow.training_timesteps(batch.timesteps, self.timestep_shift)
+        noisy_LC = flow.interpolate(clean_LC, batch.flow_noise, t_L)
+        hidden_TD, place_of = self.hidden_states(batch, noisy_LC, t_L)
+        logits = self.language_model.lm_head(hidden_TD[place_of[batch.text_target_index]])
+        text = text_loss_sum(logits, batch.text_target_ids, batch.text_target_weight)
+        target = torch.isfinite(batch.timesteps)
+        velocity = self.llm2vae(hidden_TD[place_of[batch.image_target_index]])
+        image = image_loss_sum(velocity, (batch.flow_noise - clean_LC)[target])
+        return LossTerms({"text": text, "image": image})
+
+    def hidden_states(self, batch: PackedBatch, latents_LC: Tensor, t_L: Tensor) -> tuple[Tensor, Tensor]:
+        """Final hidden states in expert order, and where each of the ``T`` tokens stands among them."""
+        x_TD, order, num_und = self._embed(batch, latents_LC, t_L)
+        place_of = torch.argsort(order)
+        attend = plan_attention(batch, place_of)
+        backbone = self.language_model.model
+        return backbone(x_TD, num_und, batch.position_ids[order], attend), place_of
+
+    def _embed(self, batch: PackedBatch, latents_LC: Tensor, t_L: Tensor) -> tuple[Tensor, Tensor, int]:
+        """Input embeddings in expert order, the token number of each row, and the number of und tokens."""
+        text = self.language_model.model.embed_tokens(batch.text_ids)
+        vit = self.vit_model(batch.vit_patches.to(text.dtype), batch.vit_position_ids, batch.vit_lengths)
+        vit = self.connector(vit) + self.vit_pos_embed(batch.vit_position_ids).to(vit.dtype)
+        gen = self.vae2llm(latents_LC.to(text.dtype)) + self.time_embedder(t_L, dtype=text.dtype)
+        gen = gen + self.latent_pos_embed(batch.latent_position_ids).to(gen.dtype)
+        order = torch.cat([batch.text_index, batch.vit_index, batch.latent_index])
+        return torch.cat([text, vit, gen]), order, batch.text_index.numel() + batch.vit_index.numel()
+
+    def velocity(self, batch: PackedBatch, latents_LC: Tensor, t: float) -> Tensor:
+        """Velocity ``[M, z * p * p]`` of the noisy patches, for the sampler; clean patches keep t = 0."""
+        t_L = torch.where(torch.isfinite(batch.timesteps), t, 0.0)
+        hidden_TD, place_of = self.hidden_states(batch, latents_LC, t_L)
+        return self.llm2vae(hidden_TD[place_of[batch.image_target_index]])
+
+    def next_token_logits(self, batch: PackedBatch, latents_LC: Tensor) -> Tensor:
+        """Logits ``[documents, vocabulary]`` of the token that follows each document, for the sampler."""
+        t_L = torch.zeros(batch.timesteps.shape, device=batch.timesteps.device)
+        hidden_TD, place_of = self.hidden_states(batch, latents_LC, t_L)
+        last = torch.tensor(batch.document_lengths, device=hidden_TD.device).cumsum(0) - 1
+        return self.language_model.lm_head(hidden_TD[place_of[last]])
+
+    def shard_units(self) -> list[nn.Module]:
+        """Modules an engine may shard and wrap one by one, in forward order; the root holds the rest."""
+        return [*self.vit_model.vision_model.encoder.layers, *self.language_model.model.layers]
+
+    def flops(self, batch: PackedBatch) -> float:
+        """Floating point operations of forward and backward on this micro-batch: 6 a weight and token, plus scores."""
+        layers = self.language_model.model.layers
+        weights = sum(p.numel() for p in layers[0].parameters()) / 2  # one expert
+        width = self.language_model.model.norm.weight.numel()
+        scores = sum(length**2 for length in batch.document_lengths) * 2 * width
+        vit_layers = self.vit_model.vision_model.encoder.layers
+        vit_weights = sum(p.numel() for layer in vit_layers for p in layer.parameters())
+        head = self.language_model.lm_head.weight.numel() * batch.text_target_index.numel()
+        dense = weights * len(layers) * batch.num_tokens + vit_weights * batch.vit_index.numel() + head
+        return 6.0 * (dense + scores * len(layers))
+
+
+def _check_llm(config: Mapping[str, Any]) -> None:
+    known = {*_LLM_KEYS, *_LLM_DEFAULTS}
+    missing = [key for key in _LLM_KEYS if key not in config]
+    unknown = [key for key in config if key not in known]
+    if missing or unknown:
+        raise ConfigError(f"model.llm: missing {missing}, unknown {unknown}", allowed=", ".join(sorted(known)))
+    heads, kv_heads, width = (config[k] for k in ("num_attention_heads", "num_key_value_heads", "hidden_size"))
+    if width % heads or heads % kv_heads:
+        raise ConfigError(
+            f"model.llm: hidden_size {width}, num_attention_heads {heads}, num_key_value_heads {kv_heads}",
+            allowed="hidden_size a multiple of the heads, the heads a multiple of the key/value heads",
+        )

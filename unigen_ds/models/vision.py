@@ -1,0 +1,112 @@
+"""SigLIP vision tower over packed patches of images of any size (navit): names and numbers of BAGEL's ``vit_model``.
+
+Shape suffixes: V patches of all images, D width, H heads, E head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from unigen_ds.models.attention import AttentionPlan, plan_full_attention
+
+
+class VisionAttention(nn.Module):
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.q_proj = nn.Linear(width, width)
+        self.k_proj = nn.Linear(width, width)
+        self.v_proj = nn.Linear(width, width)
+        self.out_proj = nn.Linear(width, width)
+
+    def forward(self, x_VD: Tensor, attend: AttentionPlan) -> Tensor:
+        q, k, v = (proj(x_VD).unflatten(-1, (self.num_heads, -1)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        return self.out_proj(attend(q, k, v).flatten(1))
+
+
+class VisionMLP(nn.Module):
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(width, inner)
+        self.fc2 = nn.Linear(inner, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
+
+
+class VisionLayer(nn.Module):
+    def __init__(self, width: int, inner: int, num_heads: int, eps: float) -> None:
+        super().__init__()
+        self.layer_norm1 = nn.LayerNorm(width, eps=eps)
+        self.self_attn = VisionAttention(width, num_heads)
+        self.layer_norm2 = nn.LayerNorm(width, eps=eps)
+        self.mlp = VisionMLP(width, inner)
+
+    def forward(self, x_VD: Tensor, attend: AttentionPlan) -> Tensor:
+        x_VD = x_VD + self.self_attn(self.layer_norm1(x_VD), attend)
+        return x_VD + self.mlp(self.layer_norm2(x_VD))
+
+
+class VisionEmbeddings(nn.Module):
+    def __init__(self, patch_width: int, width: int, num_positions: int) -> None:
+        super().__init__()
+        self.patch_embedding = nn.Linear(patch_width, width)
+        self.position_embedding = nn.Embedding(num_positions, width)
+
+    def forward(self, patches: Tensor, position_ids: Tensor) -> Tensor:
+        return self.patch_embedding(patches) + self.position_embedding(position_ids)
+
+
+class VisionEncoder(nn.Module):
+    def __init__(self, layers: Sequence[VisionLayer]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+
+class VisionTransformer(nn.Module):
+    """``embeddings``, ``encoder.layers``, ``post_layernorm``."""
+
+    def __init__(
+        self,
+        *,
+        hidden_size: int,
+        intermediate_size: int,
+        num_hidden_layers: int,
+        num_attention_heads: int,
+        image_size: int,
+        patch_size: int,
+        num_channels: int = 3,
+        layer_norm_eps: float = 1e-6,
+    ) -> None:
+        super().__init__()
+        side = image_size // patch_size
+        self.embeddings = VisionEmbeddings(num_channels * patch_size**2, hidden_size, side * side)
+        self.encoder = VisionEncoder(
+            [
+                VisionLayer(hidden_size, intermediate_size, num_attention_heads, layer_norm_eps)
+                for _ in range(num_hidden_layers)
+            ]
+        )
+        self.post_layernorm = nn.LayerNorm(hidden_size, eps=layer_norm_eps)
+
+    def forward(self, patches: Tensor, position_ids: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Patches ``[V, channels * p * p]`` of images with ``lengths`` patches each -> ``[V, D]``."""
+        attend = plan_full_attention(lengths, patches.device)
+        x_VD = self.embeddings(patches, position_ids)
+        for layer in self.encoder.layers:
+            x_VD = layer(x_VD, attend)
+        return self.post_layernorm(x_VD)
+
+
+class VisionModel(nn.Module):
+    """Wrapper that gives the published names ``vit_model.vision_model.*``."""
+
+    def __init__(self, **config: int | float) -> None:
+        super().__init__()
+        self.vision_model = VisionTransformer(**config)  # type: ignore[arg-type]
+
+    def forward(self, patches: Tensor, position_ids: Tensor, lengths: Sequence[int]) -> Tensor:
+        return self.vision_model(patches, position_ids, lengths)

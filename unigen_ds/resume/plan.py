@@ -1,0 +1,124 @@
+"""Which checkpoint a run goes on from, and whether it may.
+
+=====================  ==================  ==========================================================
+``resume``             ``load_from``       what happens
+=====================  ==================  ==========================================================
+False                  None                a fresh run; refused where the work dir holds checkpoints
+True                   None                the newest valid checkpoint of the work dir; none: fresh
+True                   CKPT                full resume from CKPT
+CKPT                   None                the same
+False                  CKPT                weights only, progress from zero
+=====================  ==================  ==========================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from unigen_ds.checkpoint import store
+from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
+from unigen_ds.core.errors import CheckpointError, ConfigError, ResumeBlocked
+from unigen_ds.core.progress import Geometry
+
+Mode = Literal["fresh", "resume", "weights"]
+
+
+@dataclass(frozen=True)
+class ResumePlan:
+    """What will be loaded. ``messages`` are to be logged once logging is up."""
+
+    mode: Mode
+    checkpoint: Path | None = None
+    manifest: Manifest | None = None
+    messages: Sequence[str] = ()
+
+
+def plan_resume(work_dir: Path, *, resume: bool | str, load_from: str | None) -> ResumePlan:
+    """Decide by the table above. Reads files only.
+
+    Raises ``ConfigError`` for a fresh start over existing checkpoints, and ``CheckpointError`` when checkpoints exist
+    but none is usable, or the one named is not.
+    """
+    if isinstance(resume, str) and load_from is not None:
+        raise ConfigError(
+            f"both resume={resume!r} and load_from={load_from!r} name a checkpoint",
+            remedy="resume goes on with a run; load_from alone takes weights only",
+        )
+    named = resume if isinstance(resume, str) else load_from
+    if named is not None:
+        path = checkpoint_directory(named)
+        manifest = _verified(path)
+        if resume:
+            return ResumePlan("resume", path, manifest, (f"Resumed from the checkpoint {path}.",))
+        return ResumePlan("weights", path, manifest, (f"Loaded weights only from {path}; progress starts at zero.",))
+    if resume:
+        return _newest(work_dir)
+    existing = [found.path.name for found in store.list_checkpoints(work_dir)]
+    if existing:
+        raise ConfigError(
+            f"{work_dir} already holds checkpoints ({', '.join(existing[-3:])}) but resume was not asked for",
+            remedy="--resume goes on with that run; --work-dir NEW starts another beside it",
+        )
+    return ResumePlan("fresh")
+
+
+def _newest(work_dir: Path) -> ResumePlan:
+    found, rejected = store.newest(work_dir)
+    messages = [f"Not resumed from {r.path}: {r.problem}" for r in rejected]
+    if found is None and rejected:
+        raise CheckpointError(
+            f"{work_dir} holds {len(rejected)} checkpoint(s) and none is usable: " + "; ".join(messages),
+            remedy="repair or remove them; a run is never restarted from scratch behind your back",
+        )
+    if found is None:
+        return ResumePlan("fresh", messages=(f"No checkpoint found in {work_dir}: training starts from scratch.",))
+    messages.append(f"Auto resumed from the latest checkpoint {found.path}.")
+    return ResumePlan("resume", found.path, found.manifest, tuple(messages))
+
+
+def checkpoint_directory(given: str) -> Path:
+    """The checkpoint directory that a path means: itself, or the one a file inside it belongs to."""
+    path = Path(given).expanduser().resolve()
+    if not path.exists():
+        raise CheckpointError(f"checkpoint {given!r} does not exist (looked at {path})")
+    for candidate in (path, path.parent, path.parent.parent):
+        if (candidate / FILE_NAME).is_file():
+            return candidate
+    inside = store.list_checkpoints(path) if path.is_dir() else []
+    hint = f"it holds {', '.join(f.path.name for f in inside)}: name one of them" if inside else None
+    raise CheckpointError(f"{path} is not a checkpoint of this project: it has no {FILE_NAME}", remedy=hint)
+
+
+def _verified(path: Path) -> Manifest:
+    manifest = Manifest.read(path)
+    problem = store.verify(path, manifest, hashes=True)
+    if problem:
+        raise CheckpointError(f"checkpoint {path} is damaged: {problem}", remedy="name another, or use --resume alone")
+    return manifest
+
+
+def check_unchanged(manifest: Manifest, *, geometry: Geometry, data: Mapping[str, Any]) -> None:
+    """Refuse a resume that would silently be another training. Raises ``ResumeBlocked``.
+
+    ``data`` is the loader's identity: seed and fingerprint.
+    """
+    was = manifest.geometry
+    if was.global_batch_size != geometry.global_batch_size:
+        raise ResumeBlocked(
+            f"the effective batch size was {was} and would become {geometry}",
+            remedy=f"choose batch_size x accumulative_counts x processes = {was.global_batch_size}",
+        )
+    if manifest.loader["seed"] != data["seed"]:
+        raise ResumeBlocked(
+            f"randomness.seed was {manifest.loader['seed']} and is {data['seed']}: the order of the data would change",
+            remedy="set the seed back",
+        )
+    if manifest.loader["fingerprint"] != data["fingerprint"]:
+        raise ResumeBlocked(
+            "the training data, its processor or its packing differ from those of the checkpoint: sequences would be"
+            " repeated or skipped",
+            remedy="restore the data, or start another run with --load-from",
+        )

@@ -1,0 +1,27 @@
+"""One library call per training: build, train, say why it ended."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from unigen_ds.core.log import logger
+from unigen_ds.runner.runner import Runner
+
+
+def train_config(config: Any, *, max_updates: int | None = None) -> str | None:
+    """Train a loaded config. Returns None when training is complete or hit ``max_updates``, ``'signal'`` when stopped.
+
+    Raises what ``runner.build.build_parts`` raises, and ``TrainingError``.
+    """
+    runner = Runner.from_cfg(config, max_updates=max_updates)
+    progress = runner.train()
+    state = "complete" if runner.finished else "stopped"
+    logger().info(
+        "Training %s after %d updates (%d skipped), %d sequences, epoch %.2f.",
+        state,
+        progress.updates,
+        progress.skipped_updates,
+        progress.sequences,
+        progress.sequences / runner.ruler.sequences_per_epoch,
+    )
+    return runner.stop_reason

@@ -1,0 +1,215 @@
+"""The loop. It sees interfaces only; a feature is a hook or a backend, never an ``if`` in here."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from unigen_ds.checkpoint import saver, store
+from unigen_ds.checkpoint.layouts import open_reader
+from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
+from unigen_ds.checkpoint.manifest import Manifest
+from unigen_ds.core import dist
+from unigen_ds.core.batch import PackedBatch
+from unigen_ds.core.clock import Clock
+from unigen_ds.core.log import logger
+from unigen_ds.core.progress import Progress
+from unigen_ds.data.loader import MicroBatch
+from unigen_ds.data.stream import Cursor
+from unigen_ds.hooks.base import Hook, UpdateResult
+from unigen_ds.runner.build import build_parts
+from unigen_ds.runner.parts import Parts
+
+
+class Runner:
+    """Trains ``Parts`` to its limits. ``Runner.from_cfg(cfg).train()``; implements ``hooks.base.Run``."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self.config, self.work_dir, self.backend = parts.config, parts.work_dir, parts.backend
+        self.ruler, self.geometry, self.total_sequences = parts.ruler, parts.geometry, parts.total_sequences
+        self.hooks: Sequence[Hook] = sorted(parts.hooks, key=lambda hook: hook.priority)
+        manifest = parts.plan.manifest if parts.plan.mode == "resume" else None
+        self.progress = self.previous = manifest.progress if manifest else Progress()
+        self.processor = parts.processor
+        self.clock = Clock()
+        self.stop_reason: str | None = None
+        self._cursor: Cursor = parts.cursor
+        self._parent = parts.plan.checkpoint.name if manifest and parts.plan.checkpoint else None
+
+    @classmethod
+    def from_cfg(cls, config: Mapping[str, Any], *, max_updates: int | None = None) -> Runner:
+        """Build everything a config names. See ``runner/build.py`` for the errors."""
+        return cls(build_parts(config, max_updates=max_updates))
+
+    @property
+    def finished(self) -> bool:
+        """Whether the next update would go beyond a limit of ``train_cfg``: a run never trains on more than asked."""
+        ahead = self.progress.sequences + self.geometry.global_batch_size
+        return any(
+            ahead > limit.value if limit.unit == "sequence" else limit.reached(self.progress)
+            for limit in self._parts.limits
+        )
+
+    @property
+    def done(self) -> bool:
+        most = self._parts.max_updates
+        return self.finished or self.stop_reason is not None or (most is not None and self.progress.updates >= most)
+
+    def request_stop(self, reason: str) -> None:
+        self.stop_reason = reason
+
+    def train(self) -> Progress:
+        """Restore, train until done, clean up. Collective. Returns the final progress."""
+        try:
+            self._call("before_run")
+            self._restore()
+            self._call("before_train")
+            updates = iter(self._parts.loader)
+            epoch: int | None = None
+            while not self.done:
+                if epoch != self.progress.epoch:
+                    epoch = self.progress.epoch
+                    self._call("before_train_epoch")
+                self.train_update(updates)
+                if epoch != self.progress.epoch:
+                    self._call("after_train_epoch")
+            self._call("after_train")
+            self._call("after_run")
+        except BaseException as error:
+            for hook in self.hooks:
+                hook.on_exception(self, error)
+            raise
+        finally:
+            self._parts.loader.close()
+            self.backend.close()
+        return self.progress
+
+    def train_update(self, updates: Iterator[list[MicroBatch]]) -> None:
+        """One optimizer step: ``accumulative_counts`` micro-batches, each target weighing the same in the loss."""
+        with self.clock("data"):
+            micro_batches = next(updates)
+            counts, totals = _global_counts(micro_batches)
+        self._call("before_update")
+        hparams = self._parts.schedules.at(self.progress)
+        self.backend.set_hparams(hparams)
+        sums: dict[str, Tensor] = {}
+        for i, micro_batch in enumerate(micro_batches):
+            last = i == len(micro_batches) - 1
+            self._call("before_train_iter", i, micro_batch.batch)
+            with self.clock("forward_backward"), self.backend.accumulate(last=last):
+                terms = self.backend.model(micro_batch.batch.to(self.backend.device))
+                self.backend.backward(terms.weighted(self._parts.loss_weights, counts))
+            for name, value in terms.sums.items():
+                sums[name] = sums[name] + value.detach() if name in sums else value.detach()
+            if not last:
+                self._call("after_train_iter", i, micro_batch.batch)
+        with self.clock("step"):
+            step = self.backend.step()
+        self._call("after_train_iter", len(micro_batches) - 1, micro_batches[-1].batch)
+        self._advance(micro_batches, totals, applied=step.applied)
+        names = self._parts.source_names
+        sample_ids = [draw.sample_id(names) for m in micro_batches for row in m.rows for draw in row]
+        result = UpdateResult(
+            local_sums=sums,
+            counts=counts,
+            loss_weights=self._parts.loss_weights,
+            grad_norm=step.grad_norm,
+            applied=step.applied,
+            hparams=hparams,
+            num_skipped=int(totals["skipped"]),
+            sequences=(self.previous.sequences, self.progress.sequences),
+            sample_digest=hashlib.blake2b("\n".join(sample_ids).encode(), digest_size=8).hexdigest(),
+            sample_ids=sample_ids,
+            tokens=int(totals["tokens"]),
+        )
+        self._call("after_update", result)
+
+    def _advance(self, micro_batches: Sequence[MicroBatch], totals: Mapping[str, float], *, applied: bool) -> None:
+        self._cursor = micro_batches[-1].cursor
+        self.previous = self.progress
+        self.progress = self.progress.advance(
+            sequences=self._cursor.sequences - self.progress.sequences,
+            samples=int(totals["samples"]),
+            tokens=int(totals["tokens"]),
+            epoch=self._cursor.epoch,
+            applied=applied,
+        )
+
+    def _call(self, point: str, *arguments: Any) -> None:
+        for hook in self.hooks:
+            getattr(hook, point)(self, *arguments)
+
+    def _restore(self) -> None:
+        """Load what the plan says: weights; on resume also moments, hook states and, last, the random generators."""
+        plan = self._parts.plan
+        if plan.checkpoint is None or plan.manifest is None:
+            return
+        reader = open_reader(plan.checkpoint, plan.manifest)
+        self.backend.load_tensors(reader, weights_only=plan.mode == "weights")
+        if plan.mode == "weights":
+            return
+        states = saver.read_hook_states(plan.checkpoint)
+        folders = {p.name: p for p in plan.checkpoint.iterdir() if p.is_dir() and p.name != saver.RNG_DIRECTORY}
+        readers = {name: SafetensorsReader(path) for name, path in folders.items()}
+        for hook in self.hooks:
+            if hook.name in states:
+                hook.load_state_dict(states[hook.name])
+            hook.load_shards(readers)
+        if dist.is_main():
+            store.write_hint(self.work_dir, plan.checkpoint)
+        if not saver.restore_rng(plan.checkpoint):
+            logger().warning("The checkpoint has no random state for rank %d: dropout is re-seeded.", dist.rank())
+        self._call("after_load_checkpoint", {**plan.manifest.state_dict(), "path": str(plan.checkpoint)})
+
+    def save_checkpoint(self, name: str) -> Path:
+        """See ``hooks.base.Run``."""
+        parts = self._parts
+        manifest = Manifest(
+            commit=dist.broadcast_object(store.next_commit(self.work_dir) if dist.is_main() else None),
+            parent=self._parent,
+            progress=self.progress,
+            geometry=self.geometry,
+            ruler=self.ruler,
+            topology=self.backend.topology(),
+            schedule=parts.schedules.state_dict(),
+            loader={"cursor": self._cursor.state_dict(), **parts.data_identity},
+            parameters=parts.parameters,
+            config=parts.plain_config,
+        )
+        for hook in self.hooks:
+            hook.before_save_checkpoint(self, manifest.metrics)
+        path = saver.save(
+            self.work_dir,
+            name,
+            backend=self.backend,
+            manifest=manifest,
+            hook_states={hook.name: state for hook in self.hooks if (state := hook.state_dict())},
+            hook_shards={folder: shards for hook in self.hooks for folder, shards in hook.shards().items()},
+            config_text=parts.config_text,
+        )
+        self._parent = path.name
+        return path
+
+
+def _global_counts(micro_batches: Sequence[MicroBatch]) -> tuple[dict[str, float], dict[str, float]]:
+    """Targets of each loss term, and tokens, samples and skipped samples, over all ranks and iterations.
+
+    From labels on the CPU, summed over gloo: no device sync.
+    """
+    batches: list[PackedBatch] = [micro_batch.batch for micro_batch in micro_batches]
+    targets = [batch.target_counts() for batch in batches]
+    terms = sorted(targets[0])
+    local = [sum(t[term] for t in targets) for term in terms]
+    local += [float(sum(values)) for values in zip(*map(_tally, batches), strict=True)]
+    summed = dist.sum_floats(local)
+    counts = dict(zip(terms, summed, strict=False))
+    return counts, dict(zip(("tokens", "samples", "skipped"), summed[len(terms) :], strict=True))
+
+
+def _tally(batch: PackedBatch) -> tuple[int, int, int]:
+    return batch.num_tokens, batch.num_samples, len(batch.skipped)

@@ -1,0 +1,400 @@
+"""Learning-rate curves in closed form: what a config says goes in, the same curve measured in data comes out.
+
+A curve class carries the arguments of mmengine's scheduler of the same name. ``Curve.place`` turns them, once, into a
+``PlacedCurve`` whose numbers are sequences (or tokens), and which maps the value given by earlier curves to a new one
+at any progress. mmengine multiplies the previous step's value instead, so it must have taken every step; a closed form
+needs nothing but the position, which is why nothing of it can be lost on resume.
+
+A curve moves in *steps* (mmengine's ``last_step``), and some end one step before ``end``: ``LinearLR`` reaches
+``end_factor`` at its last step, not after it. A step is kept as an amount of data: one iteration or one update of the
+first geometry. With ``convert_to_iter_based`` it is one update, so that 8 sequences x 1 and 4 x 2 accumulated are
+trained with the same learning rate from the first update on; without accumulation that is mmengine's iteration.
+Curves in sequences or tokens are continuous: their step is 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from unigen_ds.core.errors import ConfigError, nearest
+from unigen_ds.core.progress import Progress, Ruler
+from unigen_ds.core.registry import CURVES
+
+CURVE_UNITS = ("epoch", "iteration", "update", "sequence", "token")
+MMENGINE_INF = 10**9
+"""mmengine's ``INF``: an ``end`` of that many epochs or iterations means the end of training."""
+NO_NUMBER: tuple[type, ...] = (bool, str)
+
+
+@dataclass(frozen=True)
+class Point:
+    """Where a curve is evaluated. Data counts are in the curve's own axis."""
+
+    given: float
+    """Value handed on by the earlier curves."""
+    base: float
+    """The group's learning rate in the config."""
+    since: float
+    """Data since the curve began, not negative."""
+    length: float
+    """Data from begin to end; ``inf`` where the curve has no end."""
+    step: float
+
+    @property
+    def last(self) -> float:
+        """Position of the curve's last step, counted from its begin."""
+        return max(self.length - self.step, 0.0)
+
+    @property
+    def done(self) -> float:
+        """``since``, held at the last step: after ``end`` a curve stays where it was."""
+        return min(self.since, self.last)
+
+    @property
+    def past(self) -> bool:
+        return self.since >= self.length
+
+
+@dataclass(frozen=True)
+class PlacedCurve:
+    """A curve measured in data. Plain numbers only: this is what a checkpoint stores."""
+
+    type: str
+    axis: str
+    """``sequence`` or ``token``."""
+    begin: float
+    end: float | None
+    step: float
+    staircase: bool
+    """True: constant inside a step (mmengine's plain ``by_epoch=True``)."""
+    arguments: Mapping[str, Any]
+
+    def map(self, given: float, *, base: float, progress: Progress) -> float:
+        """The value this curve makes of ``given`` at ``progress``; ``given`` itself before ``begin``."""
+        position = float(progress.count(self.axis))
+        if self.staircase:
+            position = math.floor(position / self.step) * self.step
+        if position < self.begin:
+            return given
+        length = math.inf if self.end is None else self.end - self.begin
+        point = Point(given=given, base=base, since=position - self.begin, length=length, step=self.step)
+        return CURVES.module_dict[self.type].evaluate(point, self.arguments)
+
+    def state_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> PlacedCurve:
+        """Raises ``ConfigError`` when the curve's class is not registered (a custom import is missing)."""
+        if state["type"] not in CURVES.module_dict:
+            raise ConfigError(
+                f"the stored schedule has a curve of type {state['type']!r}",
+                remedy=nearest(state["type"], CURVES.module_dict) + "; a curve of your own belongs in custom_imports",
+            )
+        return cls(**{field.name: state[field.name] for field in dataclasses.fields(cls)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """Arguments every curve takes, mmengine's names. A subclass adds its own and defines ``evaluate``."""
+
+    by_epoch: bool | None = None
+    """True (the default, as in mmengine): ``begin`` and ``end`` are epochs. False: iterations."""
+    begin: float = 0
+    end: float | None = None
+    """None: the end of training."""
+    convert_to_iter_based: bool = False
+    """With epochs: the curve moves within an epoch, and ``begin`` and ``end`` may be fractions of one."""
+    unit: str | None = None
+    """epoch, iteration, update, sequence or token; overrides ``by_epoch``."""
+
+    default_unit: ClassVar[str] = "epoch"
+
+    def __post_init__(self) -> None:
+        if self.unit is not None and self.unit not in CURVE_UNITS:
+            raise ConfigError(f"unit is {self.unit!r}", allowed=", ".join(CURVE_UNITS))
+        self.check("begin", low=0)
+        if self.end is not None:
+            self.check("end", low=0, infinite=True)
+            if self.end <= self.begin:
+                raise ConfigError(f"begin is {self.begin} and end is {self.end}", allowed="an end after the begin")
+        if self.convert_to_iter_based and self.counted_in != "epoch":
+            raise ConfigError(
+                f"convert_to_iter_based=True with begin and end in {self.counted_in}s",
+                allowed="by_epoch=True",
+                remedy="leave convert_to_iter_based out: the curve already moves with every update",
+            )
+        self.check_own()
+
+    def check_own(self) -> None:
+        """Raise ``ConfigError`` for a value of the subclass's own arguments that cannot work."""
+
+    def check(self, name: str, *, low: float, high: float = math.inf, infinite: bool = False) -> None:
+        """Raise ``ConfigError`` unless argument ``name`` is a number in ``low .. high``."""
+        value = getattr(self, name)
+        number = isinstance(value, (int, float)) and not isinstance(value, NO_NUMBER)
+        if not number or not low <= value <= high or (math.isinf(value) and not infinite):
+            limit = f"a number of at least {low}" if math.isinf(high) else f"a number from {low} to {high}"
+            raise ConfigError(f"{name} is {value!r}", allowed=limit)
+
+    @property
+    def counted_in(self) -> str:
+        """The unit of ``begin`` and ``end``."""
+        if self.unit is not None:
+            return self.unit
+        if self.by_epoch is None:
+            return self.default_unit
+        return "epoch" if self.by_epoch else "iteration"
+
+    @property
+    def staircase(self) -> bool:
+        return self.counted_in == "epoch" and not self.convert_to_iter_based
+
+    @property
+    def needs_end(self) -> bool:
+        """Whether the curve's form depends on its end."""
+        return True
+
+    def place(self, *, ruler: Ruler, total_sequences: float) -> PlacedCurve:
+        """This curve in sequences (tokens stay tokens), with the geometry of the first start."""
+        begin, end = self._range(ruler, total_sequences)
+        if end is None and self.needs_end:
+            raise ConfigError(
+                f"end is {self.end!r} with unit 'token'", remedy="give the end in tokens: it cannot be known beforehand"
+            )
+        if end is not None and end <= begin:
+            raise ConfigError(
+                f"begin is {self.begin} {self.counted_in}(s), the range ends after {end:g} sequences",
+                remedy="begin before the end of training, or train longer",
+            )
+        return PlacedCurve(
+            type=type(self).__name__,
+            axis="token" if self.counted_in == "token" else "sequence",
+            begin=begin,
+            end=end,
+            step=self._step(ruler),
+            staircase=self.staircase,
+            arguments=self.arguments(lambda value: self._data(value, ruler)),
+        )
+
+    def arguments(self, to_data: Callable[[float], float]) -> dict[str, Any]:
+        """The subclass's own arguments; those that are positions go through ``to_data``."""
+        shared = {field.name for field in dataclasses.fields(Curve)}
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in shared}
+
+    @staticmethod
+    def evaluate(point: Point, arguments: Mapping[str, Any]) -> float:
+        """The closed form. Pure: called by ``PlacedCurve.map`` on every rank, at every update."""
+        raise NotImplementedError
+
+    def _data(self, value: float, ruler: Ruler) -> float:
+        """``value`` in the curve's axis; 0.07 epochs of 100 are 7, not 7.000000000000001."""
+        amount = value if self.counted_in == "token" else ruler.to_sequences(value, self.counted_in)
+        whole = round(amount)
+        return float(whole) if abs(amount - whole) < 1e-6 else float(amount)
+
+    def _step(self, ruler: Ruler) -> float:
+        if self.staircase:
+            return float(ruler.sequences_per_epoch)
+        if self.counted_in in ("sequence", "token"):
+            return 0.0
+        return float(ruler.to_sequences(1, "iteration" if self.counted_in == "iteration" else "update"))
+
+    def _range(self, ruler: Ruler, total_sequences: float) -> tuple[float, float | None]:
+        begin = self._data(self.begin, ruler)
+        if self._ends_with_training:
+            end = None if self.counted_in == "token" else float(total_sequences)
+            if self.staircase:  # the epoch in which training stops counts as a whole one
+                end = math.ceil(total_sequences / ruler.sequences_per_epoch - 1e-9) * float(ruler.sequences_per_epoch)
+            return self._whole_steps(begin, ruler), end
+        assert self.end is not None
+        end = self._data(self.end, ruler)
+        if self.staircase and (begin % ruler.sequences_per_epoch or end % ruler.sequences_per_epoch):
+            raise ConfigError(
+                f"begin is {self.begin} and end is {self.end} epochs",
+                allowed="whole epochs for a curve that changes once per epoch",
+                remedy="add convert_to_iter_based=True",
+            )
+        whole = self._whole_steps(begin, ruler), self._whole_steps(end, ruler)
+        return whole if whole[0] < whole[1] else (begin, end)
+
+    @property
+    def _ends_with_training(self) -> bool:
+        if self.end is None or math.isinf(self.end):
+            return True
+        return self.counted_in in ("epoch", "iteration") and self.end >= MMENGINE_INF
+
+    def _whole_steps(self, amount: float, ruler: Ruler) -> float:
+        """Round down to whole steps, as mmengine does: 0.1 of 781 iterations are 78.
+
+        Only where an epoch is a whole number of steps; where it is not (packing), mmengine has no counterpart and
+        the exact fraction of the epoch is meant.
+        """
+        step = self._step(ruler)
+        if self.convert_to_iter_based and ruler.sequences_per_epoch % step == 0:
+            return amount // step * step
+        return amount
+
+
+@CURVES.register_module()
+@dataclass(frozen=True, kw_only=True)
+class LinearLR(Curve):
+    """Multiplies by a factor that goes from ``start_factor`` at the first step to ``end_factor`` at the last one."""
+
+    start_factor: float = 1.0 / 3
+    end_factor: float = 1.0
+
+    def check_own(self) -> None:
+        self.check("start_factor", low=0, high=1)
+        self.check("end_factor", low=0, high=1)
+
+    @staticmethod
+    def evaluate(point: Point, arguments: Mapping[str, Any]) -> float:
+        start, end = arguments["start_factor"], arguments["end_factor"]
+        if point.last == 0:  # a range of one step has no way to go; mmengine would stay at start_factor for good
+            return point.given * (end if point.past else start)
+        return point.given * (start + (end - start) * (point.done / point.last))
+
+
+@CURVES.register_module()
+@dataclass(frozen=True, kw_only=True)
+class ConstantLR(Curve):
+    """Multiplies by ``factor`` until the last step before ``end``, which is already free of it (as in mmengine)."""
+
+    factor: float = 1.0 / 3
+
+    def check_own(self) -> None:
+        self.check("factor", low=0, high=1)
+
+    @property
+    def needs_end(self) -> bool:
+        return False
+
+    @staticmethod
+    def evaluate(point: Point, arguments: Mapping[str, Any]) -> float:
+        held = not point.past if point.last == 0 else point.since < point.last
+        return point.given * arguments["factor"] if held else point.given
+
+
+@CURVES.register_module()
+@dataclass(frozen=True, kw_only=True)
+class CosineAnnealingLR(Curve):
+    """``eta_min + (given - eta_min) * (1 + cos(pi * t / T_max)) / 2``; SGDR, https://arxiv.org/abs/1608.03983.
+
+    ``T_max`` (in the unit of ``begin`` and ``end``) is end - begin unless given; beyond it the cosine rises again.
+    """
+
+    T_max: float | None = None
+    eta_min: float | None = None
+    """Smallest learning rate; 0 where neither is given."""
+    eta_min_ratio: float | None = None
+    """The same as a fraction of the group's learning rate."""
+
+    def check_own(self) -> None:
+        if self.T_max is not None:
+            self.check("T_max", low=1e-12)
+        if self.eta_min is not None and self.eta_min_ratio is not None:
+            raise ConfigError(
+                f"eta_min is {self.eta_min} and eta_min_ratio is {self.eta_min_ratio}", allowed="one of the two"
+            )
+        for name in ("eta_min", "eta_min_ratio"):
+            if getattr(self, name) is not None:
+                self.check(name, low=0)
+
+    @property
+    def needs_end(self) -> bool:
+        return self.T_max is None
+
+    def arguments(self, to_data: Callable[[float], float]) -> dict[str, Any]:
+        own = Curve.arguments(self, to_data)
+        return {**own, "T_max": None if self.T_max is None else to_data(self.T_max)}
+
+    @staticmethod
+    def evaluate(point: Point, arguments: Mapping[str, Any]) -> float:
+        period = point.length if arguments["T_max"] is None else arguments["T_max"]
+        ratio = arguments["eta_min_ratio"]
+        eta_min = (arguments["eta_min"] or 0.0) if ratio is None else point.base * ratio
+        return eta_min + (point.given - eta_min) * (1 + math.cos(math.pi * (point.done / period))) / 2
+
+
+@CURVES.register_module()
+@dataclass(frozen=True, kw_only=True)
+class PolyLR(Curve):
+    """``eta_min + (given - eta_min) * (1 - t / T) ** power`` with T one step less than end - begin (mmengine)."""
+
+    eta_min: float = 0.0
+    power: float = 1.0
+
+    def check_own(self) -> None:
+        self.check("eta_min", low=0)
+        self.check("power", low=0)
+
+    @staticmethod
+    def evaluate(point: Point, arguments: Mapping[str, Any]) -> float:
+        if point.last == 0:
+            return point.given
+        rest = (point.last - point.done) / point.last
+        return arguments["eta_min"] + (point.given - arguments["eta_min"]) * rest ** arguments["power"]
+
+
+@CURVES.register_module()
+@dataclass(frozen=True, kw_only=True)
+class MultiStepLR(Curve):
+    """Multiplies by ``gamma`` once for every milestone passed. Milestones count from ``begin`` (mmengine)."""
+
+    milestones: tuple[float, ...]
+    gamma: float = 0.1
+
+    def check_own(self) -> None:
+        self.check("gamma", low=0)
+        plain = isinstance(self.milestones, (list, tuple))
+        if not plain or any(isinstance(m, NO_NUMBER) or not isinstance(m, (int, float)) for m in self.milestones):
+            raise ConfigError(f"milestones is {self.milestones!r}", allowed="a list of numbers")
+        if any(not 0 <= m < math.inf for m in self.milestones):
+            raise ConfigError(f"milestones is {self.milestones!r}", allowed="positions that are not negative")
+
+    @property
+    def needs_end(self) -> bool:
+        return False
+
+    def arguments(self, to_data: Callable[[float], float]) -> dict[str, Any]:
+        return {"milestones": [to_data(m) for m in self.milestones], "gamma": self.gamma}
+
+    @staticmethod
+    def evaluate(point: Point, arguments: Mapping[str, Any]) -> float:
+        passed = sum(milestone <= point.done for milestone in arguments["milestones"])
+        return point.given * arguments["gamma"] ** passed
+
+
+@CURVES.register_module()
+@dataclass(frozen=True, kw_only=True)
+class WarmupCosineLR(Curve):
+    """nanoVLM's curve (``get_lr`` of huggingface/nanoVLM): linear warm-up, cosine to ``min_ratio``, then constant.
+
+    The warm-up lasts ``warmup_ratio * total`` updates, not rounded, and update ``i`` gets ``(i + 1) / warm-up``.
+    So the last one of a warm-up that is no whole number overshoots: 4.76 times the base at 7 updates. It is kept,
+    since the aim is that code's own numbers. Counts in updates unless ``unit`` or ``by_epoch`` is given.
+    """
+
+    warmup_ratio: float = 0.03
+    min_ratio: float = 0.1
+
+    default_unit: ClassVar[str] = "update"
+
+    def check_own(self) -> None:
+        self.check("warmup_ratio", low=0, high=0.999999)
+        self.check("min_ratio", low=0, high=1)
+
+    @staticmethod
+    def evaluate(point: Point, arguments: Mapping[str, Any]) -> float:
+        warmup, smallest = arguments["warmup_ratio"] * point.length, arguments["min_ratio"]
+        if point.since < warmup:
+            return point.given * ((point.since + point.step) / warmup)
+        if point.past:
+            return point.given * smallest
+        cosine = (1 + math.cos(math.pi * ((point.since - warmup) / (point.length - warmup)))) / 2
+        return point.given * (smallest + cosine * (1 - smallest))

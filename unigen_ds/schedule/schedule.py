@@ -1,0 +1,177 @@
+"""All curves of a run, composed: progress in, ``{'name', 'lr'}`` of every parameter group out.
+
+Made once, at the first start, and stored as plain JSON in sequences and tokens; ``from_state_dict`` gives the same
+function to the last bit under any geometry. The position of an update is its progress *before* the update, so how the
+update is cut into iterations does not matter. Curves are chained in the order in which they begin: ranges that follow
+each other give mmengine's values; where ranges overlap, factors multiply, as they do there. (Only an overlap with
+an ``eta_min`` above 0 differs: mmengine's recursion has no closed form then.)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from unigen_ds.core.errors import CheckpointError, ConfigError, nearest
+from unigen_ds.core.log import logger
+from unigen_ds.core.progress import Progress, Ruler
+from unigen_ds.core.registry import CURVES, build
+from unigen_ds.schedule.curves import Curve, PlacedCurve
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Schedules:
+    """Learning rates as a pure function of progress. Immutable; the same object on every rank."""
+
+    curves: tuple[PlacedCurve, ...]
+    base: tuple[tuple[str, float], ...]
+    """(name, learning rate of the config) of each parameter group, in the backend's order."""
+    config: str
+    """Canonical text of the ``param_scheduler`` the curves came from: two configs are equal if their texts are."""
+    total_sequences: float
+    """Length of training when the curves were placed: what an ``end`` left out stands for."""
+    lr_scale: float = 1.0
+    """Multiplies every learning rate; the answer given to a change of the global batch size."""
+
+    @classmethod
+    def from_cfg(
+        cls,
+        param_scheduler: Sequence[Mapping[str, Any]] | Mapping[str, Any] | None,
+        *,
+        ruler: Ruler,
+        base: Sequence[Mapping[str, Any]],
+        total_sequences: float,
+        lr_scale: float = 1.0,
+    ) -> Schedules:
+        """Place the curves of a config. None or an empty list: every group keeps its learning rate.
+
+        ``ruler`` holds the geometry of the first start. Raises ``ConfigError`` naming the entry that cannot work.
+        """
+        if not (0 < total_sequences < math.inf):
+            raise ConfigError(f"the length of training is {total_sequences!r} sequences", allowed="a positive number")
+        if not (0 < lr_scale < math.inf):
+            raise ConfigError(f"lr_scale is {lr_scale!r}", allowed="a positive number")
+        placed = [
+            _place(spec, f"param_scheduler[{index}]", ruler=ruler, total_sequences=total_sequences)
+            for index, spec in enumerate(_entries(param_scheduler))
+        ]
+        if len({curve.axis for curve in placed}) == 1:  # sequences and tokens have no common order
+            placed.sort(key=lambda curve: curve.begin)
+        return cls(
+            curves=tuple(placed),
+            base=_base(base),
+            config=config_text(param_scheduler),
+            total_sequences=float(total_sequences),
+            lr_scale=float(lr_scale),
+        )
+
+    def at(self, progress: Progress) -> list[dict[str, Any]]:
+        """``{'name', 'lr'}`` of each group for the update that begins at ``progress``.
+
+        A group whose learning rate is 0 is frozen: it stays at 0, whatever ``eta_min`` says.
+        """
+        return [{"name": name, "lr": self._lr(lr, progress) * self.lr_scale} for name, lr in self.base]
+
+    def _lr(self, base: float, progress: Progress) -> float:
+        value = base
+        if base:
+            for curve in self.curves:
+                value = curve.map(value, base=base, progress=progress)
+        return value
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain JSON values, lossless."""
+        return {
+            "version": VERSION,
+            "curves": [curve.state_dict() for curve in self.curves],
+            "base": [{"name": name, "lr": lr} for name, lr in self.base],
+            "config": self.config,
+            "total_sequences": self.total_sequences,
+            "lr_scale": self.lr_scale,
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> Schedules:
+        """The function that ``state_dict`` described. Raises ``CheckpointError`` for a state it cannot read."""
+        if state.get("version") != VERSION:
+            raise CheckpointError(
+                f"the stored schedule has version {state.get('version')!r}",
+                allowed=str(VERSION),
+                remedy="resume with the version of this package that wrote the checkpoint",
+            )
+        try:
+            return cls(
+                curves=tuple(PlacedCurve.from_state_dict(curve) for curve in state["curves"]),
+                base=_base(state["base"]),
+                config=str(state["config"]),
+                total_sequences=float(state["total_sequences"]),
+                lr_scale=float(state["lr_scale"]),
+            )
+        except KeyError as error:
+            raise CheckpointError(f"the stored schedule has no {error}") from error
+
+
+def config_text(param_scheduler: Any) -> str:
+    """A ``param_scheduler`` as canonical JSON text (keys sorted, classes by their name, numbers as floats)."""
+    return json.dumps(_plain(_entries(param_scheduler)), sort_keys=True)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, type):
+        return value.__name__
+    return float(value) if type(value) is int else value  # an end of 4 and one of 4.0 are the same schedule
+
+
+def _entries(param_scheduler: Any) -> list[Any]:
+    if param_scheduler is None:
+        return []
+    if isinstance(param_scheduler, Mapping):
+        return [param_scheduler]
+    if not isinstance(param_scheduler, (list, tuple)):
+        raise ConfigError(
+            f"param_scheduler is {param_scheduler!r}", allowed="None, dict(type='...', ...), or a list of these"
+        )
+    return list(param_scheduler)
+
+
+def _place(spec: Any, where: str, *, ruler: Ruler, total_sequences: float) -> PlacedCurve:
+    try:
+        curve = build(CURVES, _named(spec, where), where=where)
+        return curve.place(ruler=ruler, total_sequences=total_sequences)
+    except ConfigError as error:
+        if error.problem.startswith(where):
+            raise
+        raise ConfigError(f"{where}: {error.problem}", allowed=error.allowed, remedy=error.remedy) from error
+
+
+def _named(spec: Any, where: str) -> Any:
+    """``spec`` with a class in ``type`` replaced by its name: xtuner-style configs import mmengine's schedulers."""
+    kind = spec.get("type") if isinstance(spec, Mapping) else None
+    if not isinstance(kind, type):
+        return spec
+    if kind.__name__ not in CURVES.module_dict:
+        raise ConfigError(
+            f"{where}.type is the class {kind.__name__}", remedy=nearest(kind.__name__, CURVES.module_dict)
+        )
+    if not issubclass(kind, Curve):
+        logger().info("%s: %s stands for the curve of that name", where, kind.__module__ + "." + kind.__name__)
+    return {**spec, "type": kind.__name__}
+
+
+def _base(groups: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, float], ...]:
+    pairs = tuple((str(group["name"]), float(group["lr"])) for group in groups)
+    for name, lr in pairs:
+        if not 0 <= lr < math.inf:
+            raise ConfigError(f"the learning rate of group {name!r} is {lr!r}", allowed="a number of at least 0")
+    if len({name for name, _ in pairs}) != len(pairs):
+        raise ConfigError(f"parameter groups {[name for name, _ in pairs]}", allowed="names that differ")
+    return pairs
