@@ -33,7 +33,10 @@ _DATALOADER = {
 SCHEMA: dict[str, Any] = {
     "model": _COMPONENT,
     "tokenizer": _COMPONENT,
-    "processor": _COMPONENT,
+    "processor": {
+        "vit_transform": _COMPONENT, "vae_transform": _COMPONENT, "vit_augment": _COMPONENT, "text_dropout": 1,
+        "vit_dropout": 1, "vae_dropout": 1, "timestep": 1, "ce_reweight": 1,
+    },
     "train_dataloader": _DATALOADER,
     "val_dataloader": _DATALOADER,
     "optim_wrapper": {

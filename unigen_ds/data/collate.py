@@ -158,6 +158,8 @@ def _load_image(split: ImageSplit, processor: UnifiedProcessor, key: tuple[objec
     if grid != split.grid:  # the file was replaced between its two readings
         raise _unreadable(split.path, f"image {split.path} has {grid} patches, {split.grid} when it was planned")
     if vit:
+        for number, augment in enumerate(processor.vit_augment):
+            image = augment(image, generator(*key, "augment", number))
         return LoadedImage(split, vit_patches=patchify(image, stride))
     p, z = processor.latent_patch_size, processor.latent_channels
     timestep = -math.inf

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.data.augment import Augment
 from unigen_ds.data.formats import Turn
 from unigen_ds.data.samples import ImageKind, ImageSplit, Sample, Split, TextSplit, TextTokenizer
 from unigen_ds.data.transforms import ImageTransform, UnreadableImage, image_size
@@ -38,6 +39,7 @@ class UnifiedProcessor:
         text_dropout, vit_dropout, vae_dropout: probability that a condition of that kind is left out.
         timestep: distribution of the raw time step: ``normal`` (N(0, 1) before the sigmoid).
         ce_reweight: weigh each text target by 1 / sqrt(targets of its text) instead of 1.
+        vit_augment: random changes of images that are understood, in training only.
         seed: of dropout, time steps and noise.
     """
 
@@ -59,6 +61,7 @@ class UnifiedProcessor:
         vae_dropout: float = 0.0,
         timestep: Literal["normal"] = "normal",
         ce_reweight: bool = False,
+        vit_augment: Sequence[Augment] = (),
         seed: int = 0,
     ) -> None:
         self.tokenizer = tokenizer
@@ -68,7 +71,7 @@ class UnifiedProcessor:
         self.vae_spatial_downsample = vae_spatial_downsample
         self.max_latent_size, self.vit_max_patches_per_side = max_latent_size, vit_max_patches_per_side
         self.dropout = {"text": text_dropout, "vit": vit_dropout, "vae": vae_dropout}
-        self.ce_reweight, self.seed = ce_reweight, seed
+        self.ce_reweight, self.vit_augment, self.seed = ce_reweight, tuple(vit_augment), seed
         if timestep != "normal":
             raise ConfigError(f"timestep {timestep!r}", allowed="normal")
         self._check()

@@ -26,6 +26,7 @@ from unigen_ds.core.optim import OptimizerConfig, ParamGroup
 from unigen_ds.core.progress import Duration, Geometry, Ruler
 from unigen_ds.core.registry import BACKENDS, DATASETS, HOOKS, MODELS, PACKERS, TOKENIZERS, TRANSFORMS, build
 from unigen_ds.core.seeding import seed_everything
+from unigen_ds.data import augment as _augment  # noqa: F401
 from unigen_ds.data import digits as _digits  # noqa: F401
 from unigen_ds.data import packing as _packing  # noqa: F401
 from unigen_ds.data import tokenizers as _tokenizers  # noqa: F401
@@ -168,6 +169,10 @@ def build_processor(config: Mapping[str, Any], *, seed: int) -> UnifiedProcessor
     for key in ("vit_transform", "vae_transform"):
         if given.get(key) is not None:
             given[key] = build(TRANSFORMS, given[key], where=f"processor.{key}")
+    augment = given.get("vit_augment") or ()
+    given["vit_augment"] = [
+        build(TRANSFORMS, spec, where=f"processor.vit_augment[{i}]") for i, spec in enumerate(augment)
+    ]
     model = config["model"]
     sizes = MODELS.get(model["type"]).processor_sizes(model) if isinstance(model.get("type"), str) else {}
     both = sorted(set(sizes) & set(given))

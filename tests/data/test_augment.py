@@ -1,0 +1,35 @@
+"""Augmentations: the same for the same key, inside their bounds, and only on images that are understood."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.seeding import generator
+from unigen_ds.data.augment import RandomShift
+
+
+def test_shift_moves_whole_pixels_within_the_bound_and_repeats_the_border():
+    image = torch.arange(25.0).reshape(1, 5, 5)
+    seen = set()
+    for i in range(200):
+        moved = RandomShift(max_pixels=1)(image, generator(i))
+        assert moved.shape == image.shape
+        rows = (torch.arange(5)[None] + torch.tensor([[-1], [0], [1]])).clamp(0, 4).tolist()
+        fits = [(r, c) for r in range(3) for c in range(3) if torch.equal(moved, image[:, rows[r]][:, :, rows[c]])]
+        assert len(fits) == 1
+        seen.add(fits[0])
+    assert len(seen) == 9
+
+
+def test_shift_depends_on_the_key_alone():
+    image = torch.randn(3, 8, 8, generator=generator("image"))
+    first = RandomShift(max_pixels=2)(image, generator("a"))
+    assert torch.equal(first, RandomShift(max_pixels=2)(image, generator("a")))
+    assert any(not torch.equal(first, RandomShift(max_pixels=2)(image, generator(key))) for key in "bcd")
+
+
+def test_a_bound_below_one_is_refused():
+    with pytest.raises(ConfigError, match="max_pixels is 0"):
+        RandomShift(max_pixels=0)

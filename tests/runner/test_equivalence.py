@@ -1,0 +1,122 @@
+"""An update is the same training however it is cut: (8, 1) = (4, 2) = (2, 4) sequences x accumulation.
+
+Text and image targets are spread unevenly over the micro-batches (packed sequences of mixed directions), so a mean per
+micro-batch weighs targets differently in each cut: the same comparison must fail for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.tiny import tiny_config
+from unigen_ds.core.batch import LossTerms
+from unigen_ds.core.metrics import read_lines
+from unigen_ds.runner import Runner
+
+CUTS = ((8, 1), (4, 2), (2, 4))
+UPDATES = 20
+LR = 2e-3
+
+
+def has_zero_gradient(name: str) -> bool:
+    """A key bias of the ViT: softmax ignores what all keys share, so Adam amplifies pure rounding noise.
+
+    Not so in the language model, where a norm follows the projection.
+    """
+    return name.startswith("vit_model.") and name.endswith("k_proj.bias")
+
+
+@dataclass
+class Outcome:
+    lines: list[dict]
+    weights: dict[str, Tensor]
+
+
+def train(folder: Path, data: Path, cut: tuple[int, int]) -> Outcome:
+    config = tiny_config(
+        folder,
+        data,
+        train_dataloader__batch_size=cut[0],
+        optim_wrapper__accumulative_counts=cut[1],
+        optim_wrapper__optimizer__lr=LR,
+        train_cfg__max_epochs=1,
+        param_scheduler=[],
+    )
+    runner = Runner.from_cfg(config, max_updates=UPDATES)
+    runner.train()
+    weights = dict(runner.backend.full_state_dict(torch.float32))
+    return Outcome(read_lines(folder / "metrics.jsonl"), {name: w.clone() for name, w in weights.items()})
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("data") / "digits"
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory, data) -> dict[tuple[int, int], Outcome]:
+    root = tmp_path_factory.mktemp("cuts")
+    return {cut: train(root / f"{cut[0]}x{cut[1]}", data, cut) for cut in CUTS}
+
+
+def mismatches(a: Outcome, b: Outcome) -> list[str]:
+    """What differs beyond rounding: losses and norms by 1e-5 relative, weights by relative L2."""
+    found = []
+    assert len(a.lines) == len(b.lines) == UPDATES
+    for one, other in zip(a.lines, b.lines, strict=True):
+        for key in ("loss", "loss/text", "loss/image", "grad_norm"):
+            if abs(one[key] - other[key]) > 1e-5 * abs(one[key]):
+                found.append(f"update {one['update']} {key}: {one[key]} against {other[key]}")
+    for name, weight in a.weights.items():
+        difference = b.weights[name] - weight
+        if has_zero_gradient(name):
+            if difference.abs().max() > LR * UPDATES:
+                found.append(f"{name}: {difference.abs().max()}")
+        elif difference.norm() > 1e-5 * weight.norm():
+            found.append(f"{name}: relative {difference.norm() / weight.norm():.2e}")
+    return found
+
+
+@pytest.mark.parametrize("cut", CUTS[1:])
+def test_cuts_of_an_update_are_the_same_training(outcomes, cut):
+    assert mismatches(outcomes[CUTS[0]], outcomes[cut]) == []
+
+
+def test_micro_batches_have_uneven_targets(outcomes, data, tmp_path):
+    """The premise of the comparison: the shares of text and image targets differ between micro-batches."""
+    config = tiny_config(tmp_path, data, train_dataloader__batch_size=2, optim_wrapper__accumulative_counts=4)
+    loader = Runner.from_cfg(config)._parts.loader
+    counts = [m.batch.target_counts() for update, _ in zip(loader, range(5), strict=False) for m in update]
+    loader.close()
+    shares = [c["text"] / (c["text"] + c["image"]) for c in counts]
+    assert max(shares) > 1.3 * min(shares)
+
+
+def test_the_learning_rate_is_the_same_function_of_data(outcomes):
+    for key in ("sequences", "samples", "tokens", "lr"):
+        assert [line[key] for line in outcomes[(8, 1)].lines] == [line[key] for line in outcomes[(2, 4)].lines]
+
+
+def test_a_mean_per_micro_batch_is_another_training(outcomes, data, tmp_path, monkeypatch):
+    """The usual recipe (mean of each micro-batch, divided by the accumulation) fails the comparison above."""
+
+    def mean_of_means(self, loss_weights, counts):
+        return sum(loss_weights[k] * v / max(OWN_COUNTS[0][k], 1.0) for k, v in self.sums.items()) / 4
+
+    from unigen_ds.models.unified import UnifiedModel
+
+    original = UnifiedModel.forward
+    OWN_COUNTS: list[dict[str, float]] = [{}]
+
+    def remembering(self, batch):
+        OWN_COUNTS[0] = batch.target_counts()
+        return original(self, batch)
+
+    monkeypatch.setattr(UnifiedModel, "forward", remembering)
+    monkeypatch.setattr(LossTerms, "weighted", mean_of_means)
+    assert mismatches(outcomes[(8, 1)], train(tmp_path / "means", data, (2, 4))) != []

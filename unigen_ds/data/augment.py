@@ -1,0 +1,38 @@
+"""Random changes of training images that are understood, keyed by sample: the same wherever a sample is loaded.
+
+An augmentation takes ``[C, H, W]`` and a generator and returns the same shape. Generated images are never augmented:
+they are what the model is to learn.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.registry import TRANSFORMS
+
+
+class Augment(Protocol):
+    """What ``processor.vit_augment`` lists."""
+
+    def __call__(self, image: Tensor, generator: torch.Generator) -> Tensor: ...
+
+
+@TRANSFORMS.register_module()
+class RandomShift:
+    """Move an image by up to ``max_pixels`` to either side, up or down; its border is repeated where it leaves."""
+
+    def __init__(self, *, max_pixels: int) -> None:
+        if max_pixels < 1:
+            raise ConfigError(f"RandomShift.max_pixels is {max_pixels}", allowed="at least 1")
+        self.max_pixels = max_pixels
+
+    def __call__(self, image: Tensor, generator: torch.Generator) -> Tensor:
+        p = self.max_pixels
+        top, left = torch.randint(0, 2 * p + 1, (2,), generator=generator).tolist()
+        padded = F.pad(image, (p, p, p, p), mode="replicate")
+        return padded[:, top : top + image.shape[1], left : left + image.shape[2]]
