@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from unigen_ds.core.optim import PRECISIONS, OptimizerConfig, ParamGroup
+from unigen_ds.core.progress import Geometry
 from unigen_ds.core.shards import Shard, ShardReader
 
 __all__ = ["PRECISIONS", "Backend", "OptimizerConfig", "ParamGroup", "StepResult"]
@@ -36,7 +37,14 @@ class Backend(abc.ABC):
     """One engine holding one model. Methods are collective (all ranks call them, in the same order) unless noted."""
 
     @abc.abstractmethod
-    def prepare(self, model: nn.Module, param_groups: Sequence[ParamGroup], optimizer_cfg: OptimizerConfig) -> None:
+    def prepare(
+        self,
+        model: nn.Module,
+        param_groups: Sequence[ParamGroup],
+        optimizer_cfg: OptimizerConfig,
+        *,
+        geometry: Geometry,
+    ) -> None:
         """Shard the model, then build the optimizer. Called once, by ``build``.
 
         Parameter names stay the model's; initial weights do not depend on the world size.

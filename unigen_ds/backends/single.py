@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +12,20 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from unigen_ds.backends.base import Backend, StepResult
+from unigen_ds.backends.base import StepResult
+from unigen_ds.backends.sharded import ShardedBackend
 from unigen_ds.core.dist import env_world_size
-from unigen_ds.core.errors import CheckpointError, ConfigError
+from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.loss_scale import LossScale
-from unigen_ds.core.optim import OptimizerConfig, ParamGroup, build_torch_optimizer
+from unigen_ds.core.optim import COMPUTE_DTYPE, OptimizerConfig, ParamGroup, build_torch_optimizer
+from unigen_ds.core.progress import Geometry
 from unigen_ds.core.registry import BACKENDS
-from unigen_ds.core.shards import BUFFER, EMA, MASTER, Shard, ShardReader, shard_key
-
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_LOSS_SCALE = "loss_scale"
+from unigen_ds.core.shards import LOSS_SCALE, Shard, shard_key
 
 
 @BACKENDS.register_module(name="single")
-class SingleBackend(Backend):
-    """Keeps fp32 weights; ``bf16`` and ``fp16`` compute under autocast, so gradients accumulate in fp32."""
+class SingleBackend(ShardedBackend):
+    """fp32 masters; with ``bf16`` or ``fp16`` the model holds rounded copies and gradients are summed in fp32."""
 
     def __init__(self) -> None:
         if env_world_size() > 1:
@@ -36,14 +35,27 @@ class SingleBackend(Backend):
             )
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-    def prepare(self, model: nn.Module, param_groups: Sequence[ParamGroup], optimizer_cfg: OptimizerConfig) -> None:
-        self._model = model.to(self._device)
+    def prepare(
+        self,
+        model: nn.Module,
+        param_groups: Sequence[ParamGroup],
+        optimizer_cfg: OptimizerConfig,
+        *,
+        geometry: Geometry,
+    ) -> None:
+        self._model, self._cfg = model.to(self._device), optimizer_cfg
         self._parameters = dict(model.named_parameters())
-        grouped = [(group, [self._parameters[name] for name in group.parameters]) for group in param_groups]
-        self._trainable = {name: p for name, p in self._parameters.items() if p.requires_grad}
-        self._optimizer = build_torch_optimizer(optimizer_cfg, grouped)
-        self._cfg = optimizer_cfg
+        self._trainable = [name for name, p in self._parameters.items() if p.requires_grad]
+        self._low_precision = optimizer_cfg.precision != "fp32"
         self._scale = LossScale() if optimizer_cfg.precision == "fp16" else None
+        self._masters: dict[str, nn.Parameter] = {}
+        for name, parameter in self._parameters.items():
+            self._masters[name] = parameter
+            if self._low_precision:
+                self._masters[name] = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+                parameter.data = parameter.data.to(COMPUTE_DTYPE[optimizer_cfg.precision])
+        grouped = [(group, [self._masters[name] for name in group.parameters]) for group in param_groups]
+        self._optimizer = build_torch_optimizer(optimizer_cfg, grouped)
 
     @property
     def model(self) -> nn.Module:
@@ -58,26 +70,37 @@ class SingleBackend(Backend):
 
     @contextmanager
     def accumulate(self, *, last: bool) -> Iterator[None]:
-        dtype = _AUTOCAST.get(self._cfg.precision)
-        with torch.autocast(self._device.type, dtype=dtype) if dtype else nullcontext():
-            yield
+        yield
 
     def backward(self, loss: Tensor) -> None:
         (loss * self._scale.scale if self._scale else loss).backward()
+        if self._low_precision:
+            for name in self._trainable:
+                self._collect(self._parameters[name], self._masters[name])
+
+    @staticmethod
+    def _collect(parameter: nn.Parameter, master: nn.Parameter) -> None:
+        """Add this micro-batch's gradient to the fp32 sum."""
+        if parameter.grad is not None:
+            gradient = parameter.grad.float()
+            master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+            parameter.grad = None
 
     def step(self) -> StepResult:
-        for parameter in self._trainable.values():
-            if parameter.grad is None:  # as the sharding engines see it: an absent gradient is a zero gradient
-                parameter.grad = torch.zeros_like(parameter)
-        grads = [parameter.grad for parameter in self._trainable.values() if parameter.grad is not None]
+        masters = [self._masters[name] for name in self._trainable]
+        for master in masters:
+            if master.grad is None:  # as the sharding engines see it: an absent gradient is a zero gradient
+                master.grad = torch.zeros_like(master)
+        grads = [master.grad for master in masters if master.grad is not None]
         if self._scale:
             torch._foreach_mul_(grads, 1.0 / self._scale.scale)
         norm = get_total_norm(grads)
         applied = bool(torch.isfinite(norm))
         if applied:
             if self._cfg.max_norm is not None:
-                clip_grads_with_norm_(self._trainable.values(), self._cfg.max_norm, norm)
+                clip_grads_with_norm_(masters, self._cfg.max_norm, norm)
             self._optimizer.step()
+            self.refresh_copies()
         if self._scale:
             self._scale.record(applied=applied)
         self._optimizer.zero_grad(set_to_none=True)
@@ -87,80 +110,61 @@ class SingleBackend(Backend):
         for group, hparams in zip(self._optimizer.param_groups, per_group, strict=True):
             group.update({key: value for key, value in hparams.items() if key != "name"})
 
-    def master_shards(self) -> list[Shard]:
-        return [Shard(name, tuple(p.shape), 0, p.detach().view(-1)) for name, p in self._trainable.items()]
-
     @torch.no_grad()
-    def write_master(self, shards: Sequence[Shard]) -> None:
-        for mine, given in zip(self.master_shards(), shards, strict=True):
-            mine.data.copy_(given.data)
+    def refresh_copies(self) -> None:
+        if self._low_precision:
+            copies = [p.data for p in self._parameters.values()]
+            torch._foreach_copy_(copies, [self._masters[name].data for name in self._parameters])
 
-    @contextmanager
-    def swapped(self, shards: Sequence[Shard]) -> Iterator[None]:
-        kept = [shard.data.clone() for shard in self.master_shards()]
-        self.write_master(shards)
-        try:
-            yield
-        finally:
-            for shard, data in zip(self.master_shards(), kept, strict=True):
-                shard.data.copy_(data)
+    def _shards(self, tensors: Mapping[str, Tensor]) -> list[Shard]:
+        return [Shard(name, tuple(t.shape), 0, t.detach().view(-1)) for name, t in tensors.items()]
+
+    def master_shards(self) -> list[Shard]:
+        return self._shards({name: self._masters[name] for name in self._trainable})
+
+    def frozen_shards(self) -> list[Shard]:
+        return self._shards({name: p for name, p in self._masters.items() if not p.requires_grad})
+
+    def buffers(self) -> Mapping[str, Tensor]:
+        persistent = self._model.state_dict(keep_vars=True)
+        return {name: b for name, b in self._model.named_buffers() if name in persistent}
+
+    def trainable_sizes(self) -> dict[str, int]:
+        return {name: self._masters[name].numel() for name in self._trainable}
+
+    def frozen_sizes(self) -> dict[str, int]:
+        return {name: p.numel() for name, p in self._masters.items() if not p.requires_grad}
+
+    def moments(self, kind: str) -> list[Shard]:
+        for name in self._trainable:
+            master = self._masters[name]
+            self._optimizer.state[master].setdefault(kind, torch.zeros_like(master))
+        return self._shards({name: self._optimizer.state[self._masters[name]][kind] for name in self._trainable})
+
+    def set_steps(self, steps: Mapping[str, float]) -> None:
+        for name, step in steps.items():
+            self._optimizer.state[self._masters[name]]["step"] = torch.tensor(step)
+
+    def load_loss_scale(self, scale: float, good_updates: int) -> None:
+        if self._scale:
+            self._scale.scale, self._scale.good_updates = scale, good_updates
 
     def save_shards(self, directory: Path) -> dict[str, Any]:
         """``model.safetensors`` under the model's own names (any tool reads it) and ``optimizer.safetensors``."""
-        tensors = {name: p.detach().cpu().contiguous() for name, p in self._parameters.items()}
-        tensors |= {name: b.detach().cpu().contiguous() for name, b in self._model.named_buffers()}
+        tensors = {name: t.detach().cpu().contiguous() for name, t in {**self._masters, **self.buffers()}.items()}
         save_file(tensors, directory / "model.safetensors", {"format": "pt"})
         state: dict[str, Tensor] = {}
-        for name, parameter in self._trainable.items():
-            for kind, value in self._optimizer.state.get(parameter, {}).items():
+        for name in self._trainable:
+            for kind, value in self._optimizer.state.get(self._masters[name], {}).items():
                 if isinstance(value, Tensor):
                     state[shard_key(kind, name, 0)] = value.detach().cpu().reshape(-1).contiguous()
         if self._scale:
             scale = [self._scale.scale, float(self._scale.good_updates)]
-            state[shard_key(_LOSS_SCALE, _LOSS_SCALE, 0)] = torch.tensor(scale, dtype=torch.float64)
+            state[shard_key(LOSS_SCALE, LOSS_SCALE, 0)] = torch.tensor(scale, dtype=torch.float64)
         save_file(state, directory / "optimizer.safetensors", {"format": "pt"})
         return {"layout": "safetensors"}
 
-    @torch.no_grad()
-    def load_tensors(self, reader: ShardReader, *, weights_only: bool = False) -> None:
-        kinds: dict[str, dict[str, Tensor]] = {MASTER: {**self._parameters}, BUFFER: dict(self._model.named_buffers())}
-        moments = [] if weights_only else sorted(set(reader.kinds()) - {MASTER, BUFFER, _LOSS_SCALE, EMA})
-        problems = [problem for kind, tensors in kinds.items() for problem in misfits(reader, kind, tensors)]
-        for kind in moments:
-            problems += [f"{name}: no {kind}" for name in sorted(set(self._trainable) - set(reader.names(kind)))]
-        if problems:
-            shown = "; ".join(problems[:8])
-            raise CheckpointError(f"the checkpoint does not fit the model: {shown} ({len(problems)} in all)")
-        for kind, tensors in kinds.items():
-            for name, tensor in tensors.items():
-                tensor.view(-1).copy_(reader.read(kind, name, 0, tensor.numel()))
-        if weights_only:
-            return
-        for name, parameter in self._trainable.items():
-            self._optimizer.state[parameter] = {kind: self._read_moment(reader, kind, name) for kind in moments}
-        if self._scale and _LOSS_SCALE in reader.kinds():
-            scale, good = reader.read(_LOSS_SCALE, _LOSS_SCALE, 0, 2).tolist()
-            self._scale.scale, self._scale.good_updates = scale, int(good)
-
-    def _read_moment(self, reader: ShardReader, kind: str, name: str) -> Tensor:
-        numel, parameter = reader.numel(kind, name), self._trainable[name]
-        value = reader.read(kind, name, 0, numel)
-        if numel == 1 and kind == "step":
-            return value.reshape(())
-        return value.reshape(parameter.shape).to(self._device)
-
     def full_state_dict(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._model.state_dict().items():
-            yield name, tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype)
-
-
-def misfits(reader: ShardReader, kind: str, tensors: Mapping[str, Tensor]) -> list[str]:
-    """Why tensors of a kind cannot be taken from the checkpoint: missing, unexpected or reshaped, by name."""
-    present = set(reader.names(kind))
-    found = [f"{name}: missing" for name in tensors if name not in present]
-    found += [f"{name}: not in the model" for name in sorted(present - set(tensors))]
-    for name in present & set(tensors):
-        stored, needed = reader.numel(kind, name), tensors[name].numel()
-        if stored != needed:
-            found.append(f"{name}: {stored} elements stored, {needed} needed")
-    return found
+            value = self._masters.get(name, tensor).detach()
+            yield name, value.to("cpu", dtype if value.is_floating_point() else value.dtype)

@@ -6,6 +6,7 @@ NCCL + gloo on CUDA, gloo on CPU. Object gathers and the loader's counts go over
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -60,6 +61,26 @@ def init(*, timeout_s: float = 1800.0) -> None:
     else:
         backend = "gloo"
     td.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+
+
+def ensure_initialized() -> None:
+    """Have a process group even for one plain process: sharding engines need one."""
+    if td.is_initialized():
+        return
+    if env_world_size() == 1:
+        os.environ.setdefault("RANK", "0")
+        os.environ.setdefault("WORLD_SIZE", "1")
+        os.environ.setdefault("LOCAL_RANK", "0")
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", str(free_port()))
+    init()
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens on just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def rank() -> int:

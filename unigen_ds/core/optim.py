@@ -15,7 +15,8 @@ import torch
 from unigen_ds.core.errors import ConfigError, nearest
 from unigen_ds.core.registry import check_arguments
 
-PRECISIONS = ("fp32", "bf16", "fp16")
+COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PRECISIONS = tuple(COMPUTE_DTYPE)
 
 
 @dataclass(frozen=True)

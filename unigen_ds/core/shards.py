@@ -13,8 +13,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-MASTER, EXP_AVG, EXP_AVG_SQ, STEP, BUFFER, EMA = "master", "exp_avg", "exp_avg_sq", "step", "buffer", "ema"
-"""Kinds of state. ``step`` has one element per parameter."""
+MASTER, BUFFER, EMA, STEP, LOSS_SCALE = "master", "buffer", "ema", "step", "loss_scale"
+"""Kinds of state; every other kind is an optimizer's (``exp_avg``, ...). ``master``: every parameter, frozen ones too.
+``step``: one element per parameter. ``loss_scale``: one entry, scale and number of good updates."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from unigen_ds.backends import single as _single  # noqa: F401 - registers itself
+from unigen_ds.backends import deepspeed as _deepspeed  # noqa: F401
+from unigen_ds.backends import fsdp as _fsdp  # noqa: F401 - registers itself
+from unigen_ds.backends import single as _single  # noqa: F401
 from unigen_ds.backends.base import Backend
 from unigen_ds.core import dist, log
 from unigen_ds.core.errors import ConfigError
@@ -84,7 +86,7 @@ def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
     model, groups = build_model(config, data.processor, seed=seed)
     schedules = build_schedules(config, plan, groups, ruler=ruler, total_sequences=total_sequences)
     hooks = build_hooks(config)
-    backend.prepare(model, groups, build_optimizer_config(config))
+    backend.prepare(model, groups, build_optimizer_config(config), geometry=geometry)
     seed_everything(seed, rank=dist.rank())
     logger.info("Effective batch: %s sequences per update; %d per epoch.", geometry, ruler.sequences_per_epoch)
     cursor = Cursor.from_state_dict(manifest.loader["cursor"]) if manifest else Cursor()

@@ -1,0 +1,280 @@
+"""DeepSpeed ZeRO stages 1, 2 and 3, optimizer offload included.
+
+DeepSpeed keeps the fp32 masters of a group in one flat buffer that may cut a tensor anywhere; this file alone knows
+where (``_fragments``), and the test beside it pins the version whose private attributes it reads. The optimizer is
+torch's, built by us, so that every engine computes the same update. Source: DeepSpeed 0.19.8.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unigen_ds.backends.base import StepResult
+from unigen_ds.backends.deepspeed_config import check_ds_config, fill, load_ds_config, offloads, stage_of
+from unigen_ds.backends.sharded import ShardedBackend
+from unigen_ds.core import dist
+from unigen_ds.core.errors import CheckpointError
+from unigen_ds.core.optim import OptimizerConfig, ParamGroup, build_torch_optimizer
+from unigen_ds.core.progress import Geometry
+from unigen_ds.core.registry import BACKENDS
+from unigen_ds.core.shards import Shard
+
+TESTED_VERSION = "0.19.8"
+
+
+@dataclass(frozen=True)
+class _Fragment:
+    """A local piece of a parameter: where it lies in the flat buffer ``flat``, and in the parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    flat: int
+    offset: int
+    numel: int
+    start: int
+
+
+@BACKENDS.register_module(name="deepspeed")
+class DeepSpeedBackend(ShardedBackend):
+    """``config``: a preset (``zero1``, ``zero2``, ``zero2_offload``, ``zero3``, ...), a JSON file, or a mapping."""
+
+    def __init__(self, *, config: str | Mapping[str, Any] = "zero2") -> None:
+        self._ds_config = load_ds_config(config)
+        check_ds_config(self._ds_config)
+        self.stage = stage_of(self._ds_config)
+        self._engine: Any = None
+
+    def prepare(
+        self,
+        model: nn.Module,
+        param_groups: Sequence[ParamGroup],
+        optimizer_cfg: OptimizerConfig,
+        *,
+        geometry: Geometry,
+    ) -> None:
+        os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+        dist.ensure_initialized()
+        import deepspeed  # 2 s, and it picks its accelerator when imported
+
+        self._cfg = optimizer_cfg
+        parameters = dict(model.named_parameters())
+        self._names = {name: tuple(p.shape) for name, p in parameters.items()}
+        self._trainable = [name for name, p in parameters.items() if p.requires_grad]
+        originals = {name: parameters[name].detach().clone() for name in self._trainable if self._low_precision}
+        grouped = [(group, [parameters[name] for name in group.parameters]) for group in param_groups]
+        self._engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=build_torch_optimizer(optimizer_cfg, grouped),
+            config=fill(self._ds_config, geometry=geometry, optimizer=optimizer_cfg),
+            dist_init_required=False,
+        )
+        self._parameters: dict[str, Any] = dict(self._engine.module.named_parameters())
+        self._zero = self._engine.optimizer
+        if hasattr(self._zero, "check_grad_overflow"):
+            self._zero.check_grad_overflow = True  # in fp32, too, an update with a non-finite gradient is skipped
+        if originals:  # DeepSpeed starts from rounded weights
+            with torch.no_grad():
+                for shard in self.master_shards():
+                    shard.data.copy_(originals[shard.name].view(-1)[shard.flat_start : shard.flat_stop])
+            self.refresh_copies()
+
+    @property
+    def _low_precision(self) -> bool:
+        return self._cfg.precision != "fp32"
+
+    @property
+    def model(self) -> nn.Module:
+        return self._engine
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self._engine.device)
+
+    @property
+    def dp_rank(self) -> int:
+        return dist.rank()
+
+    @property
+    def dp_size(self) -> int:
+        return dist.world_size()
+
+    def topology(self) -> dict[str, Any]:
+        return {
+            "engine": "deepspeed",
+            "zero_stage": self.stage,
+            "offload": offloads(self._ds_config),
+            "dp_size": self.dp_size,
+            "precision": self._cfg.precision,
+        }
+
+    @contextmanager
+    def accumulate(self, *, last: bool) -> Iterator[None]:
+        self._engine.set_gradient_accumulation_boundary(last)
+        yield
+
+    def backward(self, loss: Tensor) -> None:
+        """DeepSpeed averages over the processes and divides by its own accumulation; the loop wants the plain sum."""
+        self._engine.backward(loss * self.dp_size, scale_wrt_gas=False)
+
+    def step(self) -> StepResult:
+        self._engine.step()
+        applied = bool(self._engine.was_step_applied())
+        norm = self._engine.get_global_grad_norm()
+        return StepResult(grad_norm=float(norm) if applied and norm is not None else math.inf, applied=applied)
+
+    def set_hparams(self, per_group: Sequence[Mapping[str, Any]]) -> None:
+        for group, hparams in zip(self._zero.param_groups, per_group, strict=True):
+            group.update({key: value for key, value in hparams.items() if key != "name"})
+
+    def _flats(self) -> list[Tensor]:
+        """The fp32 flat buffers this rank owns."""
+        for attribute in (
+            "fp32_partitioned_groups_flat",
+            "single_partition_of_fp32_groups",
+            "fp32_groups_flat_partition",
+        ):
+            if hasattr(self._zero, attribute):
+                return list(getattr(self._zero, attribute))
+        raise AssertionError(f"unknown ZeRO optimizer {type(self._zero).__name__}; tested: DeepSpeed {TESTED_VERSION}")
+
+    def _fragments(self) -> list[_Fragment]:
+        """Where the local piece of every trainable parameter lies."""
+        find = self._fragment_zero3 if self.stage == 3 else self._fragment_zero12
+        return [found for name in self._trainable if (found := find(name, self._parameters[name])) is not None]
+
+    def _fragment_zero12(self, name: str, parameter: Any) -> _Fragment | None:
+        mapping = parameter._hp_mapping
+        if mapping is None:
+            return None
+        low, high = mapping.lp_fragment_address, mapping.hp_fragment_address
+        return _Fragment(name, self._names[name], mapping.param_group_index, high.start, low.numel, low.start)
+
+    def _fragment_zero3(self, name: str, parameter: Any) -> _Fragment | None:
+        flat, offset, _ = self._zero.grad_position[self._zero.get_param_id(parameter)]
+        start = dist.rank() * parameter.partition_numel()
+        numel = min(parameter.partition_numel(), parameter.ds_numel - start)
+        return _Fragment(name, self._names[name], flat, int(offset), numel, start) if numel > 0 else None
+
+    def _cut(self, flats: Sequence[Tensor]) -> list[Shard]:
+        return [
+            Shard(f.name, f.shape, f.start, flats[f.flat].detach().narrow(0, f.offset, f.numel))
+            for f in self._fragments()
+        ]
+
+    def master_shards(self) -> list[Shard]:
+        return self._cut(self._flats())
+
+    def frozen_shards(self) -> list[Shard]:
+        shards = []
+        for name, parameter in self._parameters.items():
+            if parameter.requires_grad:
+                continue
+            if self.stage != 3:
+                data, start = parameter.detach().view(-1), 0
+            else:
+                start = dist.rank() * parameter.partition_numel()
+                numel = min(parameter.partition_numel(), parameter.ds_numel - start)
+                if numel <= 0:
+                    continue
+                data = parameter.ds_tensor.detach().view(-1)[:numel]
+            shards.append(Shard(name, self._names[name], start, data, primary=self.stage == 3 or dist.is_main()))
+        return shards
+
+    def buffers(self) -> Mapping[str, Tensor]:
+        module = self._engine.module
+        persistent = {
+            f"{prefix}.{name}" if prefix else name
+            for prefix, part in module.named_modules()
+            for name in part._buffers
+            if name not in part._non_persistent_buffers_set
+        }
+        return {name: b for name, b in module.named_buffers() if name in persistent}
+
+    def trainable_sizes(self) -> dict[str, int]:
+        return {name: math.prod(self._names[name]) for name in self._trainable}
+
+    def frozen_sizes(self) -> dict[str, int]:
+        return {name: math.prod(shape) for name, shape in self._names.items() if name not in set(self._trainable)}
+
+    def _state(self, flat: Tensor) -> dict[str, Any]:
+        return self._zero.optimizer.state[flat]
+
+    def moments(self, kind: str) -> list[Shard]:
+        flats = self._flats()
+        for flat in flats:
+            self._state(flat).setdefault(kind, torch.zeros_like(flat))
+        return self._cut([self._state(flat)[kind] for flat in flats])
+
+    def set_steps(self, steps: Mapping[str, float]) -> None:
+        """One step count per flat buffer: parameters that share one must agree."""
+        flats = self._flats()
+        by_flat: dict[int, set[float]] = {}
+        for fragment in self._fragments():
+            by_flat.setdefault(fragment.flat, set()).add(steps[fragment.name])
+        for number, flat in enumerate(flats):
+            found = by_flat.get(number) or set(steps.values())
+            if len(found) > 1:
+                raise CheckpointError(
+                    f"parameters of one optimizer group have different Adam steps: {sorted(found)}",
+                    remedy="ZeRO keeps one step per group; resume with FSDP or single, or put them into own groups",
+                )
+            self._state(flat)["step"] = torch.tensor(found.pop())
+        if self.stage != 3:
+            self._zero._lazy_init_hp_params_optimizer_state()
+
+    @torch.no_grad()
+    def refresh_copies(self) -> None:
+        if self.stage != 3:
+            self._zero.update_lp_params()
+            return
+        self._zero._partition_all_parameters()
+        for number in range(len(self._flats())):
+            self._zero._reassign_or_swap_out_partitioned_parameters(number)
+        persistent = self._zero.persistent_parameters
+        if persistent:
+            persistent[0].all_gather(persistent)
+
+    def load_loss_scale(self, scale: float, good_updates: int) -> None:
+        scaler = getattr(self._zero, "loss_scaler", None)
+        if self._cfg.precision == "fp16" and scaler is not None:
+            scaler.cur_scale = scale
+            scaler.last_overflow_iter = scaler.cur_iter - good_updates
+
+    def save_shards(self, directory: Path) -> dict[str, Any]:
+        """DeepSpeed's own files, flat in ``directory``; without the scripts it copies along (ours does their work)."""
+        self._engine.save_checkpoint(os.fspath(directory), tag=".", save_latest=False)
+        if dist.is_main():
+            for script in ("zero_to_fp32.py", "zero_to_torch.py"):
+                (directory / script).unlink(missing_ok=True)
+        dist.barrier()
+        return {"layout": "deepspeed"}
+
+    def full_state_dict(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        masters = {shard.name: shard for shard in self.master_shards()}
+        frozen = {shard.name: shard for shard in self.frozen_shards()}
+        for name, shape in self._names.items():
+            whole = torch.zeros(math.prod(shape), device=self.device)
+            shard = masters.get(name) or frozen.get(name)
+            if shard is not None and shard.primary:
+                whole[shard.flat_start : shard.flat_stop] = shard.data.to(whole)
+            if self.dp_size > 1:
+                torch.distributed.all_reduce(whole)
+            if dist.is_main():
+                yield name, whole.view(shape).to("cpu", dtype)
+        for name, buffer in self.buffers().items():
+            if dist.is_main():
+                yield name, buffer.detach().to("cpu", dtype if buffer.is_floating_point() else buffer.dtype)
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.destroy()
+            self._engine = None

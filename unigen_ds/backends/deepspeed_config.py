@@ -1,0 +1,121 @@
+"""A DeepSpeed JSON and our config, made one: ``"auto"`` is filled in, a contradiction is refused.
+
+What our config owns (batch, accumulation, clipping, precision, optimizer, learning rate) may be left out of the JSON or be
+``"auto"``; where both give a value they must agree. Everything else of the JSON goes to DeepSpeed as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from unigen_ds.core.errors import ConfigError, nearest
+from unigen_ds.core.optim import OptimizerConfig
+from unigen_ds.core.paths import ds_configs_dir
+from unigen_ds.core.progress import Geometry
+
+AUTO = "auto"
+STAGES = (1, 2, 3)
+
+
+def load_ds_config(spec: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+    """A preset's name (``zero2``), a JSON file, or the mapping itself. Raises ``ConfigError``."""
+    if isinstance(spec, Mapping):
+        return copy.deepcopy({**spec})
+    path = Path(spec)
+    if path.suffix != ".json":
+        presets = {p.stem: p for p in sorted(ds_configs_dir().glob("*.json"))}
+        if str(spec) not in presets:
+            raise ConfigError(
+                f"DeepSpeed config {str(spec)!r} is neither a .json file nor a preset",
+                remedy=nearest(str(spec), presets),
+            )
+        path = presets[str(spec)]
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"DeepSpeed config {path} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"DeepSpeed config {path} holds a {type(config).__name__}", allowed="a JSON object")
+    return config
+
+
+def stage_of(config: Mapping[str, Any]) -> int:
+    """The ZeRO stage. Raises ``ConfigError`` for any but 1, 2, 3."""
+    stage = (config.get("zero_optimization") or {}).get("stage")
+    if stage not in STAGES:
+        raise ConfigError(f"zero_optimization.stage is {stage!r}", allowed="1, 2 or 3", remedy="use a preset: zero2")
+    return int(stage)
+
+
+def offloads(config: Mapping[str, Any]) -> list[str]:
+    """``offload_optimizer`` and ``offload_param`` as far as they name a device."""
+    zero = config.get("zero_optimization") or {}
+    return [k for k in ("offload_optimizer", "offload_param") if (zero.get(k) or {}).get("device", "none") != "none"]
+
+
+def check_ds_config(config: Mapping[str, Any]) -> None:
+    """Refuse what cannot work, from the file alone. Raises ``ConfigError``."""
+    stage_of(config)
+    for section, owner in (("scheduler", "param_scheduler"), ("optimizer", "optim_wrapper.optimizer")):
+        if config.get(section) not in (None, AUTO):
+            given = config[section].get("type") if isinstance(config[section], Mapping) else config[section]
+            raise ConfigError(
+                f"the DeepSpeed config has a {section} ({given}), and so has ours ({owner})",
+                remedy=f"delete {section!r} from the JSON: {owner} is the one that counts, under every engine",
+            )
+    if (config.get("bf16") or {}).get("check_grad_overflow") is False:
+        raise ConfigError(
+            "bf16.check_grad_overflow is false: one non-finite gradient would poison all weights",
+            remedy="delete it from the DeepSpeed config",
+        )
+    if offloads(config) and shutil.which("g++") is None and (config.get("zero_force_ds_cpu_optimizer")):
+        raise ConfigError("zero_force_ds_cpu_optimizer needs a C++ compiler, and there is no g++", remedy="install g++")
+
+
+def fill(config: Mapping[str, Any], *, geometry: Geometry, optimizer: OptimizerConfig) -> dict[str, Any]:
+    """The config DeepSpeed gets. Raises ``ConfigError`` naming both values of a contradiction."""
+    check_ds_config(config)
+    filled = {k: v for k, v in copy.deepcopy({**config}).items() if k not in ("scheduler", "optimizer")}
+    ours: dict[str, tuple[Any, str]] = {
+        "train_micro_batch_size_per_gpu": (geometry.batch_size, "train_dataloader.batch_size"),
+        "gradient_accumulation_steps": (geometry.accumulative_counts, "optim_wrapper.accumulative_counts"),
+        "train_batch_size": (geometry.global_batch_size, "batch_size x accumulative_counts x processes"),
+        "gradient_clipping": (optimizer.max_norm or 0.0, "optim_wrapper.clip_grad.max_norm"),
+    }
+    for key, (value, where) in ours.items():
+        filled[key] = _agreed(filled.get(key, AUTO), value, key, where)
+    for precision in ("bf16", "fp16"):
+        section = dict(filled.get(precision) or {})
+        wanted = optimizer.precision == precision
+        section["enabled"] = _agreed(
+            section.get("enabled", AUTO), wanted, f"{precision}.enabled", "optim_wrapper.precision"
+        )
+        filled[precision] = {k: v for k, v in section.items() if v != AUTO}
+    if optimizer.precision != "fp32":  # gradients are summed and reduced in fp32, as under every engine
+        filled["data_types"] = {**(filled.get("data_types") or {}), "grad_accum_dtype": "fp32"}
+        filled.setdefault("communication_data_type", "fp32")
+    filled["zero_allow_untested_optimizer"] = True
+    filled.setdefault("zero_force_ds_cpu_optimizer", False)
+    filled.setdefault("steps_per_print", 10**12)
+    return _without_auto(filled)
+
+
+def _agreed(given: Any, ours: Any, key: str, where: str) -> Any:
+    if given not in (AUTO, None) and given != ours:
+        raise ConfigError(
+            f"the DeepSpeed config says {key} = {given!r}, ours says {where} = {ours!r}",
+            remedy=f'make them equal, or write {key!r}: "auto"',
+        )
+    return ours
+
+
+def _without_auto(value: Any) -> Any:
+    """Leave out every remaining ``"auto"``: DeepSpeed's own default holds then."""
+    if isinstance(value, Mapping):
+        return {k: _without_auto(v) for k, v in value.items() if v != AUTO}
+    return value

@@ -1,0 +1,316 @@
+"""Native PyTorch FSDP2 (``fully_shard``): every parameter is a DTensor whose local part is one flat range.
+
+==============  ==========================================================================================
+FULL_SHARD      parameters, gradients and optimizer state sharded over all processes
+SHARD_GRAD_OP   the same, but parameters stay gathered between forward and backward
+HYBRID_SHARD    shard inside groups of ``num_shard`` processes (a node), replicate across them
+NO_SHARD        replicate: a mesh of (processes, 1), so no second code path is needed
+==============  ==========================================================================================
+
+Masters are the sharded fp32 parameters themselves; in bf16 and fp16 FSDP casts them when it gathers, and reduces
+gradients in fp32. Units are the model's ``shard_units()``; the root holds the rest.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as ShardPlacement
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.utils import get_total_norm
+
+from unigen_ds.backends.base import StepResult
+from unigen_ds.backends.sharded import ShardedBackend
+from unigen_ds.core import dist
+from unigen_ds.core.errors import ConfigError, nearest
+from unigen_ds.core.log import logger
+from unigen_ds.core.loss_scale import LossScale
+from unigen_ds.core.optim import COMPUTE_DTYPE, OptimizerConfig, ParamGroup, build_torch_optimizer
+from unigen_ds.core.progress import Geometry
+from unigen_ds.core.registry import BACKENDS
+from unigen_ds.core.shards import BUFFER, LOSS_SCALE, MASTER, Shard
+
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")
+
+
+@BACKENDS.register_module(name="fsdp")
+class FSDPBackend(ShardedBackend):
+    """See the module docstring.
+
+    Args:
+        sharding_strategy: one of ``STRATEGIES``.
+        num_shard: processes that share one copy, for HYBRID_SHARD; default: those of one node.
+        cpu_offload: keep parameters, gradients and optimizer state in host memory.
+        sync_every_iteration: reduce gradients after every iteration. Default: True where gradients are sharded (no
+            rank ever holds a whole gradient), False for NO_SHARD. False trades memory for one reduction an update.
+    """
+
+    def __init__(
+        self,
+        *,
+        sharding_strategy: str = "FULL_SHARD",
+        num_shard: int | None = None,
+        cpu_offload: bool = False,
+        sync_every_iteration: bool | None = None,
+    ) -> None:
+        if sharding_strategy not in STRATEGIES:
+            raise ConfigError(
+                f"sharding_strategy is {sharding_strategy!r}",
+                allowed=", ".join(STRATEGIES),
+                remedy=nearest(str(sharding_strategy), STRATEGIES),
+            )
+        self.strategy, self.cpu_offload = sharding_strategy, cpu_offload
+        self.num_shard = check_num_shard(sharding_strategy, num_shard, world_size=dist.env_world_size())
+        self._sync_every = sharding_strategy != "NO_SHARD" if sync_every_iteration is None else sync_every_iteration
+
+    def prepare(
+        self,
+        model: nn.Module,
+        param_groups: Sequence[ParamGroup],
+        optimizer_cfg: OptimizerConfig,
+        *,
+        geometry: Geometry,
+    ) -> None:
+        dist.ensure_initialized()
+        self._cfg = optimizer_cfg
+        self._scale = LossScale() if optimizer_cfg.precision == "fp16" else None
+        cuda = torch.cuda.is_available()
+        self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        self._mesh = self._make_mesh(self._device.type)
+        self._model = self._shard(model)
+        self._parameters: dict[str, nn.Parameter] = dict(self._model.named_parameters())
+        self._trainable = [name for name, p in self._parameters.items() if p.requires_grad]
+        grouped = [(group, [self._parameters[name] for name in group.parameters]) for group in param_groups]
+        self._optimizer = build_torch_optimizer(optimizer_cfg, grouped)
+        self._report()
+
+    def _make_mesh(self, device_type: str) -> DeviceMesh:
+        """Always (replicate, shard), so that all strategies and all units share one mesh object."""
+        world = dist.world_size()
+        return init_device_mesh(
+            device_type, (world // self.num_shard, self.num_shard), mesh_dim_names=("replicate", "shard")
+        )
+
+    def _shard(self, model: nn.Module) -> FSDPModule:
+        low = None if self._cfg.precision == "fp32" else COMPUTE_DTYPE[self._cfg.precision]
+        offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=False) if self.cpu_offload else OffloadPolicy()
+        settings: dict[str, Any] = {
+            "mesh": self._mesh if self.num_shard < dist.world_size() else self._mesh["shard"],
+            "reshard_after_forward": self.strategy in ("FULL_SHARD", "HYBRID_SHARD"),
+            # activations already have the weights' dtype; casting inputs would round the rotary tables
+            "mp_policy": MixedPrecisionPolicy(low, torch.float32 if low else None, cast_forward_inputs=False),
+            "offload_policy": offload,
+        }
+        if not self.cpu_offload:
+            model.to(self._device)
+        for unit in model.shard_units():  # type: ignore[operator]
+            fully_shard(unit, **settings)
+        root = fully_shard(model, **settings)
+        for method in getattr(model, "forward_methods", ()):
+            register_fsdp_forward_method(root, method)
+        return root
+
+    def _report(self) -> None:
+        whole = sum(p.numel() for p in self._parameters.values())
+        local = sum(p.to_local().numel() for p in self._parameters.values() if isinstance(p, DTensor))
+        logger().info(
+            "FSDP2 %s over %d process(es), %d shard(s): %.1f M parameters, %.1f MiB of fp32 masters on rank 0.",
+            self.strategy,
+            dist.world_size(),
+            self.num_shard,
+            whole / 1e6,
+            local * 4 / 2**20,
+        )
+
+    @property
+    def model(self) -> nn.Module:
+        return self._model  # type: ignore[return-value]
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def dp_rank(self) -> int:
+        return dist.rank()
+
+    @property
+    def dp_size(self) -> int:
+        return dist.world_size()
+
+    def topology(self) -> dict[str, Any]:
+        return {
+            "engine": "fsdp",
+            "sharding_strategy": self.strategy,
+            "num_shard": self.num_shard,
+            "cpu_offload": self.cpu_offload,
+            "dp_size": self.dp_size,
+            "precision": self._cfg.precision,
+        }
+
+    @contextmanager
+    def accumulate(self, *, last: bool) -> Iterator[None]:
+        self._model.set_requires_gradient_sync(last or self._sync_every)
+        self._model.set_is_last_backward(last)
+        yield
+
+    def backward(self, loss: Tensor) -> None:
+        """FSDP averages over the processes; the loop wants the sum (``set_gradient_divide_factor`` fails on gloo)."""
+        scale = float(self.dp_size) * (self._scale.scale if self._scale else 1.0)
+        (loss * scale if scale != 1.0 else loss).backward()
+
+    def step(self) -> StepResult:
+        parameters = [self._parameters[name] for name in self._trainable]
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        local = [_local(grad) for grad in grads]
+        if self._scale:
+            torch._foreach_mul_(local, 1.0 / self._scale.scale)
+        norm = _whole(get_total_norm(grads))
+        applied = bool(torch.isfinite(norm))
+        if applied:
+            if self._cfg.max_norm is not None:
+                factor = torch.clamp(self._cfg.max_norm / (norm + 1e-6), max=1.0)
+                torch._foreach_mul_(local, factor.to(local[0].device))
+            self._optimizer.step()
+        if self._scale:
+            self._scale.record(applied=applied)
+        self._optimizer.zero_grad(set_to_none=True)
+        return StepResult(grad_norm=norm, applied=applied)
+
+    def set_hparams(self, per_group: Sequence[Mapping[str, Any]]) -> None:
+        for group, hparams in zip(self._optimizer.param_groups, per_group, strict=True):
+            group.update({key: value for key, value in hparams.items() if key != "name"})
+
+    def refresh_copies(self) -> None:
+        """Drop gathered copies; the next forward gathers anew from the masters."""
+        for module in self._model.modules():  # type: ignore[attr-defined]
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def _shards(self, names: Sequence[str], tensors: Mapping[str, Tensor]) -> list[Shard]:
+        self.refresh_copies()  # an evaluation may have left parameters gathered
+        replica = self._mesh.get_local_rank("replicate")
+        shards = []
+        for name in names:
+            tensor = tensors[name]
+            assert isinstance(tensor, DTensor), name
+            local = tensor._local_tensor
+            if local.numel():
+                shape, start = tuple(tensor.shape), _flat_start(tensor)
+                shards.append(Shard(name, shape, start, local.detach().view(-1), primary=replica == 0))
+        return shards
+
+    def master_shards(self) -> list[Shard]:
+        self.refresh_copies()
+        return self._shards(self._trainable, dict(self._model.named_parameters()))  # type: ignore[attr-defined]
+
+    def frozen_shards(self) -> list[Shard]:
+        self.refresh_copies()
+        names = [name for name in self._parameters if name not in set(self._trainable)]
+        return self._shards(names, dict(self._model.named_parameters()))  # type: ignore[attr-defined]
+
+    def buffers(self) -> Mapping[str, Tensor]:
+        persistent = self._model.state_dict(keep_vars=True)  # type: ignore[attr-defined]
+        return {n: b for n, b in self._model.named_buffers() if n in persistent}  # type: ignore[attr-defined]
+
+    def trainable_sizes(self) -> dict[str, int]:
+        return {name: self._parameters[name].numel() for name in self._trainable}
+
+    def frozen_sizes(self) -> dict[str, int]:
+        return {name: p.numel() for name, p in self._parameters.items() if not p.requires_grad}
+
+    def moments(self, kind: str) -> list[Shard]:
+        state = {}
+        for name in self._trainable:
+            parameter = self._parameters[name]
+            state[name] = self._optimizer.state[parameter].setdefault(kind, torch.zeros_like(parameter))
+        return self._shards(self._trainable, state)
+
+    def set_steps(self, steps: Mapping[str, float]) -> None:
+        for name, step in steps.items():
+            self._optimizer.state[self._parameters[name]]["step"] = torch.tensor(step)
+
+    def load_loss_scale(self, scale: float, good_updates: int) -> None:
+        if self._scale:
+            self._scale.scale, self._scale.good_updates = scale, good_updates
+
+    def save_shards(self, directory: Path) -> dict[str, Any]:
+        """PyTorch's distributed checkpoint: ``.metadata`` and one ``__<rank>_0.distcp`` per process.
+
+        Keys are ``kind|name`` (``core/shards.py``); DCP knows the offsets of the parts.
+        """
+        self.refresh_copies()
+        state: dict[str, Tensor] = {f"{MASTER}|{name}": p.detach() for name, p in self._parameters.items()}
+        state |= {f"{BUFFER}|{name}": b for name, b in self.buffers().items()}
+        for name in self._trainable:
+            for kind, value in self._optimizer.state.get(self._parameters[name], {}).items():
+                if isinstance(value, Tensor):
+                    state[f"{kind}|{name}"] = value.reshape(1) if value.ndim == 0 else value
+        if self._scale:
+            pair = [self._scale.scale, float(self._scale.good_updates)]
+            state[f"{LOSS_SCALE}|{LOSS_SCALE}"] = torch.tensor(pair, dtype=torch.float64)
+        dcp.save(state, checkpoint_id=os.fspath(directory))
+        return {"layout": "dcp"}
+
+    def full_state_dict(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        self.refresh_copies()
+        for name, tensor in self._model.state_dict().items():  # type: ignore[attr-defined]
+            whole = _whole(tensor).detach()
+            if dist.is_main():
+                yield name, whole.to("cpu", dtype if whole.is_floating_point() else whole.dtype)
+
+
+def check_num_shard(strategy: str, num_shard: int | None, *, world_size: int) -> int:
+    """Processes that share one copy of the model. Raises ``ConfigError`` before any process group exists."""
+    if strategy == "NO_SHARD":
+        wanted = 1
+    elif strategy == "HYBRID_SHARD":
+        wanted = num_shard or int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    else:
+        wanted = world_size
+    if num_shard is not None and strategy != "HYBRID_SHARD" and num_shard != wanted:
+        raise ConfigError(f"num_shard={num_shard} with {strategy}", remedy="num_shard belongs to HYBRID_SHARD")
+    if wanted < 1 or world_size % wanted:
+        divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
+        raise ConfigError(
+            f"num_shard is {wanted} and there are {world_size} process(es)",
+            allowed="a divisor of the process count: " + ", ".join(map(str, divisors)),
+        )
+    return wanted
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _flat_start(tensor: DTensor) -> int:
+    """Where the local part begins in the flattened tensor. ``Shard(0)``: whole rows, so one flat range."""
+    placements = [p for p in tensor.placements if p.is_shard()]
+    assert all(isinstance(p, ShardPlacement) and p.dim == 0 for p in placements), tensor.placements
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    row = tensor.numel() // tensor.shape[0] if tensor.ndim else 1
+    return int(offset[0]) * row if tensor.ndim else 0

@@ -1,0 +1,120 @@
+"""What all engines share: loading, averaging and swapping, written once in terms of named flat shards.
+
+An engine says where its state lies (``master_shards``, ``frozen_shards``, ``moments``, ``buffers``) and how its
+low-precision copies are refreshed; everything else follows. So any layout loads into any engine at any process count.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from unigen_ds.backends.base import Backend
+from unigen_ds.core.errors import CheckpointError
+from unigen_ds.core.shards import BUFFER, EMA, LOSS_SCALE, MASTER, STEP, Shard, ShardReader
+
+_NOT_MOMENTS = {MASTER, BUFFER, EMA, STEP, LOSS_SCALE}
+
+
+class ShardedBackend(Backend):
+    """Base of the engines here. Nothing in it communicates except through ``refresh_copies``."""
+
+    @abc.abstractmethod
+    def frozen_shards(self) -> Sequence[Shard]:
+        """Local pieces of parameters that are not trained, in whatever dtype the engine holds them."""
+
+    @abc.abstractmethod
+    def buffers(self) -> Mapping[str, Tensor]:
+        """Persistent buffers by name; whole on every rank."""
+
+    @abc.abstractmethod
+    def moments(self, kind: str) -> Sequence[Shard]:
+        """The optimizer's state ``kind`` (``exp_avg``, ...) on the shards of ``master_shards``; made if absent."""
+
+    @abc.abstractmethod
+    def set_steps(self, steps: Mapping[str, float]) -> None:
+        """Set the optimizer's step count of each trainable parameter (bias correction depends on it)."""
+
+    @abc.abstractmethod
+    def refresh_copies(self) -> None:
+        """Make low-precision and gathered copies agree with the masters. Collective."""
+
+    def load_loss_scale(self, scale: float, good_updates: int) -> None:
+        """Restore dynamic loss scaling."""
+
+    @torch.no_grad()
+    def write_master(self, shards: Sequence[Shard]) -> None:
+        for mine, given in zip(self.master_shards(), shards, strict=True):
+            mine.data.copy_(given.data)
+        self.refresh_copies()
+
+    @contextmanager
+    def swapped(self, shards: Sequence[Shard]) -> Iterator[None]:
+        kept = [shard.data.clone() for shard in self.master_shards()]
+        try:
+            self.write_master(shards)
+            yield
+        finally:
+            with torch.no_grad():
+                for shard, data in zip(self.master_shards(), kept, strict=True):
+                    shard.data.copy_(data)
+            self.refresh_copies()
+
+    @torch.no_grad()
+    def load_tensors(self, reader: ShardReader, *, weights_only: bool = False) -> None:
+        kinds = set(reader.kinds())
+        moments = [] if weights_only else sorted(kinds - _NOT_MOMENTS)
+        masters, frozen, buffers = self.master_shards(), self.frozen_shards(), self.buffers()
+        trainable = self.trainable_sizes()
+        problems = misfits(reader, MASTER, {**trainable, **self.frozen_sizes()})
+        problems += misfits(reader, BUFFER, {name: b.numel() for name, b in buffers.items()})
+        for kind in moments:
+            problems += [f"{name}: no {kind}" for name in sorted(set(trainable) - set(reader.names(kind)))]
+        if problems:
+            shown = "; ".join(problems[:8])
+            raise CheckpointError(f"the checkpoint does not fit the model: {shown} ({len(problems)} in all)")
+        for shard in (*masters, *frozen):
+            read_into(reader, MASTER, shard)
+        for name, buffer in buffers.items():
+            buffer.view(-1).copy_(reader.read(BUFFER, name, 0, buffer.numel()))
+        self.refresh_copies()
+        if weights_only:
+            return
+        for kind in moments:
+            for shard in self.moments(kind):
+                read_into(reader, kind, shard)
+        if STEP in kinds:
+            self.set_steps({name: float(reader.read(STEP, name, 0, 1)) for name in trainable})
+        if LOSS_SCALE in kinds:
+            scale, good = reader.read(LOSS_SCALE, LOSS_SCALE, 0, 2).tolist()
+            self.load_loss_scale(scale, int(good))
+
+    @abc.abstractmethod
+    def trainable_sizes(self) -> Mapping[str, int]:
+        """Elements of every trainable parameter of the whole model, by name; the same on all ranks."""
+
+    @abc.abstractmethod
+    def frozen_sizes(self) -> Mapping[str, int]:
+        """The same for parameters that are not trained."""
+
+
+def read_into(reader: ShardReader, kind: str, shard: Shard) -> None:
+    """Fill a shard from a checkpoint, whatever ranges that holds."""
+    if shard.data.numel():
+        shard.data.copy_(reader.read(kind, shard.name, shard.flat_start, shard.flat_stop))
+
+
+def misfits(reader: ShardReader, kind: str, sizes: Mapping[str, int]) -> list[str]:
+    """Why tensors of a kind cannot be taken from the checkpoint: missing, unexpected or reshaped, by name."""
+    present: Iterable[str] = set(reader.names(kind))
+    found = [f"{name}: missing" for name in sizes if name not in present]
+    found += [f"{name}: not in the model" for name in sorted(set(present) - set(sizes))]
+    for name in sorted(set(present) & set(sizes)):
+        stored = reader.numel(kind, name)
+        if stored != sizes[name]:
+            found.append(f"{name}: {stored} elements stored, {sizes[name]} needed")
+    return found
