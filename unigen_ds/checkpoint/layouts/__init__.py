@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from unigen_ds.checkpoint.layouts.dcp import DCPReader
+from unigen_ds.checkpoint.layouts.deepspeed import DeepSpeedReader
 from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.errors import CheckpointError
 from unigen_ds.core.shards import ShardReader
 
-LAYOUTS = {"safetensors": SafetensorsReader}
+LAYOUTS = {"safetensors": SafetensorsReader, "deepspeed": DeepSpeedReader, "dcp": DCPReader}
 
 
 def open_reader(directory: Path, manifest: Manifest) -> ShardReader:

@@ -1,0 +1,68 @@
+"""What every layout's reader is: named flat pieces, each with a way to fetch some of its elements."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from unigen_ds.core.errors import CheckpointError
+
+Fetch = Callable[[int, int], Tensor]
+"""(start, stop) within the piece -> those elements, 1-D, on the CPU."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements ``start .. stop`` of a tensor, somewhere on disk."""
+
+    start: int
+    stop: int
+    fetch: Fetch
+
+
+class PieceReader:
+    """A ``ShardReader`` over pieces. A layout fills it with ``add`` and is done."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[tuple[str, str], list[Piece]] = defaultdict(list)
+
+    def add(self, kind: str, name: str, start: int, numel: int, fetch: Fetch) -> None:
+        """Announce a piece. Replicas of a range may be announced more than once; the first is read."""
+        if numel:
+            self._pieces[kind, name].append(Piece(start, start + numel, fetch))
+
+    def kinds(self) -> list[str]:
+        return sorted({kind for kind, _ in self._pieces})
+
+    def names(self, kind: str) -> list[str]:
+        return sorted(name for k, name in self._pieces if k == kind)
+
+    def numel(self, kind: str, name: str) -> int:
+        return max(piece.stop for piece in self._found(kind, name))
+
+    def _found(self, kind: str, name: str) -> list[Piece]:
+        if (kind, name) not in self._pieces:
+            raise CheckpointError(f"the checkpoint has no {kind} of {name}")
+        return self._pieces[kind, name]
+
+    def read(self, kind: str, name: str, start: int, stop: int) -> Tensor:
+        parts, at = [], start
+        for piece in sorted(self._found(kind, name), key=lambda p: p.start):
+            if at >= stop or piece.start > at:
+                break
+            if piece.stop > at:
+                end = min(stop, piece.stop)
+                parts.append(piece.fetch(at - piece.start, end - piece.start))
+                at = end
+        if at < stop:
+            raise CheckpointError(f"the checkpoint has no elements {at}..{stop} of {kind} {name}")
+        return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty(0)
+
+
+def slices_of(tensor: Tensor, start: int = 0) -> Fetch:
+    """Fetch from a (memory-mapped) flat tensor, beginning at ``start``."""
+    return lambda first, last: tensor.view(-1)[start + first : start + last]
