@@ -28,10 +28,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--resume", nargs="?", const=True, default=None, metavar="CKPT",
                    help="go on from the newest valid checkpoint of the work dir, or from CKPT")  # fmt: skip
     p.add_argument("--load-from", metavar="CKPT", help="take weights only from CKPT and start at zero")
-    p.add_argument("--backend", help="single")
+    p.add_argument("--backend", help="single | deepspeed[:zero1|zero2|zero3|...|FILE.json] | fsdp[:FULL_SHARD|...]")
     p.add_argument("--cfg-options", nargs="+", default=[], metavar="K=V", help="override config values")
     p.add_argument("--seed", type=int, help="randomness.seed")
     p.add_argument("--launcher", choices=dist.LAUNCHERS, help="how the processes were started")
+    p.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher adds it
     p.add_argument("--max-updates", type=int, metavar="N",
                    help="stop once the run has N updates; the schedule's length stays as it is")  # fmt: skip
     return p

@@ -50,6 +50,12 @@ class Backend(abc.ABC):
         Parameter names stay the model's; initial weights do not depend on the world size.
         """
 
+    def check(self, *, geometry: Geometry, optimizer_cfg: OptimizerConfig) -> None:  # noqa: B027 - most accept all
+        """Refuse settings that cannot work, before any process group is joined. Not collective.
+
+        Raises ``ConfigError``. Called by ``build`` first of all; ``dp_size`` is then what the launcher announced.
+        """
+
     @property
     @abc.abstractmethod
     def model(self) -> nn.Module:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from unigen_ds.backends.base import StepResult
-from unigen_ds.backends.deepspeed_config import check_ds_config, fill, load_ds_config, offloads, stage_of
+from unigen_ds.backends.deepspeed_config import (
+    check_build_tools,
+    check_ds_config,
+    fill,
+    load_ds_config,
+    offloads,
+    stage_of,
+)
 from unigen_ds.backends.sharded import ShardedBackend
 from unigen_ds.core import dist
 from unigen_ds.core.errors import CheckpointError
@@ -53,6 +61,10 @@ class DeepSpeedBackend(ShardedBackend):
         self.stage = stage_of(self._ds_config)
         self._engine: Any = None
 
+    def check(self, *, geometry: Geometry, optimizer_cfg: OptimizerConfig) -> None:
+        fill(self._ds_config, geometry=geometry, optimizer=optimizer_cfg)
+        check_build_tools()
+
     def prepare(
         self,
         model: nn.Module,
@@ -62,6 +74,8 @@ class DeepSpeedBackend(ShardedBackend):
         geometry: Geometry,
     ) -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+        # DeepSpeed compiles its CPU operator with ninja, which pip puts beside the interpreter
+        os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
         dist.ensure_initialized()
         import deepspeed  # 2 s, and it picks its accelerator when imported
 

@@ -1,17 +1,21 @@
 """A DeepSpeed JSON and our config, made one: ``"auto"`` is filled in, a contradiction is refused.
 
-What our config owns (batch, accumulation, clipping, precision, optimizer, learning rate) may be left out of the JSON or be
-``"auto"``; where both give a value they must agree. Everything else of the JSON goes to DeepSpeed as it is.
+What our config owns (batch, accumulation, clipping, precision, optimizer, learning rate) may be left out of the JSON
+or be ``"auto"``; where both give a value they must agree. Everything else of the JSON goes to DeepSpeed as it is.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+import os
 import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from unigen_ds.core.errors import ConfigError, nearest
 from unigen_ds.core.optim import OptimizerConfig
@@ -73,8 +77,25 @@ def check_ds_config(config: Mapping[str, Any]) -> None:
             "bf16.check_grad_overflow is false: one non-finite gradient would poison all weights",
             remedy="delete it from the DeepSpeed config",
         )
-    if offloads(config) and shutil.which("g++") is None and (config.get("zero_force_ds_cpu_optimizer")):
-        raise ConfigError("zero_force_ds_cpu_optimizer needs a C++ compiler, and there is no g++", remedy="install g++")
+
+
+def check_build_tools() -> None:
+    """On a CPU machine DeepSpeed compiles its shared-memory operator at the first start, in about half a minute.
+
+    Raises ``ConfigError`` where it was not built yet and cannot be.
+    """
+    if torch.cuda.is_available():
+        return
+    built = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions"))
+    if any(built.glob("**/deepspeed_shm_comm/*.so")):
+        return
+    beside = str(Path(sys.executable).parent)
+    missing = [tool for tool in ("g++", "ninja") if not shutil.which(tool) and not shutil.which(tool, path=beside)]
+    if missing:
+        raise ConfigError(
+            f"DeepSpeed must compile its shared-memory operator and {' and '.join(missing)} cannot be found",
+            remedy="install them (apt-get install g++ ninja-build), or use --backend fsdp:FULL_SHARD",
+        )
 
 
 def fill(config: Mapping[str, Any], *, geometry: Geometry, optimizer: OptimizerConfig) -> dict[str, Any]:

@@ -55,6 +55,7 @@ def init(*, timeout_s: float = 1800.0) -> None:
     """Join the process group that the environment describes; nothing to do for a single plain process."""
     if td.is_initialized() or "WORLD_SIZE" not in os.environ:
         return
+    _check_port()
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         backend = "cpu:gloo,cuda:nccl"
@@ -74,6 +75,22 @@ def ensure_initialized() -> None:
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", str(free_port()))
     init()
+
+
+def _check_port() -> None:
+    """Rank 0 opens MASTER_PORT, unless a launcher (torchrun) already has: say plainly when somebody else holds it."""
+    if env_rank() != 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return
+    port = int(os.environ.get("MASTER_PORT", "29500"))
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise ConfigError(
+                f"MASTER_PORT {port} cannot be opened: {error.strerror}",
+                remedy=f"another job uses it; MASTER_PORT={free_port()} is free just now",
+            ) from error
 
 
 def free_port() -> int:
@@ -108,6 +125,21 @@ def sum_floats(values: Sequence[float]) -> list[float]:
     tensor = torch.tensor(values, dtype=torch.float64)
     td.all_reduce(tensor)
     return tensor.tolist()
+
+
+class PendingSum:
+    """``sum_floats`` that goes on in the background. Every rank makes and waits for them in the same order."""
+
+    def __init__(self, values: Sequence[float]) -> None:
+        self._tensor = torch.tensor(values, dtype=torch.float64)
+        alone = not td.is_initialized() or td.get_world_size() == 1
+        self._work = None if alone else td.all_reduce(self._tensor, async_op=True)
+
+    def wait(self) -> list[float]:
+        """The sums over ranks. Collective."""
+        if self._work is not None:
+            self._work.wait()
+        return self._tensor.tolist()
 
 
 def gather_objects(value: Any) -> list[Any]:

@@ -49,6 +49,26 @@ class Geometry:
         )
 
 
+def split_global_batch(
+    total: int, *, accumulative_counts: int, dp_size: int, batch_size: int | None = None
+) -> Geometry:
+    """The geometry whose update has ``total`` sequences. Raises ``ConfigError`` naming the nearest valid totals."""
+    unit = accumulative_counts * dp_size
+    below = max(total // unit, 1) * unit
+    if total < 1 or total % unit:
+        raise ConfigError(
+            f"global_batch_size {total} cannot be split over {dp_size} process(es) x {accumulative_counts} accumulated",
+            allowed=f"multiples of {unit}; the nearest are {below} and {below + unit}",
+        )
+    if batch_size is not None and batch_size * unit != total:
+        raise ConfigError(
+            f"batch_size {batch_size} x {dp_size} process(es) x {accumulative_counts} accumulated is {batch_size * unit},"
+            f" and global_batch_size is {total}",
+            remedy=f"leave batch_size out, or make it {total // unit}",
+        )
+    return Geometry(total // unit, accumulative_counts, dp_size)
+
+
 @dataclass(frozen=True)
 class Progress:
     """Global completed counts. ``updates`` includes skipped ones: their data was consumed.

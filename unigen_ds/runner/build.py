@@ -25,7 +25,7 @@ from unigen_ds.backends.base import Backend
 from unigen_ds.core import dist, log
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.optim import OptimizerConfig, ParamGroup
-from unigen_ds.core.progress import Duration, Geometry, Ruler
+from unigen_ds.core.progress import Duration, Geometry, Ruler, split_global_batch
 from unigen_ds.core.registry import BACKENDS, DATASETS, HOOKS, MODELS, PACKERS, TOKENIZERS, TRANSFORMS, build
 from unigen_ds.core.seeding import seed_everything
 from unigen_ds.data import augment as _augment  # noqa: F401
@@ -65,6 +65,9 @@ def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
         raise ConfigError(f"the config has no {', '.join(missing)}", remedy="see docs/configs.md for the shape")
     import_custom(config)
     dist.launcher_environment(config.get("launcher", "none"))
+    backend: Backend = build(BACKENDS, config.get("backend") or {"type": "single"}, where="backend")
+    geometry, optimizer_cfg = build_geometry(config, backend), build_optimizer_config(config)
+    backend.check(geometry=geometry, optimizer_cfg=optimizer_cfg)
     dist.init(timeout_s=(config.get("env") or {}).get("dist_timeout_s", 1800.0))
     work_dir = Path(config["work_dir"])
     logger = log.setup(rank=dist.rank(), log_file=work_dir / "train.log")
@@ -72,8 +75,6 @@ def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
     for message in plan.messages:
         logger.info(message)
     seed = int((config.get("randomness") or {}).get("seed", 0))
-    backend: Backend = build(BACKENDS, config.get("backend") or {"type": "single"}, where="backend")
-    geometry = build_geometry(config, backend)
     manifest = plan.manifest if plan.mode == "resume" else None
     data = build_data(config, seed=seed, geometry=geometry, ruler=manifest.ruler if manifest else None)
     identity = {"seed": seed, "fingerprint": data.stream.fingerprint, "facts": data.stream.facts}
@@ -86,7 +87,7 @@ def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
     model, groups = build_model(config, data.processor, seed=seed)
     schedules = build_schedules(config, plan, groups, ruler=ruler, total_sequences=total_sequences)
     hooks = build_hooks(config)
-    backend.prepare(model, groups, build_optimizer_config(config), geometry=geometry)
+    backend.prepare(model, groups, optimizer_cfg, geometry=geometry)
     seed_everything(seed, rank=dist.rank())
     logger.info("Effective batch: %s sequences per update; %d per epoch.", geometry, ruler.sequences_per_epoch)
     cursor = Cursor.from_state_dict(manifest.loader["cursor"]) if manifest else Cursor()
@@ -126,10 +127,13 @@ def import_custom(config: Mapping[str, Any]) -> None:
 
 def build_geometry(config: Mapping[str, Any], backend: Backend) -> Geometry:
     """Sequences per device, accumulation and data-parallel ranks."""
-    loader, wrapper = config["train_dataloader"], config["optim_wrapper"]
-    if "batch_size" not in loader:
-        raise ConfigError("train_dataloader has no batch_size", allowed="sequences per device per iteration")
-    return Geometry(loader["batch_size"], wrapper.get("accumulative_counts", 1), backend.dp_size)
+    loader, counts = config["train_dataloader"], config["optim_wrapper"].get("accumulative_counts", 1)
+    given, total = loader.get("batch_size"), loader.get("global_batch_size")
+    if total is None:
+        if given is None:
+            raise ConfigError("train_dataloader has no batch_size", allowed="sequences per device per iteration")
+        return Geometry(given, counts, backend.dp_size)
+    return split_global_batch(total, accumulative_counts=counts, dp_size=backend.dp_size, batch_size=given)
 
 
 @dataclass(frozen=True)

@@ -14,15 +14,14 @@ from unigen_ds.checkpoint.layouts import open_reader
 from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core import dist
-from unigen_ds.core.batch import PackedBatch
 from unigen_ds.core.clock import Clock
 from unigen_ds.core.log import logger
 from unigen_ds.core.progress import Progress
-from unigen_ds.data.loader import MicroBatch
 from unigen_ds.data.stream import Cursor
 from unigen_ds.hooks.base import Hook, UpdateResult
 from unigen_ds.runner.build import build_parts
 from unigen_ds.runner.parts import Parts
+from unigen_ds.runner.updates import Update, counted
 
 
 class Runner:
@@ -69,7 +68,7 @@ class Runner:
             self._call("before_run")
             self._restore()
             self._call("before_train")
-            updates = iter(self._parts.loader)
+            updates = counted(iter(self._parts.loader))
             epoch: int | None = None
             while not self.done:
                 if epoch != self.progress.epoch:
@@ -89,11 +88,11 @@ class Runner:
             self.backend.close()
         return self.progress
 
-    def train_update(self, updates: Iterator[list[MicroBatch]]) -> None:
+    def train_update(self, updates: Iterator[Update]) -> None:
         """One optimizer step: ``accumulative_counts`` micro-batches, each target weighing the same in the loss."""
         with self.clock("data"):
-            micro_batches = next(updates)
-            counts, totals = _global_counts(micro_batches)
+            update = next(updates)
+        micro_batches = update.micro_batches
         self._call("before_update")
         hparams = self._parts.schedules.at(self.progress)
         self.backend.set_hparams(hparams)
@@ -103,7 +102,7 @@ class Runner:
             self._call("before_train_iter", i, micro_batch.batch)
             with self.clock("forward_backward"), self.backend.accumulate(last=last):
                 terms = self.backend.model(micro_batch.batch.to(self.backend.device))
-                self.backend.backward(terms.weighted(self._parts.loss_weights, counts))
+                self.backend.backward(terms.weighted(self._parts.loss_weights, update.counts))
             for name, value in terms.sums.items():
                 sums[name] = sums[name] + value.detach() if name in sums else value.detach()
             if not last:
@@ -111,31 +110,31 @@ class Runner:
         with self.clock("step"):
             step = self.backend.step()
         self._call("after_train_iter", len(micro_batches) - 1, micro_batches[-1].batch)
-        self._advance(micro_batches, totals, applied=step.applied)
+        self._advance(update, applied=step.applied)
         names = self._parts.source_names
         sample_ids = [draw.sample_id(names) for m in micro_batches for row in m.rows for draw in row]
         result = UpdateResult(
             local_sums=sums,
-            counts=counts,
+            counts=update.counts,
             loss_weights=self._parts.loss_weights,
             grad_norm=step.grad_norm,
             applied=step.applied,
             hparams=hparams,
-            num_skipped=int(totals["skipped"]),
+            num_skipped=update.skipped,
             sequences=(self.previous.sequences, self.progress.sequences),
             sample_digest=hashlib.blake2b("\n".join(sample_ids).encode(), digest_size=8).hexdigest(),
             sample_ids=sample_ids,
-            tokens=int(totals["tokens"]),
+            tokens=update.tokens,
         )
         self._call("after_update", result)
 
-    def _advance(self, micro_batches: Sequence[MicroBatch], totals: Mapping[str, float], *, applied: bool) -> None:
-        self._cursor = micro_batches[-1].cursor
+    def _advance(self, update: Update, *, applied: bool) -> None:
+        self._cursor = update.micro_batches[-1].cursor
         self.previous = self.progress
         self.progress = self.progress.advance(
             sequences=self._cursor.sequences - self.progress.sequences,
-            samples=int(totals["samples"]),
-            tokens=int(totals["tokens"]),
+            samples=update.samples,
+            tokens=update.tokens,
             epoch=self._cursor.epoch,
             applied=applied,
         )
@@ -194,22 +193,3 @@ class Runner:
         )
         self._parent = path.name
         return path
-
-
-def _global_counts(micro_batches: Sequence[MicroBatch]) -> tuple[dict[str, float], dict[str, float]]:
-    """Targets of each loss term, and tokens, samples and skipped samples, over all ranks and iterations.
-
-    From labels on the CPU, summed over gloo: no device sync.
-    """
-    batches: list[PackedBatch] = [micro_batch.batch for micro_batch in micro_batches]
-    targets = [batch.target_counts() for batch in batches]
-    terms = sorted(targets[0])
-    local = [sum(t[term] for t in targets) for term in terms]
-    local += [float(sum(values)) for values in zip(*map(_tally, batches), strict=True)]
-    summed = dist.sum_floats(local)
-    counts = dict(zip(terms, summed, strict=False))
-    return counts, dict(zip(("tokens", "samples", "skipped"), summed[len(terms) :], strict=True))
-
-
-def _tally(batch: PackedBatch) -> tuple[int, int, int]:
-    return batch.num_tokens, batch.num_samples, len(batch.skipped)

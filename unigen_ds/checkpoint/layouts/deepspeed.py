@@ -94,7 +94,9 @@ class DeepSpeedReader(PieceReader):
     def _add_zero3(self, model: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, Any]]) -> None:
         for rank, state in enumerate(ranks):
             moments = state["optimizer_state_dict"]["state"]
-            for group, (flat, shapes) in enumerate(zip(state["fp32_flat_groups"], model[0]["param_shapes"], strict=True)):
+            for group, (flat, shapes) in enumerate(
+                zip(state["fp32_flat_groups"], model[0]["param_shapes"], strict=True)
+            ):
                 offset = 0
                 for name, shape in shapes.items():
                     start, numel, part = _zero3_part(math.prod(shape), rank, len(ranks))
