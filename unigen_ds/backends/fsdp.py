@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -108,7 +108,7 @@ class FSDPBackend(ShardedBackend):
             device_type, (world // self.num_shard, self.num_shard), mesh_dim_names=("replicate", "shard")
         )
 
-    def _shard(self, model: nn.Module) -> FSDPModule:
+    def _shard(self, model: Any) -> Any:
         low = None if self._cfg.precision == "fp32" else COMPUTE_DTYPE[self._cfg.precision]
         offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=False) if self.cpu_offload else OffloadPolicy()
         settings: dict[str, Any] = {
@@ -120,7 +120,7 @@ class FSDPBackend(ShardedBackend):
         }
         if not self.cpu_offload:
             model.to(self._device)
-        for unit in model.shard_units():  # type: ignore[operator]
+        for unit in model.shard_units():
             fully_shard(unit, **settings)
         root = fully_shard(model, **settings)
         for method in getattr(model, "forward_methods", ()):
@@ -141,7 +141,7 @@ class FSDPBackend(ShardedBackend):
 
     @property
     def model(self) -> nn.Module:
-        return self._model  # type: ignore[return-value]
+        return self._model
 
     @property
     def device(self) -> torch.device:
@@ -203,7 +203,7 @@ class FSDPBackend(ShardedBackend):
 
     def refresh_copies(self) -> None:
         """Drop gathered copies; the next forward gathers anew from the masters."""
-        for module in self._model.modules():  # type: ignore[attr-defined]
+        for module in self._model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
@@ -222,16 +222,16 @@ class FSDPBackend(ShardedBackend):
 
     def master_shards(self) -> list[Shard]:
         self.refresh_copies()
-        return self._shards(self._trainable, dict(self._model.named_parameters()))  # type: ignore[attr-defined]
+        return self._shards(self._trainable, dict(self._model.named_parameters()))
 
     def frozen_shards(self) -> list[Shard]:
         self.refresh_copies()
         names = [name for name in self._parameters if name not in set(self._trainable)]
-        return self._shards(names, dict(self._model.named_parameters()))  # type: ignore[attr-defined]
+        return self._shards(names, dict(self._model.named_parameters()))
 
     def buffers(self) -> Mapping[str, Tensor]:
-        persistent = self._model.state_dict(keep_vars=True)  # type: ignore[attr-defined]
-        return {n: b for n, b in self._model.named_buffers() if n in persistent}  # type: ignore[attr-defined]
+        persistent = self._model.state_dict(keep_vars=True)
+        return {n: b for n, b in self._model.named_buffers() if n in persistent}
 
     def trainable_sizes(self) -> dict[str, int]:
         return {name: self._parameters[name].numel() for name in self._trainable}
@@ -269,12 +269,12 @@ class FSDPBackend(ShardedBackend):
         if self._scale:
             pair = [self._scale.scale, float(self._scale.good_updates)]
             state[f"{LOSS_SCALE}|{LOSS_SCALE}"] = torch.tensor(pair, dtype=torch.float64)
-        dcp.save(state, checkpoint_id=os.fspath(directory))
+        save_distributed(state, checkpoint_id=os.fspath(directory))
         return {"layout": "dcp"}
 
     def full_state_dict(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         self.refresh_copies()
-        for name, tensor in self._model.state_dict().items():  # type: ignore[attr-defined]
+        for name, tensor in self._model.state_dict().items():
             whole = _whole(tensor).detach()
             if dist.is_main():
                 yield name, whole.to("cpu", dtype if whole.is_floating_point() else whole.dtype)

@@ -62,8 +62,8 @@ def split_global_batch(
         )
     if batch_size is not None and batch_size * unit != total:
         raise ConfigError(
-            f"batch_size {batch_size} x {dp_size} process(es) x {accumulative_counts} accumulated is {batch_size * unit},"
-            f" and global_batch_size is {total}",
+            f"batch_size {batch_size} x {dp_size} process(es) x {accumulative_counts} accumulated is"
+            f" {batch_size * unit}, and global_batch_size is {total}",
             remedy=f"leave batch_size out, or make it {total // unit}",
         )
     return Geometry(total // unit, accumulative_counts, dp_size)

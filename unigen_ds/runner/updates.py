@@ -30,7 +30,7 @@ class Update:
 
 
 def counted(loader: Iterator[Sequence[MicroBatch]]) -> Iterator[Update]:
-    """Look one update ahead, so that its sums are ready when it is its turn. Collective, in the order of the updates."""
+    """Look one update ahead, so that its sums are ready when it is its turn. Collective."""
     ahead = _start(next(loader))
     while True:
         present, ahead = ahead, _start(next(loader))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from unigen_ds.checkpoint.layouts.dcp import DCPReader
@@ -11,7 +12,11 @@ from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.errors import CheckpointError
 from unigen_ds.core.shards import ShardReader
 
-LAYOUTS = {"safetensors": SafetensorsReader, "deepspeed": DeepSpeedReader, "dcp": DCPReader}
+LAYOUTS: dict[str, Callable[..., ShardReader]] = {
+    "safetensors": SafetensorsReader,
+    "deepspeed": DeepSpeedReader,
+    "dcp": DCPReader,
+}
 
 
 def open_reader(directory: Path, manifest: Manifest) -> ShardReader:
