@@ -98,8 +98,8 @@ class SingleBackend(Backend):
     @contextmanager
     def swapped(self, shards: Sequence[Shard]) -> Iterator[None]:
         kept = [shard.data.clone() for shard in self.master_shards()]
-        self.write_master(shards)
         try:
+            self.write_master(shards)
             yield
         finally:
             for shard, data in zip(self.master_shards(), kept, strict=True):
@@ -159,7 +159,7 @@ def misfits(reader: ShardReader, kind: str, tensors: Mapping[str, Tensor]) -> li
     present = set(reader.names(kind))
     found = [f"{name}: missing" for name in tensors if name not in present]
     found += [f"{name}: not in the model" for name in sorted(present - set(tensors))]
-    for name in present & set(tensors):
+    for name in sorted(present & set(tensors)):
         stored, needed = reader.numel(kind, name), tensors[name].numel()
         if stored != needed:
             found.append(f"{name}: {stored} elements stored, {needed} needed")

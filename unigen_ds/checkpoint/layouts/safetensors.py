@@ -30,23 +30,35 @@ class _Piece:
 
 
 class SafetensorsReader:
-    """A ``ShardReader`` over all ``*.safetensors`` of a directory (not of its sub-directories)."""
+    """A ``ShardReader`` over the ``*.safetensors`` of a directory (not of its sub-directories).
 
-    def __init__(self, directory: Path, *, parameters: Iterable[str] | None = None) -> None:
+    Args:
+        directory: where they lie.
+        parameters: names of the model's parameters; a plain tensor name that is not among them is a buffer's.
+        files: names of the files that count, as the manifest lists them; None: all.
+    """
+
+    def __init__(
+        self, directory: Path, *, parameters: Iterable[str] | None = None, files: Iterable[str] | None = None
+    ) -> None:
         self._pieces: dict[tuple[str, str], list[_Piece]] = defaultdict(list)
         known = None if parameters is None else set(parameters)
-        files = sorted(directory.glob("*.safetensors"))
-        if not files:
+        names = [path.name for path in directory.glob("*.safetensors")] if files is None else files
+        paths = sorted(directory / name for name in names if name.endswith(".safetensors"))
+        if not paths:
             raise CheckpointError(f"{directory} holds no .safetensors file")
-        for path in files:
+        for path in paths:
             try:
                 self._index(path, known)
             except CheckpointError:
                 raise
             except Exception as error:
                 raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
-        for pieces in self._pieces.values():
+        for (kind, name), pieces in self._pieces.items():
             pieces.sort(key=lambda piece: piece.start)
+            for one, other in zip(pieces, pieces[1:], strict=False):
+                if other.start < one.stop:
+                    raise CheckpointError(f"{kind} of {name} is in {one.path} and, in part again, in {other.path}")
 
     def _index(self, path: Path, known: set[str] | None) -> None:
         with safe_open(path, framework="pt") as stream:
