@@ -1,4 +1,4 @@
-# make demo    train the small demo on this machine's CPU and say where its picture is
+# make demo    train the small demo on this machine's CPU (3 minutes), check its ledger, say where its pictures are
 # make test    lint, types and all tests
 # make lint    ruff and mypy alone
 # make bench   the benchmarks; results go to benchmarks/results/
@@ -34,12 +34,13 @@ $(VENV)/.stamp-test: setup.py constraints.txt $(VENV)/.stamp-torch $(TOOLS)
 	$(PIP) -e '.[test]'
 	touch $@
 
+# With --resume a stopped demo goes on, and a finished one only draws its pictures again.
 demo: $(VENV)/.stamp-demo
-	$(BIN)/python tools/train.py unified_digits
+	$(BIN)/python tools/train.py unified_digits --work-dir $(DEMO_DIR) --resume
 	@echo
-	@echo "Picture:  $$(find $(DEMO_DIR) -name '*.png' -printf '%T@ %p\n' | sort -n | tail -n 1 | cut -d' ' -f2-)"
-	@echo "Metrics:  $(DEMO_DIR)/metrics.jsonl"
-	@echo "Resume:   $(BIN)/python tools/train.py unified_digits --resume"
+	@$(BIN)/python tools/inspect_data.py unified_digits --ledger $(DEMO_DIR)/ledger.jsonl
+	@echo "Pictures: $(DEMO_DIR)/samples.png  $(DEMO_DIR)/curves.png"
+	@echo "Numbers:  $(DEMO_DIR)/results.json  $(DEMO_DIR)/metrics.jsonl"
 
 test: lint
 	$(BIN)/python -m pytest

@@ -20,12 +20,14 @@ files                [{path, size, blake2b}] of every file but this one
 config               the config as plain values (data, never executed)
 versions             python, torch, unigen_ds, ...
 metrics              validation metrics of the save, for ``save_best``
+digest               blake2b of all the above, so that a changed number (a position, say) does not go unnoticed
 ===================  =================================================================================
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import platform
 from dataclasses import dataclass, field
@@ -53,6 +55,10 @@ def current_versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def _digest(state: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(state, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -95,7 +101,8 @@ class Manifest:
         return dataclasses.asdict(self) | {"iteration": self.iteration}
 
     def to_json(self) -> str:
-        return json.dumps(self.state_dict(), indent=1, sort_keys=True, default=str)
+        state = json.loads(json.dumps(self.state_dict(), default=str))
+        return json.dumps(state | {"digest": _digest(state)}, indent=1, sort_keys=True)
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
@@ -105,18 +112,20 @@ class Manifest:
             raise CheckpointError(f"{directory} has no {FILE_NAME}: it was never completed, or was written elsewhere")
         try:
             state = json.loads(path.read_text(encoding="utf-8"))
-            version = int(state["format_version"])
+            version, digest = int(state["format_version"]), state.pop("digest", None)
             if version > FORMAT_VERSION:
                 raise CheckpointError(
                     f"{path} has format {version}",
                     allowed=f"up to {FORMAT_VERSION}",
                     remedy="use a newer unigen_ds",
                 )
+            if digest != _digest(state):
+                raise CheckpointError(f"{path} has changed since it was written (its digest differs)")
             state.pop("iteration", None)
             state["progress"] = Progress.from_state_dict(state["progress"])
             state["geometry"] = Geometry(**state["geometry"])
             state["ruler"] = Ruler.from_state_dict(state["ruler"])
             state["files"] = [FileEntry(**entry) for entry in state["files"]]
             return cls(**state)
-        except (ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error

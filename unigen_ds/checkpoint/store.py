@@ -1,19 +1,23 @@
 """Checkpoints of a work dir: list, verify, the newest that can be trusted, and retention.
 
 "Newest" is the last committed one in the present lineage, never the one with the highest number: after a batch change
-iteration 3000 may become 1500. ``last_checkpoint`` is a hint that names the lineage; manifests decide.
+iteration 3000 may become 1500. Manifests decide, and ``lineage.json`` where a resume left some behind;
+``last_checkpoint`` is a hint for people and other tools.
 """
 
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from unigen_ds.checkpoint.lineage import Lineage
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.core.errors import CheckpointError
 from unigen_ds.core.files import file_digest, fsync_path, write_text_atomic
+from unigen_ds.core.log import logger
 
 HINT = "last_checkpoint"
 STAGING = ".tmp-"
@@ -52,88 +56,150 @@ def verify(directory: Path, manifest: Manifest, *, hashes: bool = False) -> str 
     """The first problem of a checkpoint's files, or None. ``hashes`` reads every byte; else sizes are compared."""
     for entry in manifest.files:
         path = directory / entry.path
-        if not path.is_file():
-            return f"{path} is missing"
-        if path.stat().st_size != entry.size:
-            return f"{path} has {path.stat().st_size} bytes, {entry.size} were written"
-        if hashes and file_digest(path) != entry.blake2b:
-            return f"{path} has changed since it was written (hash differs)"
+        try:
+            if not path.is_file():
+                return f"{path} is missing"
+            if path.stat().st_size != entry.size:
+                return f"{path} has {path.stat().st_size} bytes, {entry.size} were written"
+            if hashes and file_digest(path) != entry.blake2b:
+                return f"{path} has changed since it was written (hash differs)"
+        except OSError as error:
+            return f"{path} cannot be read: {error}"
     return None
 
 
 def newest(work_dir: Path) -> tuple[Found | None, list[Found]]:
-    """The newest checkpoint whose files verify, content included, and those passed over on the way, newest first.
+    """The newest checkpoint whose files verify, content included, and those that were passed over, with the reason.
 
     Hashing stops at the first that verifies, so the usual cost is one checkpoint.
     """
     found = list_checkpoints(work_dir)
-    in_lineage = _lineage(work_dir, found)
-    ordered = sorted(found, key=lambda f: (f.path.name in in_lineage, f.manifest.commit if f.manifest else -1))
-    rejected: list[Found] = []
-    for candidate in reversed(ordered):
+    lineage = Lineage.read(work_dir)
+    rejected = [f for f in found if f.manifest is None]
+    for candidate in reversed([f for f in found if f.manifest is not None]):
+        assert candidate.manifest is not None
         problem = candidate.problem
-        if problem is None and candidate.manifest is not None:
+        if problem is None and candidate.manifest.commit in lineage.abandoned:
+            problem = "a later resume went back to an earlier checkpoint and left it behind (name it to return to it)"
+        if problem is None:
             problem = verify(candidate.path, candidate.manifest, hashes=True)
         if problem is None:
             return candidate, rejected
         rejected.append(Found(candidate.path, candidate.manifest, problem))
-    return None, rejected
+    outside = _outside(work_dir, lineage, nothing_found=not found)
+    if outside is not None and outside.problem is None:
+        return outside, rejected
+    return None, [*rejected, outside] if outside is not None else rejected
 
 
-def _lineage(work_dir: Path, found: Iterable[Found]) -> set[str]:
-    """Names of the hinted checkpoint, its ancestors and its descendants."""
-    hint_file = work_dir / HINT
-    parents = {f.path.name: f.manifest.parent for f in found if f.manifest}
-    if not hint_file.is_file():
-        return set(parents)
-    name: str | None = Path(hint_file.read_text(encoding="utf-8").strip()).name
-    names = set()
-    while name is not None and name not in names:
-        names.add(name)
-        name = parents.get(name)
-    hinted = Path(hint_file.read_text(encoding="utf-8").strip()).name
-    descendants = {hinted}
-    for child, parent in parents.items():  # commit order: a parent comes before its child
-        if parent in descendants:
-            descendants.add(child)
-    return names | descendants
+def _outside(work_dir: Path, lineage: Lineage, *, nothing_found: bool) -> Found | None:
+    """The checkpoint elsewhere that the run went on from; or what ``last_checkpoint`` names and nobody finds."""
+    hint = read_hint(work_dir)
+    if lineage.start is None:
+        gone = hint is not None and nothing_found
+        return Found(Path(str(hint)), None, f"{HINT} names it, and it is not there") if gone else None
+    path = Path(lineage.start)
+    try:
+        manifest = Manifest.read(path)
+        return Found(path, manifest, verify(path, manifest, hashes=True))
+    except CheckpointError as error:
+        return Found(path, None, str(error))
+
+
+def go_on_from(work_dir: Path, checkpoint: Path) -> None:
+    """Record that training continues from ``checkpoint``: whatever else is newer, or was left before, is left behind.
+
+    Called on rank 0 once the checkpoint is loaded, before the first update.
+    """
+    manifests = {f.path.name: f.manifest for f in list_checkpoints(work_dir) if f.manifest is not None}
+    before = Lineage.read(work_dir)
+    inside = is_inside(work_dir, checkpoint)
+    ancestors: set[str] = set()
+    name: str | None = checkpoint.name if inside else None
+    while name is not None and name not in ancestors:
+        ancestors.add(name)
+        name = manifests[name].parent if name in manifests else None
+    start = manifests[checkpoint.name].commit if inside and checkpoint.name in manifests else 0
+    left = [
+        manifest.commit
+        for name, manifest in manifests.items()
+        if name not in ancestors and (manifest.commit > start or manifest.commit in before.abandoned)
+    ]
+    last_commit = max([before.last_commit, *(manifest.commit for manifest in manifests.values())])
+    Lineage(None if inside else str(checkpoint), tuple(sorted(left)), last_commit).write(work_dir)
+    write_hint(work_dir, checkpoint)
+
+
+def is_inside(work_dir: Path, checkpoint: Path) -> bool:
+    """Whether a checkpoint is one of this work dir."""
+    return checkpoint.resolve().parent == work_dir.resolve()
+
+
+def read_hint(work_dir: Path) -> str | None:
+    """What ``last_checkpoint`` names, if it is there."""
+    path = work_dir / HINT
+    return path.read_text(encoding="utf-8").strip() or None if path.is_file() else None
 
 
 def write_hint(work_dir: Path, checkpoint: Path) -> None:
-    """Name the checkpoint that the present lineage stands at."""
+    """Name the newest committed checkpoint, in one line."""
     write_text_atomic(work_dir / HINT, str(checkpoint) + "\n")
 
 
 def next_commit(work_dir: Path) -> int:
     """The number of the next commit: one more than any that was ever seen here."""
-    return 1 + max((f.manifest.commit for f in list_checkpoints(work_dir) if f.manifest), default=0)
+    seen = [f.manifest.commit for f in list_checkpoints(work_dir) if f.manifest]
+    return 1 + max([Lineage.read(work_dir).last_commit, *seen])
 
 
 def delete(directory: Path) -> None:
-    """Remove a checkpoint so that a kill in between never leaves one that looks complete."""
-    (directory / FILE_NAME).unlink(missing_ok=True)
-    fsync_path(directory)
-    shutil.rmtree(directory)
+    """Remove a checkpoint so that a kill in between never leaves one that looks complete, or like a checkpoint."""
+    doomed = directory.with_name(directory.name + DELETING)
+    if doomed.exists():
+        shutil.rmtree(doomed)
+    directory.rename(doomed)
+    fsync_path(directory.parent)
+    (doomed / FILE_NAME).unlink(missing_ok=True)
+    shutil.rmtree(doomed)
 
 
 def retain(work_dir: Path, *, max_keep: int, protected: Iterable[Path] = ()) -> list[Path]:
-    """Delete the oldest complete checkpoints beyond ``max_keep`` (-1: keep all). Called only after a commit.
+    """Delete complete checkpoints beyond ``max_keep`` (-1: keep all): those left behind first, then the oldest.
 
-    ``protected`` ones are kept and do not count. Returns what was deleted.
+    Called only after a commit. ``protected`` ones are kept and do not count; nor do damaged ones, which would push out
+    good ones. A checkpoint that cannot be deleted is a warning. Returns what was deleted.
     """
     if max_keep < 0:
         return []
     keep = {path.resolve() for path in protected}
-    complete = [f.path for f in list_checkpoints(work_dir) if f.manifest and f.path.resolve() not in keep]
-    doomed = complete[: max(0, len(complete) - max_keep)]
-    for path in doomed:
-        delete(path)
-    return doomed
+    left = Lineage.read(work_dir).abandoned
+    complete = [f for f in list_checkpoints(work_dir) if f.problem is None and f.path.resolve() not in keep]
+    complete.sort(key=lambda f: f.manifest is None or f.manifest.commit not in left)
+    deleted = []
+    for found in complete[: max(0, len(complete) - max_keep)]:
+        try:
+            delete(found.path)
+            deleted.append(found.path)
+        except OSError as error:
+            logger().warning("Old checkpoint %s could not be deleted: %s", found.path, error)
+    return deleted
 
 
-def sweep(work_dir: Path) -> list[Path]:
-    """Remove what a killed save left behind (staging directories). Called when a run starts, on rank 0."""
-    left = [p for p in work_dir.glob(f"*{STAGING}*") if p.is_dir()] if work_dir.is_dir() else []
-    for path in left:
-        shutil.rmtree(path)
-    return left
+def sweep(work_dir: Path, *, older_than_s: float = 0.0) -> list[Path]:
+    """Remove what a killed save or deletion left behind. Called when a run starts, on rank 0, under the lock.
+
+    Without a lock (``WorkDirLock.exclusive``) another process may be saving: then only what is old goes.
+    """
+    swept = []
+    for path in sorted(work_dir.iterdir()) if work_dir.is_dir() else []:
+        unfinished = ".pth" in path.name and (STAGING in path.name or path.name.endswith(DELETING))
+        if not (unfinished and path.is_dir()):
+            continue
+        try:
+            changed = max(p.stat().st_mtime for p in (path, *path.rglob("*")))
+            if time.time() - changed >= older_than_s:
+                shutil.rmtree(path)
+                swept.append(path)
+        except OSError as error:
+            logger().warning("%s, left by an unfinished save, could not be removed: %s", path, error)
+    return swept

@@ -4,7 +4,7 @@ About 3 minutes on 2 CPU cores. One packed sequence holds about five samples of 
 together; prompts are dropped now and then, so that drawing can be guided.
 """
 
-batch_size, accumulative_counts, max_epochs, save_steps, save_total_limit = 12, 1, 16, 100, 3
+batch_size, accumulative_counts, max_epochs, save_steps, save_total_limit = 12, 1, 24, 100, 3
 seq_length = 128
 
 model = dict(
@@ -20,10 +20,10 @@ model = dict(
     vit=dict(
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=4,
         image_size=8,
-        patch_size=2,
+        patch_size=4,
         num_channels=1,
     ),
     vae=dict(type="PixelAutoencoder", channels=1),
@@ -38,7 +38,7 @@ tokenizer = dict(
     ],
 )
 processor = dict(
-    vit_transform=dict(type="ImageTransform", max_size=8, min_size=8, stride=2, mode="L"),
+    vit_transform=dict(type="ImageTransform", max_size=8, min_size=8, stride=4, mode="L"),
     vae_transform=dict(type="ImageTransform", max_size=8, min_size=8, stride=2, mode="L"),
     text_dropout=0.1,
 )
@@ -52,7 +52,7 @@ train_dataloader = dict(
 )
 val_dataloader = None
 optim_wrapper = dict(
-    optimizer=dict(type="AdamW", lr=2e-3, betas=(0.9, 0.95), weight_decay=0.01),
+    optimizer=dict(type="AdamW", lr=2e-3, betas=(0.9, 0.95), weight_decay=0.05),
     accumulative_counts=accumulative_counts,
     clip_grad=dict(max_norm=1.0),
     precision="fp32",

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as td
 
-from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.errors import ConfigError, UnigenError
 
+T = TypeVar("T")
 LAUNCHERS = ("none", "pytorch", "slurm", "mpi")
 _ENV = {
     "slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
@@ -158,6 +159,24 @@ def broadcast_object(value: Any) -> Any:
     box = [value]
     td.broadcast_object_list(box, src=0)
     return box[0]
+
+
+def on_main(action: Callable[[], T]) -> T:
+    """Rank 0's ``action()``, its value on every rank; where it fails, it fails on every rank alike. Collective."""
+    if not td.is_initialized() or td.get_world_size() == 1:
+        return action()
+    outcome: tuple[Any, Exception | None] = (None, None)
+    if is_main():
+        try:
+            outcome = (action(), None)
+        except (UnigenError, OSError) as error:
+            outcome = (None, error)
+        except Exception as error:  # others may not survive being pickled
+            outcome = (None, RuntimeError(f"rank 0: {type(error).__name__}: {error}"))
+    value, failure = broadcast_object(outcome)
+    if failure is not None:
+        raise failure
+    return value
 
 
 def shutdown() -> None:

@@ -45,9 +45,13 @@ class CheckpointHook(Hook):
         self.max_keep_ckpts = max_keep_ckpts
         self.filename_tmpl = filename_tmpl
         self._every: Duration | None = None
+        self._settled: int | None = None
 
     def before_run(self, run: Run) -> None:
         self._every = run.ruler.duration(self.interval, self.unit) if self.interval > 0 else None
+
+    def before_train(self, run: Run) -> None:
+        self._settled = run.progress.updates
 
     def after_update(self, run: Run, result: UpdateResult) -> None:
         if run.done:
@@ -58,8 +62,13 @@ class CheckpointHook(Hook):
             except CheckpointError as error:  # raised on every rank alike
                 logger().error("%s Training goes on without this checkpoint.", error)
 
+    def after_train(self, run: Run) -> None:
+        if self._settled != run.progress.updates:  # a hook that runs later asked for the stop
+            self._save(run)
+
     def _save(self, run: Run) -> None:
         path = run.save_checkpoint(self.filename_tmpl.format(run.progress.iteration(run.geometry)))
+        self._settled = run.progress.updates
         logger().info("Saved checkpoint %s.", path)
         if dist.is_main():
             for old in store.retain(run.work_dir, max_keep=self.max_keep_ckpts):

@@ -9,10 +9,11 @@ from unigen_ds.core import dist
 from unigen_ds.core.batch import PackedBatch
 from unigen_ds.core.errors import DataError
 from unigen_ds.core.log import logger
-from unigen_ds.core.metrics import JsonLines
 from unigen_ds.core.registry import HOOKS
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
+from unigen_ds.hooks.journal import Journal
 
+SKIPPED_FILE = "skipped_samples.jsonl"
 _GRACE = 100  # samples seen before the share is judged
 
 
@@ -29,7 +30,14 @@ class SkippedSamplesHook(Hook):
         self.max_skipped_fraction = max_skipped_fraction
         self.num_skipped = 0
         self._pending: list[dict[str, str]] = []
-        self._lines: JsonLines | None = None
+        self._journal = Journal(SKIPPED_FILE)
+
+    def after_load_checkpoint(self, run: Run, manifest: Mapping[str, Any]) -> None:
+        if (run.work_dir / SKIPPED_FILE).exists():  # what is skipped again is listed again: the older lines are void
+            self._journal.resume(run, manifest)
+
+    def before_train(self, run: Run) -> None:
+        self._journal.start(run)
 
     def after_train_iter(self, run: Run, index: int, batch: PackedBatch) -> None:
         self._pending.extend(batch.skipped)
@@ -40,10 +48,9 @@ class SkippedSamplesHook(Hook):
         records = [record for part in dist.gather_objects(self._pending) for record in part]
         self._pending = []
         self.num_skipped += result.num_skipped
-        if dist.is_main():
-            self._lines = self._lines or JsonLines(run.work_dir / "skipped_samples.jsonl")
-            for record in records:
-                self._lines.append({"update": run.progress.updates, **record})
+        for record in records:
+            self._journal.append(run, {"update": run.progress.updates, **record})
+            if dist.is_main():
                 logger().warning("Skipped sample %s: %s", record["sample"], record["why"])
         fraction = self.num_skipped / max(run.progress.samples, 1)
         if run.progress.samples >= _GRACE and fraction > self.max_skipped_fraction:
@@ -52,6 +59,12 @@ class SkippedSamplesHook(Hook):
                 allowed=f"train_dataloader.max_skipped_fraction = {self.max_skipped_fraction}",
                 remedy="see skipped_samples.jsonl in the work dir; repair the data or raise the limit",
             )
+
+    def after_run(self, run: Run) -> None:
+        self._journal.close()
+
+    def on_exception(self, run: Run, error: BaseException) -> None:
+        self._journal.close()
 
     def state_dict(self) -> dict[str, Any]:
         return {"num_skipped": self.num_skipped}

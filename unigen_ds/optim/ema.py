@@ -40,10 +40,12 @@ class ShardEMA:
         self.num_updates += 1
 
     def load(self, reader: ShardReader) -> None:
-        """Read the average by name from any layout. Raises ``CheckpointError`` naming what is missing."""
+        """Read the average by name from any layout. Raises ``CheckpointError`` naming what is missing or misfits."""
         present = set(reader.names(EMA))
         missing = [s.name for s in self.shards if s.name not in present]
         if missing:
             raise CheckpointError(f"the checkpoint's EMA has no {', '.join(missing[:5])} ({len(missing)} missing)")
         for shard in self.shards:
+            if (stored := reader.numel(EMA, shard.name)) != shard.numel:
+                raise CheckpointError(f"the checkpoint's EMA of {shard.name} has {stored} elements, not {shard.numel}")
             shard.data.copy_(reader.read(EMA, shard.name, shard.flat_start, shard.flat_stop))

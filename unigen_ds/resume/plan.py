@@ -7,8 +7,10 @@ False                  None                a fresh run; refused where the work d
 True                   None                the newest valid checkpoint of the work dir; none: fresh
 True                   CKPT                full resume from CKPT
 CKPT                   None                the same
-False                  CKPT                weights only, progress from zero
+False                  CKPT                weights only, progress from zero; refused as a fresh run is
 =====================  ==================  ==========================================================
+
+Rank 0 looks at the files (a checkpoint is read whole, for its hashes) and every rank gets the same answer.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import Any, Literal
 
 from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
+from unigen_ds.core import dist
 from unigen_ds.core.errors import CheckpointError, ConfigError, ResumeBlocked
 from unigen_ds.core.progress import Geometry
 
@@ -37,32 +40,43 @@ class ResumePlan:
 
 
 def plan_resume(work_dir: Path, *, resume: bool | str, load_from: str | None) -> ResumePlan:
-    """Decide by the table above. Reads files only.
+    """Decide by the table above. Reads files only. Collective.
 
     Raises ``ConfigError`` for a fresh start over existing checkpoints, and ``CheckpointError`` when checkpoints exist
     but none is usable, or the one named is not.
     """
+    return dist.on_main(lambda: _plan(work_dir, resume=resume, load_from=load_from))
+
+
+def _plan(work_dir: Path, *, resume: bool | str, load_from: str | None) -> ResumePlan:
     if isinstance(resume, str) and load_from is not None:
         raise ConfigError(
             f"both resume={resume!r} and load_from={load_from!r} name a checkpoint",
             remedy="resume goes on with a run; load_from alone takes weights only",
         )
-    named = resume if isinstance(resume, str) else load_from
-    if named is not None:
-        path = checkpoint_directory(named)
-        manifest = _verified(path)
-        if resume:
-            return ResumePlan("resume", path, manifest, (f"Resumed from the checkpoint {path}.",))
-        return ResumePlan("weights", path, manifest, (f"Loaded weights only from {path}; progress starts at zero.",))
-    if resume:
-        return _newest(work_dir)
-    existing = [found.path.name for found in store.list_checkpoints(work_dir)]
-    if existing:
+    existing = store.list_checkpoints(work_dir)
+    if existing and not resume:
+        names = ", ".join(found.path.name for found in existing[-3:])
         raise ConfigError(
-            f"{work_dir} already holds checkpoints ({', '.join(existing[-3:])}) but resume was not asked for",
+            f"{work_dir} already holds checkpoints ({names}) but resume was not asked for",
             remedy="--resume goes on with that run; --work-dir NEW starts another beside it",
         )
-    return ResumePlan("fresh")
+    named = resume if isinstance(resume, str) else load_from
+    if named is None:
+        return _newest(work_dir) if resume else ResumePlan("fresh")
+    path = checkpoint_directory(named)
+    manifest = _verified(path)
+    if not resume:
+        return ResumePlan("weights", path, manifest, (f"Loaded weights only from {path}; progress starts at zero.",))
+    messages = [f"Resumed from the checkpoint {path}."]
+    first = manifest.commit if store.is_inside(work_dir, path) else 0
+    later = [f.path.name for f in existing if f.manifest and f.manifest.commit > first]
+    if later:
+        messages.append(
+            f"It was named, so what {work_dir} holds beyond it is left behind: {', '.join(later)}. To go on from the"
+            " newest one, name none (no load_from, --resume alone)."
+        )
+    return ResumePlan("resume", path, manifest, tuple(messages))
 
 
 def _newest(work_dir: Path) -> ResumePlan:
@@ -71,7 +85,8 @@ def _newest(work_dir: Path) -> ResumePlan:
     if found is None and rejected:
         raise CheckpointError(
             f"{work_dir} holds {len(rejected)} checkpoint(s) and none is usable: " + "; ".join(messages),
-            remedy="repair or remove them; a run is never restarted from scratch behind your back",
+            remedy="repair them, name the one to go on from with --resume CKPT, or remove them; a run never starts from"
+            " scratch behind your back",
         )
     if found is None:
         return ResumePlan("fresh", messages=(f"No checkpoint found in {work_dir}: training starts from scratch.",))
@@ -122,3 +137,41 @@ def check_unchanged(manifest: Manifest, *, geometry: Geometry, data: Mapping[str
             " repeated or skipped",
             remedy="restore the data, or start another run with --load-from",
         )
+
+
+_SHOWN = 8
+
+
+def check_model(manifest: Manifest, *, parameters: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> None:
+    """Refuse to resume another model or optimizer. Raises ``ResumeBlocked`` naming what differs.
+
+    Engines compare names and numbers of elements when they load; this knows shapes, what is trained, and the optimizer.
+    """
+    was = {row["name"]: row for row in manifest.parameters}
+    now = {row["name"]: row for row in parameters}
+    found = [f"{name} is new" for name in now if name not in was]
+    found += [f"{name} is gone" for name in was if name not in now]
+    for name in (name for name in now if name in was):
+        before, after = list(was[name]["shape"]), list(now[name]["shape"])
+        if before != after:
+            found.append(f"{name} was {before} and is {after}")
+        elif was[name]["trainable"] != now[name]["trainable"]:
+            found.append(f"{name} {'was frozen and is trained' if now[name]['trainable'] else 'is frozen now'}")
+    if found:
+        more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        raise ResumeBlocked(
+            f"the model differs from that of the checkpoint: {'; '.join(found[:_SHOWN])}{more}",
+            remedy="set model back; --load-from CKPT starts another training from the weights, if they fit",
+        )
+    kinds = [_optimizer_type(values) for values in (manifest.config, config)]
+    if kinds[0] != kinds[1]:
+        raise ResumeBlocked(
+            f"the optimizer was {kinds[0]} and would become {kinds[1]}: its state means nothing to another",
+            remedy=f"set optim_wrapper.optimizer.type back to {kinds[0]}, or start anew with --load-from CKPT",
+        )
+
+
+def _optimizer_type(config: Mapping[str, Any]) -> str:
+    """``AdamW``, also where the config gave the class and its text was stored."""
+    kind = str(((config.get("optim_wrapper") or {}).get("optimizer") or {}).get("type", "AdamW"))
+    return kind.removeprefix("<class '").removesuffix("'>").rpartition(".")[2]

@@ -13,9 +13,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
+from mmengine.config import Config
 from torch import nn
 
 from unigen_ds.backends import deepspeed as _deepspeed  # noqa: F401
@@ -95,7 +97,7 @@ def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
     return Parts(
         config=config,
         plain_config=json.loads(json.dumps(config.to_dict(), default=str)),
-        config_text=config.pretty_text,
+        config_text=config_text(config),
         work_dir=work_dir,
         backend=backend,
         loader=loader,
@@ -114,6 +116,19 @@ def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
         data_identity=identity,
         max_updates=max_updates,
     )
+
+
+def config_text(config: Config) -> str:
+    """The config as Python text. A class, which mmengine prints as no Python can read it, is given by its name."""
+
+    def named(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: named(inner) for key, inner in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(named, value))
+        return f"{value.__module__}.{value.__qualname__}" if isinstance(value, (type, FunctionType)) else value
+
+    return Config(named(config.to_dict())).pretty_text
 
 
 def import_custom(config: Mapping[str, Any]) -> None:

@@ -10,15 +10,18 @@ from typing import Any
 from torch import Tensor
 
 from unigen_ds.checkpoint import saver, store
-from unigen_ds.checkpoint.layouts import open_reader
+from unigen_ds.checkpoint.layouts import open_reader, own_files, shard_folders
 from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
+from unigen_ds.checkpoint.lock import WorkDirLock
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core import dist
 from unigen_ds.core.clock import Clock
 from unigen_ds.core.log import logger
 from unigen_ds.core.progress import Progress
+from unigen_ds.core.seeding import derive_seed, seed_everything
 from unigen_ds.data.stream import Cursor
 from unigen_ds.hooks.base import Hook, UpdateResult
+from unigen_ds.resume.plan import check_model
 from unigen_ds.runner.build import build_parts
 from unigen_ds.runner.parts import Parts
 from unigen_ds.runner.updates import Update, counted
@@ -38,7 +41,8 @@ class Runner:
         self.clock = Clock()
         self.stop_reason: str | None = None
         self._cursor: Cursor = parts.cursor
-        self._parent = parts.plan.checkpoint.name if manifest and parts.plan.checkpoint else None
+        self._parent = _parent_name(parts.work_dir, parts.plan.checkpoint) if manifest else None
+        self._lock: WorkDirLock | None = None
 
     @classmethod
     def from_cfg(cls, config: Mapping[str, Any], *, max_updates: int | None = None) -> Runner:
@@ -64,6 +68,7 @@ class Runner:
 
     def train(self) -> Progress:
         """Restore, train until done, clean up. Collective. Returns the final progress."""
+        dist.on_main(self._occupy)
         try:
             self._call("before_run")
             self._restore()
@@ -86,7 +91,16 @@ class Runner:
         finally:
             self._parts.loader.close()
             self.backend.close()
+            if self._lock is not None:
+                self._lock.release()
         return self.progress
+
+    def _occupy(self) -> None:
+        """On rank 0: keep other runs out of the work dir, and remove what killed ones left unfinished."""
+        self._lock = WorkDirLock(self.work_dir)
+        hour = 3600.0
+        for path in store.sweep(self.work_dir, older_than_s=0.0 if self._lock.exclusive else hour):
+            logger().info("Removed %s, left by a save or deletion that was cut short.", path)
 
     def train_update(self, updates: Iterator[Update]) -> None:
         """One optimizer step: ``accumulative_counts`` micro-batches, each target weighing the same in the loss."""
@@ -148,22 +162,32 @@ class Runner:
         plan = self._parts.plan
         if plan.checkpoint is None or plan.manifest is None:
             return
-        reader = open_reader(plan.checkpoint, plan.manifest)
+        checkpoint, manifest = plan.checkpoint, plan.manifest
+        if plan.mode == "resume":
+            check_model(manifest, parameters=self._parts.parameters, config=self._parts.plain_config)
+        reader = open_reader(checkpoint, manifest)
         self.backend.load_tensors(reader, weights_only=plan.mode == "weights")
         if plan.mode == "weights":
             return
-        states = saver.read_hook_states(plan.checkpoint)
-        folders = {p.name: p for p in plan.checkpoint.iterdir() if p.is_dir() and p.name != saver.RNG_DIRECTORY}
-        readers = {name: SafetensorsReader(path) for name, path in folders.items()}
+        self._restore_hooks(checkpoint, manifest)
+        if not saver.restore_rng(checkpoint):
+            seed = derive_seed(self._parts.data_identity["seed"], "resume", self.progress.updates)
+            seed_everything(seed, rank=dist.rank())
+            logger().warning("The checkpoint is of another number of processes: network dropout is seeded anew.")
+        dist.on_main(lambda: store.go_on_from(self.work_dir, checkpoint))
+        self._call("after_load_checkpoint", {**manifest.state_dict(), "path": str(checkpoint)})
+
+    def _restore_hooks(self, checkpoint: Path, manifest: Manifest) -> None:
+        states = saver.read_hook_states(checkpoint)
+        folders = [name for name in shard_folders(manifest) if name != saver.RNG_DIRECTORY]
+        readers = {name: SafetensorsReader(checkpoint / name, files=own_files(manifest, name)) for name in folders}
         for hook in self.hooks:
             if hook.name in states:
                 hook.load_state_dict(states[hook.name])
             hook.load_shards(readers)
-        if dist.is_main():
-            store.write_hint(self.work_dir, plan.checkpoint)
-        if not saver.restore_rng(plan.checkpoint):
-            logger().warning("The checkpoint has no random state for rank %d: dropout is re-seeded.", dist.rank())
-        self._call("after_load_checkpoint", {**plan.manifest.state_dict(), "path": str(plan.checkpoint)})
+        dropped = sorted(set(states) - {hook.name for hook in self.hooks})
+        if dropped:
+            logger().warning("State of hooks that this config does not have is dropped: %s.", ", ".join(dropped))
 
     def save_checkpoint(self, name: str) -> Path:
         """See ``hooks.base.Run``."""
@@ -193,3 +217,10 @@ class Runner:
         )
         self._parent = path.name
         return path
+
+
+def _parent_name(work_dir: Path, checkpoint: Path | None) -> str | None:
+    """What a manifest calls its parent: the name of one in the same work dir, the whole path of one elsewhere."""
+    if checkpoint is None:
+        return None
+    return checkpoint.name if store.is_inside(work_dir, checkpoint) else str(checkpoint)

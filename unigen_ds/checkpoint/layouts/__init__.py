@@ -24,4 +24,19 @@ def open_reader(directory: Path, manifest: Manifest) -> ShardReader:
     if manifest.layout not in LAYOUTS:
         raise CheckpointError(f"{directory} has layout {manifest.layout!r}", allowed=", ".join(sorted(LAYOUTS)))
     trainable_or_frozen = {parameter["name"] for parameter in manifest.parameters}
-    return LAYOUTS[manifest.layout](directory, parameters=trainable_or_frozen)
+    return LAYOUTS[manifest.layout](directory, parameters=trainable_or_frozen, files=own_files(manifest, ""))
+
+
+def own_files(manifest: Manifest, folder: str) -> list[str]:
+    """Names of the files that the save wrote into ``folder`` ('' is the checkpoint itself).
+
+    Others may lie beside them (an export, say); their content was never verified, so no reader may open them.
+    """
+    paths = (entry.path.rpartition("/") for entry in manifest.files)
+    return [name for parent, _, name in paths if parent == folder]
+
+
+def shard_folders(manifest: Manifest) -> list[str]:
+    """Folders of hooks' shards (``ema``): those that hold safetensors files which the save wrote."""
+    paths = (entry.path.rpartition("/") for entry in manifest.files)
+    return sorted({parent for parent, _, name in paths if parent and name.endswith(".safetensors")})

@@ -22,18 +22,31 @@ class Piece:
     start: int
     stop: int
     fetch: Fetch
+    source: str = ""
 
 
 class PieceReader:
-    """A ``ShardReader`` over pieces. A layout fills it with ``add`` and is done."""
+    """A ``ShardReader`` over pieces. A layout fills it with ``add`` and is done.
 
-    def __init__(self) -> None:
+    ``unique``: the layout writes every element once, so an overlap means a mix of two checkpoints and is refused.
+    """
+
+    def __init__(self, *, unique: bool = False) -> None:
+        self._unique = unique
         self._pieces: dict[tuple[str, str], list[Piece]] = defaultdict(list)
 
-    def add(self, kind: str, name: str, start: int, numel: int, fetch: Fetch) -> None:
-        """Announce a piece. Replicas of a range may be announced more than once; the first is read."""
-        if numel:
-            self._pieces[kind, name].append(Piece(start, start + numel, fetch))
+    def add(self, kind: str, name: str, start: int, numel: int, fetch: Fetch, *, source: str = "") -> None:
+        """Announce a piece. Replicas of a range may be announced more than once, unless ``unique``; the first is read.
+
+        Raises ``CheckpointError`` naming both sources of an overlap where there must be none.
+        """
+        if not numel:
+            return
+        pieces = self._pieces[kind, name]
+        for other in pieces if self._unique else ():
+            if start < other.stop and other.start < start + numel:
+                raise CheckpointError(f"{kind} of {name} is in {other.source} and, in part again, in {source}")
+        pieces.append(Piece(start, start + numel, fetch, source))
 
     def kinds(self) -> list[str]:
         return sorted({kind for kind, _ in self._pieces})

@@ -75,9 +75,12 @@ def read_metadata(directory: Path) -> Any:
 class DCPReader(PieceReader):
     """A ``ShardReader`` over a directory whose keys are ``kind|name`` (``backends/fsdp.py``)."""
 
-    def __init__(self, directory: Path, *, parameters: Iterable[str] | None = None) -> None:
+    def __init__(
+        self, directory: Path, *, parameters: Iterable[str] | None = None, files: Iterable[str] | None = None
+    ) -> None:
         super().__init__()
         metadata = read_metadata(directory)
+        allowed = None if files is None else set(files)
         for index, info in metadata.storage_data.items():
             tensor = metadata.state_dict_metadata[index.fqn]
             if not hasattr(tensor, "size"):
@@ -87,6 +90,8 @@ class DCPReader(PieceReader):
             row = math.prod(tensor.size[1:])
             if tuple(chunk.sizes[1:]) != tuple(tensor.size[1:]):
                 raise CheckpointError(f"{directory}: {index.fqn} is not cut along its first dimension")
+            if allowed is not None and info.relative_path not in allowed:
+                raise CheckpointError(f"{directory} names {info.relative_path}, which the save did not write")
             start = chunk.offsets[0] * row if tensor.size else 0
             fetch = _fetch(directory / info.relative_path, info.offset, info.length)
             self.add(kind, name, start, math.prod(chunk.sizes), fetch)

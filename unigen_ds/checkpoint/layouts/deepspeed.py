@@ -62,10 +62,12 @@ def load_file(path: Path) -> Any:
 class DeepSpeedReader(PieceReader):
     """A ``ShardReader`` over a directory that DeepSpeed wrote (ZeRO-1, 2 or 3)."""
 
-    def __init__(self, directory: Path, *, parameters: Iterable[str] | None = None) -> None:
+    def __init__(
+        self, directory: Path, *, parameters: Iterable[str] | None = None, files: Iterable[str] | None = None
+    ) -> None:
         super().__init__()
-        optim = [load_file(path)["optimizer_state_dict"] for path in _by_rank(directory, _OPTIM)]
-        model = [load_file(path) for path in _by_rank(directory, _MODEL)]
+        optim = [load_file(path)["optimizer_state_dict"] for path in _by_rank(directory, _OPTIM, files)]
+        model = [load_file(path) for path in _by_rank(directory, _MODEL, files)]
         if not optim or not model:
             raise CheckpointError(f"{directory} lacks DeepSpeed's model or optimizer files")
         if "fp32_flat_groups" in optim[0]:
@@ -136,9 +138,10 @@ class DeepSpeedReader(PieceReader):
             self.add(LOSS_SCALE, LOSS_SCALE, 0, 2, slices_of(pair))
 
 
-def _by_rank(directory: Path, pattern: re.Pattern[str]) -> list[Path]:
+def _by_rank(directory: Path, pattern: re.Pattern[str], files: Iterable[str] | None) -> list[Path]:
     """Files in rank order. Raises ``CheckpointError`` where one of them is missing."""
-    found = {int(m.group(1) or 0): path for path in directory.iterdir() if (m := pattern.match(path.name))}
+    names = [path.name for path in directory.iterdir()] if files is None else list(files)
+    found = {int(m.group(1) or 0): directory / name for name in names if (m := pattern.match(name))}
     missing = sorted(set(range(len(found))) - set(found))
     if missing:
         raise CheckpointError(f"{directory} lacks the files of rank {missing[0]} (it has {sorted(found)})")

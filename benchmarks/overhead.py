@@ -1,0 +1,418 @@
+"""What the runner costs: our loop against a hand-written one, the same training update by update.
+
+In: a shipped config. Out: a table, and ``results/overhead_<date>.json``. Accepted: median ratio of the time of an update
+at most 1.03.
+
+Both loops live in one process and take turns: a block of ours, two of the other, two of ours, and so on (A B B A), so
+that whatever else the machine does hits both. Block k of either side trains on the same batches; pair k gives one ratio
+of times. The hand-written loop is the least that does the training: a plain ``DataLoader`` over collated batches with
+the same number of workers, forward, backward, ``clip_grad_norm_``, a torch optimizer, learning rates from a list made
+beforehand; it logs nothing, checks nothing and counts nothing. Ours is the whole ``Runner`` with its default hooks:
+timer, non-finite guard, ledger, skipped samples, signals, a log line every 10 iterations. EMA and checkpoints are off in
+both. At the end the weights of both are compared: equal bits show that both did the same work, dropout included.
+
+A block begins with ``--lead`` updates that are not timed: what the workers had ready during the other side's turn is used
+up in them.
+
+    python benchmarks/overhead.py [--config unified_digits] [--backend single] [--workers 2 0] [--threads N]
+
+Another engine is one subclass of ``HandWritten`` and one line in ``ENGINES``. Exit status: 1 where the overhead is above
+the limit beyond doubt (the whole confidence interval), else 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import datetime
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from unigen_ds.checkpoint.manifest import current_versions  # noqa: E402
+from unigen_ds.core.batch import PackedBatch  # noqa: E402
+from unigen_ds.core.config import load_config  # noqa: E402
+from unigen_ds.core.progress import Progress  # noqa: E402
+from unigen_ds.data.collate import collate  # noqa: E402
+from unigen_ds.hooks.base import Hook, Run, UpdateResult  # noqa: E402
+from unigen_ds.hooks.timer import find_timer  # noqa: E402
+from unigen_ds.runner.build import build_data, build_model, build_parts  # noqa: E402
+from unigen_ds.runner.parts import Parts  # noqa: E402
+from unigen_ds.runner.runner import Runner  # noqa: E402
+
+LIMIT = 1.03
+LOG_INTERVAL = 10
+RESAMPLES = 10_000
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the two sides take turns, in updates."""
+
+    pairs: int
+    lead: int
+    timed: int
+    warm_up: int
+    settle_s: float
+
+    def __post_init__(self) -> None:
+        if self.pairs < 2 or self.pairs % 2 or min(self.lead, self.timed, self.warm_up) < 1:
+            raise SystemExit("error: --pairs is an even number; --lead, --timed and --warm-up are at least 1")
+
+    @property
+    def block(self) -> int:
+        return self.lead + self.timed
+
+    @property
+    def total(self) -> int:
+        return self.warm_up + self.pairs * self.block
+
+
+@dataclass(frozen=True)
+class Block:
+    """The timed updates of one turn: seconds of wall time, of this process's CPU time, and of waiting for data."""
+
+    wall: float
+    cpu: float
+    data: float
+
+
+class Stopwatch:
+    """Wall and CPU time since it was made, with the device idle at both ends."""
+
+    def __init__(self) -> None:
+        _synchronise()
+        self._wall, self._cpu = time.perf_counter(), time.process_time()
+
+    def block(self, data: float) -> Block:
+        _synchronise()
+        return Block(time.perf_counter() - self._wall, time.process_time() - self._cpu, data)
+
+
+def _synchronise() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+class RandomState:
+    """The torch generators of one side, put in place while it has its turn: both draw the same dropout masks."""
+
+    def __init__(self) -> None:
+        self._cpu = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._cpu)
+        if self._cuda:
+            torch.cuda.set_rng_state_all(self._cuda)
+
+
+class HandWritten:
+    """The loop one would write for one config and one process. The model, the data and the numbers are the config's."""
+
+    def __init__(self, config: Any, parts: Parts, plan: Plan) -> None:
+        wrapper = config["optim_wrapper"]
+        if wrapper.get("precision", "fp32") != "fp32":
+            raise SystemExit(f"error: the hand-written loop trains in fp32, not {wrapper['precision']}")
+        self.device = parts.backend.device
+        self.max_norm: float = wrapper["clip_grad"]["max_norm"]
+        self.accumulate: int = parts.geometry.accumulative_counts
+        self.loss_weights = dict(parts.loss_weights)
+        size = parts.geometry.global_batch_size
+        self.rates = [
+            [group["lr"] for group in parts.schedules.at(Progress(sequences=update * size))]
+            for update in range(plan.total)
+        ]
+        self.plan, self.updates, self.waited = plan, 0, 0.0
+        self.batches = self._load(config, parts)
+        self.prepare(config, parts)
+
+    def _load(self, config: Any, parts: Parts) -> Iterator[PackedBatch]:
+        loader, seed = config["train_dataloader"], parts.data_identity["seed"]
+        data = build_data(config, seed=seed, geometry=parts.geometry, ruler=parts.ruler)
+        number = self.plan.total * parts.geometry.global_batch_size
+        rows = [row for row, _ in islice(data.stream.rows(), number)]
+        datasets, processor, seq_length = data.stream.datasets, data.processor, data.stream.seq_length
+        return iter(
+            DataLoader(
+                rows,  # type: ignore[arg-type]
+                batch_size=loader["batch_size"],
+                num_workers=loader["num_workers"],
+                collate_fn=lambda some: collate(some, datasets, processor, seq_length=seq_length),
+                pin_memory=torch.cuda.is_available(),
+            )
+        )
+
+    def prepare(self, config: Any, parts: Parts) -> None:
+        """Model and optimizer, at the same weights as ours."""
+        self.model, groups = build_model(config, parts.processor, seed=parts.data_identity["seed"])
+        self.model.to(self.device).train()
+        self.parameters = dict(self.model.named_parameters())
+        self.trained = [self.parameters[name] for group in groups for name in group.parameters]
+        arguments = {k: v for k, v in config["optim_wrapper"]["optimizer"].items() if k not in ("type", "lr")}
+        self.optimizer = torch.optim.AdamW(
+            [
+                {"params": [self.parameters[n] for n in g.parameters], "lr": g.lr, "weight_decay": g.weight_decay}
+                for g in groups
+            ],
+            **arguments,
+        )
+
+    def update(self) -> None:
+        """One optimizer step."""
+        start = time.perf_counter()
+        batches = [next(self.batches) for _ in range(self.accumulate)]
+        self.waited += time.perf_counter() - start
+        num_text = float(sum(batch.text_target_ids.numel() for batch in batches))
+        num_image = float(sum(batch.image_target_index.numel() for batch in batches))
+        text_weight = self.loss_weights["text"] / num_text if num_text else 0.0
+        image_weight = self.loss_weights["image"] / num_image if num_image else 0.0
+        for group, lr in zip(self.optimizer.param_groups, self.rates[self.updates], strict=True):
+            group["lr"] = lr
+        self.optimizer.zero_grad(set_to_none=True)
+        for batch in batches:
+            sums = self.model(batch.to(self.device)).sums
+            (sums["text"] * text_weight + sums["image"] * image_weight).backward()
+        torch.nn.utils.clip_grad_norm_(self.trained, self.max_norm)
+        self.optimizer.step()
+        self.updates += 1
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """Trained parameters by name, on this process."""
+        return {name: p.detach() for name, p in self.parameters.items() if p.requires_grad}
+
+    def turn(self) -> Block:
+        """One block: the lead, then the timed updates."""
+        for _ in range(self.plan.lead):
+            self.update()
+        self.waited, watch = 0.0, Stopwatch()
+        for _ in range(self.plan.timed):
+            self.update()
+        return watch.block(self.waited)
+
+
+ENGINES: dict[str, tuple[dict[str, Any], type[HandWritten]]] = {
+    "single": ({"type": "single"}, HandWritten),
+}
+"""``--backend`` -> the config's ``backend``, and the loop written by hand for that engine."""
+
+
+class Pacer(Hook):
+    """Runs last in our loop: times our blocks, and between them gives the hand-written loop its turn."""
+
+    priority = 10_000  # type: ignore[assignment]
+
+    def __init__(self, other: HandWritten, plan: Plan) -> None:
+        self.other, self.plan = other, plan
+        self.ours: list[Block] = []
+        self.theirs: list[Block] = []
+        self._watch: Stopwatch | None = None
+        self._their_random: RandomState | None = None
+
+    def before_train(self, run: Run) -> None:
+        self._their_random = RandomState()  # both sides begin with the generators that the runner has seeded
+
+    def after_update(self, run: Run, result: UpdateResult) -> None:
+        done, plan = run.progress.updates - self.plan.warm_up, self.plan
+        if done < 0:
+            return
+        if done == 0:
+            self._hand_over(turns=0)
+        elif done % plan.block == plan.lead:
+            self._watch = Stopwatch()
+        elif done % plan.block == 0:
+            timer = find_timer(run)
+            assert self._watch is not None and timer is not None
+            self.ours.append(self._watch.block(timer.summary()["time/data"] * plan.timed))
+            # O0 P0 | P1 O1 | O2 P2 | ...: after every other block of ours, two of theirs
+            time.sleep(plan.settle_s) if len(self.ours) % 2 == 0 else self._hand_over(turns=2)
+
+    def _hand_over(self, *, turns: int) -> None:
+        """The other side's turn(s), with its own generators; ``turns=0`` is its warm-up."""
+        mine = RandomState()
+        assert self._their_random is not None
+        self._their_random.restore()
+        if not turns:
+            for _ in range(self.plan.warm_up):
+                self.other.update()
+        for _ in range(turns):
+            time.sleep(self.plan.settle_s)  # workers of the side that just ran fill their queues meanwhile
+            self.theirs.append(self.other.turn())
+        self._their_random = RandomState()
+        mine.restore()
+        time.sleep(self.plan.settle_s)
+
+
+def compare(arguments: argparse.Namespace, plan: Plan, *, num_workers: int) -> dict[str, Any]:
+    """Train both sides with ``num_workers`` and return what was measured."""
+    backend, hand_written = ENGINES[arguments.backend]
+    load_before = os.getloadavg()
+    with tempfile.TemporaryDirectory(prefix="overhead-") as folder, (Path(folder) / "log").open("w") as log:
+        config = load_config(
+            arguments.config,
+            {
+                "work_dir": str(Path(folder) / "run"),
+                "train_dataloader.dataset.root": str(Path(folder) / "digits"),
+                "train_dataloader.num_workers": num_workers,
+                "train_cfg": {"max_updates": plan.total},
+                "backend": backend,
+                "default_hooks.checkpoint": None,
+                "default_hooks.logger.interval": LOG_INTERVAL,
+                "default_hooks.timer.window": plan.timed,  # so that its averages are those of a block
+                "custom_hooks": [],
+            },
+        )
+        with contextlib.redirect_stderr(log):
+            parts = build_parts(config)
+            pacer = Pacer(hand_written(config, parts, plan), plan)
+            runner = Runner(dataclasses.replace(parts, hooks=[*parts.hooks, pacer]))
+            runner.train()
+    assert len(pacer.ours) == len(pacer.theirs) == plan.pairs and runner.progress.updates == pacer.other.updates
+    theirs = pacer.other.weights()
+    different = [s.name for s in runner.backend.master_shards() if not torch.equal(s.data, theirs[s.name].view(-1))]
+    return {
+        "num_workers": num_workers,
+        "same_weights": not different,
+        "num_different": len(different),
+        **summary(pacer.ours, pacer.theirs, updates=plan.timed),
+        "load_before": load_before,
+        "load_after": os.getloadavg(),
+        "pairs": [{"ours": dataclasses.asdict(a), "theirs": dataclasses.asdict(b)} for a, b in _pairs(pacer)],
+    }
+
+
+def _pairs(pacer: Pacer) -> list[tuple[Block, Block]]:
+    return list(zip(pacer.ours, pacer.theirs, strict=True))
+
+
+def summary(ours: Sequence[Block], theirs: Sequence[Block], *, updates: int) -> dict[str, Any]:
+    """Medians over the pairs; times of an update in milliseconds."""
+    numbers: dict[str, Any] = {
+        "ratio": interval([a.wall / b.wall for a, b in zip(ours, theirs, strict=True)]),
+        "cpu_ratio": interval([a.cpu / b.cpu for a, b in zip(ours, theirs, strict=True)]),
+    }
+    for name, blocks in (("ours", ours), ("theirs", theirs)):
+        numbers[f"{name}_ms"] = 1e3 * float(np.median([block.wall for block in blocks])) / updates
+        numbers[f"{name}_data_share"] = float(np.median([block.data / block.wall for block in blocks]))
+    return numbers
+
+
+def interval(ratios: Sequence[float]) -> dict[str, float]:
+    """Median and its 95 % confidence interval: percentiles of the medians of re-sampled pairs."""
+    values = np.asarray(ratios)
+    drawn = np.random.default_rng(0).choice(values, size=(RESAMPLES, len(values)))
+    low, high = np.percentile(np.median(drawn, axis=1), [2.5, 97.5])
+    return {"median": float(np.median(values)), "low": float(low), "high": float(high)}
+
+
+def verdict(ratio: Mapping[str, float]) -> str:
+    if ratio["median"] <= LIMIT:
+        return "accepted" if ratio["high"] <= LIMIT else "accepted, not beyond doubt"
+    return "too slow" if ratio["low"] > LIMIT else "too slow, not beyond doubt"
+
+
+def environment() -> dict[str, Any]:
+    """Machine, versions and commit: what a number must be read with."""
+    cpu = next(
+        (line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
+        platform.processor(),
+    )
+    git = ["git", "-C", str(ROOT)]
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    changed = subprocess.run([*git, "status", "--porcelain", "unigen_ds"], capture_output=True, text=True).stdout
+    return {
+        "commit": commit or None,
+        "changed_files": [line[3:] for line in changed.splitlines()],
+        "machine": f"{platform.system()} {platform.machine()}",
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "threads": torch.get_num_threads(),
+        "versions": current_versions(),
+    }
+
+
+def _lines(path: str) -> list[str]:
+    return Path(path).read_text().splitlines() if Path(path).exists() else []
+
+
+def show(results: Sequence[Mapping[str, Any]]) -> None:
+    print(f"{'workers':>7}  {'ours':>8}  {'by hand':>8}  {'ratio':>6}  {'95 %':>13}  {'CPU ratio':>9}"
+          "  waits for data (ours, by hand)  same weights  verdict")  # fmt: skip
+    for r in results:
+        ratio = r["ratio"]
+        print(f"{r['num_workers']:>7}  {r['ours_ms']:5.1f} ms  {r['theirs_ms']:5.1f} ms  {ratio['median']:6.3f}"
+              f"  {ratio['low']:.3f} - {ratio['high']:.3f}  {r['cpu_ratio']['median']:9.3f}"
+              f"  {r['ours_data_share']:13.1%}, {r['theirs_data_share']:15.1%}  {r['same_weights']!s:>12}"
+              f"  {verdict(ratio)}")  # fmt: skip
+
+
+def free_path(folder: Path, stem: str) -> Path:
+    """A file name that is not taken: results are added, never overwritten."""
+    path, number = folder / f"{stem}.json", 2
+    while path.exists():
+        path, number = folder / f"{stem}_{number}.json", number + 1
+    return path
+
+
+def parse() -> argparse.Namespace:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--config", default="unified_digits", help="its data set is the digits")
+    p.add_argument("--backend", default="single", choices=sorted(ENGINES))
+    p.add_argument("--workers", type=int, nargs="+", default=[2, 0], help="loader workers; one comparison for each")
+    p.add_argument("--threads", type=int, help="torch threads of both loops; default: torch's own")
+    p.add_argument("--pairs", type=int, default=20)
+    p.add_argument("--lead", type=int, default=10, help="updates of a block before the timed ones")
+    p.add_argument("--timed", type=int, default=20, help="timed updates of a block; a multiple of the log interval")
+    p.add_argument("--warm-up", type=int, default=30, help="updates of each side before the first block")
+    p.add_argument("--settle", type=float, default=0.3, help="seconds between two blocks")
+    p.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the result file")
+    return p.parse_args()
+
+
+def main() -> int:
+    arguments = parse()
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    plan = Plan(arguments.pairs, arguments.lead, arguments.timed, arguments.warm_up, arguments.settle)
+    results = [compare(arguments, plan, num_workers=number) for number in arguments.workers]
+    show(results)
+    today = datetime.date.today().isoformat()
+    record = {
+        "name": "overhead",
+        "date": today,
+        "limit": LIMIT,
+        "config": arguments.config,
+        "backend": arguments.backend,
+        "plan": dataclasses.asdict(plan),
+        **environment(),
+        "verdict": {str(r["num_workers"]): verdict(r["ratio"]) for r in results},
+        "results": results,
+    }
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    path = free_path(arguments.out, f"overhead_{today}")
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"Written: {os.path.relpath(path)}")
+    return int(any(r["ratio"]["low"] > LIMIT for r in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

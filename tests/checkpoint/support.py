@@ -1,0 +1,99 @@
+"""A tiny trained model and its checkpoints, written by the real saver with the real backend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from unigen_ds.backends.single import SingleBackend
+from unigen_ds.checkpoint import saver, store
+from unigen_ds.checkpoint.manifest import Manifest
+from unigen_ds.core.optim import OptimizerConfig, ParamGroup
+from unigen_ds.core.progress import Geometry, Progress, Ruler
+from unigen_ds.core.shards import Shard
+from unigen_ds.schedule.schedule import Schedules
+
+GEOMETRY = Geometry(batch_size=4, accumulative_counts=3)
+RULER = Ruler(GEOMETRY, sequences_per_epoch=60)
+
+
+def make_backend(*, width: int = 6, updates: int = 1) -> SingleBackend:
+    """A linear model after a few updates."""
+    torch.manual_seed(0)
+    model = nn.Linear(width, 4)
+    backend = SingleBackend()
+    backend.prepare(model, [ParamGroup("default", 0.1, 0.0, ("weight", "bias"))], OptimizerConfig())
+    for _ in range(updates):
+        with backend.accumulate(last=True):
+            backend.backward(backend.model(torch.randn(3, width, device=backend.device)).square().sum())
+        backend.step()
+    return backend
+
+
+def make_manifest(commit: int = 1, *, parent: str | None = None, updates: int = 4, **values: Any) -> Manifest:
+    schedules = Schedules.from_cfg([], ruler=RULER, base=[{"name": "default", "lr": 0.1}], total_sequences=600)
+    given = dict(
+        commit=commit,
+        parent=parent,
+        progress=Progress(sequences=12 * updates, samples=30 * updates, tokens=500 * updates, updates=updates),
+        geometry=GEOMETRY,
+        ruler=RULER,
+        topology={"engine": "single", "dp_size": 1, "precision": "fp32"},
+        schedule=schedules.state_dict(),
+        loader={"cursor": {"epoch": 0, "window": 1, "row": 2, "sequences": 48}, "seed": 7, "fingerprint": "f" * 32},
+        parameters=[
+            {"name": "weight", "shape": [4, 6], "dtype": "float32", "trainable": True, "group": "default"},
+            {"name": "bias", "shape": [4], "dtype": "float32", "trainable": True, "group": "default"},
+        ],
+        config={"optim_wrapper": {"optimizer": {"type": "AdamW", "lr": 0.1}}},
+    )
+    return Manifest(**{**given, **values})  # type: ignore[arg-type]
+
+
+def save(
+    work_dir: Path,
+    name: str = "iter_12.pth",
+    *,
+    backend: SingleBackend | None = None,
+    manifest: Manifest | None = None,
+    parent: str | None = None,
+    updates: int = 4,
+    hook_shards: Mapping[str, Sequence[Shard]] | None = None,
+) -> Path:
+    """Commit one checkpoint as a run does, with the next commit number."""
+    backend = backend or make_backend()
+    shards = {"ema": backend.master_shards()} if hook_shards is None else hook_shards
+    return saver.save(
+        work_dir,
+        name,
+        backend=backend,
+        manifest=manifest or make_manifest(store.next_commit(work_dir), parent=parent, updates=updates),
+        hook_states={"ema": {"num_updates": updates}},
+        hook_shards=shards,
+        config_text="batch_size = 4\n",
+    )
+
+
+def save_chain(work_dir: Path, *iterations: int, parent: str | None = None) -> list[Path]:
+    """Checkpoints that follow each other."""
+    paths = []
+    for iteration in iterations:
+        path = save(work_dir, f"iter_{iteration}.pth", parent=parent, updates=iteration // 3)
+        paths.append(path)
+        parent = path.name
+    return paths
+
+
+def flip_byte(path: Path, at: int = -1) -> None:
+    """Change one byte; size and name stay."""
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+def tree(directory: Path) -> dict[str, bytes]:
+    return {p.relative_to(directory).as_posix(): p.read_bytes() for p in directory.rglob("*") if p.is_file()}

@@ -1,0 +1,87 @@
+"""Flat ranges out of safetensors files, however they were cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
+from unigen_ds.core.errors import CheckpointError
+from unigen_ds.core.shards import BUFFER, EXP_AVG, MASTER, STEP, shard_key
+
+WHOLE = torch.arange(60, dtype=torch.float32).reshape(5, 4, 3)
+
+
+@pytest.fixture
+def reader(tmp_path):
+    """A whole weight, a buffer and a scalar in one file; moments cut into uneven pieces over two files."""
+    save_file({"w": WHOLE, "running": torch.tensor(2.5), "row": WHOLE[0, 0].clone()}, tmp_path / "model.safetensors")
+    flat = WHOLE.reshape(-1) + 0.5
+    save_file(
+        {shard_key(EXP_AVG, "w", 0): flat[:7].clone(), shard_key(EXP_AVG, "w", 31): flat[31:].clone()},
+        tmp_path / "rank0.safetensors",
+    )
+    save_file(
+        {shard_key(EXP_AVG, "w", 7): flat[7:31].clone(), shard_key(STEP, "w", 0): torch.tensor([3.0])},
+        tmp_path / "rank1.safetensors",
+    )
+    return SafetensorsReader(tmp_path, parameters=["w", "row"])
+
+
+def test_kinds_and_names(reader):
+    assert reader.kinds() == [BUFFER, EXP_AVG, MASTER, STEP]
+    assert reader.names(MASTER) == ["row", "w"] and reader.names(BUFFER) == ["running"]
+    assert reader.numel(MASTER, "w") == reader.numel(EXP_AVG, "w") == 60
+    assert reader.numel(BUFFER, "running") == reader.numel(STEP, "w") == 1
+
+
+@pytest.mark.parametrize(
+    ("start", "stop"), [(0, 60), (0, 12), (12, 24), (5, 6), (11, 13), (23, 49), (59, 60), (30, 30)]
+)
+def test_any_range_of_a_whole_tensor(reader, start, stop):
+    assert torch.equal(reader.read(MASTER, "w", start, stop), WHOLE.reshape(-1)[start:stop])
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 60), (0, 7), (6, 8), (7, 31), (3, 58), (31, 60), (30, 32)])
+def test_any_range_over_pieces_of_several_files(reader, start, stop):
+    assert torch.equal(reader.read(EXP_AVG, "w", start, stop), WHOLE.reshape(-1)[start:stop] + 0.5)
+
+
+def test_scalars(reader):
+    assert reader.read(BUFFER, "running", 0, 1).tolist() == [2.5]
+    assert reader.read(STEP, "w", 0, 1).tolist() == [3.0]
+
+
+def test_missing_names_and_elements(reader, tmp_path):
+    with pytest.raises(CheckpointError, match="no exp_avg of row"):
+        reader.read(EXP_AVG, "row", 0, 3)
+    with pytest.raises(CheckpointError, match=r"no elements 60\.\.61 of master w"):
+        reader.read(MASTER, "w", 58, 61)
+    (tmp_path / "rank1.safetensors").unlink()
+    gap = SafetensorsReader(tmp_path)
+    with pytest.raises(CheckpointError, match=r"no elements 7\.\.60 of exp_avg w"):
+        gap.read(EXP_AVG, "w", 0, 60)
+    assert torch.equal(gap.read(EXP_AVG, "w", 40, 60), WHOLE.reshape(-1)[40:] + 0.5)
+
+
+def test_elements_that_are_there_twice_are_refused(reader, tmp_path):
+    """Which of two copies counts would depend on their names."""
+    save_file({"w": WHOLE + 1}, tmp_path / "a_copy.safetensors")
+    with pytest.raises(CheckpointError, match=r"master of w is in .*a_copy.*model"):
+        SafetensorsReader(tmp_path)
+    only = SafetensorsReader(tmp_path, files=["a_copy.safetensors", "hooks.json"])
+    assert torch.equal(only.read(MASTER, "w", 0, 60), WHOLE.reshape(-1) + 1)
+
+
+def test_no_file_and_a_broken_file(tmp_path):
+    with pytest.raises(CheckpointError, match=r"holds no \.safetensors file"):
+        SafetensorsReader(tmp_path)
+    (tmp_path / "x.safetensors").write_bytes(b"nothing of the kind")
+    with pytest.raises(CheckpointError, match=r"x\.safetensors cannot be read"):
+        SafetensorsReader(tmp_path)
+
+
+def test_the_stored_dtype_is_kept(tmp_path):
+    save_file({"w": WHOLE.to(torch.bfloat16)}, tmp_path / "model.safetensors")
+    assert SafetensorsReader(tmp_path).read(MASTER, "w", 2, 5).dtype == torch.bfloat16

@@ -1,0 +1,243 @@
+"""A checkpoint exists completely or not at all, on a disk that is really full too."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.checkpoint.support import flip_byte, make_backend, make_manifest, save, tree
+from tests.tiny import tiny_config
+from unigen_ds.checkpoint import saver, store
+from unigen_ds.checkpoint.layouts import open_reader
+from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
+from unigen_ds.core.errors import CheckpointError
+from unigen_ds.core.metrics import read_lines
+from unigen_ds.core.shards import EXP_AVG, MASTER, Shard
+from unigen_ds.hooks.base import Hook
+from unigen_ds.runner import Runner
+
+
+def test_what_a_save_leaves(tmp_path):
+    path = save(tmp_path)
+    assert path == tmp_path / "iter_12.pth"
+    assert sorted(tree(path)) == [
+        "config.py", "ema/rank00000.safetensors", "hooks.json", "manifest.json", "model.safetensors",
+        "optimizer.safetensors", "rng/rank00000.safetensors",
+    ]  # fmt: skip
+    assert sorted(os.listdir(tmp_path)) == ["iter_12.pth", store.HINT]
+    assert (tmp_path / store.HINT).read_text() == f"{path}\n"
+    manifest = Manifest.read(path)
+    assert manifest.layout == "safetensors"
+    assert store.verify(path, manifest, hashes=True) is None
+    assert saver.read_hook_states(path) == {"ema": {"num_updates": 4}}
+
+
+def test_a_name_that_exists_gets_a_suffix(tmp_path):
+    first = save(tmp_path)
+    before = tree(first)
+    assert [save(tmp_path).name, save(tmp_path).name] == ["iter_12_2.pth", "iter_12_3.pth"]
+    assert tree(first) == before
+    assert store.newest(tmp_path)[0].path.name == "iter_12_3.pth"  # type: ignore[union-attr]
+
+
+def test_only_the_primary_replica_is_written(tmp_path):
+    replica = Shard("weight", (4,), 0, torch.ones(4), primary=False)
+    own = Shard("bias", (4,), 2, torch.ones(2))
+    path = save(tmp_path, hook_shards={"ema": [replica, own]})
+    from safetensors import safe_open
+
+    with safe_open(path / "ema" / "rank00000.safetensors", framework="pt") as stream:
+        assert list(stream.keys()) == ["ema|bias|2"]
+
+
+def test_an_error_leaves_what_was_there(tmp_path):
+    first = save(tmp_path)
+    before = tree(tmp_path)
+
+    class Broken(type(make_backend())):  # type: ignore[misc]
+        def save_shards(self, directory: Path) -> dict[str, str]:
+            (directory / "model.safetensors").write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+
+    backend = make_backend()
+    backend.__class__ = Broken
+    with pytest.raises(CheckpointError, match=r"could not write checkpoint .*iter_24.pth: rank 0: OSError") as caught:
+        save(tmp_path, "iter_24.pth", backend=backend)
+    assert "free disk space" in str(caught.value)
+    assert tree(tmp_path) == before
+    assert store.newest(tmp_path)[0].path == first  # type: ignore[union-attr]
+
+
+def test_a_hint_that_cannot_be_written_does_not_undo_a_commit(tmp_path):
+    (tmp_path / store.HINT / "in the way").mkdir(parents=True)
+    path = save(tmp_path)
+    assert store.newest(tmp_path)[0].path == path  # type: ignore[union-attr]
+
+
+def test_round_trip_of_random_states(tmp_path):
+    random.seed(1), np.random.seed(2), torch.manual_seed(3)
+    random.gauss(0, 1), np.random.normal(), torch.randn(5)  # half-used generators, with a second normal kept
+    path = save(tmp_path)
+    expected = [random.random(), random.gauss(0, 1), np.random.normal(), np.random.rand(), torch.randn(700).tolist()]
+    torch.manual_seed(99), random.seed(99), np.random.seed(99)
+    assert saver.restore_rng(path)
+    found = [random.random(), random.gauss(0, 1), np.random.normal(), np.random.rand(), torch.randn(700).tolist()]
+    assert found == expected
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_random_states_of_another_process_count_are_not_used(tmp_path, ranks):
+    path = save(tmp_path)
+    state = path / "rng" / "rank00000.safetensors"
+    if ranks == 2:
+        (path / "rng" / "rank00001.safetensors").write_bytes(state.read_bytes())
+    else:
+        state.unlink()
+    before = torch.get_rng_state()
+    assert not saver.restore_rng(path)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# ---- a full disk ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A real file system of 2 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mounting a small disk needs root")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def fill(disk: Path, *, leave: int) -> Path:
+    """Use up the disk but for ``leave`` bytes."""
+    ballast = disk / "ballast"
+    free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
+    ballast.write_bytes(b"x" * (free - leave))
+    return ballast
+
+
+WIDTH = 12_000  # about 190 KiB of weights, as much of EMA, and twice that of moments
+
+
+def test_a_disk_that_fills_up_during_the_save(small_disk):
+    """No earlier checkpoint tells the size, and masters alone would fit: the write itself fails."""
+    backend = make_backend(width=WIDTH)
+    ballast = fill(small_disk, leave=600 * 1024)
+    with pytest.raises(CheckpointError, match=r"could not write checkpoint .* Remedy: free disk space"):
+        save(small_disk, backend=backend)
+    assert os.listdir(small_disk) == ["ballast"]
+    ballast.unlink()
+    assert store.newest(small_disk)[0] is None
+    assert Manifest.read(save(small_disk, backend=backend)).commit == 1
+
+
+def test_a_disk_that_is_too_full_is_refused_before_anything_is_written(small_disk, monkeypatch):
+    backend = make_backend(width=WIDTH)
+    first = save(small_disk, backend=backend)
+    size = sum(len(content) for name, content in tree(first).items() if name != FILE_NAME)
+    ballast = fill(small_disk, leave=size - 65536)
+    before = tree(small_disk)
+    monkeypatch.setattr(backend, "save_shards", None)  # not reached
+    with pytest.raises(CheckpointError, match=r"it needs about 0\.8 MiB and 0\.7 MiB are free"):
+        save(small_disk, "iter_24.pth", backend=backend)
+    assert tree(small_disk) == before
+    monkeypatch.undo()
+    ballast.unlink()
+    assert save(small_disk, "iter_24.pth", backend=backend).name == "iter_24.pth"
+
+
+def test_a_smaller_checkpoint_than_the_last_is_not_refused(small_disk):
+    """The EMA hook was removed: the last size, its folder left out, is what counts."""
+    backend = make_backend(width=WIDTH)
+    save(small_disk, backend=backend)
+    fill(small_disk, leave=660 * 1024)
+    assert save(small_disk, "iter_24.pth", backend=backend, hook_shards={})
+
+
+def test_training_goes_on_over_a_full_disk(small_disk, tmp_path, caplog):
+    """Update 2 saves, 4 fails, space is freed, 6 saves; the run is the same as on a large disk."""
+    options = dict(
+        default_hooks__checkpoint__interval=2,
+        default_hooks__checkpoint__max_keep_ckpts=2,
+        train_dataloader__batch_size=2,
+        custom_hooks=[dict(type="EMAHook", momentum=0.1)],
+        model__llm__hidden_size=16,
+    )
+    straight = Runner.from_cfg(tiny_config(tmp_path / "straight", tmp_path / "digits", **options), max_updates=6)
+    straight.train()
+    runner = Runner.from_cfg(tiny_config(small_disk, tmp_path / "digits", **options), max_updates=6)
+    runner.hooks = [_Ballast(small_disk), *runner.hooks]
+    runner.train()
+    names = [f.path.name for f in store.list_checkpoints(small_disk) if f.problem is None]
+    assert names == ["iter_2.pth", "iter_6.pth"]
+    log = (small_disk / "train.log").read_text()
+    assert "ERROR could not" in log and "iter_4.pth" in log and "Training goes on without this checkpoint." in log
+    assert not list(small_disk.glob("*.tmp-*"))
+    assert Manifest.read(small_disk / "iter_6.pth").parent == "iter_2.pth"
+    losses = [[line["loss"] for line in read_lines(d / "metrics.jsonl")] for d in (tmp_path / "straight", small_disk)]
+    assert losses[0] == losses[1] and len(losses[0]) == 6
+    same = [tree(d / "iter_6.pth")["model.safetensors"] for d in (tmp_path / "straight", small_disk)]
+    assert same[0] == same[1]
+
+
+class _Ballast(Hook):
+    """Fills the disk before update 4 and frees it before update 6."""
+
+    def __init__(self, disk: Path) -> None:
+        self.disk = disk
+
+    def before_update(self, run) -> None:
+        if run.progress.updates == 3:
+            fill(self.disk, leave=96 * 1024)
+        if run.progress.updates == 5:
+            (self.disk / "ballast").unlink()
+
+
+# ---- reading back ---------------------------------------------------------------------------------------------------
+
+
+def test_a_stray_file_in_a_checkpoint_is_not_read(tmp_path):
+    """An export beside the checkpoint's own files was never verified."""
+    backend = make_backend()
+    path = save(tmp_path, backend=backend)
+    (path / "a_copy.safetensors").write_bytes((path / "model.safetensors").read_bytes())
+    flip_byte(path / "a_copy.safetensors")
+    manifest = Manifest.read(path)
+    reader = open_reader(path, manifest)
+    weight = dict(backend.model.named_parameters())["weight"]
+    assert torch.equal(reader.read(MASTER, "weight", 0, 24), weight.detach().reshape(-1))
+    assert len(list(reader.names(EXP_AVG))) == 2
+
+
+def test_an_unknown_layout_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match="has layout 'stone'"):
+        open_reader(tmp_path, make_manifest(layout="stone"))
+
+
+def test_a_killed_save_is_invisible(tmp_path):
+    """The process dies where the manifest would be written."""
+    code = (
+        "import os, signal, sys; from pathlib import Path; sys.path.insert(0, '.')\n"
+        "from tests.checkpoint.support import save\n"
+        "sys.addaudithook(lambda e, a: e == 'open' and str(a[0]).endswith('manifest.json') and a[1] == 'w'"
+        " and os.kill(os.getpid(), signal.SIGKILL))\n"
+        "save(Path(sys.argv[1]))\n"
+    )
+    finished = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=Path(__file__).resolve().parents[2])
+    assert finished.returncode == -9
+    assert [p.name for p in tmp_path.iterdir()] == ["iter_12.pth.tmp-1"]
+    assert (tmp_path / "iter_12.pth.tmp-1" / "model.safetensors").is_file()
+    assert store.newest(tmp_path) == (None, [])
+    assert save(tmp_path).name == "iter_12.pth"

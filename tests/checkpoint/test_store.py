@@ -1,0 +1,275 @@
+"""Which checkpoint is the newest that can be trusted, and what may be deleted."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.support import flip_byte, save, save_chain, tree
+from unigen_ds.checkpoint import lineage, store
+from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
+from unigen_ds.core.errors import CheckpointError
+
+
+def newest_name(work_dir: Path) -> str | None:
+    found, _ = store.newest(work_dir)
+    return None if found is None else found.path.name
+
+
+def names(found) -> list[str]:
+    return [f.path.name for f in found]
+
+
+def test_an_empty_or_absent_folder_has_none(tmp_path):
+    assert store.newest(tmp_path) == (None, [])
+    assert store.newest(tmp_path / "absent") == (None, [])
+    assert store.next_commit(tmp_path / "absent") == 1
+
+
+def test_newest_is_the_last_committed_never_the_highest_number(tmp_path):
+    """After a batch change iteration 3000 may become 1500."""
+    save_chain(tmp_path, 900, 1200, 300)
+    assert newest_name(tmp_path) == "iter_300.pth"
+    assert names(store.list_checkpoints(tmp_path)) == ["iter_900.pth", "iter_1200.pth", "iter_300.pth"]
+
+
+@pytest.mark.parametrize("hint", [None, "iter_12.pth", "iter_99.pth"], ids=["missing", "older", "deleted"])
+def test_the_hint_is_only_a_hint(tmp_path, hint):
+    """Older: killed between the rename and the hint. Deleted: somebody cleaned up."""
+    save_chain(tmp_path, 12, 24)
+    (tmp_path / store.HINT).unlink()
+    if hint:
+        store.write_hint(tmp_path, tmp_path / hint)
+    assert newest_name(tmp_path) == "iter_24.pth"
+
+
+def test_a_hint_to_nothing_is_not_an_empty_folder(tmp_path):
+    """All checkpoints gone, but there were some (a disk that is not mounted): no silent fresh start."""
+    path = save(tmp_path)
+    shutil.rmtree(path)
+    found, rejected = store.newest(tmp_path)
+    assert found is None
+    assert [(r.path, r.problem) for r in rejected] == [(path, "last_checkpoint names it, and it is not there")]
+
+
+DAMAGE = {
+    "a flipped byte": lambda path: flip_byte(path / "optimizer.safetensors", 2000 % 400),
+    "a flipped byte in the EMA": lambda path: flip_byte(path / "ema" / "rank00000.safetensors"),
+    "a file cut short": lambda path: os.truncate(path / "model.safetensors", 50),
+    "a missing file": lambda path: (path / "rng" / "rank00000.safetensors").unlink(),
+    "no manifest": lambda path: (path / FILE_NAME).unlink(),
+    "a manifest cut short": lambda path: os.truncate(path / FILE_NAME, 100),
+    "a changed manifest": lambda path: (path / FILE_NAME).write_text(
+        (path / FILE_NAME).read_text().replace('"updates": 8', '"updates": 9')
+    ),
+}
+REASONS = ["hash differs", "hash differs", "has 50 bytes", "is missing", "has no manifest", "damaged", "digest"]
+
+
+@pytest.mark.parametrize(("kind", "reason"), zip(DAMAGE, REASONS, strict=True))
+def test_a_damaged_one_is_passed_over_and_named(tmp_path, kind, reason):
+    save_chain(tmp_path, 12, 24)
+    DAMAGE[kind](tmp_path / "iter_24.pth")
+    found, rejected = store.newest(tmp_path)
+    assert found is not None and found.path.name == "iter_12.pth"
+    assert names(rejected) == ["iter_24.pth"] and reason in str(rejected[0].problem)
+
+
+def test_none_usable(tmp_path):
+    save_chain(tmp_path, 12, 24)
+    flip_byte(tmp_path / "iter_12.pth" / "model.safetensors")
+    (tmp_path / "iter_24.pth" / FILE_NAME).unlink()
+    found, rejected = store.newest(tmp_path)
+    assert found is None and sorted(names(rejected)) == ["iter_12.pth", "iter_24.pth"]
+
+
+def test_what_a_resume_left_behind_is_not_returned_to(tmp_path):
+    """Back to 12 after a loss spike; a kill before the next save must not lead back to 36."""
+    paths = save_chain(tmp_path, 12, 24, 36)
+    store.go_on_from(tmp_path, paths[0])
+    assert newest_name(tmp_path) == "iter_12.pth"
+    assert "left it behind" in str(store.newest(tmp_path)[1][0].problem)
+    assert (tmp_path / store.HINT).read_text() == f"{paths[0]}\n"
+
+    later = save(tmp_path, "iter_18.pth", parent="iter_12.pth")
+    assert Manifest.read(later).commit == 4
+    assert newest_name(tmp_path) == "iter_18.pth"
+    flip_byte(later / "model.safetensors")
+    assert newest_name(tmp_path) == "iter_12.pth"  # not 36
+
+
+def test_one_can_return_to_what_was_left_behind(tmp_path):
+    paths = save_chain(tmp_path, 12, 24, 36)
+    store.go_on_from(tmp_path, paths[0])
+    save(tmp_path, "iter_18.pth", parent="iter_12.pth")
+    store.go_on_from(tmp_path, paths[2])
+    assert newest_name(tmp_path) == "iter_36.pth"
+    flip_byte(paths[2] / "model.safetensors")
+    assert newest_name(tmp_path) == "iter_24.pth"  # its ancestor, not 18
+
+
+def test_an_ordinary_resume_leaves_no_trace(tmp_path):
+    paths = save_chain(tmp_path, 12, 24)
+    store.go_on_from(tmp_path, paths[1])
+    assert not (tmp_path / lineage.FILE_NAME).exists()
+    assert newest_name(tmp_path) == "iter_24.pth"
+
+
+def test_ancestors_survive_a_gap_in_the_chain(tmp_path):
+    """Retention has deleted the parent of the one that was resumed; a milestone before it is still of this run."""
+    paths = save_chain(tmp_path, 12, 24, 36)
+    store.delete(paths[1])
+    store.go_on_from(tmp_path, paths[2])
+    flip_byte(paths[2] / "model.safetensors")
+    assert newest_name(tmp_path) == "iter_12.pth"
+
+
+def test_going_on_from_elsewhere(tmp_path):
+    """Until the first save of its own, the run's newest checkpoint is the one in the other folder."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    stale = save(here, "iter_99.pth")
+    start = save(there, "iter_12.pth")
+    store.go_on_from(here, start)
+    found, rejected = store.newest(here)
+    assert found is not None and found.path == start and names(rejected) == [stale.name]
+    save(here, "iter_24.pth", parent=str(start))
+    assert newest_name(here) == "iter_24.pth"
+    shutil.rmtree(here / "iter_24.pth")
+    shutil.rmtree(there)
+    found, rejected = store.newest(here)
+    assert found is None and str(start) in [str(r.path) for r in rejected]
+
+
+def test_commit_numbers_are_never_given_twice(tmp_path):
+    """Else a new checkpoint would carry a number that was left behind."""
+    paths = save_chain(tmp_path, 12, 24, 36)
+    store.go_on_from(tmp_path, paths[0])
+    shutil.rmtree(paths[1])
+    shutil.rmtree(paths[2])
+    assert store.next_commit(tmp_path) == 4
+    save(tmp_path, "iter_18.pth", parent="iter_12.pth")
+    assert newest_name(tmp_path) == "iter_18.pth"
+
+
+def test_a_damaged_lineage_is_an_error_that_says_what_to_do(tmp_path):
+    save(tmp_path)
+    (tmp_path / lineage.FILE_NAME).write_text("{")
+    with pytest.raises(CheckpointError, match=r"lineage.json is damaged.*Remedy: remove it"):
+        store.newest(tmp_path)
+
+
+def test_unfinished_directories_are_no_checkpoints(tmp_path):
+    path = save(tmp_path)
+    shutil.copytree(path, tmp_path / f"iter_24.pth{store.STAGING}2")
+    shutil.copytree(path, tmp_path / f"iter_36.pth{store.DELETING}")
+    assert names(store.list_checkpoints(tmp_path)) == ["iter_12.pth"]
+    assert store.next_commit(tmp_path) == 2
+
+
+def test_sweep_removes_exactly_those(tmp_path):
+    path = save(tmp_path)
+    before = tree(path)
+    unfinished = [tmp_path / f"iter_24.pth{store.STAGING}2", tmp_path / f"iter_36.pth{store.DELETING}"]
+    for left in unfinished:
+        shutil.copytree(path, left)
+    mine = tmp_path / "notes.tmp-1"  # a user's own folder
+    mine.mkdir()
+    assert store.sweep(tmp_path, older_than_s=3600) == []  # another process may be writing it
+    hour_ago = time.time() - 3601
+    for inside in (unfinished[0], *unfinished[0].rglob("*")):
+        os.utime(inside, (hour_ago, hour_ago))
+    assert store.sweep(tmp_path, older_than_s=3600) == unfinished[:1]
+    assert store.sweep(tmp_path) == unfinished[1:]
+    assert mine.is_dir() and tree(path) == before
+    assert store.sweep(tmp_path / "absent") == []
+
+
+def test_retention_keeps_the_newest(tmp_path):
+    save_chain(tmp_path, 36, 24, 12, 6)
+    assert [p.name for p in store.retain(tmp_path, max_keep=2)] == ["iter_36.pth", "iter_24.pth"]
+    assert names(store.list_checkpoints(tmp_path)) == ["iter_12.pth", "iter_6.pth"]
+    assert store.retain(tmp_path, max_keep=2) == [] == store.retain(tmp_path, max_keep=-1)
+    assert not list(tmp_path.glob(f"*{store.DELETING}"))
+
+
+def test_retention_does_not_let_damaged_ones_push_out_good_ones(tmp_path):
+    paths = save_chain(tmp_path, 12, 24, 36)
+    os.truncate(paths[1] / "model.safetensors", 3)
+    os.truncate(paths[2] / FILE_NAME, 3)
+    assert store.retain(tmp_path, max_keep=1) == []
+    assert newest_name(tmp_path) == "iter_12.pth"
+
+
+def test_retention_takes_what_was_left_behind_first(tmp_path):
+    paths = save_chain(tmp_path, 12, 24, 36)
+    store.go_on_from(tmp_path, paths[0])
+    save(tmp_path, "iter_18.pth", parent="iter_12.pth")
+    assert [p.name for p in store.retain(tmp_path, max_keep=2)] == ["iter_24.pth", "iter_36.pth"]
+
+
+def test_protected_ones_stay_and_do_not_count(tmp_path):
+    paths = save_chain(tmp_path, 12, 24, 36, 48)
+    assert store.retain(tmp_path, max_keep=2, protected=[paths[0]]) == [paths[1]]
+
+
+def test_a_deletion_that_is_cut_short_leaves_nothing_that_looks_complete(tmp_path, monkeypatch):
+    """Every system call of a deletion fails in turn: what is left is either untouched or no checkpoint."""
+    original = save(tmp_path / "original")
+    calls = ("rename", "fsync", "unlink", "rmdir")
+    for number, name in enumerate(calls):
+        work_dir = tmp_path / str(number)
+        path = Path(shutil.copytree(original, work_dir / "iter_12.pth"))
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="stop"):
+            patch.setattr(os, name, _failing(getattr(os, name), work_dir))
+            store.delete(path)
+        found = store.list_checkpoints(work_dir)
+        if found:
+            assert tree(path) == tree(original)
+        else:
+            assert store.sweep(work_dir) and os.listdir(work_dir) == []
+
+
+def _failing(call, work_dir):
+    def fail(*arguments, **keywords):
+        raise OSError("stop")
+
+    return fail
+
+
+def test_a_checkpoint_that_cannot_be_deleted_does_not_stop_training(tmp_path, monkeypatch):
+    save_chain(tmp_path, 12, 24, 36)
+
+    def busy(*arguments, **keywords):
+        raise OSError(16, "Device or resource busy")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", busy)
+        assert store.retain(tmp_path, max_keep=1) == []
+    assert newest_name(tmp_path) == "iter_36.pth"
+    store.sweep(tmp_path)
+    assert names(store.list_checkpoints(tmp_path)) == ["iter_36.pth"]
+
+
+def test_an_unreadable_file_is_a_reason_not_a_crash(tmp_path):
+    save_chain(tmp_path, 12, 24)
+    model = tmp_path / "iter_24.pth" / "model.safetensors"
+    manifest = Manifest.read(tmp_path / "iter_24.pth")
+    assert store.verify(tmp_path / "iter_24.pth", manifest, hashes=True) is None
+    model.unlink()
+    model.symlink_to("/proc/self/mem")  # is a file of 0 bytes, and reading it fails
+    entries = [e if e.path != "model.safetensors" else type(e)(e.path, 0, e.blake2b) for e in manifest.files]
+    manifest.files = entries
+    assert "cannot be read" in str(store.verify(tmp_path / "iter_24.pth", manifest, hashes=True))
+
+
+def test_the_manifest_is_json_that_other_tools_can_read(tmp_path):
+    state = json.loads((save(tmp_path) / FILE_NAME).read_text())
+    assert state["format_version"] == 1 and state["commit"] == 1 and state["iteration"] == 12
+    listed = {entry["path"] for entry in state["files"]}
+    present = {p.relative_to(tmp_path / "iter_12.pth").as_posix() for p in (tmp_path / "iter_12.pth").rglob("*.*")}
+    assert listed == present - {FILE_NAME}

@@ -1,0 +1,44 @@
+"""The picture of a run shows the lines that count, and no others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from unigen_ds.core.errors import DataError
+from unigen_ds.evaluation.curves import plot_curves
+
+
+def line(update: int, loss: float | None, **more: Any) -> dict[str, Any]:
+    return {"update": update, "sequences": 12 * update, "loss": loss, "loss/text": loss, "loss/image": None,
+            "lr": 1e-3 * update, "grad_norm": 1.0 + update, "tokens_per_second": 900.0, **more}  # fmt: skip
+
+
+def picture(folder: Path, lines: list[dict[str, Any]]) -> np.ndarray:
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in lines))
+    plot_curves(folder / "metrics.jsonl", folder / "curves.png")
+    return np.asarray(Image.open(folder / "curves.png"))
+
+
+def test_a_resume_voids_what_lies_beyond_it(tmp_path: Path) -> None:
+    kept = [line(n, 5.0 / n) for n in (1, 2, 3)]
+    void = [line(4, 90.0), line(5, 80.0)]
+    again = [line(4, 1.2), line(5, None), line(6, 0.8)]
+    event = {"event": "resume", "updates": 3, "sequences": 36}
+    late = {"event": "val", "update": 6, "loss": 1000.0}
+    expected = picture(tmp_path / "plain", kept + again)
+    assert np.array_equal(picture(tmp_path / "resumed", [*kept, *void, event, *again, late]), expected)
+    assert not np.array_equal(picture(tmp_path / "without the event", [*kept, *void, line(6, 0.8)]), expected)
+
+
+def test_nothing_to_draw_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="holds no update"):
+        plot_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
+    with pytest.raises(DataError):
+        picture(tmp_path / "events", [{"event": "resume", "updates": 0}])

@@ -1,0 +1,115 @@
+"""The judge: right on real digits, able to say no, and blind to nothing that the model could cheat with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.tiny import tiny_config
+from unigen_ds.data.digits import WORDS, caption, read_split, write_digits
+from unigen_ds.evaluation import digits
+from unigen_ds.evaluation.digits import Verdict, evaluate, plot_samples, to_unit, train_judge
+from unigen_ds.inference.sampler import FlowSettings
+from unigen_ds.runner import Runner
+
+Split = tuple[np.ndarray, np.ndarray]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_digits(tmp_path_factory.mktemp("data") / "digits")
+
+
+@pytest.fixture(scope="module")
+def splits(root: Path) -> tuple[Split, Split]:
+    return read_split(root, "train"), read_split(root, "val")
+
+
+@pytest.fixture(scope="module")
+def judge(splits: tuple[Split, Split]) -> Any:
+    return train_judge(*splits[0])
+
+
+@pytest.fixture(scope="module")
+def verdict(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Verdict:
+    """Of a model that has hardly learnt anything."""
+    runner = Runner.from_cfg(tiny_config(tmp_path_factory.mktemp("run"), root), max_updates=3)
+    runner.train()
+    flow = FlowSettings(num_timesteps=3)
+    return evaluate(runner.backend.model.eval(), runner.processor, root, flow=flow, seed=0)
+
+
+def test_the_judge_knows_real_digits(judge: Any, splits: tuple[Split, Split]) -> None:
+    images, labels = splits[1]
+    assert len(images) == 297 and judge.score(images.reshape(len(images), -1), labels) >= 0.95
+
+
+def test_the_judge_says_no(judge: Any, splits: tuple[Split, Split]) -> None:
+    """Real digits against a shuffled list of prompts: about one in ten. Pure noise: no better than that."""
+    images, labels = splits[1]
+    seen = judge.predict(images.reshape(len(images), -1))
+    shuffled = np.random.default_rng(0).permutation(labels)
+    assert 0.03 < (seen == shuffled).mean() < 0.2
+    noise = np.random.default_rng(1).random((500, 64))
+    asked = np.arange(500) % 10
+    assert (judge.predict(noise) == asked).mean() < 0.2
+
+
+def test_an_untrained_model_fails(verdict: Verdict) -> None:
+    results = verdict.results
+    assert results["drawn"] == 200 and results["captioned"] == 297
+    assert results["prompt_accuracy"] < 0.3 and results["caption_accuracy"] < 0.3
+    assert results["judge_accuracy"] >= 0.95 and results["flow_steps"] == 2
+    assert results["prompt_accuracy"] == (verdict.judged == verdict.asked).mean()
+    assert verdict.asked.tolist() == [digit for digit in range(10) for _ in range(20)]
+    assert verdict.drawn.shape == (200, 8, 8)
+    assert np.array_equal(verdict.drawn * 16, np.round(verdict.drawn * 16)), "in the grey levels of the scans"
+
+
+def test_a_caption_must_match_word_for_word(root: Path, splits: tuple[Split, Split], monkeypatch: Any) -> None:
+    """What a perfect reader, one that stammers, and one that always says the same would score."""
+    labels = splits[1][1].tolist()
+    runner = Runner.from_cfg(tiny_config(root.parent / "unused", root))
+    flow = FlowSettings(num_timesteps=2)
+    sayings = {
+        "perfect": ([caption(digit) for digit in labels], 1.0),
+        "stammers": ([f"{caption(digit)} {WORDS[digit]}" for digit in labels], 0.0),
+        "always the same": ([caption(3)] * len(labels), labels.count(3) / len(labels)),
+    }
+    for texts, expected in sayings.values():
+        monkeypatch.setattr(digits, "read", lambda *arguments, texts=texts, **more: texts)
+        found = evaluate(runner.backend.model.eval(), runner.processor, root, flow=flow, seed=0)
+        assert found.results["caption_accuracy"] == pytest.approx(expected)
+
+
+def test_copies_are_told_from_new_digits(splits: tuple[Split, Split]) -> None:
+    train, held_out = splits[0][0], splits[1][0]
+    assert digits._novelty(train[:40], train)["drawn"] == pytest.approx(0, abs=1e-6)
+    new = digits._novelty(held_out, train)
+    assert new["drawn"] == pytest.approx(new["real"], rel=0.15) and new["real"] > 0.5
+
+
+def test_to_unit_has_the_grey_levels_of_the_scans() -> None:
+    shown = to_unit(torch.tensor([-3.0, -1.0, 0.01, 0.06, 1.0, 2.0]))
+    assert shown.tolist() == [0.0, 0.0, 0.5, 0.5, 1.0, 1.0]
+    assert len(np.unique(to_unit(torch.linspace(-1, 1, 1000)))) == 17
+
+
+def test_the_picture_marks_what_the_judge_refused(verdict: Verdict, root: Path, tmp_path: Path) -> None:
+    """A red frame around each refused drawing, and only there: ten of each digit are shown."""
+    right = Verdict(verdict.results, verdict.drawn, verdict.asked, verdict.asked)
+    wrong = Verdict(verdict.results, verdict.drawn, verdict.asked, (verdict.asked + 1) % 10)
+    red = []
+    for name, shown in (("right", right), ("wrong", wrong)):
+        plot_samples(shown, root, tmp_path / f"{name}.png")
+        pixels = np.asarray(Image.open(tmp_path / f"{name}.png").convert("RGB")).astype(int)
+        found = (pixels[..., 0] > 150) & (pixels[..., 1] < 120) & (pixels[..., 2] < 120)
+        red.append(found)
+        assert pixels.shape[0] > 300 and pixels.std() > 10
+    assert not red[0].any() and red[1].sum() > 1000
+    assert not red[1][:, red[1].shape[1] // 2 :].any(), "the real scans on the right are never refused"

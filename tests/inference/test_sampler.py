@@ -1,0 +1,157 @@
+"""Drawing and reading with a small model that was really trained for a few updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from tests.tiny import tiny_config
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.seeding import generator
+from unigen_ds.data.collate import LoadedImage, pack_documents
+from unigen_ds.data.digits import draw_prompt
+from unigen_ds.data.processor import UnifiedProcessor
+from unigen_ds.data.samples import ImageSplit, TextSplit
+from unigen_ds.inference.sampler import FlowSettings, draw, read
+from unigen_ds.models.flow import sampling_timesteps, unpatchify_latent
+from unigen_ds.runner import Runner
+
+SIZE, GRID, WIDTH = (8, 8), (4, 4), 4
+"""A digit: 8 x 8 pixels, which are 4 x 4 patches of 2 x 2 latent pixels of one channel."""
+PROMPTS = [draw_prompt(digit) for digit in (3, 8, 1)]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, UnifiedProcessor, list[Image.Image]]:
+    folder = tmp_path_factory.mktemp("sampler")
+    runner = Runner.from_cfg(tiny_config(folder / "run", folder / "digits"), max_updates=12)
+    runner.train()
+    images = [Image.open(path).copy() for path in sorted((folder / "digits" / "val").glob("*.png"))[:3]]
+    return runner.backend.model.eval(), runner.processor, images
+
+
+def drawn(trained: Any, prompts: list[str], *, seed: int = 0, **flow: Any) -> list[Tensor]:
+    model, processor, _ = trained
+    return draw(model, processor, prompts, size=SIZE, flow=FlowSettings(num_timesteps=4, **flow), seed=seed)
+
+
+def test_an_image_does_not_depend_on_how_many_are_drawn_together(trained: Any) -> None:
+    together = drawn(trained, PROMPTS, text_scale=2.0)
+    assert [image.shape for image in together] == [(1, *SIZE)] * 3
+    for number in (1, 2):
+        for one, other in zip(drawn(trained, PROMPTS[:number], text_scale=2.0), together, strict=False):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    assert (together[0] - together[1]).abs().max() > 0.1, "each place has its own noise"
+    other_seed = drawn(trained, PROMPTS[:1], text_scale=2.0, seed=1)
+    assert (other_seed[0] - together[0]).abs().max() > 0.1
+
+
+def test_guidance_of_one_is_no_guidance(trained: Any) -> None:
+    """With scale 1 the unguided velocity cancels; outside the interval it is not used at all."""
+    plain = drawn(trained, PROMPTS)
+    assert all(map(torch.equal, plain, drawn(trained, PROMPTS, text_scale=1.0)))
+    assert all(map(torch.equal, plain, drawn(trained, PROMPTS, text_scale=3.0, interval=(1.0, 1.0))))
+    for one, other in zip(plain, drawn(trained, PROMPTS, text_scale=1.0 + 1e-6), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    guided = drawn(trained, PROMPTS, text_scale=3.0)
+    assert max(float((a - b).abs().max()) for a, b in zip(plain, guided, strict=True)) > 1e-3
+
+
+def test_guidance_of_zero_does_not_see_the_prompt(trained: Any) -> None:
+    (three,), (eight,) = (drawn(trained, [prompt], text_scale=0.0) for prompt in PROMPTS[:2])
+    torch.testing.assert_close(three, eight, rtol=0, atol=0)
+    (three,), (eight,) = (drawn(trained, [prompt]) for prompt in PROMPTS[:2])
+    assert not torch.equal(three, eight), "without guidance it does"
+
+
+def by_hand(trained: Any, prompt: str, *, num_timesteps: int, shift: float, scale: float, seed: int) -> Tensor:
+    """Euler steps from noise to image, written out for one image."""
+    model, processor, _ = trained
+    split = ImageSplit("", "noise", GRID)
+    empty = torch.zeros(1, *SIZE)
+    place = LoadedImage(split, None, empty, empty, torch.zeros(GRID[0] * GRID[1], WIDTH), 0.0)
+    text = TextSplit(tuple(processor.tokenizer.encode(prompt)), loss=False)
+    with_text, without = (pack_documents([splits], processor) for splits in ([text, place], [place]))
+    x = torch.randn(GRID[0] * GRID[1], WIDTH, generator=generator(seed, 0, "draw"))
+    times = [1.0 - i / (num_timesteps - 1) for i in range(num_timesteps)]
+    times = [shift * t / (1 + (shift - 1) * t) for t in times]
+    for t, following in zip(times, times[1:], strict=False):
+        v_text, v_none = model.velocity(with_text, x, t), model.velocity(without, x, t)
+        x = x + (following - t) * (v_none + scale * (v_text - v_none))
+    return unpatchify_latent(x, GRID, 2)
+
+
+@pytest.mark.parametrize(("num_timesteps", "shift", "scale"), [(2, 1.0, 2.0), (4, 3.0, 1.0), (4, 3.0, 2.5)])
+@torch.no_grad()
+def test_steps_written_out(trained: Any, num_timesteps: int, shift: float, scale: float) -> None:
+    expected = by_hand(trained, PROMPTS[0], num_timesteps=num_timesteps, shift=shift, scale=scale, seed=7)
+    flow = FlowSettings(num_timesteps=num_timesteps, timestep_shift=shift, text_scale=scale)
+    (image,) = draw(trained[0], trained[1], PROMPTS[:1], size=SIZE, flow=flow, seed=7)
+    torch.testing.assert_close(image, expected, rtol=1e-4, atol=1e-5)
+    noise = by_hand(trained, PROMPTS[0], num_timesteps=1, shift=shift, scale=scale, seed=7)
+    assert (image - noise).abs().max() > 1e-2, "the model moves the noise"
+
+
+def test_times_go_from_noise_to_image() -> None:
+    times = sampling_timesteps(5, 3.0)
+    assert times[0] == 1.0 and times[-1] == 0.0 and bool((times.diff() < 0).all())
+
+
+# --- reading ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def ends(model: Any, eos: int, when: Callable[[int, int], bool]) -> Iterator[list[int]]:
+    """The head says the end token where ``when(step, row)`` and nowhere else; yields the rows of each step."""
+    rows: list[int] = []
+
+    def bend(module: Any, inputs: Any, logits: Tensor) -> Tensor:
+        bent = logits.clone()
+        bent[:, eos] = float("-inf")
+        for row in range(len(bent)):
+            if when(len(rows), row):
+                bent[row, eos] = float("inf")
+        rows.append(len(bent))
+        return bent
+
+    handle = model.language_model.lm_head.register_forward_hook(bend)
+    try:
+        yield rows
+    finally:
+        handle.remove()
+
+
+def test_reading_stops_at_the_end_token(trained: Any) -> None:
+    model, processor, images = trained
+    eos = processor.tokenizer.eos_id
+    with ends(model, eos, lambda step, row: False) as rows:
+        two_tokens = read(model, processor, images, max_new_tokens=2)
+    assert rows == [3, 3]
+    with ends(model, eos, lambda step, row: step == 2 or (step == 0 and row == 1)) as rows:
+        said = read(model, processor, images, max_new_tokens=9)
+    assert rows == [3, 2, 2], "the second image ends at once, the others after two tokens, and no step follows"
+    assert said == [two_tokens[0], "", two_tokens[2]], "an image is read as if it were alone"
+
+
+def test_reading_is_bounded(trained: Any) -> None:
+    model, processor, images = trained
+    with ends(model, processor.tokenizer.eos_id, lambda step, row: False) as rows:
+        read(model, processor, images[:1], max_new_tokens=4)
+    assert rows == [1, 1, 1, 1]
+
+
+def test_what_cannot_work_is_refused(trained: Any) -> None:
+    model, processor, images = trained
+    with pytest.raises(ConfigError, match="num_timesteps"):
+        FlowSettings(num_timesteps=1)
+    with pytest.raises(ConfigError, match="multiples of 2"):
+        draw(model, processor, PROMPTS, size=(8, 7), flow=FlowSettings(), seed=0)
+    blind = UnifiedProcessor(processor.tokenizer)
+    with pytest.raises(ConfigError, match="no vit_transform"):
+        read(model, blind, images)

@@ -1,0 +1,386 @@
+"""Which checkpoint a run goes on from, and what may change on the way."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.checkpoint.support import flip_byte, make_manifest, save, save_chain
+from tests.tiny import TINY, tiny_config
+from tools.train import main
+from unigen_ds.checkpoint import store
+from unigen_ds.checkpoint.manifest import FILE_NAME
+from unigen_ds.core.errors import CheckpointError, ConfigError, ResumeBlocked
+from unigen_ds.core.metrics import read_lines
+from unigen_ds.hooks.ema import ema_of
+from unigen_ds.resume.plan import check_model, checkpoint_directory, plan_resume
+from unigen_ds.runner import Runner
+
+# ---- the table ------------------------------------------------------------------------------------------------------
+
+
+def test_fresh(tmp_path):
+    assert plan_resume(tmp_path / "new", resume=False, load_from=None).mode == "fresh"
+
+
+@pytest.mark.parametrize("load_from", [False, True], ids=["fresh", "weights"])
+def test_a_start_over_existing_checkpoints_is_refused(tmp_path, load_from):
+    """Also with load_from: retention would delete the older run's checkpoints one by one."""
+    other = str(save(tmp_path / "other")) if load_from else None
+    save(tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"already holds checkpoints \(iter_12\.pth\).*--resume.*--work-dir NEW"):
+        plan_resume(tmp_path / "run", resume=False, load_from=other)
+
+
+def test_even_a_damaged_checkpoint_keeps_a_fresh_start_away(tmp_path):
+    (save(tmp_path) / FILE_NAME).unlink()
+    with pytest.raises(ConfigError, match="already holds checkpoints"):
+        plan_resume(tmp_path, resume=False, load_from=None)
+
+
+def test_resume_takes_the_newest(tmp_path):
+    paths = save_chain(tmp_path, 24, 12)
+    plan = plan_resume(tmp_path, resume=True, load_from=None)
+    assert (plan.mode, plan.checkpoint) == ("resume", paths[1])
+    assert plan.messages == (f"Auto resumed from the latest checkpoint {paths[1]}.",)
+
+
+def test_resume_says_what_it_passed_over(tmp_path):
+    paths = save_chain(tmp_path, 12, 24)
+    flip_byte(paths[1] / "model.safetensors")
+    plan = plan_resume(tmp_path, resume=True, load_from=None)
+    assert plan.checkpoint == paths[0]
+    assert f"Not resumed from {paths[1]}: " in plan.messages[0] and "hash differs" in plan.messages[0]
+
+
+def test_resume_without_any_checkpoint_is_fresh_and_says_so(tmp_path):
+    plan = plan_resume(tmp_path, resume=True, load_from=None)
+    assert plan.mode == "fresh"
+    assert plan.messages == (f"No checkpoint found in {tmp_path}: training starts from scratch.",)
+
+
+def test_resume_with_none_usable_is_an_error(tmp_path):
+    paths = save_chain(tmp_path, 12, 24)
+    for path in paths:
+        (path / "optimizer.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"holds 2 checkpoint\(s\) and none is usable.*optimizer.*never starts"):
+        plan_resume(tmp_path, resume=True, load_from=None)
+    for path in paths:
+        shutil.rmtree(path)
+    with pytest.raises(CheckpointError, match="last_checkpoint names it, and it is not there"):
+        plan_resume(tmp_path, resume=True, load_from=None)
+    (tmp_path / store.HINT).unlink()
+    assert plan_resume(tmp_path, resume=True, load_from=None).mode == "fresh"
+
+
+@pytest.mark.parametrize("key", ["resume", "load_from"])
+def test_a_named_checkpoint_is_resumed_in_full(tmp_path, key):
+    path = save(tmp_path / "other")
+    given: dict[str, Any] = {"resume": True, "load_from": None, key: str(path)}
+    plan = plan_resume(tmp_path / "run", **given)
+    assert (plan.mode, plan.checkpoint) == ("resume", path) and plan.manifest is not None
+    assert plan.messages == (f"Resumed from the checkpoint {path}.",)
+
+
+def test_naming_an_older_one_says_what_is_left_behind(tmp_path):
+    """A load_from that a config still carries would otherwise cost all that was trained since."""
+    paths = save_chain(tmp_path, 12, 24, 36)
+    plan = plan_resume(tmp_path, resume=True, load_from=str(paths[0]))
+    assert plan.checkpoint == paths[0]
+    assert "left behind: iter_24.pth, iter_36.pth" in plan.messages[1] and "--resume alone" in plan.messages[1]
+    assert len(plan_resume(tmp_path, resume=str(paths[2]), load_from=None).messages) == 1
+
+
+def test_load_from_alone_takes_weights_only(tmp_path):
+    path = save(tmp_path / "other")
+    plan = plan_resume(tmp_path / "run", resume=False, load_from=str(path))
+    assert (plan.mode, plan.checkpoint) == ("weights", path)
+    assert "weights only" in plan.messages[0] and "starts at zero" in plan.messages[0]
+
+
+def test_two_names_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="both resume='a' and load_from='b'"):
+        plan_resume(tmp_path, resume="a", load_from="b")
+
+
+@pytest.mark.parametrize("resume", [True, False], ids=["resume", "weights"])
+def test_a_named_checkpoint_that_is_damaged_is_an_error_not_a_fallback(tmp_path, resume):
+    paths = save_chain(tmp_path / "other", 12, 24)
+    flip_byte(paths[1] / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"iter_24\.pth is damaged: .*hash differs"):
+        plan_resume(tmp_path / "run", resume=resume, load_from=str(paths[1]))
+
+
+# ---- names of a checkpoint ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inside", ["", "model.safetensors", "manifest.json", "ema/rank00000.safetensors", "ema"])
+def test_a_file_inside_means_its_directory(tmp_path, inside):
+    path = save(tmp_path)
+    assert checkpoint_directory(str(path / inside)) == path
+
+
+def test_relative_paths_and_links(tmp_path, monkeypatch):
+    path = save(tmp_path / "work_dirs" / "run")
+    (tmp_path / "link").symlink_to(path)
+    monkeypatch.chdir(tmp_path)
+    for given in ("work_dirs/run/iter_12.pth", "./work_dirs/../link/", "work_dirs/run/iter_12.pth/hooks.json"):
+        assert checkpoint_directory(given) == path
+
+
+def test_a_path_that_is_none_is_explained(tmp_path):
+    with pytest.raises(CheckpointError, match=r"'no/such' does not exist \(looked at /"):
+        checkpoint_directory("no/such")
+    save_chain(tmp_path, 12, 24)
+    with pytest.raises(CheckpointError, match=r"it holds iter_12\.pth, iter_24\.pth: name one of them"):
+        checkpoint_directory(str(tmp_path))
+
+
+# ---- another model, another optimizer -------------------------------------------------------------------------------
+
+
+def rows(**changed: Any) -> list[dict[str, Any]]:
+    return [{**row, **changed} if row["name"] == "weight" else row for row in make_manifest().parameters]
+
+
+CONFIG = make_manifest().config
+
+
+@pytest.mark.parametrize(
+    ("parameters", "said"),
+    [
+        (rows(shape=[6, 4]), r"weight was \[4, 6\] and is \[6, 4\]"),  # as many elements: no engine would notice
+        (rows(name="gain"), "gain is new; weight is gone"),
+        (rows(trainable=False), "weight is frozen now"),
+    ],
+)
+def test_another_model_is_refused(parameters, said):
+    with pytest.raises(ResumeBlocked, match=said):
+        check_model(make_manifest(), parameters=parameters, config=CONFIG)
+    check_model(make_manifest(), parameters=rows(), config=CONFIG)
+    check_model(make_manifest(), parameters=rows(group="other"), config=CONFIG)
+
+
+def test_another_optimizer_is_refused():
+    with pytest.raises(ResumeBlocked, match="was AdamW and would become SGD"):
+        check_model(make_manifest(), parameters=rows(), config={"optim_wrapper": {"optimizer": {"type": "SGD"}}})
+    as_class = {"optim_wrapper": {"optimizer": {"type": str(torch.optim.AdamW), "lr": 5.0}}}
+    check_model(make_manifest(), parameters=rows(), config=as_class)
+
+
+# ---- real runs ------------------------------------------------------------------------------------------------------
+
+BATCH = {"train_dataloader.batch_size": 4, "optim_wrapper.accumulative_counts": 3}
+OPTIONS: dict[str, Any] = {
+    **BATCH,
+    "default_hooks.checkpoint.max_keep_ckpts": -1,
+    "custom_hooks": [{"type": "EMAHook", "momentum": 0.1}],
+    "train_cfg.max_epochs": 2,
+}
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A straight run of 14 updates, and another that stopped after 4 (``short``)."""
+
+    folder: Path
+
+    def train(self, name: str, *, updates: int, **options: Any) -> Runner:
+        changed = {key.replace("__", "."): value for key, value in options.items()}
+        config = tiny_config(self.folder / name, self.folder / "digits", **{**OPTIONS, **changed})
+        runner = Runner.from_cfg(config, max_updates=updates)
+        runner.train()
+        return runner
+
+    def lines(self, name: str, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
+        return read_lines(self.folder / name / file)
+
+    def command(self, name: str, *flags: str, **options: Any) -> int:
+        changed = {key.replace("__", "."): value for key, value in options.items()}
+        values = {**TINY, **OPTIONS, "train_dataloader.dataset.root": str(self.folder / "digits"), **changed}
+        pairs = [
+            f"{key}={value!r}" if not isinstance(value, str) else f"{key}={value}" for key, value in values.items()
+        ]
+        arguments = ["unified_digits", "--work-dir", str(self.folder / name), "--max-updates", "6", *flags]
+        return main([*arguments, "--cfg-options", *pairs])
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory) -> Bench:
+    bench = Bench(tmp_path_factory.mktemp("resume"))
+    bench.train("straight", updates=14)
+    bench.train("short", updates=4)
+    return bench
+
+
+def copy(bench: Bench, name: str) -> Path:
+    return Path(shutil.copytree(bench.folder / "short", bench.folder / name))
+
+
+def test_the_same_effective_batch_in_another_geometry_is_the_same_training(bench):
+    """4 x 3 -> 2 x 6 -> 12 x 1 -> 4 x 3. Iteration 12 becomes 48 and then 12 again: the last committed one is taken."""
+    copy(bench, "geometry")
+    for updates, batch_size, accumulation in ((8, 2, 6), (12, 12, 1), (14, 4, 3)):
+        bench.train(
+            "geometry",
+            updates=updates,
+            resume=True,
+            train_dataloader__batch_size=batch_size,
+            optim_wrapper__accumulative_counts=accumulation,
+        )
+    names = [found.path.name for found in store.list_checkpoints(bench.folder / "geometry")]
+    assert names == ["iter_12.pth", "iter_48.pth", "iter_12_2.pth", "iter_42.pth"]
+    straight, other = bench.lines("straight"), bench.lines("geometry")
+    assert [line["update"] for line in other] == list(range(1, 15))
+    for one, two in zip(straight, other, strict=True):
+        for key in ("sequences", "samples", "tokens", "epoch", "lr"):
+            assert one[key] == two[key], (one["update"], key)
+        for key in ("loss", "loss/text", "loss/image", "grad_norm"):
+            assert two[key] == pytest.approx(one[key], rel=1e-5), (one["update"], key)
+    for key in ("update", "sequences", "digest", "samples"):
+        ledgers = [[line[key] for line in bench.lines(name, "ledger.jsonl")] for name in ("straight", "geometry")]
+        assert ledgers[0] == ledgers[1], key
+    assert bench.lines("geometry", "ledger.jsonl")[-1]["sequences"] == [156, 168]
+
+
+BLOCKED = {
+    "effective batch": ({"optim_wrapper__accumulative_counts": 2}, "was 4 per device x 1 process(es) x 3 accumulated"),
+    "seed": ({"randomness__seed": 43}, "randomness.seed was 42 and is 43"),
+    "data": ({"train_dataloader__dataset__task": "draw"}, "the training data, its processor or its packing differ"),
+    "seq_length": ({"train_dataloader__seq_length": 96}, "the training data, its processor or its packing differ"),
+    "packing": ({"train_dataloader__packing__window": 64}, "the training data, its processor or its packing differ"),
+    "model": ({"model__llm__num_hidden_layers": 1}, "the model differs from that of the checkpoint"),
+    "frozen": ({"model__freeze": ["vit"]}, "is frozen now"),
+    "optimizer": ({"optim_wrapper__optimizer__type": "Adam"}, "was AdamW and would become Adam"),
+}
+
+
+def written(folder: Path) -> dict[str, tuple[int, int]]:
+    """Size and time of every file but the text log, which tells of the refusal, and the lock."""
+    files = [p for p in folder.rglob("*") if p.is_file() and p.name not in ("train.log", ".lock")]
+    return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
+
+
+@pytest.mark.parametrize("what", BLOCKED)
+def test_another_training_is_refused_and_nothing_is_written(bench, what, capsys):
+    changed, said = BLOCKED[what]
+    before = written(bench.folder / "short")
+    assert bench.command("short", "--resume", **changed) == 3
+    assert said in (bench.folder / "short" / "train.log").read_text().splitlines()[-1]
+    assert written(bench.folder / "short") == before
+
+
+def test_what_may_change(bench):
+    """Save interval, length, learning rate and logging: no refusal."""
+    name = "allowed"
+    copy(bench, name)
+    status = bench.command(
+        name, "--resume", train_cfg__max_epochs=3, optim_wrapper__optimizer__lr=1e-3,
+        default_hooks__checkpoint__interval=1, default_hooks__logger__interval=2,
+    )  # fmt: skip
+    assert status == 0 and bench.lines(name)[-1]["update"] == 6
+    assert bench.lines(name)[-1]["lr"] != bench.lines("straight")[5]["lr"]
+
+
+def test_a_fresh_start_over_checkpoints_exits_2(bench, capsys):
+    before = written(bench.folder / "short")
+    assert bench.command("short") == 2
+    assert bench.command("short", "--load-from", str(bench.folder / "straight")) == 2
+    assert written(bench.folder / "short") == before
+
+
+def test_load_from_takes_weights_only(bench):
+    start = bench.folder / "short" / "iter_12.pth"
+    runner = bench.train("weights", updates=0, load_from=str(start))
+    assert runner.progress.updates == runner.progress.sequences == 0
+    stored = load_file(start / "model.safetensors")
+    own = dict(runner.backend.full_state_dict(torch.float32))
+    assert set(own) == set(stored) and all(torch.equal(own[name], stored[name]) for name in own)
+    assert not runner.backend._optimizer.state  # type: ignore[attr-defined]
+    average = ema_of(runner)
+    assert average is not None and average.average.num_updates == 0
+    assert all(torch.equal(shard.data, stored[shard.name].reshape(-1)) for shard in average.average.shards)
+    bench.train("weights", updates=2, load_from=str(start))
+    lines = bench.lines("weights")
+    assert [line["update"] for line in lines] == [1, 2]
+    assert lines[0]["sequences"] == 12 and lines[0]["lr"] == bench.lines("straight")[0]["lr"]
+    assert lines[0]["loss"] < bench.lines("straight")[0]["loss"]  # trained weights, the first data
+
+
+def test_weights_of_another_model_are_refused_by_name(bench, capsys):
+    start = bench.folder / "short" / "iter_12.pth"
+    assert bench.command("misfit", "--load-from", str(start), model__llm__hidden_size=16) == 1
+    last = (bench.folder / "misfit" / "train.log").read_text().splitlines()[-1]
+    assert "does not fit the model" in last and "elements stored" in last
+    assert not list((bench.folder / "misfit").glob("iter_*"))
+
+
+def test_going_back_leaves_the_later_ones_and_does_not_return_to_them(bench):
+    """Resume a named earlier checkpoint in the same folder, die before the next save, and resume without a name."""
+    name = "back"
+    copy(bench, name)
+    bench.train(name, updates=8, resume=True)
+    first = bench.folder / name / "iter_12.pth"
+    bench.train(name, updates=4, resume=str(first))  # nothing left to do: ends before any save
+    assert bench.lines(name)[-1]["update"] == 4  # what lies beyond is void
+    runner = bench.train(name, updates=6, resume=True)
+    assert runner.progress.updates == 6
+    found, rejected = store.newest(bench.folder / name)
+    assert found is not None and found.path.name == "iter_18.pth" and found.manifest is not None
+    assert found.manifest.parent == "iter_12.pth"
+    losses = [[line["loss"] for line in bench.lines(n)[:6]] for n in ("straight", name)]
+    assert losses[0] == losses[1]
+
+
+def test_going_on_in_another_folder_survives_a_kill_before_the_first_save(bench):
+    start = bench.folder / "short" / "iter_12.pth"
+    bench.train("elsewhere", updates=4, resume=str(start))  # ends before any save
+    assert not store.list_checkpoints(bench.folder / "elsewhere")
+    runner = bench.train("elsewhere", updates=6, resume=True)
+    assert runner.progress.updates == 6 and runner.progress.sequences == 72
+    manifest = store.list_checkpoints(bench.folder / "elsewhere")[0].manifest
+    assert manifest is not None and manifest.parent == str(start)
+    assert bench.lines("elsewhere")[-1]["loss"] == bench.lines("straight")[5]["loss"]
+
+
+def test_a_stray_folder_in_a_checkpoint_does_no_harm(bench):
+    """Somebody evaluated into the checkpoint's directory."""
+    name = "stray"
+    path = copy(bench, name) / "iter_12.pth"
+    (path / "eval").mkdir()
+    (path / "eval" / "scores.json").write_text("{}")
+    shutil.copy(path / "model.safetensors", path / "a_merged.safetensors")
+    os.truncate(path / "a_merged.safetensors", 200)
+    bench.train(name, updates=5, resume=True)
+    assert bench.lines(name)[-1]["loss"] == bench.lines("straight")[4]["loss"]
+
+
+def test_a_hook_that_stops_the_run_after_the_checkpoint_hook_still_gets_its_save(bench):
+    """``request_stop`` promises a checkpoint, whatever the order of hooks."""
+    from unigen_ds.hooks.base import Hook
+
+    class Stop(Hook):
+        name = "profiler"  # runs last
+
+        def after_update(self, run, result):
+            if run.progress.updates == 2:
+                run.request_stop("enough")
+
+    config = tiny_config(bench.folder / "late", bench.folder / "digits", **OPTIONS)
+    runner = Runner.from_cfg(config, max_updates=10)
+    runner.hooks = [*runner.hooks, Stop()]
+    runner.train()
+    assert [f.path.name for f in store.list_checkpoints(bench.folder / "late")] == ["iter_6.pth"]
+
+
+def test_the_number_of_workers_may_change(bench):
+    copy(bench, "workers")
+    bench.train("workers", updates=6, resume=True, train_dataloader__num_workers=2)
+    assert [line["loss"] for line in bench.lines("workers")] == [line["loss"] for line in bench.lines("straight")[:6]]

@@ -1,0 +1,464 @@
+"""The life cycle of a run, seen by a user's own hooks: order of calls, counts, limits, skipped data, skipped updates.
+
+Every run is a real one: a tiny model on the 297 digits of the validation split (594 records, drawing and reading in
+turn), one record a sequence. Expected counts are worked out here from the records, not by the package.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.tiny import tiny_config
+from unigen_ds.checkpoint import store
+from unigen_ds.checkpoint.manifest import Manifest
+from unigen_ds.core.batch import PackedBatch
+from unigen_ds.core.errors import DataError, TrainingError
+from unigen_ds.core.metrics import read_lines
+from unigen_ds.core.progress import Progress
+from unigen_ds.data.digits import read_split, write_digits
+from unigen_ds.hooks.base import Hook, Run, UpdateResult
+from unigen_ds.runner import Runner
+
+RECORDS = 594
+BATCH, ACCUMULATE = 20, 2
+GLOBAL = BATCH * ACCUMULATE
+EPOCH = RECORDS // BATCH * BATCH
+"""580: an epoch is 29 iterations, 14.5 updates; every second epoch begins in the middle of an update."""
+
+
+class Recorder(Hook):
+    """Writes down every call, the weights at each, and what each update said of itself."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.weights: list[str] = []
+        self.updates: list[tuple[Progress, UpdateResult]] = []
+        self.batches: list[PackedBatch] = []
+        self.error: BaseException | None = None
+
+    def _note(self, run: Run, call: str) -> None:
+        self.calls.append(call)
+        digest = hashlib.blake2b(digest_size=8)
+        for shard in run.backend.master_shards():
+            digest.update(shard.data.numpy().tobytes())
+        self.weights.append(digest.hexdigest())
+
+    def before_run(self, run: Run) -> None:
+        self._note(run, "before_run")
+
+    def after_load_checkpoint(self, run: Run, manifest: Mapping[str, Any]) -> None:
+        self._note(run, "after_load_checkpoint")
+
+    def before_train(self, run: Run) -> None:
+        self._note(run, "before_train")
+
+    def before_train_epoch(self, run: Run) -> None:
+        self._note(run, f"before_train_epoch {run.progress.epoch}")
+
+    def before_update(self, run: Run) -> None:
+        self._note(run, "before_update")
+
+    def before_train_iter(self, run: Run, index: int, batch: PackedBatch) -> None:
+        self._note(run, f"before_train_iter {index}")
+        self.batches.append(batch)
+
+    def after_train_iter(self, run: Run, index: int, batch: PackedBatch) -> None:
+        self._note(run, f"after_train_iter {index}")
+        assert batch is self.batches[-1]
+
+    def after_update(self, run: Run, result: UpdateResult) -> None:
+        self._note(run, "after_update")
+        self.updates.append((run.progress, result))
+
+    def after_train_epoch(self, run: Run) -> None:
+        self._note(run, "after_train_epoch")
+
+    def before_save_checkpoint(self, run: Run, manifest: dict[str, Any]) -> None:
+        self._note(run, "before_save_checkpoint")
+
+    def after_train(self, run: Run) -> None:
+        self._note(run, "after_train")
+
+    def after_run(self, run: Run) -> None:
+        self._note(run, "after_run")
+
+    def on_exception(self, run: Run, error: BaseException) -> None:
+        self._note(run, "on_exception")
+        self.error = error
+
+
+@dataclasses.dataclass
+class Outcome:
+    runner: Runner
+    recorder: Recorder
+    work_dir: Path
+
+    @property
+    def progress(self) -> Progress:
+        return self.runner.progress
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        return read_lines(self.work_dir / "metrics.jsonl")
+
+    @property
+    def sample_ids(self) -> list[str]:
+        return [i for _, result in self.recorder.updates for i in result.sample_ids]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return write_digits(tmp_path_factory.mktemp("data") / "digits")
+
+
+def prepared(work_dir: Path, data: Path, *, hooks: tuple[Any, ...] = (), max_updates: int | None = None, **overrides):
+    """A runner with a recorder among its custom hooks."""
+    settings = {
+        "train_dataloader__dataset__split": "val",
+        "train_dataloader__packing": None,
+        "train_dataloader__batch_size": BATCH,
+        "optim_wrapper__accumulative_counts": ACCUMULATE,
+        "processor__text_dropout": 0.0,
+        "custom_hooks": [dict(type=Recorder), *hooks],
+    }
+    runner = Runner.from_cfg(tiny_config(work_dir, data, **{**settings, **overrides}), max_updates=max_updates)
+    (recorder,) = (hook for hook in runner.hooks if isinstance(hook, Recorder))
+    return Outcome(runner, recorder, work_dir)
+
+
+def trained(work_dir: Path, data: Path, **settings: Any) -> Outcome:
+    outcome = prepared(work_dir, data, **settings)
+    outcome.runner.train()
+    return outcome
+
+
+def limit(**train_cfg: float) -> dict[str, Any]:
+    return {"train_cfg": train_cfg}
+
+
+def checkpoints(work_dir: Path) -> list[Path]:
+    return sorted(path for path in work_dir.iterdir() if path.is_dir() and store.is_checkpoint_name(path.name))
+
+
+@pytest.fixture(scope="module")
+def two_epochs(tmp_path_factory, data) -> Outcome:
+    return trained(tmp_path_factory.mktemp("two_epochs"), data, **limit(max_epochs=2))
+
+
+# --- the order of calls -------------------------------------------------------------------------------------------
+
+ONE_UPDATE = [
+    "before_update",
+    *(f"{when}_train_iter {i}" for i in range(ACCUMULATE) for when in ("before", "after")),
+    "after_update",
+]
+
+
+def test_calls_come_in_the_documented_order(two_epochs):
+    # Update 15 takes the last 20 sequences of epoch 0 and the first 20 of epoch 1: the epoch hooks follow it.
+    assert two_epochs.recorder.calls == [
+        "before_run",
+        "before_train",
+        "before_train_epoch 0",
+        *ONE_UPDATE * 15,
+        "after_train_epoch",
+        "before_train_epoch 1",
+        *ONE_UPDATE * 14,
+        "before_save_checkpoint",  # the checkpoint hook saves the last update, after every hook has seen it
+        "after_train_epoch",
+        "after_train",
+        "after_run",
+    ]
+
+
+def test_weights_move_between_the_last_forward_and_the_last_after_train_iter_only(two_epochs):
+    recorder = two_epochs.recorder
+    moved = {
+        (before, after)
+        for before, after, old, new in zip(
+            recorder.calls, recorder.calls[1:], recorder.weights, recorder.weights[1:], strict=False
+        )
+        if old != new
+    }
+    assert moved == {(f"before_train_iter {ACCUMULATE - 1}", f"after_train_iter {ACCUMULATE - 1}")}
+    assert len(set(recorder.weights)) == 1 + len(recorder.updates), "each update moves the weights"
+
+
+def test_a_resume_is_told_before_training(tmp_path, data):
+    trained(tmp_path, data, max_updates=1, **limit(max_updates=2))
+    resumed = trained(tmp_path, data, resume=True, **limit(max_updates=2))
+    assert resumed.recorder.calls[:4] == ["before_run", "after_load_checkpoint", "before_train", "before_train_epoch 0"]
+    assert resumed.recorder.calls.count("after_update") == 1
+    # before_run still sees the fresh weights, after_load_checkpoint the loaded ones
+    first, second, third, *_ = resumed.recorder.weights
+    assert first != second == third
+
+
+class Breaks(Hook):
+    """Raises in the second update, after the recorder (a hook of the same priority, given earlier) has seen it."""
+
+    def after_update(self, run: Run, result: UpdateResult) -> None:
+        if run.progress.updates == 2:
+            raise RuntimeError("a user's hook broke")
+
+
+def test_an_error_is_told_instead_of_the_rest(tmp_path, data):
+    outcome = prepared(tmp_path, data, hooks=(dict(type=Breaks),), **limit(max_updates=4))
+    with pytest.raises(RuntimeError, match="a user's hook broke") as raised:
+        outcome.runner.train()
+    assert outcome.recorder.calls == [
+        *("before_run", "before_train", "before_train_epoch 0"), *ONE_UPDATE * 2, "on_exception",
+    ]  # fmt: skip
+    assert outcome.recorder.error is raised.value
+    assert checkpoints(tmp_path) == [], "nothing is saved from a state that nobody vouches for"
+
+
+# --- progress -----------------------------------------------------------------------------------------------------
+
+
+def tokens_of(runner: Runner, sample_id: str) -> int:
+    """Even records: four words drawn as 4 x 4 latent patches. Odd ones: an image read, and four words.
+
+    A text has a begin and an end token around it, an image too.
+    """
+    vit_side = 8 // runner.config["model"]["vit"]["patch_size"]
+    patches = 16 if int(sample_id.split(":")[1]) % 2 == 0 else vit_side**2
+    return (patches + 2) + (4 + 2)
+
+
+def test_progress_is_what_the_data_says(two_epochs):
+    sequences = tokens = 0
+    for number, (progress, result) in enumerate(two_epochs.recorder.updates, start=1):
+        assert result.sequences == (sequences, sequences + GLOBAL)
+        sequences += GLOBAL
+        update_tokens = sum(tokens_of(two_epochs.runner, i) for i in result.sample_ids)
+        tokens += update_tokens
+        assert result.tokens == update_tokens
+        assert progress == Progress(
+            sequences=sequences, samples=sequences, tokens=tokens, updates=number, epoch=sequences // EPOCH
+        )
+    assert number == 2 * EPOCH // GLOBAL == 29 and two_epochs.progress == progress
+
+
+def test_an_epoch_takes_no_sample_twice(two_epochs):
+    ids = two_epochs.sample_ids
+    assert ids == [i for batch in two_epochs.recorder.batches for i in batch.sample_ids]
+    epochs = [ids[:EPOCH], ids[EPOCH:]]
+    for number, epoch in enumerate(epochs):
+        assert len(set(epoch)) == EPOCH and {i.split(":")[2] for i in epoch} == {str(number)}
+    assert epochs[0] != [i[: i.rindex(":")] + ":0" for i in epochs[1]], "epochs differ in their order"
+
+
+def test_a_packed_epoch_takes_every_sample_once(tmp_path, data):
+    packing = dict(type="WindowPacking", window=128)
+    settings = {"train_dataloader__packing": packing, "train_dataloader__batch_size": 8}
+    outcome = trained(tmp_path, data, **settings, **limit(max_epochs=2))
+    first = [i for i in outcome.sample_ids if i.endswith(":0")]
+    assert sorted(int(i.split(":")[1]) for i in first) == list(range(RECORDS))
+    assert outcome.progress.samples == len(outcome.sample_ids) > RECORDS
+    assert outcome.progress.tokens == sum(tokens_of(outcome.runner, i) for i in outcome.sample_ids)
+    assert outcome.progress.sequences == 16 * outcome.progress.updates
+
+
+# --- limits -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("train_cfg", "updates"),
+    [
+        ({"max_updates": 3}, 3),
+        ({"max_iters": 6}, 3),
+        ({"max_iters": 7}, 3),  # a fourth update would be 8 iterations
+        ({"max_epochs": 0.5}, 7),  # 290 sequences; an eighth update would be 320
+        ({"max_epochs": 1, "max_updates": 2}, 2),  # whichever comes first
+    ],
+)
+def test_a_run_never_trains_on_more_than_asked(tmp_path, data, train_cfg, updates):
+    outcome = trained(tmp_path, data, **limit(**train_cfg))
+    assert outcome.progress.updates == len(outcome.recorder.updates) == updates
+    assert outcome.progress.sequences == updates * GLOBAL == len(outcome.sample_ids)
+    assert outcome.runner.finished and outcome.runner.stop_reason is None
+
+
+def test_a_limit_in_tokens_ends_with_the_update_that_reaches_it(two_epochs, tmp_path, data):
+    """How many tokens the next update has is not known before it is loaded: it may go beyond by a part of an update."""
+    after = [progress.tokens for progress, _ in two_epochs.recorder.updates[:4]]
+    short = {"train_dataloader__seq_length": 24}  # as long as the longest record: the length of the run is an estimate
+    exact = trained(tmp_path / "exact", data, **short, **limit(max_tokens=after[2]))
+    beyond = trained(tmp_path / "beyond", data, **short, **limit(max_tokens=after[2] + 1))
+    assert (exact.progress.updates, exact.progress.tokens) == (3, after[2])
+    assert (beyond.progress.updates, beyond.progress.tokens) == (4, after[3])
+
+
+def test_max_updates_stops_hard_and_leaves_the_curve_alone(two_epochs, tmp_path, data):
+    stopped = trained(tmp_path, data, max_updates=5, **limit(max_epochs=2))
+    assert stopped.progress.updates == 5 and not stopped.runner.finished
+    assert [line["lr"] for line in stopped.lines] == [line["lr"] for line in two_epochs.lines[:5]]
+    assert [line["loss"] for line in stopped.lines] == [line["loss"] for line in two_epochs.lines[:5]]
+    (checkpoint,) = checkpoints(tmp_path)
+    manifest, whole = (Manifest.read(path) for path in (checkpoint, *checkpoints(two_epochs.work_dir)))
+    assert checkpoint.name == "iter_10.pth" and manifest.progress == stopped.progress
+    text = (checkpoint / "config.py").read_text()
+    assert compile(text, "config.py", "exec") and f"{__name__}.Recorder" in text, "a class is stored by its name"
+    assert manifest.schedule == whole.schedule and manifest.schedule["total_sequences"] == 2 * EPOCH
+
+
+class Stops(Hook):
+    """Asks for a stop when update 2 is done; ``name`` gives it a row in the table of priorities."""
+
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+
+    def after_update(self, run: Run, result: UpdateResult) -> None:
+        if run.progress.updates == 2:
+            run.request_stop("enough")
+
+
+@pytest.mark.parametrize("name", ["", "profiler"], ids=["before the checkpoint hook", "after the checkpoint hook"])
+def test_a_requested_stop_ends_with_this_update_and_a_checkpoint(tmp_path, data, name):
+    outcome = trained(tmp_path, data, hooks=(dict(type=Stops, name=name),), **limit(max_epochs=1))
+    assert outcome.progress.updates == len(outcome.recorder.updates) == 2
+    assert outcome.runner.stop_reason == "enough" and not outcome.runner.finished
+    assert outcome.recorder.calls.count("after_train") == outcome.recorder.calls.count("after_run") == 1
+    assert [Manifest.read(path).progress for path in checkpoints(tmp_path)] == [outcome.progress]
+
+
+# --- samples that cannot be decoded -------------------------------------------------------------------------------
+
+DAMAGED = (3, 40, 41, 250)
+"""Places of digits in the split; each is the image of two records."""
+
+
+@pytest.fixture(scope="module")
+def damaged(tmp_path_factory) -> tuple[Path, dict[str, str]]:
+    """The digits with four files cut off behind their header; and {record: file} of what was lost."""
+    root = write_digits(tmp_path_factory.mktemp("damaged") / "digits")
+    records = [json.loads(line) for line in (root / "val.jsonl").read_text().splitlines()]
+    lost = {}
+    for digit in DAMAGED:
+        for index in (2 * digit, 2 * digit + 1):
+            (file,) = {turn["image_path"] for turn in records[index]["conversations"] if turn.get("image_path")}
+            lost[f"digits_val:{index}:0"] = file
+        (root / file).write_bytes((root / file).read_bytes()[:45])
+    return root, lost
+
+
+def test_undecodable_samples_are_counted_and_named(damaged, tmp_path):
+    root, lost = damaged
+    outcome = trained(tmp_path, root, train_dataloader__max_skipped_fraction=0.05, **limit(max_epochs=1))
+    seen = {i: n for n, (_, result) in enumerate(outcome.recorder.updates, 1) for i in result.sample_ids if i in lost}
+    named = read_lines(tmp_path / "skipped_samples.jsonl")
+    assert len(seen) >= 6, "an epoch without its last 34 records meets nearly all of them"
+    assert {record["sample"]: record["update"] for record in named} == seen and len(named) == len(seen)
+    assert all(record["path"].endswith(lost[record["sample"]]) and record["why"] for record in named)
+    ledger = read_lines(tmp_path / "ledger.jsonl")
+    assert [line["skipped"] for line in ledger] == [list(seen.values()).count(line["update"]) for line in ledger]
+    assert outcome.progress.samples == outcome.progress.sequences, "a skipped sample is consumed"
+    assert outcome.progress.tokens == sum(tokens_of(outcome.runner, i) for i in outcome.sample_ids), "as is its length"
+    assert outcome.progress.skipped_updates == 0
+
+
+def test_too_many_of_them_stop_the_run(damaged, tmp_path):
+    root, lost = damaged
+    outcome = prepared(tmp_path, root, train_dataloader__max_skipped_fraction=0.002, **limit(max_epochs=1))
+    with pytest.raises(DataError, match=r"could not be decoded.*max_skipped_fraction = 0\.002"):
+        outcome.runner.train()
+    assert isinstance(outcome.recorder.error, DataError)
+    assert outcome.progress.samples >= 100, "a share of fewer samples says nothing"
+    named = {record["sample"] for record in read_lines(tmp_path / "skipped_samples.jsonl")}
+    ids = [i for batch in outcome.recorder.batches for i in batch.sample_ids]
+    assert named == set(ids) & set(lost) and len(named) / outcome.progress.samples > 0.002
+
+
+# --- updates without a finite gradient ----------------------------------------------------------------------------
+
+
+class ContrastDigits:
+    """A user's own data set that scales each digit by its own contrast, and divides by zero where there is none."""
+
+    def __init__(self, root: str, blank: tuple[int, ...]) -> None:
+        self.images, self.digits = read_split(Path(root), "val")
+        for index in blank:
+            self.images[index] = 0.5
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        pixels = self.images[index]
+        with np.errstate(invalid="ignore"):
+            scaled = (pixels - pixels.min()) / (pixels.max() - pixels.min()) * 2.0 - 1.0
+        ids = [1, 6 + int(self.digits[index])]
+        return {"input_ids": ids, "labels": ids, "padded_images": torch.from_numpy(scaled)[None]}
+
+
+class Bytes(Hook):
+    """After each update: the bytes of everything that a checkpoint of the engine would hold."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+        self.saved: list[dict[str, bytes]] = []
+
+    def before_train(self, run: Run) -> None:
+        self._save(run)
+
+    def after_update(self, run: Run, result: UpdateResult) -> None:
+        self._save(run)
+
+    def _save(self, run: Run) -> None:
+        folder = self.folder / str(len(self.saved))
+        folder.mkdir(parents=True)
+        run.backend.save_shards(folder)
+        self.saved.append({path.name: path.read_bytes() for path in folder.iterdir()})
+
+
+def contrast_run(tmp_path: Path, data: Path, blank: tuple[int, ...], **overrides: Any) -> tuple[Outcome, Bytes]:
+    inner = dict(type=ContrastDigits, root=str(data), blank=blank)
+    dataset = dict(type="DatasetAdapter", dataset=inner, images="generate")
+    hooks = (dict(type=Bytes, folder=str(tmp_path / "bytes")),)
+    outcome = prepared(tmp_path / "run", data, hooks=hooks, train_dataloader__dataset=dataset, **overrides)
+    (saved,) = (hook for hook in outcome.runner.hooks if isinstance(hook, Bytes))
+    return outcome, saved
+
+
+def test_one_update_without_a_finite_gradient_changes_nothing(tmp_path, data):
+    outcome, saved = contrast_run(tmp_path, data, (50,), **limit(max_epochs=1))
+    outcome.runner.train()
+    (bad,) = (n for n, (_, r) in enumerate(outcome.recorder.updates) if "ContrastDigits:50:0" in r.sample_ids)
+    number = len(outcome.recorder.updates)
+    assert number == 7 and 0 < bad < number - 1, "with updates on both sides of it"
+    assert [result.applied for _, result in outcome.recorder.updates] == [n != bad for n in range(number)]
+    for n, (before, after) in enumerate(zip(saved.saved, saved.saved[1:], strict=False)):
+        assert set(after) == {"model.safetensors", "optimizer.safetensors"}
+        assert [before[name] == after[name] for name in after] == [n == bad] * 2
+    assert outcome.progress.skipped_updates == 1 and outcome.progress.updates == number
+    assert outcome.progress.sequences == number * GLOBAL, "its data is consumed"
+    assert [line["applied"] for line in outcome.lines] == [n != bad for n in range(number)]
+    assert [line["loss/image"] is None for line in outcome.lines] == [n == bad for n in range(number)]
+    weights: dict[str, Tensor] = dict(outcome.runner.backend.full_state_dict(torch.float32))
+    assert all(bool(weight.isfinite().all()) for weight in weights.values())
+
+
+def test_so_many_in_a_row_stop_the_run_and_name_their_sequences(tmp_path, data):
+    guard = dict(type="NanGuardHook", max_consecutive=3)
+    outcome, saved = contrast_run(tmp_path, data, tuple(range(297)), default_hooks__nan_guard=guard)
+    with pytest.raises(TrainingError) as error:
+        outcome.runner.train()
+    message = str(error.value)
+    assert message.startswith("3 updates in a row")
+    for first in (0, GLOBAL, 2 * GLOBAL):
+        assert f"sequences {first}:{first + GLOBAL}" in message
+    assert "ContrastDigits:" in message and outcome.recorder.error is error.value
+    assert outcome.progress.skipped_updates == outcome.progress.updates == 3
+    assert len({state["model.safetensors"] for state in saved.saved}) == 1
+    assert checkpoints(tmp_path / "run") == []

@@ -1,0 +1,154 @@
+"""The tool a user runs: statistics, samples of a range, and a real ledger, one with a resume in it, derived anew."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tiny import TINY, tiny_config
+from tools.inspect_data import main
+from unigen_ds.runner import Runner
+
+ROOT = Path(__file__).resolve().parents[2]
+UNPACKED = {"train_dataloader.packing": None, "train_dataloader.batch_size": 20}
+Report = Callable[..., tuple[int, dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("data") / "digits"
+
+
+def options(data: Path, **more: Any) -> list[str]:
+    """``--cfg-options`` of the tiny config."""
+    values = {**TINY, "train_dataloader.dataset.root": str(data), "train_dataloader.dataset.split": "val", **more}
+    return ["--cfg-options", *(f"{key}={value}" for key, value in values.items())]
+
+
+@pytest.fixture
+def report(data: Path, capsys: pytest.CaptureFixture[str]) -> Report:
+    """Exit status and the JSON object of ``inspect_data unified_digits ...``."""
+
+    def run(*arguments: str, **more: Any) -> tuple[int, dict[str, Any]]:
+        status = main(["unified_digits", "--json", *arguments, *options(data, **more)])
+        return status, json.loads(capsys.readouterr().out)
+
+    return run
+
+
+@pytest.fixture(scope="module", params=[{}, UNPACKED], ids=["packed", "unpacked"])
+def resumed_run(request: pytest.FixtureRequest, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """6 updates; then back to the checkpoint of update 3 and on to 8: lines 4 to 6 are in the ledger twice."""
+    work_dir = tmp_path_factory.mktemp("run")
+    overrides = {"default_hooks.checkpoint.interval": 3, "train_dataloader.dataset.split": "val", **request.param}
+    for resume, updates in ((False, 6), (str(work_dir / "iter_3.pth"), 8)):
+        dotted = {key.replace(".", "__"): value for key, value in overrides.items()}
+        Runner.from_cfg(tiny_config(work_dir, data, resume=resume, **dotted), max_updates=updates).train()
+    return work_dir / "ledger.jsonl", request.param
+
+
+def test_statistics_are_those_of_the_data(report: Report) -> None:
+    status, found = report()
+    assert status == 0
+    assert found["records"] == 594  # 297 held-out digits, drawn and described
+    (source,) = found["sources"].values()
+    assert source["records_with_images"] == 594 and source["records_text_only"] == 0
+    assert source["image_targets"] == 297 * 16 and source["text_targets"] == 297 * 5
+    assert 0.8 < found["utilisation"] <= 1.0
+
+
+def test_statistics_as_text(data: Path) -> None:
+    """As a user starts it: a script of a checkout."""
+    command = [sys.executable, str(ROOT / "tools" / "inspect_data.py"), "unified_digits", *options(data)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=data.parent)
+    assert done.returncode == 0, done.stderr
+    assert "digits_val: 594 records" in done.stdout and "image targets" in done.stdout
+
+
+def test_a_ledger_with_a_resume_agrees(report: Report, resumed_run: Any) -> None:
+    ledger, more = resumed_run
+    texts = ledger.read_text().splitlines()
+    assert len(texts) == 6 + 1 + 5, "the resume voids three lines and they were written again"
+    status, found = report("--ledger", str(ledger), **more)
+    assert (status, found["agrees"], found["updates"]) == (0, True, 8)
+    last = json.loads(texts[-1])
+    assert found["sequences"] == [0, last["sequences"][1]] and found["same_data"]
+    lines = [json.loads(text) for text in texts]
+    counted = lines[:3] + lines[7:]
+    assert found["samples"] == sum(line["samples"] for line in counted)
+
+
+def test_sequences_have_the_digest_of_the_ledger(report: Report, resumed_run: Any) -> None:
+    ledger, more = resumed_run
+    line = json.loads(ledger.read_text().splitlines()[-1])
+    first, stop = line["sequences"]
+    status, found = report("--sequences", f"{first}:{stop}", **more)
+    assert status == 0 and found["digest"] == line["digest"]
+    assert len(found["samples"]) == stop - first and sum(map(len, found["samples"])) == line["samples"]
+    assert report("--sequences", f"{first}:{stop - 1}", **more)[1]["digest"] != line["digest"]
+
+
+def tampered(ledger: Path, folder: Path, change: Callable[[list[dict[str, Any]]], Any]) -> Path:
+    """A copy of the ledger whose counted lines were changed."""
+    lines = [json.loads(text) for text in ledger.read_text().splitlines()]
+    lines = lines[:3] + lines[7:]
+    change(lines)
+    path = folder / "ledger.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "update", "problem"),
+    [
+        (lambda lines: lines[4].update(digest="0" * 16), 5, "has digest 0000000000000000"),
+        (lambda lines: lines.pop(2), 4, "update 4 follows update 2"),
+        (lambda lines: lines.insert(3, lines[2]), 3, "update 3 follows update 3"),
+        (lambda lines: lines[2].update(sequences=lines[1]["sequences"]), 3, "some were repeated"),
+        (lambda lines: lines[2].update(sequences=lines[3]["sequences"]), 3, "some were skipped"),
+    ],
+    ids=["digest", "missing", "twice", "repeated", "skipped"],
+)
+def test_a_wrong_ledger_is_found(
+    report: Report, resumed_run: Any, tmp_path: Path, change: Any, update: int, problem: str
+) -> None:
+    ledger, more = resumed_run
+    status, found = report("--ledger", str(tampered(ledger, tmp_path, change)), **more)
+    assert status == 1 and not found["agrees"]
+    assert found["update"] == update and problem in found["problem"]
+
+
+def test_other_data_is_named(report: Report, resumed_run: Any, capsys: Any, data: Path) -> None:
+    ledger, more = resumed_run
+    status, found = report("--ledger", str(ledger), **{**more, "randomness.seed": 1})
+    assert (status, found["update"], found["same_data"]) == (1, 1, False)
+    arguments = ["unified_digits", "--ledger", str(ledger), *options(data, **more, **{"randomness.seed": 1})]
+    assert main(arguments) == 1
+    assert "is not that of the checkpoint" in capsys.readouterr().out
+
+
+def test_an_unpacked_epoch_needs_the_first_world_size(report: Report, resumed_run: Any, tmp_path: Path) -> None:
+    """297 x 2 records: 29 x 20 in an epoch of one process, 14 x 40 in one of two. Checkpoints beside a ledger know."""
+    assert report(**UNPACKED)[1]["sequences_per_epoch"] == 580
+    assert report("--world-size", "2", **UNPACKED)[1]["sequences_per_epoch"] == 560
+    assert report("--world-size", "2")[1]["sequences_per_epoch"] == report()[1]["sequences_per_epoch"]
+    ledger, more = resumed_run
+    assert report("--ledger", str(ledger), "--world-size", "2", **more)[0] == 0
+
+
+def test_errors_are_for_people(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["unified_digits", "--ledger", str(tmp_path / "ledger.jsonl"), *options(data)]) == 1
+    assert "holds no update" in capsys.readouterr().err
+    assert main(["unified_digit"]) == 2
+    assert main(["unified_digits", *options(data, **{"train_dataloader.batch_size": 0})]) == 2
+    capsys.readouterr()
+    for wrong in ("3", "5:3", "a:b"):
+        with pytest.raises(SystemExit) as stopped:
+            main(["unified_digits", "--sequences", wrong])
+        assert stopped.value.code == 2 and "give A:B" in capsys.readouterr().err

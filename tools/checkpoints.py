@@ -1,0 +1,56 @@
+"""Look at checkpoints: ``python tools/checkpoints.py list|verify|show DIR``; installed as ``unigen-checkpoints``.
+
+list    a table of all checkpoints of a work dir
+verify  read every byte and compare it with the hashes of the save
+show    the manifest of a checkpoint (of a work dir: of the newest one) in words
+
+DIR is a work dir or one checkpoint. Exit status: 0 done, 1 a checkpoint is damaged or none is there, 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+if not __package__:
+    import _path  # noqa: F401 - a script runs from a checkout without installation
+
+from unigen_ds.checkpoint import report
+from unigen_ds.core.errors import UnigenError
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="unigen-checkpoints", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    p.add_argument("action", choices=("list", "verify", "show"))
+    p.add_argument("directory", type=Path, metavar="DIR", help="a work dir, or one checkpoint")
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parser().parse_args(argv)
+    try:
+        if arguments.action == "verify":
+            return verify(arguments.directory)
+        lines = report.table if arguments.action == "list" else report.describe
+        print("\n".join(lines(arguments.directory)))
+    except UnigenError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+    return 0
+
+
+def verify(directory: Path) -> int:
+    """One line for each checkpoint; 1 if any is damaged."""
+    damaged = 0
+    for found in report.find(directory):
+        problem = report.problems(found)
+        damaged += problem is not None
+        print(f"{found.path.name}  {problem or 'complete, every hash agrees'}", flush=True)
+    return 1 if damaged else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,203 @@
+"""What a config trains on: ``python tools/inspect_data.py CONFIG``; installed as ``unigen-inspect-data``.
+
+Without more it prints statistics; ``--sequences A:B`` lists the samples of a range of the run's sequences;
+``--ledger WORK_DIR/ledger.jsonl`` derives every line of a run's ledger anew from the config and compares.
+Nothing is decoded; no GPU and no second process is needed.
+
+Exit status: 0 done (the ledger agrees), 1 the ledger disagrees or the data cannot be read, 2 wrong usage or config.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+if not __package__:
+    import _path  # noqa: F401 - a script runs from a checkout without installation
+
+from unigen_ds.checkpoint.manifest import Manifest
+from unigen_ds.checkpoint.store import list_checkpoints
+from unigen_ds.core.config import load_config
+from unigen_ds.core.errors import ConfigError, DataError, UnigenError
+from unigen_ds.core.metrics import read_lines
+from unigen_ds.core.progress import Geometry
+from unigen_ds.data.statistics import derive, describe
+from unigen_ds.data.stream import Cursor, SequenceStream
+from unigen_ds.runner.build import build_data, import_custom
+
+_NEEDED = ("model", "tokenizer", "train_dataloader", "optim_wrapper")
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="unigen-inspect-data", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    p.add_argument("config", help="a config file, or the name of a shipped config (unified_digits)")
+    what = p.add_mutually_exclusive_group()
+    what.add_argument("--sequences", type=_range, metavar="A:B", help="the sample ids of sequences A .. B-1 of the run")
+    what.add_argument(
+        "--ledger", type=Path, metavar="FILE", help="check every line of a run's ledger.jsonl that counts"
+    )
+    p.add_argument("--world-size", type=int, default=1, metavar="N",
+                   help="processes of the run's first start (it rounds an unpacked epoch; default 1);\n"
+                   "not needed where the ledger's folder holds a checkpoint")  # fmt: skip
+    p.add_argument("--cfg-options", nargs="+", default=[], metavar="K=V", help="override config values")
+    p.add_argument("--json", action="store_true", help="print one JSON object")
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parser().parse_args(argv)
+    try:
+        config = load_config(arguments.config, arguments.cfg_options)
+        manifest = newest_manifest(arguments.ledger.parent) if arguments.ledger else None
+        stream = build_stream(config, world_size=arguments.world_size, manifest=manifest)
+        if arguments.ledger:
+            report = check_ledger(stream, arguments.ledger, manifest=manifest)
+        elif arguments.sequences:
+            report = list_samples(stream, *arguments.sequences)
+        else:
+            report = describe(stream)
+    except UnigenError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+    print(json.dumps(report) if arguments.json else "\n".join(lines_of(report)))
+    return 0 if report.get("agrees", True) else 1
+
+
+def _range(text: str) -> tuple[int, int]:
+    first, separator, last = text.partition(":")
+    if not (separator and first.isdigit() and last.isdigit() and int(first) < int(last)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no range: give A:B with A < B, as in 0:12")
+    return int(first), int(last)
+
+
+def newest_manifest(work_dir: Path) -> Manifest | None:
+    """The manifest of the last committed checkpoint of a run, if it has one."""
+    manifests = [found.manifest for found in list_checkpoints(work_dir) if found.manifest is not None]
+    return manifests[-1] if manifests else None
+
+
+def build_stream(config: Mapping[str, Any], *, world_size: int, manifest: Manifest | None) -> SequenceStream:
+    """The sequences of a run: its own epoch length where a manifest tells it, else that of a first start."""
+    missing = [key for key in _NEEDED if config.get(key) is None]
+    if missing:
+        raise ConfigError(f"the config has no {', '.join(missing)}", remedy="see docs/configs.md for the shape")
+    import_custom(config)
+    batch_size = config["train_dataloader"].get("batch_size")
+    geometry = Geometry(batch_size, config["optim_wrapper"].get("accumulative_counts", 1), world_size)
+    seed = int((config.get("randomness") or {}).get("seed", 0))
+    return build_data(config, seed=seed, geometry=geometry, ruler=manifest.ruler if manifest else None).stream
+
+
+def digest(sample_ids: Iterable[str]) -> str:
+    """What the ledger writes for an update that consumed these samples, in this order."""
+    return hashlib.blake2b("\n".join(sample_ids).encode(), digest_size=8).hexdigest()
+
+
+def list_samples(stream: SequenceStream, first: int, stop: int) -> dict[str, Any]:
+    """The samples of the global sequences ``first .. stop``, and the digest of all of them."""
+    rows = derive(stream, first, stop)
+    return {"sequences": [first, stop], "samples": rows, "digest": digest(id for row in rows for id in row)}
+
+
+def check_ledger(stream: SequenceStream, path: Path, *, manifest: Manifest | None) -> dict[str, Any]:
+    """Derive every counted line anew. ``problem`` names the first that differs, is missing or comes twice."""
+    lines = [line for line in read_lines(path) if "event" not in line]
+    if not lines:
+        raise DataError(f"{path} holds no update that counts", remedy="name the ledger.jsonl of a run that trained")
+    report: dict[str, Any] = {"ledger": str(path), "updates": len(lines), "samples": 0}
+    report["sequences"] = [lines[0]["sequences"][0], lines[-1]["sequences"][1]]
+    report["same_data"] = manifest is None or manifest.loader["fingerprint"] == stream.fingerprint
+    start = lines[0]["sequences"][0]
+    rows = stream.rows(stream.seek(start))
+    before: Mapping[str, Any] = {"update": lines[0]["update"] - 1, "sequences": [start, start]}
+    for line in lines:
+        problem, samples = _check_line(line, before, rows, stream.names)
+        if problem:
+            return {**report, "agrees": False, "update": line["update"], "problem": problem}
+        report["samples"] += samples
+        before = line
+    return {**report, "agrees": True}
+
+
+def _check_line(
+    line: Mapping[str, Any],
+    before: Mapping[str, Any],
+    rows: Iterator[tuple[Sequence[Any], Cursor]],
+    names: Sequence[str],
+) -> tuple[str | None, int]:
+    """What is wrong with a line, if anything, and how many samples it holds. Takes its sequences off ``rows``."""
+    first, stop = line["sequences"]
+    if line["update"] != before["update"] + 1:
+        return f"update {line['update']} follows update {before['update']}", 0
+    if first != before["sequences"][1]:
+        what = "repeated" if first < before["sequences"][1] else "skipped"
+        return f"its sequences begin at {first}, those before it end at {before['sequences'][1]}: some were {what}", 0
+    ids = [draw.sample_id(names) for row, _ in islice(rows, stop - first) for draw in row]
+    if digest(ids) != line["digest"]:
+        shown = ", ".join(ids[:3])
+        return f"the ledger has digest {line['digest']}, the config gives {digest(ids)} ({shown}, ...)", len(ids)
+    return None, len(ids)
+
+
+def lines_of(report: Mapping[str, Any]) -> Iterator[str]:
+    """A report as text for people."""
+    if "ledger" in report:
+        yield from _ledger_lines(report)
+    elif "digest" in report:
+        first, stop = report["sequences"]
+        yield from (f"{n}: {' '.join(row) or '(empty)'}" for n, row in enumerate(report["samples"], start=first))
+        yield f"digest of {first}:{stop}: {report['digest']}"
+    else:
+        yield from _statistics_lines(report)
+
+
+def _ledger_lines(report: Mapping[str, Any]) -> Iterator[str]:
+    first, stop = report["sequences"]
+    what = f"{report['updates']:,} updates, sequences {first}:{stop}"
+    if report["agrees"]:
+        yield f"{report['ledger']}: {what}, {report['samples']:,} samples: each came once, every digest agrees."
+        return
+    yield f"{report['ledger']}: {what}. Update {report['update']}: {report['problem']}."
+    if not report["same_data"]:
+        yield "The data, its processor, its packing or the seed is not that of the checkpoint beside the ledger."
+
+
+def _statistics_lines(report: Mapping[str, Any]) -> Iterator[str]:
+    for name, source in report["sources"].items():
+        records = source["records"]
+        weight = "" if source["weight"] is None else f", weight {source['weight']:g}"
+        yield f"{name}: {records:,} records, {source['draws_per_epoch']:,} drawn per epoch{weight}"
+        yield _row("with images", source["records_with_images"], records)
+        yield _row("text only", source["records_text_only"], records)
+        if source["records_unreadable"]:
+            yield _row("unreadable image", source["records_unreadable"], records)
+        yield _row("text tokens", source["text_tokens"], source["tokens"])
+        yield _row("image tokens", source["image_tokens"], source["tokens"])
+        targets = source["text_targets"] + source["image_targets"]
+        yield _row("text targets", source["text_targets"], targets)
+        yield _row("image targets", source["image_targets"], targets)
+    lengths = report["lengths"]
+    yield "tokens per record: " + "  ".join(f"{key} {value:,.4g}" for key, value in lengths.items())
+    cut = report["truncated"]
+    yield f"sequences: {report['sequences_per_epoch']:,} per epoch of at most {report['seq_length']:,} tokens; " + (
+        f"{cut:,} records are longer and are cut" if cut else "no record is longer"
+    )
+    how = "packed" if report["packed"] else "not packed"
+    yield f"{how}: {report['samples_per_sequence']:.2f} samples a sequence, {report['utilisation']:.1%} of it filled"
+    yield f"fingerprint: {report['fingerprint']}"
+
+
+def _row(name: str, value: int, whole: int) -> str:
+    return f"  {name:<17}{value:>14,}  {value / max(whole, 1):>6.1%}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""Draw the curves of a run: ``python tools/plot_run.py WORK_DIR [--out FILE]``; installed as ``unigen-plot-run``.
+
+Reads ``metrics.jsonl``; lines that a resume voided do not count. May be called while the run goes on.
+Exit status: 0 done, 1 nothing to draw, 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+if not __package__:
+    import _path  # noqa: F401 - a script runs from a checkout without installation
+
+from unigen_ds.core.errors import ConfigError, UnigenError
+from unigen_ds.evaluation.curves import plot_curves
+from unigen_ds.hooks.logger import METRICS_FILE
+
+FORMATS = (".png", ".pdf", ".svg")
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="unigen-plot-run", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    p.add_argument("work_dir", type=Path, help="the output folder of a run")
+    p.add_argument("--out", type=Path, metavar="FILE", help="the picture; default WORK_DIR/curves.png")
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parser().parse_args(argv)
+    out: Path = arguments.out or arguments.work_dir / "curves.png"
+    try:
+        draw(arguments.work_dir / METRICS_FILE, out)
+    except UnigenError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+    print(out)
+    return 0
+
+
+def draw(metrics_file: Path, out: Path) -> None:
+    """Write the picture. Raises ``DataError`` where there is nothing to draw, ``ConfigError`` where it cannot be."""
+    if out.suffix not in FORMATS:
+        raise ConfigError(f"--out {out}", allowed="a file ending in " + ", ".join(FORMATS))
+    try:
+        plot_curves(metrics_file, out)
+    except ImportError as error:
+        raise ConfigError(f"curves need matplotlib: {error}", remedy="pip install 'unigen_ds[demo]'") from error
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written: {error}") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""One run at a time in a work dir: two would void each other's metrics, and sweep each other's unfinished saves.
+
+A POSIX record lock on ``.lock``: the kernel drops it when the process dies, however it dies, and worker processes do
+not inherit it. Network file systems pass it between machines; where one knows no locks, the run goes on without.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+from pathlib import Path
+from typing import IO
+
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.log import logger
+
+FILE_NAME = ".lock"
+
+
+class WorkDirLock:
+    """Held from construction until ``release``. ``exclusive`` is False where the file system knows no locks.
+
+    Raises ``ConfigError`` when another process holds it or the folder cannot be written.
+    """
+
+    def __init__(self, work_dir: Path) -> None:
+        try:
+            work_dir.mkdir(parents=True, exist_ok=True)
+            self._stream: IO[str] = (work_dir / FILE_NAME).open("a+", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"work_dir {work_dir} cannot be written: {error}") from error
+        self.exclusive = True
+        try:
+            fcntl.lockf(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                self._stream.seek(0)
+                owner = self._stream.read().strip()
+                self._stream.close()
+                raise ConfigError(
+                    f"another process trains in {work_dir} ({owner})",
+                    remedy="wait until it has ended, stop it, or choose another --work-dir",
+                ) from error
+            logger().warning("%s knows no file locks (%s): nothing keeps two runs apart there.", work_dir, error)
+            self.exclusive = False
+            return
+        self._stream.truncate(0)
+        self._stream.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        self._stream.flush()
+
+    def release(self) -> None:
+        """Safe to call twice. The file stays: removing it would let two processes lock two files of one name."""
+        self._stream.close()

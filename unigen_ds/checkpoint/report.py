@@ -1,0 +1,150 @@
+"""Checkpoints as text for people: a table of a work dir, what is wrong with each, and one manifest in words.
+
+In: a work dir or a checkpoint directory. Out: lines of text. Only manifests are read, except by ``problems``, which
+reads every byte of every file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from unigen_ds.checkpoint import store
+from unigen_ds.checkpoint.lineage import Lineage
+from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
+from unigen_ds.checkpoint.store import Found
+from unigen_ds.core.errors import CheckpointError
+from unigen_ds.schedule.schedule import Schedules
+
+COLUMNS = ("name", "iteration", "updates", "epoch", "effective batch", "size", "created", "parent", "state")
+COMPLETE, NEXT, LEFT = "complete", "complete, --resume takes it", "complete, left behind by a resume"
+
+
+def find(directory: Path) -> list[Found]:
+    """The checkpoints of a work dir, oldest first, or the one that ``directory`` is.
+
+    Raises ``CheckpointError`` when there is none.
+    """
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} is not a directory", remedy="name a work dir or a checkpoint in it")
+    if (directory / FILE_NAME).is_file() or store.is_checkpoint_name(directory.name):
+        directory = directory.resolve()
+        return [found for found in store.list_checkpoints(directory.parent) if found.path == directory] or [
+            Found(directory, Manifest.read(directory), None)
+        ]
+    found = store.list_checkpoints(directory)
+    if not found:
+        raise CheckpointError(f"no checkpoint found in {directory}")
+    return found
+
+
+def table(directory: Path) -> list[str]:
+    """One line for each checkpoint, under a heading; sizes are compared, contents are not read."""
+    found = find(directory)
+    left = Lineage.read(found[0].path.parent).abandoned
+    good = [f for f in found if f.problem is None and f.manifest and f.manifest.commit not in left]
+    newest = good[-1].path if good else None
+    rows = [COLUMNS, *(_row(f, left=left, newest=newest) for f in found)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _row(found: Found, *, left: Sequence[int], newest: Path | None) -> tuple[str, ...]:
+    manifest = found.manifest
+    if manifest is None:
+        return (found.path.name, *["-"] * (len(COLUMNS) - 2), str(found.problem))
+    state = LEFT if manifest.commit in left else NEXT if found.path == newest else COMPLETE
+    return (
+        found.path.name,
+        str(manifest.iteration),
+        str(manifest.progress.updates),
+        f"{_epoch(manifest):.2f}",
+        str(manifest.geometry.global_batch_size),
+        size_text(sum(entry.size for entry in manifest.files)),
+        manifest.created,
+        manifest.parent or "-",
+        found.problem or state,
+    )
+
+
+def problems(found: Found) -> str | None:
+    """What is wrong with a checkpoint, every byte read; None when nothing is."""
+    if found.problem is not None or found.manifest is None:
+        return found.problem
+    return store.verify(found.path, found.manifest, hashes=True)
+
+
+def describe(directory: Path) -> list[str]:
+    """The manifest of a checkpoint, or of the newest one of a work dir, in words."""
+    found = find(directory)
+    left = Lineage.read(found[0].path.parent).abandoned
+    readable = [f for f in found if f.manifest is not None]
+    if not readable:
+        raise CheckpointError(f"{found[-1].path}: {found[-1].problem}")
+    current = [f for f in readable if f.problem is None and f.manifest and f.manifest.commit not in left]
+    chosen = (current or readable)[-1]
+    assert chosen.manifest is not None
+    pairs = list(_facts(chosen, chosen.manifest))
+    width = max(len(name) for name, _ in pairs)
+    return [f"{name.ljust(width)}  {value}" for name, value in pairs]
+
+
+def _facts(found: Found, manifest: Manifest) -> Iterator[tuple[str, str]]:
+    progress, loader = manifest.progress, manifest.loader
+    yield "checkpoint", str(found.path)
+    yield "state", found.problem or COMPLETE
+    yield "created", f"{manifest.created} as commit {manifest.commit}, after {manifest.parent or 'a fresh start'}"
+    yield "iteration", f"{manifest.iteration} ({progress.updates} updates, {progress.skipped_updates} of them skipped)"
+    yield "epoch", f"{_epoch(manifest):.4f} of {manifest.ruler.sequences_per_epoch:,} sequences each"
+    yield "data seen", f"{progress.sequences:,} sequences, {progress.samples:,} samples, {progress.tokens:,} tokens"
+    yield "effective batch", str(manifest.geometry)
+    if manifest.ruler.geometry != manifest.geometry:
+        yield "first started as", str(manifest.ruler.geometry)
+    yield "engine", _pairs(manifest.topology)
+    schedules = Schedules.from_state_dict(manifest.schedule)
+    yield "next learning rate", _pairs({group["name"]: f"{group['lr']:.6g}" for group in schedules.at(progress)})
+    if schedules.lr_scale != 1.0:
+        yield "learning rate scale", f"{schedules.lr_scale:g}"
+    yield "next sequence", _pairs(loader["cursor"])
+    yield "data", f"seed {loader['seed']}, fingerprint {loader['fingerprint']}"
+    yield from _parameters(manifest.parameters)
+    if manifest.metrics:
+        yield "metrics", _pairs(manifest.metrics)
+    yield "versions", _pairs(manifest.versions)
+    yield "layout", f"{manifest.layout}, {size_text(sum(entry.size for entry in manifest.files))}"
+    for entry in manifest.files:
+        yield "", f"{size_text(entry.size):>10}  {entry.path}"
+
+
+def _parameters(parameters: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    groups: dict[str, int] = {}
+    for row in parameters:
+        numel = 1
+        for extent in row["shape"]:
+            numel *= extent
+        name = f"group {row['group']}" if row["trainable"] else "frozen"
+        groups[name] = groups.get(name, 0) + numel
+    yield (
+        "parameters",
+        f"{sum(groups.values()):,} in {len(parameters)} tensors: "
+        + _pairs({name: f"{numel:,}" for name, numel in groups.items()}),
+    )
+
+
+def _epoch(manifest: Manifest) -> float:
+    return manifest.progress.sequences / manifest.ruler.sequences_per_epoch
+
+
+def _pairs(values: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items())
+
+
+def size_text(size: float) -> str:
+    """``1.5 GiB``."""
+    if size < 1024:
+        return f"{size:.0f} B"
+    units = ["KiB", "MiB", "GiB", "TiB"]
+    while (size := size / 1024) >= 1024 and len(units) > 1:
+        units.pop(0)
+    return f"{size:.1f} {units[0]}"
