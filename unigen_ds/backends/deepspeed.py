@@ -100,6 +100,11 @@ class DeepSpeedBackend(ShardedBackend):
                 for shard in self.master_shards():
                     shard.data.copy_(originals[shard.name].view(-1)[shard.flat_start : shard.flat_stop])
             self.refresh_copies()
+        self.log_summary(f"DeepSpeed ZeRO-{self.stage}" + (", optimizer in host memory" * self.offloads_optimizer))
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        return "offload_optimizer" in offloads(self._ds_config)
 
     @property
     def _low_precision(self) -> bool:

@@ -40,7 +40,6 @@ from unigen_ds.backends.base import StepResult
 from unigen_ds.backends.sharded import ShardedBackend
 from unigen_ds.core import dist
 from unigen_ds.core.errors import ConfigError, nearest
-from unigen_ds.core.log import logger
 from unigen_ds.core.loss_scale import LossScale
 from unigen_ds.core.optim import COMPUTE_DTYPE, OptimizerConfig, ParamGroup, build_torch_optimizer
 from unigen_ds.core.progress import Geometry
@@ -99,7 +98,7 @@ class FSDPBackend(ShardedBackend):
         self._trainable = [name for name, p in self._parameters.items() if p.requires_grad]
         grouped = [(group, [self._parameters[name] for name in group.parameters]) for group in param_groups]
         self._optimizer = build_torch_optimizer(optimizer_cfg, grouped)
-        self._report()
+        self.log_summary(f"FSDP2 {self.strategy} ({self.num_shard} shard(s))")
 
     def _make_mesh(self, device_type: str) -> DeviceMesh:
         """Always (replicate, shard), so that all strategies and all units share one mesh object."""
@@ -126,18 +125,6 @@ class FSDPBackend(ShardedBackend):
         for method in getattr(model, "forward_methods", ()):
             register_fsdp_forward_method(root, method)
         return root
-
-    def _report(self) -> None:
-        whole = sum(p.numel() for p in self._parameters.values())
-        local = sum(p.to_local().numel() for p in self._parameters.values() if isinstance(p, DTensor))
-        logger().info(
-            "FSDP2 %s over %d process(es), %d shard(s): %.1f M parameters, %.1f MiB of fp32 masters on rank 0.",
-            self.strategy,
-            dist.world_size(),
-            self.num_shard,
-            whole / 1e6,
-            local * 4 / 2**20,
-        )
 
     @property
     def model(self) -> nn.Module:

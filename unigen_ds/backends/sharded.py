@@ -15,6 +15,7 @@ from torch import Tensor
 
 from unigen_ds.backends.base import Backend
 from unigen_ds.core.errors import CheckpointError
+from unigen_ds.core.log import logger
 from unigen_ds.core.shards import BUFFER, EMA, LOSS_SCALE, MASTER, STEP, Shard, ShardReader
 
 _NOT_MOMENTS = {MASTER, BUFFER, EMA, STEP, LOSS_SCALE}
@@ -45,6 +46,23 @@ class ShardedBackend(Backend):
 
     def load_loss_scale(self, scale: float, good_updates: int) -> None:
         """Restore dynamic loss scaling."""
+
+    def log_summary(self, engine: str) -> None:
+        """One line at the start: how many parameters, and what this rank holds of them. Not collective."""
+        trainable, frozen = sum(self.trainable_sizes().values()), sum(self.frozen_sizes().values())
+        masters = sum(shard.data.numel() for shard in self.master_shards())
+        logger().info(
+            "%s over %d process(es), %s: %.2f M trainable and %.2f M frozen parameters; rank %d holds %.1f MiB of fp32"
+            " masters and as much for each Adam moment (%.1f %% of the whole).",
+            engine,
+            self.dp_size,
+            self.topology()["precision"],
+            trainable / 1e6,
+            frozen / 1e6,
+            self.dp_rank,
+            masters * 4 / 2**20,
+            100 * masters / max(trainable, 1),
+        )
 
     @torch.no_grad()
     def write_master(self, shards: Sequence[Shard]) -> None:

@@ -14,7 +14,8 @@ from typing import Protocol
 from torch import Tensor
 
 MASTER, BUFFER, EMA, STEP, LOSS_SCALE = "master", "buffer", "ema", "step", "loss_scale"
-"""Kinds of state; every other kind is an optimizer's (``exp_avg``, ...). ``master``: every parameter, frozen ones too.
+EXP_AVG, EXP_AVG_SQ = "exp_avg", "exp_avg_sq"
+"""Kinds of state; every kind but the first five is an optimizer's own name for a moment. ``master``: every parameter, frozen ones too.
 ``step``: one element per parameter. ``loss_scale``: one entry, scale and number of good updates."""
 
 
