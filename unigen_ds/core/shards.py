@@ -15,8 +15,8 @@ from torch import Tensor
 
 MASTER, BUFFER, EMA, STEP, LOSS_SCALE = "master", "buffer", "ema", "step", "loss_scale"
 EXP_AVG, EXP_AVG_SQ = "exp_avg", "exp_avg_sq"
-"""Kinds of state; every kind but the first five is an optimizer's own name for a moment. ``master``: every parameter, frozen ones too.
-``step``: one element per parameter. ``loss_scale``: one entry, scale and number of good updates."""
+"""Kinds of state; every kind but the first five is an optimizer's own name for a moment. ``master``: every parameter,
+frozen ones too. ``step``: one element per parameter. ``loss_scale``: one entry, scale and number of good updates."""
 
 
 @dataclass(frozen=True)

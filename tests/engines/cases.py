@@ -1,0 +1,265 @@
+"""The matrix of engines as plain values: engines, jobs, phases. What the tests and ``benchmarks/matrix.py`` run.
+
+A job is a list of phases in one work dir; a phase is one start of ``world`` processes. All jobs of a launch share one
+import of torch and DeepSpeed (``worker.py``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+UPDATES = 20
+LR = 2e-3
+_WHOLE = {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0}
+"""By default ZeRO-3 keeps parameters under 100,000 elements gathered: all of a tiny model's."""
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "zero1": {"type": "deepspeed", "config": "zero1"},
+    "zero2": {"type": "deepspeed", "config": "zero2"},
+    "zero2_offload": {"type": "deepspeed", "config": "zero2_offload"},
+    "zero3": {"type": "deepspeed", "config": {"zero_optimization": {"stage": 3, **_WHOLE}}},
+    "FULL_SHARD": {"type": "fsdp", "sharding_strategy": "FULL_SHARD"},
+    "SHARD_GRAD_OP": {"type": "fsdp", "sharding_strategy": "SHARD_GRAD_OP"},
+    "NO_SHARD": {"type": "fsdp", "sharding_strategy": "NO_SHARD"},
+}
+"""The seven that the matrix is made of, at 1 and 2 processes."""
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "single": {"type": "single"},
+    "zero3_preset": {"type": "deepspeed", "config": "zero3"},
+    "zero3_offload": {"type": "deepspeed", "config": "zero3_offload"},
+    "HYBRID_SHARD": {"type": "fsdp", "sharding_strategy": "HYBRID_SHARD", "num_shard": 2},
+    "FULL_SHARD_offload": {"type": "fsdp", "sharding_strategy": "FULL_SHARD", "cpu_offload": True},
+    "FULL_SHARD_once": {"type": "fsdp", "sharding_strategy": "FULL_SHARD", "sync_every_iteration": False},
+}
+ALL = {**ENGINES, **OTHERS}
+
+GEOMETRY = {1: (4, 2), 2: (2, 2), 4: (1, 2)}
+"""World size -> (batch_size, accumulative_counts): always 8 sequences an update, in two iterations of four."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One start of ``world`` processes. ``config``: overrides of ``tests/tiny.py``, dots written as ``__``."""
+
+    world: int
+    config: dict[str, Any]
+    max_updates: int = UPDATES
+    killed: bool = False
+    """It must end by SIGKILL."""
+
+
+@dataclass(frozen=True)
+class Job:
+    name: str
+    phases: list[Phase] = field(default_factory=list)
+    same_process: bool = False
+    """All phases in the same processes, one after the other, each in its own work dir ``<name>/<number>``."""
+
+
+def config(engine: str, world: int, *, geometry: tuple[int, int] | None = None, **overrides: Any) -> dict[str, Any]:
+    """Overrides of one run: unpacked mixed data, constant learning rate, the average of the weights kept."""
+    batch_size, counts = geometry or GEOMETRY[world]
+    return {
+        "backend": ALL[engine],
+        "train_dataloader__batch_size": batch_size,
+        "train_dataloader__packing": None,
+        "optim_wrapper__accumulative_counts": counts,
+        "optim_wrapper__optimizer__lr": LR,
+        "param_scheduler": [],
+        "custom_hooks": [{"type": "EMAHook", "momentum": 0.1}, {"type": "RecordHook"}],
+        "env": {"dist_timeout_s": 120.0},
+        **overrides,
+    }
+
+
+def plain(engine: str, world: int, **overrides: Any) -> Job:
+    return Job(f"{engine}@{world}", [Phase(world, config(engine, world, **overrides))])
+
+
+def equivalence(*, full: bool) -> list[Job]:
+    """Everybody against ``single@1``; ``single_8x1`` is the same update cut once."""
+    jobs = [plain("single", 1), Job("single_8x1", [Phase(1, config("single", 1, geometry=(8, 1)))])]
+    jobs += [plain(engine, 2) for engine in (*ENGINES, "zero3_preset", "FULL_SHARD_once")]
+    jobs += [plain(engine, 1) for engine in ENGINES]
+    jobs.append(plain("HYBRID_SHARD", 4))
+    if full:
+        jobs += [plain(engine, 2) for engine in ("zero3_offload", "FULL_SHARD_offload")]
+        jobs += [plain(engine, 4) for engine in ENGINES]
+    return jobs
+
+
+def bf16(*, full: bool) -> list[Job]:
+    """The same in bf16."""
+    low = {"optim_wrapper__precision": "bf16"}
+    jobs = [Job("bf16/single@1", [Phase(1, config("single", 1, **low))])]
+    jobs.append(Job("bf16/single_8x1", [Phase(1, config("single", 1, geometry=(8, 1), **low))]))
+    jobs += [Job(f"bf16/{e}@2", [Phase(2, config(e, 2, **low))]) for e in ENGINES]
+    if full:
+        jobs += [Job(f"bf16/{e}@1", [Phase(1, config(e, 1, **low))]) for e in ENGINES]
+        jobs.append(Job("bf16/HYBRID_SHARD@4", [Phase(4, config("HYBRID_SHARD", 4, **low))]))
+    return jobs
+
+
+RESUME_UPDATES, KILL_AT, SAVED_AT = 12, 7, 5
+CURVE = [
+    {"type": "LinearLR", "start_factor": 0.1, "by_epoch": True, "begin": 0, "end": 0.5, "convert_to_iter_based": True},
+    {"type": "CosineAnnealingLR", "by_epoch": True, "begin": 0.5, "end": 3, "convert_to_iter_based": True},
+]
+
+
+def resume(*, full: bool) -> list[Job]:
+    """Straight, and killed with SIGKILL in update 7 and resumed from update 5: dropout, two loader workers, EMA."""
+    pairs = [(e, 2, "fp32") for e in ENGINES]
+    pairs += [(e, 2, "bf16") for e in (ENGINES if full else ("zero1", "zero3"))]
+    if full:
+        pairs += [("HYBRID_SHARD", 4, "fp32"), ("single", 1, "fp32"), ("single", 1, "bf16")]
+    jobs = []
+    for engine, world, precision in pairs:
+        base = config(
+            engine,
+            world,
+            model__llm__dropout=0.1,
+            train_dataloader__num_workers=2,
+            optim_wrapper__precision=precision,
+            default_hooks__checkpoint__interval=10,
+            param_scheduler=CURVE,
+            train_cfg__max_epochs=3,
+        )
+        hooks = base["custom_hooks"]
+        killed = {**base, "custom_hooks": [*hooks, {"type": "KillHook", "at_update": KILL_AT}]}
+        name = f"resume/{engine}@{world}-{precision}"
+        jobs.append(Job(f"{name}/straight", [Phase(world, base, RESUME_UPDATES)]))
+        again = Phase(world, {**base, "resume": True}, RESUME_UPDATES)
+        jobs.append(Job(f"{name}/killed", [Phase(world, killed, RESUME_UPDATES, killed=True), again]))
+    return jobs
+
+
+CHAIN = (("zero2", 2), ("FULL_SHARD", 1), ("zero3", 2), ("single", 1), ("HYBRID_SHARD", 4), ("zero1", 1))
+
+
+def chain() -> list[Job]:
+    """One run that goes from engine to engine and from process count to process count, three updates each."""
+    phases = []
+    for number, (engine, world) in enumerate(CHAIN):
+        overrides = {"resume": True} if number else {}
+        phases.append(Phase(world, config(engine, world, **overrides), 3 * (number + 1)))
+    return [Job("chain", phases)]
+
+
+BAD_UPDATE, BAD_UPDATES = 5, 8
+
+
+def faulty(*, full: bool) -> list[Job]:
+    """Rank 1's gradient is not finite in update 5; a checkpoint after every update."""
+    jobs = []
+    runs = [("single", 1, "fp32")] + [(e, 2, "fp32") for e in ENGINES] + [("zero1", 2, "bf16")]
+    runs += [(e, 2, "bf16") for e in ENGINES if e != "zero1"] if full else []
+    for engine, world, precision in runs:
+        overrides = config(
+            engine,
+            world,
+            model__type="FaultyModel",
+            model__bad_update=BAD_UPDATE,
+            model__bad_rank=world - 1,
+            default_hooks__checkpoint__interval=2,
+            optim_wrapper__precision=precision,
+        )
+        overrides["custom_hooks"] = [*overrides["custom_hooks"], {"type": "FaultHook"}]
+        jobs.append(Job(f"faulty/{engine}@{world}-{precision}", [Phase(world, overrides, BAD_UPDATES)]))
+    return jobs
+
+
+def frozen(*, full: bool) -> list[Job]:
+    """ViT and connector frozen."""
+    engines = ("single", *ENGINES) if full else ("single", "zero2", "zero3", "FULL_SHARD")
+    jobs = []
+    for engine in engines:
+        world = 1 if engine == "single" else 2
+        overrides = config(engine, world, model__freeze=["vae", "vit", "connector"])
+        jobs.append(Job(f"frozen/{engine}@{world}", [Phase(world, overrides)]))
+    return jobs
+
+
+def odd(*, full: bool) -> list[Job]:
+    """A user's own model: odd sizes, tied weights, a frozen tower, a buffer, two groups; saved and resumed half way."""
+    jobs = []
+    for engine in ("single", *ENGINES):
+        world = 1 if engine == "single" else 2
+        overrides = config(
+            engine,
+            world,
+            model={"type": "OddModel"},
+            optim_wrapper__paramwise_cfg={"groups": [{"pattern": "connector", "lr": 5e-3, "weight_decay": 0.1}]},
+        )
+        jobs.append(Job(f"odd/{engine}@{world}", [Phase(world, overrides, 10)]))
+        phases = [Phase(world, overrides, 5), Phase(world, {**overrides, "resume": True}, 10)]
+        if full or engine in ("zero2", "zero3", "FULL_SHARD"):
+            jobs.append(Job(f"odd/{engine}@{world}-resumed", phases))
+    return jobs
+
+
+def recompute(*, full: bool) -> list[Job]:
+    """Activation checkpointing, with dropout, off and on."""
+    engines = ("single", *ENGINES) if full else ("single", "zero3", "FULL_SHARD")
+    jobs = []
+    for engine in engines:
+        world = 1 if engine == "single" else 2
+        for on in (False, True):
+            overrides = config(engine, world, model__llm__dropout=0.1, model__activation_checkpointing=on)
+            jobs.append(Job(f"recompute/{engine}@{world}-{on}", [Phase(world, overrides, 6)]))
+    return jobs
+
+
+COMPILED_UPDATES = 5
+
+
+def compiled(*, full: bool) -> list[Job]:
+    """``torch.compile`` of every decoder layer."""
+    engines = [("single", 1), ("FULL_SHARD", 2)] + ([("zero2", 2), ("zero3", 2)] if full else [])
+    return [
+        Job(f"compiled/{e}@{w}", [Phase(w, config(e, w, model__compile=True), COMPILED_UPDATES)]) for e, w in engines
+    ]
+
+
+def memory(*, full: bool) -> list[Job]:
+    """Larger, so that a batch's own tensors do not count; three updates of one sequence an iteration."""
+    sizes = {
+        "model__llm__hidden_size": 128, "model__llm__intermediate_size": 512, "model__llm__num_hidden_layers": 3,
+        "model__freeze": ["vae", "vit"], "custom_hooks": [{"type": "MemoryHook"}],
+    }  # fmt: skip
+    buckets = {"reduce_bucket_size": 20000, "allgather_bucket_size": 20000}
+    jobs = []
+    runs = [("single", 1, "fp32")] + [(e, w, "fp32") for e in ENGINES for w in ((1, 2, 4) if full else (2,))]
+    runs += [("HYBRID_SHARD", 4, "fp32")] if full else []
+    runs += [("single", 1, "bf16")] + [(e, 2, "bf16") for e in ENGINES] if full else []
+    for engine, world, precision in runs:
+        overrides = {**config(engine, world, geometry=(1, 2)), **sizes, "optim_wrapper__precision": precision}
+        overrides["backend"] = with_buckets(ALL[engine], buckets)
+        jobs.append(Job(f"memory/{engine}@{world}-{precision}", [Phase(world, overrides, 3)]))
+    return jobs
+
+
+def with_buckets(backend: dict[str, Any], buckets: dict[str, int]) -> dict[str, Any]:
+    """A DeepSpeed preset with small communication buckets: by default one alone is 500 million elements."""
+    if backend["type"] != "deepspeed":
+        return backend
+    given = backend["config"]
+    presets = {"zero1": {"stage": 1}, "zero2": {"stage": 2}}
+    presets["zero2_offload"] = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    zero = presets[given] if isinstance(given, str) else given["zero_optimization"]
+    return {**backend, "config": {"zero_optimization": {**zero, **buckets}}}
+
+
+def one_process() -> list[Job]:
+    """Engine after engine in the same two processes: closing one must leave nothing behind."""
+    engines = ("zero3", "FULL_SHARD", "zero2", "NO_SHARD")
+    return [Job("one_process", [Phase(2, config(e, 2), 6) for e in engines], same_process=True)]
+
+
+def all_jobs(*, full: bool) -> list[Job]:
+    """``full``: the whole matrix; else the part that ``make test`` has time for."""
+    jobs = [*equivalence(full=full), *bf16(full=full), *resume(full=full), *chain(), *faulty(full=full)]
+    jobs += [*frozen(full=full), *odd(full=full), *recompute(full=full), *compiled(full=full), *memory(full=full)]
+    return jobs + one_process()

@@ -1,0 +1,164 @@
+"""Start ``worker.py`` once for many jobs, and look at what they left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.engines.cases import Job
+from unigen_ds.checkpoint import store
+from unigen_ds.checkpoint.layouts import open_reader
+from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
+from unigen_ds.checkpoint.manifest import Manifest
+from unigen_ds.core.metrics import read_lines
+from unigen_ds.core.shards import EMA, ShardReader
+
+ROOT = Path(__file__).resolve().parents[2]
+Tensors = dict[tuple[str, str], Tensor]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One job's work dir."""
+
+    folder: Path
+
+    @cached_property
+    def lines(self) -> list[dict[str, Any]]:
+        """The metrics that count."""
+        return [line for line in read_lines(self.folder / "metrics.jsonl") if "loss" in line]
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """Oldest first."""
+        return [found.path for found in store.list_checkpoints(self.folder) if found.problem is None]
+
+    @cached_property
+    def final(self) -> Tensors:
+        """Everything in the last checkpoint, whole, by (kind, name): weights, moments, steps, buffers, average."""
+        return tensors(self.checkpoints[-1])
+
+    @cached_property
+    def initial(self) -> dict[str, Tensor]:
+        """The weights before the first update."""
+        from safetensors.torch import load_file
+
+        return load_file(self.folder / "initial.safetensors")
+
+    def records(self, rank: int) -> list[dict[str, Any]]:
+        """What each micro-batch of a rank held."""
+        text = (self.folder / f"record_{rank}.jsonl").read_text(encoding="utf-8")
+        return [json.loads(line) for line in text.splitlines()]
+
+    def memory(self) -> list[dict[str, int]]:
+        """Bytes counted by each rank."""
+        return [json.loads(path.read_text()) for path in sorted(self.folder.glob("memory_*.json"))]
+
+
+def tensors(checkpoint: Path) -> Tensors:
+    """Every tensor of a checkpoint."""
+    readers: list[ShardReader] = [open_reader(checkpoint, Manifest.read(checkpoint))]
+    if (checkpoint / EMA).is_dir():
+        readers.append(SafetensorsReader(checkpoint / EMA))
+    return {
+        (kind, name): reader.read(kind, name, 0, reader.numel(kind, name)).clone()
+        for reader in readers
+        for kind in reader.kinds()
+        for name in reader.names(kind)
+    }
+
+
+class Launched:
+    """All jobs of one start. ``outcome`` raises with the log of a job that failed."""
+
+    def __init__(self, out: Path, jobs: Sequence[Job], *, timeout_s: float = 3600.0) -> None:
+        self.out = out
+        out.mkdir(parents=True, exist_ok=True)
+        cases = out / "jobs.json"
+        cases.write_text(json.dumps([asdict(job) for job in jobs]), encoding="utf-8")
+        started = subprocess.run(
+            [sys.executable, "-m", "tests.engines.worker", str(cases), str(out)],
+            cwd=ROOT,
+            env={k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout_s,
+        )
+        assert (out / "results.json").is_file(), started.stdout[-5000:]
+        self.results: dict[str, dict[str, Any]] = json.loads((out / "results.json").read_text())
+
+    def outcome(self, name: str) -> Outcome:
+        problem = self.results[name]["problem"]
+        assert problem is None, f"{name}: {problem}"
+        return Outcome(self.out / name)
+
+
+def relative(a: float | None, b: float | None) -> float:
+    """|a - b| / |b|; a value that only one of them has is infinitely far away."""
+    if a is None or b is None:
+        return 0.0 if a is b else float("inf")
+    return abs(a - b) / max(abs(b), 1e-30)
+
+
+METRICS = ("loss", "loss/text", "loss/image", "grad_norm")
+
+
+def metric_deviation(run: Outcome, oracle: Outcome, *, updates: int | None = None) -> float:
+    """The largest relative deviation of losses and gradient norms over all updates (or the first ``updates``)."""
+    a, b = run.lines[:updates], oracle.lines[:updates]
+    assert [line["update"] for line in a] == [line["update"] for line in b] and a, (run.folder, oracle.folder)
+    return max(relative(x[key], y[key]) for x, y in zip(a, b, strict=True) for key in METRICS)
+
+
+def has_zero_gradient(name: str) -> bool:
+    """A key bias of the ViT: softmax ignores what all keys share, so Adam amplifies pure rounding noise.
+
+    Not so in the language model, where a norm follows the projection.
+    """
+    return name.startswith("vit_model.") and name.endswith("k_proj.bias")
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """How far the weights of two runs are apart."""
+
+    relative_l2: float
+    """The largest over tensors."""
+    where: str
+    """The tensor of the largest."""
+    absolute: float
+    """The largest element among the tensors whose true gradient is zero."""
+
+
+def weight_deviation(run: Tensors, oracle: Tensors, *, kinds: Sequence[str] = ("master", EMA)) -> Deviation:
+    """Weights (and their average) of ``run`` against ``oracle``, tensor by tensor."""
+    worst, where, absolute = 0.0, "", 0.0
+    keys = {key for key in oracle if key[0] in kinds}
+    assert keys == {key for key in run if key[0] in kinds}
+    for key in sorted(keys):
+        difference = run[key].double() - oracle[key].double()
+        if has_zero_gradient(key[1]):
+            absolute = max(absolute, float(difference.abs().max()))
+            continue
+        norm = float(oracle[key].double().norm())
+        found = float(difference.norm()) / norm if norm else float(difference.norm() > 0) * float("inf")
+        if found > worst:
+            worst, where = found, "|".join(key)
+    return Deviation(worst, where, absolute)
+
+
+def unequal(a: Tensors, b: Tensors) -> list[str]:
+    """Names of the tensors that are not bit-equal or that only one of the two has."""
+    found = ["|".join(key) for key in sorted(a.keys() ^ b.keys())]
+    return found + ["|".join(key) for key in sorted(a.keys() & b.keys()) if not torch.equal(a[key], b[key])]

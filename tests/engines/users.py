@@ -1,0 +1,217 @@
+"""What a user would write himself: data, models and hooks of the engine tests. Imported by every worker process."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from unigen_ds.core import dist
+from unigen_ds.core.batch import LossTerms, PackedBatch
+from unigen_ds.core.registry import HOOKS, MODELS
+from unigen_ds.data.digits import write_digits
+from unigen_ds.hooks.base import Hook, Run, UpdateResult
+from unigen_ds.models.unified import UnifiedModel
+
+NUM_RECORDS = 104
+"""13 updates of 8 sequences an epoch, so a run of 20 crosses into the second."""
+
+
+def write_mixed(folder: Path) -> Path:
+    """Real digits, uneven on purpose: of 13 records 8 are text of 2 to 20 words, 3 draw an image, 2 describe one."""
+    digits = write_digits(folder / "digits")
+    draw = (digits / "train_draw.jsonl").read_text(encoding="utf-8").splitlines()
+    caption = (digits / "train_caption.jsonl").read_text(encoding="utf-8").splitlines()
+    words = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+    lines = []
+    for i in range(NUM_RECORDS):
+        if i % 13 < 8:
+            spoken = [words[(i * 7 + k * (i % 5 + 1)) % 10] for k in range(1 + (i * 5) % 19)]
+            turns = [
+                {"role": "user", "type": "text", "content": f"this is {spoken[0]}"},
+                {"role": "assistant", "type": "text", "content": " ".join(spoken)},
+            ]
+            lines.append(json.dumps({"conversations": turns}))
+        else:
+            lines.append((draw if i % 13 < 11 else caption)[i])
+    path = digits / "mixed.jsonl"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+@MODELS.register_module()
+class FaultyModel(UnifiedModel):
+    """The first micro-batch of update ``bad_update`` has a loss that is not finite, on rank ``bad_rank`` alone."""
+
+    def __init__(self, *, bad_update: int, bad_rank: int, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.bad = (bad_update, bad_rank)
+        self.present = (0, 0)
+        """(update, micro-batch), told by ``FaultHook``."""
+
+    def forward(self, batch: PackedBatch) -> LossTerms:
+        terms = super().forward(batch)
+        if self.present != (self.bad[0], 0) or dist.rank() != self.bad[1]:
+            return terms
+        return LossTerms({name: value * float("nan") for name, value in terms.sums.items()})
+
+
+@HOOKS.register_module()
+class FaultHook(Hook):
+    """Tells a ``FaultyModel`` which update is being computed."""
+
+    def before_train_iter(self, run: Run, index: int, batch: PackedBatch) -> None:
+        for module in run.backend.model.modules():
+            if isinstance(module, FaultyModel):
+                module.present = (run.progress.updates + 1, index)
+
+
+@MODELS.register_module()
+class OddModel(nn.Module):
+    """A user's own model: odd widths, a tied output head, a frozen tower, a buffer that training changes."""
+
+    WIDTH, INNER = 13, 31
+
+    def __init__(self, *, vocab: int = 40) -> None:
+        super().__init__()
+        self.vocab_size = vocab
+        self.emb = nn.Embedding(vocab, self.WIDTH)
+        self.frozen = nn.Sequential(nn.Linear(4, 7), nn.Linear(7, self.WIDTH)).requires_grad_(False)
+        self.block = nn.Sequential(nn.Linear(self.WIDTH, self.INNER), nn.GELU(), nn.Linear(self.INNER, self.WIDTH))
+        self.connector = nn.Linear(self.WIDTH, self.WIDTH)
+        self.image_head = nn.Linear(self.WIDTH, 4)
+        self.head = nn.Linear(self.WIDTH, vocab, bias=False)
+        self.head.weight = self.emb.weight
+        self.register_buffer("gain", torch.tensor([0.5, 1.5, 2.5]))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    @staticmethod
+    def processor_sizes(config: Mapping[str, Any]) -> dict[str, int]:
+        return {
+            "vit_patch_size": 2, "vit_max_patches_per_side": 4, "latent_channels": 1, "latent_patch_size": 2,
+            "vae_spatial_downsample": 1, "vae_downsample": 2, "max_latent_size": 4,
+        }  # fmt: skip
+
+    def shard_units(self) -> list[nn.Module]:
+        return [self.frozen, self.block]
+
+    def forward(self, batch: PackedBatch) -> LossTerms:
+        if self.training:
+            self.calls += 1
+        text = self.emb(batch.text_ids)
+        dtype = text.dtype
+        hidden = torch.zeros(batch.num_tokens, self.WIDTH, dtype=dtype, device=text.device)
+        hidden = hidden.index_add(0, batch.text_index, text)
+        hidden = hidden.index_add(0, batch.latent_index, self.connector(self.frozen(batch.flow_noise.to(dtype))))
+        hidden = hidden + self.block(hidden) * self.gain[1].to(dtype)
+        logits = self.head(hidden[batch.text_target_index])
+        losses = F.cross_entropy(logits.float(), batch.text_target_ids, reduction="none")
+        drawn = self.image_head(hidden[batch.image_target_index])
+        wanted = batch.flow_noise[torch.isfinite(batch.timesteps)].flip(-1)
+        image = (drawn.float() - wanted).square().mean(-1).sum()
+        return LossTerms({"text": (losses * batch.text_target_weight).sum(), "image": image})
+
+
+@HOOKS.register_module()
+class RecordHook(Hook):
+    """Per rank: what each micro-batch held; rank 0 also the weights before the first update."""
+
+    def before_train(self, run: Run) -> None:
+        path = run.work_dir / "initial.safetensors"
+        state = {name: t.contiguous().clone() for name, t in run.backend.full_state_dict(torch.float32)}
+        if dist.is_main() and not path.exists():
+            save_file(state, path)
+
+    def before_train_iter(self, run: Run, index: int, batch: PackedBatch) -> None:
+        images = len(batch.vit_lengths) + len(batch.latent_shapes)
+        line = {"update": run.progress.updates + 1, "index": index, "images": images, "tokens": batch.num_tokens}
+        with (run.work_dir / f"record_{dist.rank()}.jsonl").open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(line) + "\n")
+
+
+@HOOKS.register_module()
+class KillHook(Hook):
+    """SIGKILL for the whole job, in the middle of an update: between its two micro-batches, on rank 1's word."""
+
+    def __init__(self, *, at_update: int) -> None:
+        self.at_update = at_update
+
+    def before_train_iter(self, run: Run, index: int, batch: PackedBatch) -> None:
+        if run.progress.updates + 1 == self.at_update and index == 1 and dist.rank() == dist.world_size() - 1:
+            os.killpg(0, signal.SIGKILL)
+
+
+@HOOKS.register_module()
+class MemoryHook(Hook):
+    """Counts the bytes of all live tensors of this rank and writes them to ``memory_<rank>.json``.
+
+    ==========  ====================================================================================
+    parameters  alive after ``prepare``: masters and low-precision copies (buckets are made later)
+    optimizer   what the first step adds
+    sharded     gradients: before the second micro-batch of update 3, less what is alive after update 2
+    gradients   gradients: just before the step of update 3, less what is alive after update 2
+    ==========  ====================================================================================
+    """
+
+    def __init__(self) -> None:
+        self.alive: dict[str, int] = {}
+
+    def before_train(self, run: Run) -> None:
+        self.alive["prepared"] = live_bytes(run)
+        step = run.backend.step
+
+        def counted() -> Any:
+            if run.progress.updates == 2:
+                self.alive["before_step"] = live_bytes(run)
+            return step()
+
+        run.backend.step = counted  # type: ignore[method-assign]
+
+    def before_train_iter(self, run: Run, index: int, batch: PackedBatch) -> None:
+        if run.progress.updates == 2 and index == 1:
+            self.alive["before_second"] = live_bytes(run)
+
+    def after_update(self, run: Run, result: UpdateResult) -> None:
+        if run.progress.updates <= 2:
+            self.alive[f"after_{run.progress.updates}"] = live_bytes(run)
+
+    def after_train(self, run: Run) -> None:
+        a = self.alive
+        model = list(run.backend.model.parameters())
+        counts = {
+            "parameters": a["prepared"],
+            "optimizer": a["after_2"] - a["prepared"],
+            "sharded": a["before_second"] - a["after_2"],
+            "gradients": a["before_step"] - a["after_2"],
+            "trainable": sum(logical_numel(p) for p in model if p.requires_grad),
+            "frozen": sum(logical_numel(p) for p in model if not p.requires_grad),
+        }
+        (run.work_dir / f"memory_{dist.rank()}.json").write_text(json.dumps(counts), encoding="utf-8")
+
+
+def logical_numel(parameter: Tensor) -> int:
+    """Elements of the whole parameter, whatever part of it is here (ZeRO-3 says it in ``ds_numel``)."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def live_bytes(run: Run) -> int:
+    """Bytes of the storages of all tensors that Python can reach, each storage once; data batches left out."""
+    for parameter in run.backend.model.parameters():
+        _ = parameter.grad  # a gradient that only C++ holds gets its Python object by this
+    gc.collect()
+    sizes: dict[int, int] = {}
+    for thing in gc.get_objects():
+        if type(thing) in (Tensor, nn.Parameter) and thing.device.type != "meta" and thing.layout is torch.strided:
+            storage = thing.untyped_storage()
+            if storage.nbytes():
+                sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())

@@ -1,0 +1,181 @@
+"""Runs jobs of ``cases.py``: ``python -m tests.engines.worker JOBS.json OUT``. Needs no test framework.
+
+torch and DeepSpeed take 6 s to import and training a tiny model takes 2, so they are imported once, and every process
+of every phase is forked from here: a process of its own, with its own process group and engine, that may be killed
+with SIGKILL like any other. (Nothing may start threads before the fork; two jobs of one process run side by side.)
+
+Out: ``OUT/<job>/`` is the work dir of the job's phases, ``OUT/<job>/<phase>.<rank>.log`` what a process printed, and
+``OUT/results.json`` maps each job to its seconds and to what went wrong, or null.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+CORES, LIMIT_S = 2, 240.0
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # equality is proven on the CPU; and a CUDA context survives no fork
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["DS_ACCELERATOR"] = "cpu"
+
+
+@dataclass
+class Running:
+    """A phase of a job at work."""
+
+    job: dict[str, Any]
+    number: int
+    group: int = 0
+    started: float = field(default_factory=time.monotonic)
+    waiting: set[int] = field(default_factory=set)
+    statuses: list[int] = field(default_factory=list)
+
+    @property
+    def phase(self) -> dict[str, Any]:
+        return self.job["phases"][self.number]
+
+
+class Pool:
+    """Starts phases while there are cores for them and collects how they ended."""
+
+    def __init__(self, jobs: list[dict[str, Any]], out: Path) -> None:
+        self.out, self.left, self.running = out, [*jobs], list[Running]()
+        self.results: dict[str, dict[str, Any]] = {}
+        self.begun: dict[str, float] = {}
+
+    def run(self) -> None:
+        while self.left or self.running:
+            while self.left and self._fits(self.left[0]["phases"][0]["world"]):
+                job = self.left.pop(0)
+                self.begun[job["name"]] = time.monotonic()
+                self._start(job, 0)
+            self._collect()
+        (self.out / "results.json").write_text(json.dumps(self.results, indent=1), encoding="utf-8")
+
+    def _fits(self, world: int) -> bool:
+        busy = sum(r.phase["world"] for r in self.running)
+        return not busy or busy + world <= CORES
+
+    def _start(self, job: dict[str, Any], number: int) -> None:
+        from unigen_ds.core.dist import free_port
+
+        running = Running(job, number)
+        port = free_port()
+        for rank in range(running.phase["world"]):
+            sys.stdout.flush()
+            child = os.fork()
+            if child == 0:
+                _process(job, number, rank, port, self.out, running.group)
+            running.group = running.group or child
+            os.setpgid(child, running.group)
+            running.waiting.add(child)
+        self.running.append(running)
+
+    def _collect(self) -> None:
+        """Wait for one process to end, at most a moment."""
+        child, status = os.waitpid(-1, os.WNOHANG)
+        if child == 0:
+            time.sleep(0.02)
+            late = [r for r in self.running if time.monotonic() - r.started > LIMIT_S]
+            for running in late:
+                _kill(running.group)
+            return
+        running = next(r for r in self.running if child in r.waiting)
+        running.waiting.discard(child)
+        running.statuses.append(os.waitstatus_to_exitcode(status))
+        if running.statuses[-1] != 0 and running.waiting:
+            time.sleep(1.0)  # the others may have something to say, too
+            _kill(running.group)
+        if not running.waiting:
+            self.running.remove(running)
+            self._ended(running)
+
+    def _ended(self, running: Running) -> None:
+        name, phase = running.job["name"], running.phase
+        expected = -signal.SIGKILL if phase["killed"] else 0
+        problem = None
+        if any(status != expected for status in running.statuses):
+            problem = f"phase {running.number} ended with {running.statuses}\n" + _logs(self.out / name, running.number)
+        elif running.number + 1 < len(running.job["phases"]) and not running.job["same_process"]:
+            self._start(running.job, running.number + 1)
+            return
+        seconds = time.monotonic() - self.begun[name]
+        self.results[name] = {"problem": problem, "seconds": round(seconds, 2)}
+        print(f"{name}: {'failed' if problem else 'done'} after {seconds:.1f} s", flush=True)
+
+
+def _kill(group: int) -> None:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _logs(folder: Path, number: int) -> str:
+    """The ends of what the processes of a phase printed."""
+    return "\n".join(f"-- {path.name}\n{path.read_text()[-3000:]}" for path in sorted(folder.glob(f"{number}.*.log")))
+
+
+def _process(job: dict[str, Any], number: int, rank: int, port: int, out: Path, group: int) -> None:
+    """A forked process: never returns."""
+    status = 1
+    try:
+        os.setpgid(0, group)
+        folder = out / job["name"]
+        folder.mkdir(parents=True, exist_ok=True)
+        log = os.open(folder / f"{number}.{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        world = job["phases"][number]["world"]
+        if world > 1:
+            os.environ.update(
+                RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
+                MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+            )  # fmt: skip
+        if job["same_process"]:
+            for i, phase in enumerate(job["phases"]):
+                _train(phase, folder / str(i), out)
+        else:
+            _train(job["phases"][number], folder, out)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)  # engines' threads and groups are not waited for: exits of DeepSpeed sometimes abort
+
+
+def _train(phase: dict[str, Any], work_dir: Path, out: Path) -> None:
+    from tests.tiny import tiny_config
+    from unigen_ds.core import dist
+    from unigen_ds.runner import Runner
+
+    data = {"type": "UnifiedGenerationDataset", "data_path": str(out / "data" / "digits" / "mixed.jsonl")}
+    overrides = {"train_cfg__max_epochs": 2, **phase["config"], "train_dataloader__dataset": data}
+    Runner.from_cfg(tiny_config(work_dir, out, **overrides), max_updates=phase["max_updates"]).train()
+    dist.barrier()
+
+
+def main() -> None:
+    import deepspeed  # noqa: F401 - once, for all
+    import torch
+
+    from tests.engines import users
+    from unigen_ds import runner  # noqa: F401
+
+    torch.set_num_threads(1)
+    jobs, out = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), Path(sys.argv[2])
+    users.write_mixed(out / "data")
+    Pool(jobs, out).run()
+
+
+if __name__ == "__main__":
+    main()
