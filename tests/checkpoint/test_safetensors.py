@@ -36,7 +36,9 @@ def test_kinds_and_names(reader):
     assert reader.numel(BUFFER, "running") == reader.numel(STEP, "w") == 1
 
 
-@pytest.mark.parametrize(("start", "stop"), [(0, 60), (0, 12), (12, 24), (5, 6), (11, 13), (23, 49), (59, 60), (30, 30)])
+@pytest.mark.parametrize(
+    ("start", "stop"), [(0, 60), (0, 12), (12, 24), (5, 6), (11, 13), (23, 49), (59, 60), (30, 30)]
+)
 def test_any_range_of_a_whole_tensor(reader, start, stop):
     assert torch.equal(reader.read(MASTER, "w", start, stop), WHOLE.reshape(-1)[start:stop])
 

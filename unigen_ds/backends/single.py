@@ -18,7 +18,7 @@ from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.loss_scale import LossScale
 from unigen_ds.core.optim import OptimizerConfig, ParamGroup, build_torch_optimizer
 from unigen_ds.core.registry import BACKENDS
-from unigen_ds.core.shards import BUFFER, EMA, MASTER, Shard, ShardReader, shard_key
+from unigen_ds.core.shards import BUFFER, EMA, MASTER, STEP, Shard, ShardReader, shard_key
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _LOSS_SCALE = "loss_scale"
@@ -127,10 +127,11 @@ class SingleBackend(Backend):
         moments = [] if weights_only else sorted(set(reader.kinds()) - {MASTER, BUFFER, _LOSS_SCALE, EMA})
         problems = [problem for kind, tensors in kinds.items() for problem in misfits(reader, kind, tensors)]
         for kind in moments:
-            problems += [f"{name}: no {kind}" for name in sorted(set(self._trainable) - set(reader.names(kind)))]
+            problems += self._other_moments(reader, kind)
         if problems:
-            shown = "; ".join(problems[:8])
-            raise CheckpointError(f"the checkpoint does not fit the model: {shown} ({len(problems)} in all)")
+            raise CheckpointError(
+                f"the checkpoint does not fit the model: {'; '.join(problems)} ({len(problems)} in all)"
+            )
         for kind, tensors in kinds.items():
             for name, tensor in tensors.items():
                 tensor.view(-1).copy_(reader.read(kind, name, 0, tensor.numel()))
@@ -142,10 +143,19 @@ class SingleBackend(Backend):
             scale, good = reader.read(_LOSS_SCALE, _LOSS_SCALE, 0, 2).tolist()
             self._scale.scale, self._scale.good_updates = scale, int(good)
 
+    def _other_moments(self, reader: ShardReader, kind: str) -> list[str]:
+        present = set(reader.names(kind))
+        found = [f"{name}: no {kind}" for name in self._trainable if name not in present]
+        for name, parameter in self._trainable.items():
+            needed = 1 if kind == STEP else parameter.numel()
+            if name in present and (stored := reader.numel(kind, name)) != needed:
+                found.append(f"{name}: {stored} elements of {kind} stored, {needed} needed")
+        return found
+
     def _read_moment(self, reader: ShardReader, kind: str, name: str) -> Tensor:
         numel, parameter = reader.numel(kind, name), self._trainable[name]
         value = reader.read(kind, name, 0, numel)
-        if numel == 1 and kind == "step":
+        if kind == STEP:
             return value.reshape(())
         return value.reshape(parameter.shape).to(self._device)
 
