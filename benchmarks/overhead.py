@@ -1,23 +1,25 @@
 """What the runner costs: our loop against a hand-written one, the same training update by update.
 
-In: a shipped config. Out: a table, and ``results/overhead_<date>.json``. Accepted: median ratio of the time of an update
-at most 1.03.
+In: a shipped config. Out: a table, and ``results/overhead_<date>.json``. Accepted: a median ratio of at most 1.03
+between the times of an update.
 
 Both loops live in one process and take turns: a block of ours, two of the other, two of ours, and so on (A B B A), so
-that whatever else the machine does hits both. Block k of either side trains on the same batches; pair k gives one ratio
-of times. The hand-written loop is the least that does the training: a plain ``DataLoader`` over collated batches with
-the same number of workers, forward, backward, ``clip_grad_norm_``, a torch optimizer, learning rates from a list made
-beforehand; it logs nothing, checks nothing and counts nothing. Ours is the whole ``Runner`` with its default hooks:
-timer, non-finite guard, ledger, skipped samples, signals, a log line every 10 iterations. EMA and checkpoints are off in
-both. At the end the weights of both are compared: equal bits show that both did the same work, dropout included.
+that whatever else the machine does hits both. Block k of either side trains on the same batches; pair k gives one
+ratio. The hand-written loop is the least that does the training: a plain ``DataLoader`` over collated batches of
+sequences planned beforehand, with the same number of workers; forward, backward, ``clip_grad_norm_``, a torch
+optimizer, learning rates from a list. It logs nothing, checks nothing and counts nothing. Ours is the whole ``Runner``
+with its default hooks: timer, non-finite guard, ledger, skipped samples, signals, a log line every 10 iterations. EMA
+and checkpoints are off in both. At the end the weights of both are compared: equal bits show that both did the same
+work, dropout included.
 
-A block begins with ``--lead`` updates that are not timed: what the workers had ready during the other side's turn is used
-up in them.
+A block begins with ``--lead`` updates that are not timed: they use up what the workers had ready from the other side's
+turn. On a machine that others use too, read the ratio of CPU times beside that of wall times, and give ``--threads 1``:
+two threads that wait for each other multiply the noise.
 
     python benchmarks/overhead.py [--config unified_digits] [--backend single] [--workers 2 0] [--threads N]
 
-Another engine is one subclass of ``HandWritten`` and one line in ``ENGINES``. Exit status: 1 where the overhead is above
-the limit beyond doubt (the whole confidence interval), else 0.
+Another engine is one subclass of ``HandWritten`` and one line in ``ENGINES``. Exit status: 1 where the overhead is
+above the limit beyond doubt (the whole confidence interval), else 0.
 """
 
 from __future__ import annotations
@@ -295,12 +297,9 @@ def compare(arguments: argparse.Namespace, plan: Plan, *, num_workers: int) -> d
         **summary(pacer.ours, pacer.theirs, updates=plan.timed),
         "load_before": load_before,
         "load_after": os.getloadavg(),
-        "pairs": [{"ours": dataclasses.asdict(a), "theirs": dataclasses.asdict(b)} for a, b in _pairs(pacer)],
+        "ours": [dataclasses.asdict(block) for block in pacer.ours],
+        "theirs": [dataclasses.asdict(block) for block in pacer.theirs],
     }
-
-
-def _pairs(pacer: Pacer) -> list[tuple[Block, Block]]:
-    return list(zip(pacer.ours, pacer.theirs, strict=True))
 
 
 def summary(ours: Sequence[Block], theirs: Sequence[Block], *, updates: int) -> dict[str, Any]:
@@ -331,10 +330,8 @@ def verdict(ratio: Mapping[str, float]) -> str:
 
 def environment() -> dict[str, Any]:
     """Machine, versions and commit: what a number must be read with."""
-    cpu = next(
-        (line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
-        platform.processor(),
-    )
+    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    models = [line.split(":", 1)[1].strip() for line in info.splitlines() if line.startswith("model name")]
     git = ["git", "-C", str(ROOT)]
     commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     changed = subprocess.run([*git, "status", "--porcelain", "unigen_ds"], capture_output=True, text=True).stdout
@@ -342,16 +339,12 @@ def environment() -> dict[str, Any]:
         "commit": commit or None,
         "changed_files": [line[3:] for line in changed.splitlines()],
         "machine": f"{platform.system()} {platform.machine()}",
-        "cpu": cpu,
+        "cpu": models[0] if models else platform.processor(),
         "cores": os.cpu_count(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "threads": torch.get_num_threads(),
         "versions": current_versions(),
     }
-
-
-def _lines(path: str) -> list[str]:
-    return Path(path).read_text().splitlines() if Path(path).exists() else []
 
 
 def show(results: Sequence[Mapping[str, Any]]) -> None:
@@ -380,9 +373,9 @@ def parse() -> argparse.Namespace:
     p.add_argument("--workers", type=int, nargs="+", default=[2, 0], help="loader workers; one comparison for each")
     p.add_argument("--threads", type=int, help="torch threads of both loops; default: torch's own")
     p.add_argument("--pairs", type=int, default=20)
-    p.add_argument("--lead", type=int, default=10, help="updates of a block before the timed ones")
+    p.add_argument("--lead", type=int, default=5, help="updates of a block before the timed ones")
     p.add_argument("--timed", type=int, default=20, help="timed updates of a block; a multiple of the log interval")
-    p.add_argument("--warm-up", type=int, default=30, help="updates of each side before the first block")
+    p.add_argument("--warm-up", type=int, default=20, help="updates of each side before the first block")
     p.add_argument("--settle", type=float, default=0.3, help="seconds between two blocks")
     p.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the result file")
     return p.parse_args()

@@ -51,7 +51,7 @@ def test_cut_short(tmp_path, keep):
 @pytest.mark.parametrize("text", ["[]", "null", "3", '{"format_version": 1}', "\x00\xff"])
 def test_something_else(tmp_path, text):
     (tmp_path / FILE_NAME).write_bytes(text.encode("latin1"))
-    with pytest.raises(CheckpointError, match="damaged|digest"):
+    with pytest.raises(CheckpointError, match=r"damaged|digest"):
         Manifest.read(tmp_path)
 
 

@@ -91,10 +91,13 @@ class ShardedBackend(Backend):
         problems = misfits(reader, MASTER, {**trainable, **self.frozen_sizes()})
         problems += misfits(reader, BUFFER, {name: b.numel() for name, b in buffers.items()})
         for kind in moments:
-            problems += [f"{name}: no {kind}" for name in sorted(set(trainable) - set(reader.names(kind)))]
+            problems += [f"{kind} of {problem}" for problem in misfits(reader, kind, trainable)]
+        if not weights_only and STEP in kinds:
+            problems += [f"{STEP} of {problem}" for problem in misfits(reader, STEP, dict.fromkeys(trainable, 1))]
         if problems:
-            shown = "; ".join(problems[:8])
-            raise CheckpointError(f"the checkpoint does not fit the model: {shown} ({len(problems)} in all)")
+            raise CheckpointError(
+                f"the checkpoint does not fit the model: {'; '.join(problems)} ({len(problems)} in all)"
+            )
         for shard in (*masters, *frozen):
             read_into(reader, MASTER, shard)
         for name, buffer in buffers.items():

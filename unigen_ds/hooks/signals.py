@@ -55,7 +55,8 @@ class SignalHook(Hook):
             run.request_stop(STOPPED_BY_SIGNAL)
 
     def after_train(self, run: Run) -> None:
-        self._restore()
+        if not self._received:  # else the process is about to end, and a repeat must not change how
+            self._restore()
 
     def on_exception(self, run: Run, error: BaseException) -> None:
         self._restore()

@@ -143,32 +143,47 @@ _SHOWN = 8
 
 
 def check_model(manifest: Manifest, *, parameters: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> None:
-    """Refuse to resume another model or optimizer. Raises ``ResumeBlocked`` naming what differs.
-
-    Engines compare names and numbers of elements when they load; this knows shapes, what is trained, and the optimizer.
-    """
-    was = {row["name"]: row for row in manifest.parameters}
-    now = {row["name"]: row for row in parameters}
-    found = [f"{name} is new" for name in now if name not in was]
-    found += [f"{name} is gone" for name in was if name not in now]
-    for name in (name for name in now if name in was):
-        before, after = list(was[name]["shape"]), list(now[name]["shape"])
-        if before != after:
-            found.append(f"{name} was {before} and is {after}")
-        elif was[name]["trainable"] != now[name]["trainable"]:
-            found.append(f"{name} {'was frozen and is trained' if now[name]['trainable'] else 'is frozen now'}")
+    """Refuse to resume another model or optimizer. Raises ``ResumeBlocked`` naming what differs."""
+    found = _other_shapes(manifest, parameters)
+    trained = {row["name"]: row["trainable"] for row in parameters}
+    for row in manifest.parameters:
+        if trained.get(row["name"], row["trainable"]) != row["trainable"]:
+            found.append(f"{row['name']} {'is frozen now' if row['trainable'] else 'was frozen and is trained'}")
     if found:
-        more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
         raise ResumeBlocked(
-            f"the model differs from that of the checkpoint: {'; '.join(found[:_SHOWN])}{more}",
+            f"the model differs from that of the checkpoint: {_shown(found)}",
             remedy="set model back; --load-from CKPT starts another training from the weights, if they fit",
         )
-    kinds = [_optimizer_type(values) for values in (manifest.config, config)]
-    if kinds[0] != kinds[1]:
+    was, now = (_optimizer_type(values) for values in (manifest.config, config))
+    if was != now:
         raise ResumeBlocked(
-            f"the optimizer was {kinds[0]} and would become {kinds[1]}: its state means nothing to another",
-            remedy=f"set optim_wrapper.optimizer.type back to {kinds[0]}, or start anew with --load-from CKPT",
+            f"the optimizer was {was} and would become {now}: its state means nothing to another",
+            remedy=f"set optim_wrapper.optimizer.type back to {was}, or start anew with --load-from CKPT",
         )
+
+
+def check_weights(manifest: Manifest, *, parameters: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse weights that do not fit. Raises ``CheckpointError`` naming what differs.
+
+    Engines compare numbers of elements when they load; a transposed matrix has as many.
+    """
+    found = _other_shapes(manifest, parameters)
+    if found:
+        raise CheckpointError(f"the checkpoint does not fit the model: {_shown(found)}")
+
+
+def _other_shapes(manifest: Manifest, parameters: Sequence[Mapping[str, Any]]) -> list[str]:
+    was = {row["name"]: list(row["shape"]) for row in manifest.parameters}
+    now = {row["name"]: list(row["shape"]) for row in parameters}
+    found = [f"{name} is new" for name in now if name not in was]
+    found += [f"{name} is gone" for name in was if name not in now]
+    found += [f"{name} was {was[name]} and is {now[name]}" for name in now if was.get(name, now[name]) != now[name]]
+    return found
+
+
+def _shown(found: Sequence[str]) -> str:
+    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    return "; ".join(found[:_SHOWN]) + more
 
 
 def _optimizer_type(config: Mapping[str, Any]) -> str:

@@ -21,7 +21,7 @@ from unigen_ds.core.progress import Progress
 from unigen_ds.core.seeding import derive_seed, seed_everything
 from unigen_ds.data.stream import Cursor
 from unigen_ds.hooks.base import Hook, UpdateResult
-from unigen_ds.resume.plan import check_model
+from unigen_ds.resume.plan import check_model, check_weights
 from unigen_ds.runner.build import build_parts
 from unigen_ds.runner.parts import Parts
 from unigen_ds.runner.updates import Update, counted
@@ -165,6 +165,8 @@ class Runner:
         checkpoint, manifest = plan.checkpoint, plan.manifest
         if plan.mode == "resume":
             check_model(manifest, parameters=self._parts.parameters, config=self._parts.plain_config)
+        else:
+            check_weights(manifest, parameters=self._parts.parameters)
         reader = open_reader(checkpoint, manifest)
         self.backend.load_tensors(reader, weights_only=plan.mode == "weights")
         if plan.mode == "weights":

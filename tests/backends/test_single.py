@@ -1,0 +1,368 @@
+"""The contract of ``Backend``, on the engine that the others are compared with."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from unigen_ds.backends.base import Backend, StepResult
+from unigen_ds.backends.single import SingleBackend
+from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
+from unigen_ds.core.errors import CheckpointError, ConfigError
+from unigen_ds.core.optim import OptimizerConfig, ParamGroup
+from unigen_ds.core.shards import EXP_AVG, EXP_AVG_SQ, STEP, shard_key
+
+
+class Net(nn.Module):
+    """Trained matrices, a frozen one, a buffer, and a parameter that only some batches use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 7)
+        self.norm = nn.BatchNorm1d(7)
+        self.frozen = nn.Linear(7, 7).requires_grad_(False)
+        self.last = nn.Linear(7, 3)
+        self.sometimes = nn.Parameter(torch.ones(3))
+
+    def forward(self, x, *, all_of_it: bool = True):
+        y = self.last(self.frozen(self.norm(self.first(x)).relu()))
+        return y * self.sometimes if all_of_it else y
+
+
+def make(*, precision: str = "fp32", max_norm: float | None = None, type: str = "AdamW", seed: int = 0):
+    torch.manual_seed(seed)
+    net = Net()
+    names = [name for name, p in net.named_parameters() if p.requires_grad]
+    groups = [
+        ParamGroup("most", 1e-2, 0.1, tuple(n for n in names if not n.startswith("last"))),
+        ParamGroup("last", 1e-3, 0.0, tuple(n for n in names if n.startswith("last"))),
+    ]
+    arguments = {"betas": (0.9, 0.95)} if type == "AdamW" else {"momentum": 0.9}
+    backend = SingleBackend()
+    backend.prepare(net, groups, OptimizerConfig(type, arguments, max_norm=max_norm, precision=precision))
+    return backend
+
+
+def inputs(number: int, rows: int = 8, *, device: torch.device | str = "cpu") -> torch.Tensor:
+    return torch.randn(rows, 5, generator=torch.Generator().manual_seed(number)).to(device)
+
+
+def train(backend: Backend, *numbers: int, scale: float = 1.0, all_of_it: bool = True):
+    """One update for each number. Returns the last one's result."""
+    result = StepResult(0.0, True)
+    for number in numbers:
+        with backend.accumulate(last=True):
+            loss = backend.model(inputs(number, device=backend.device), all_of_it=all_of_it).square().sum() * scale
+            backend.backward(loss)
+        result = backend.step()
+    return result
+
+
+def state(backend: SingleBackend) -> dict[str, torch.Tensor]:
+    """Weights, buffers and optimizer state, copied."""
+    found = {name: t.detach().clone() for name, t in backend.model.state_dict().items()}
+    for name, parameter in backend.model.named_parameters():
+        for kind, value in backend._optimizer.state.get(parameter, {}).items():
+            found[f"{kind}|{name}"] = value.detach().clone()
+    return found
+
+
+def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert set(one) == set(other)
+    different = [name for name in one if not torch.equal(one[name], other[name])]
+    assert different == []
+
+
+# ---- one update -----------------------------------------------------------------------------------------------------
+
+
+def test_an_update_is_torchs_own(monkeypatch):
+    """Gradient norm, clipping and AdamW against plain torch."""
+    backend, twin = make(max_norm=0.5), make().model
+    groups = [
+        {"params": [p for n, p in twin.named_parameters() if p.requires_grad and not n.startswith("last")], "lr": 1e-2,
+         "weight_decay": 0.1},
+        {"params": [p for n, p in twin.named_parameters() if n.startswith("last")], "lr": 1e-3, "weight_decay": 0.0},
+    ]  # fmt: skip
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+    for number in range(3):
+        result = train(backend, number)
+        twin(inputs(number)).square().sum().backward()
+        norm = nn.utils.clip_grad_norm_([p for p in twin.parameters() if p.requires_grad], 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert result.applied and float(result.grad_norm) == float(norm) > 0.5
+    for (name, mine), theirs in zip(backend.model.named_parameters(), twin.parameters(), strict=True):
+        assert torch.equal(mine, theirs), name
+
+
+def test_gradients_of_micro_batches_add_up():
+    backend, whole = make(), make()
+    for net in (backend.model, whole.model):
+        net.eval()  # batch statistics would see the cut
+    for i, part in enumerate(inputs(1, 8).split(2)):
+        with backend.accumulate(last=i == 3):
+            backend.backward(backend.model(part).square().sum())
+    with whole.accumulate(last=True):
+        whole.backward(whole.model(inputs(1, 8)).square().sum())
+    norms = float(backend.step().grad_norm), float(whole.step().grad_norm)
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+    for mine, theirs in zip(backend.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.allclose(mine, theirs, atol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("updates_before", [0, 2])
+def test_gradients_that_are_not_finite_change_nothing(bad, updates_before):
+    backend = make(max_norm=1.0)
+    train(backend, *range(updates_before))
+    backend.model.eval()
+    before = state(backend)
+    result = train(backend, 9, scale=bad)
+    assert result.applied is False and not math.isfinite(result.grad_norm)
+    assert_equal(state(backend), before)
+    assert all(p.grad is None for p in backend.model.parameters())
+    assert train(backend, 9).applied is True
+    assert not torch.equal(state(backend)["first.weight"], before["first.weight"])
+
+
+def test_an_absent_gradient_counts_as_zero():
+    """As a sharding engine sees it: moments decay, weight decay applies, whichever modality a batch holds."""
+    backend, zeros = make(), make()
+    train(backend, 0)
+    train(zeros, 0)
+    train(backend, 1, all_of_it=False)
+    with zeros.accumulate(last=True):
+        unused = zeros.model.sometimes.sum() * 0.0  # type: ignore[union-attr,operator]
+        zeros.backward(zeros.model(inputs(1), all_of_it=False).square().sum() + unused)
+    zeros.step()
+    assert_equal(state(backend), state(zeros))
+
+
+def test_learning_rates_are_set_by_group():
+    backend = make()
+    before = state(backend)
+    backend.set_hparams([{"name": "most", "lr": 0.0}, {"name": "last", "lr": 0.5}])
+    train(backend, 0)
+    after = state(backend)
+    assert torch.equal(after["first.weight"], before["first.weight"])
+    assert not torch.equal(after["last.weight"], before["last.weight"])
+    with pytest.raises(ValueError):
+        backend.set_hparams([{"name": "most", "lr": 0.0}])
+
+
+def test_frozen_parameters_stay():
+    backend = make()
+    before = backend.model.frozen.weight.clone()  # type: ignore[union-attr,operator]
+    train(backend, 0, 1)
+    assert torch.equal(backend.model.frozen.weight, before)  # type: ignore[union-attr,arg-type]
+    assert "frozen.weight" not in {shard.name for shard in backend.master_shards()}
+
+
+# ---- precision ------------------------------------------------------------------------------------------------------
+
+
+def test_bf16_computes_low_and_keeps_fp32():
+    backend, full = make(precision="bf16"), make()
+    with backend.accumulate(last=True):
+        output = backend.model(inputs(0), all_of_it=False)
+        backend.backward(output.square().sum())
+    assert output.dtype == torch.bfloat16
+    assert {p.grad.dtype for p in backend.model.parameters() if p.grad is not None} == {torch.float32}
+    result = backend.step()
+    reference = train(full, 0, all_of_it=False)
+    assert float(result.grad_norm) == pytest.approx(float(reference.grad_norm), rel=0.05)
+    assert {shard.data.dtype for shard in backend.master_shards()} == {torch.float32}
+    assert backend.topology()["precision"] == "bf16"
+
+
+def test_fp16_overflow_halves_the_scale_and_skips():
+    backend = make(precision="fp16")
+    scale = backend._scale
+    assert scale is not None and scale.scale == 65536.0
+    before = state(backend)
+    backend.model.eval()
+    result = train(backend, 0, scale=1e4)
+    assert result.applied is False and scale.scale == 32768.0
+    assert_equal(state(backend), before)
+    while not train(backend, 0, scale=1e4).applied:
+        pass
+    reached = scale.scale
+    result = train(backend, 0, scale=1e4)
+    exact = make()
+    exact.model.load_state_dict(backend.model.state_dict())
+    assert result.applied and scale.scale == reached < 32768.0
+    assert not torch.equal(state(backend)["first.weight"], before["first.weight"])
+
+
+def test_the_reported_norm_is_without_the_scale():
+    half, full = make(precision="fp16"), make()
+    for backend in (half, full):
+        backend.model.eval()
+    small = 1e-4
+    assert float(train(half, 0, scale=small).grad_norm) == pytest.approx(
+        float(train(full, 0, scale=small).grad_norm), rel=0.02
+    )
+
+
+def test_an_unknown_precision_and_several_processes_are_refused(monkeypatch):
+    with pytest.raises(ConfigError, match="precision is 'fp8'"):
+        make(precision="fp8")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="started with 2 processes"):
+        SingleBackend()
+
+
+# ---- other weights for a while --------------------------------------------------------------------------------------
+
+
+def others(backend: Backend):
+    from dataclasses import replace
+
+    return [replace(shard, data=shard.data * 2 + 1) for shard in backend.master_shards()]
+
+
+def test_swapped_computes_with_them_and_restores():
+    backend = make()
+    train(backend, 0, 1)
+    backend.model.eval()
+    before, output = state(backend), backend.model(inputs(5))
+    with backend.swapped(others(backend)):
+        assert torch.equal(backend.model.first.weight, before["first.weight"] * 2 + 1)  # type: ignore[union-attr,arg-type]
+        assert not torch.equal(backend.model(inputs(5)), output)
+    assert_equal(state(backend), before)
+    assert torch.equal(backend.model(inputs(5)), output)
+
+
+def test_swapped_restores_after_an_exception():
+    backend = make()
+    before = state(backend)
+    with pytest.raises(RuntimeError, match="evaluation failed"), backend.swapped(others(backend)):
+        raise RuntimeError("evaluation failed")
+    assert_equal(state(backend), before)
+    with pytest.raises(KeyboardInterrupt), backend.swapped(others(backend)):
+        raise KeyboardInterrupt
+    assert_equal(state(backend), before)
+
+
+def test_swapped_restores_when_the_shards_do_not_fit():
+    """The copy itself fails half-way."""
+    backend = make()
+    before = state(backend)
+    with pytest.raises(ValueError), backend.swapped(others(backend)[:-1]):
+        pass
+    assert_equal(state(backend), before)
+
+
+def test_masters_are_views():
+    backend = make()
+    shard = next(s for s in backend.master_shards() if s.name == "last.weight")
+    assert (shard.shape, shard.flat_start, shard.numel, shard.primary) == ((3, 7), 0, 21, True)
+    shard.data.fill_(4.0)
+    assert torch.equal(backend.model.last.weight, torch.full((3, 7), 4.0))  # type: ignore[union-attr,arg-type]
+
+
+# ---- save and load --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_round_trip_goes_on_to_the_last_bit(tmp_path, precision):
+    backend = make(precision=precision)
+    train(backend, 0, 1, 2, scale=1e-3)
+    assert backend.save_shards(tmp_path) == {"layout": "safetensors"}
+    straight = [train(backend, n, scale=1e-3) for n in (3, 4)]
+
+    other = make(precision=precision, seed=1)
+    train(other, 7)  # has a state of its own, to be replaced
+    parameters = [name for name, _ in other.model.named_parameters()]
+    other.load_tensors(SafetensorsReader(tmp_path, parameters=parameters))
+    resumed = [train(other, n, scale=1e-3) for n in (3, 4)]
+    assert [float(r.grad_norm) for r in resumed] == [float(r.grad_norm) for r in straight]
+    assert_equal(state(other), state(backend))
+    if precision == "fp16":
+        assert other._scale == backend._scale
+
+
+def test_the_step_and_the_moments_are_there_by_name(tmp_path):
+    backend = make()
+    train(backend, 0, 1, 2)
+    backend.save_shards(tmp_path)
+    reader = SafetensorsReader(tmp_path, parameters=[n for n, _ in backend.model.named_parameters()])
+    trained = sorted(n for n, p in backend.model.named_parameters() if p.requires_grad)
+    for kind in (EXP_AVG, EXP_AVG_SQ, STEP):
+        assert reader.names(kind) == trained
+    assert reader.read(STEP, "last.weight", 0, 1).tolist() == [3.0]
+    moments = backend._optimizer.state[backend.model.last.weight]  # type: ignore[union-attr,index]
+    assert torch.equal(reader.read(EXP_AVG, "last.weight", 0, 21), moments["exp_avg"].reshape(-1))
+    assert "frozen.weight" in reader.names("master") and "norm.running_mean" in reader.names("buffer")
+
+
+def test_momentum_of_another_optimizer_type_is_kept_too(tmp_path):
+    backend, other = make(type="SGD"), make(type="SGD", seed=1)
+    train(backend, 0, 1, scale=1e-3)
+    backend.save_shards(tmp_path)
+    other.load_tensors(SafetensorsReader(tmp_path, parameters=[n for n, _ in other.model.named_parameters()]))
+    train(backend, 2, scale=1e-3), train(other, 2, scale=1e-3)
+    assert_equal(state(other), state(backend))
+
+
+def test_weights_only_leaves_the_optimizer_empty(tmp_path):
+    backend, other = make(), make(seed=1)
+    train(backend, 0, 1)
+    backend.save_shards(tmp_path)
+    reader = SafetensorsReader(tmp_path, parameters=[n for n, _ in other.model.named_parameters()])
+    other.load_tensors(reader, weights_only=True)
+    assert_equal(state(other), dict(backend.model.state_dict()) and {
+        name: value for name, value in state(backend).items() if "|" not in name
+    })  # fmt: skip
+
+
+def test_before_the_first_applied_update_there_are_no_moments(tmp_path):
+    backend, other = make(), make(seed=1)
+    backend.save_shards(tmp_path)
+    other.load_tensors(SafetensorsReader(tmp_path, parameters=[n for n, _ in other.model.named_parameters()]))
+    train(backend, 0), train(other, 0)
+    assert_equal(state(other), state(backend))
+
+
+def test_everything_that_does_not_fit_is_named_and_nothing_is_loaded(tmp_path):
+    backend = make()
+    train(backend, 0)
+    tensors = dict(backend.model.state_dict())
+    del tensors["first.weight"], tensors["norm.running_var"]
+    tensors["last.bias"] = torch.zeros(5)
+    tensors["extra"] = torch.zeros(1)
+    save_file({name: t.contiguous() for name, t in tensors.items()}, tmp_path / "model.safetensors")
+    moments = {
+        shard_key(EXP_AVG, n, 0): torch.zeros(1) for n, _ in backend.model.named_parameters() if n != "sometimes"
+    }
+    save_file(moments, tmp_path / "optimizer.safetensors")
+    parameters = [*(name for name, _ in backend.model.named_parameters()), "extra"]
+    before = state(backend)
+    with pytest.raises(CheckpointError) as caught:
+        backend.load_tensors(SafetensorsReader(tmp_path, parameters=parameters))
+    for said in (
+        "first.weight: missing",
+        "extra: not in the model",
+        "last.bias: 5 elements stored, 3 needed",
+        "norm.running_var: missing",
+        "sometimes: no exp_avg",
+        "first.bias: 1 elements of exp_avg stored, 7 needed",
+    ):
+        assert said in str(caught.value), said
+    assert_equal(state(backend), before)
+
+
+def test_full_state_dict_is_what_the_model_loads():
+    backend = make()
+    train(backend, 0)
+    streamed = dict(backend.full_state_dict(torch.float32))
+    assert_equal(streamed, dict(backend.model.state_dict()))
+    Net().load_state_dict(streamed)
+    low = dict(backend.full_state_dict(torch.bfloat16))
+    assert low["first.weight"].dtype == torch.bfloat16
+    assert low["norm.num_batches_tracked"].dtype == torch.int64

@@ -1,0 +1,184 @@
+"""The documentation says what the code does: every key and argument with its default, every requirement, every link."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from fractions import Fraction
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mmengine.registry import Registry
+
+import unigen_ds.runner.build  # noqa: F401 - registers everything
+from unigen_ds.core import registry
+from unigen_ds.core.config import SCHEMA, SETTINGS
+from unigen_ds.core.paths import ds_configs_dir
+from unigen_ds.schedule import Curve
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "tests" / "golden").glob("*.md")])
+CONFIGS = (ROOT / "docs" / "configs.md").read_text(encoding="utf-8")
+REQUIREMENTS = (ROOT / "docs" / "requirements.md").read_text(encoding="utf-8")
+COUNTS = {"S0.": 30, "S1.": 33, "S2.": 31, "S3.": 31, "S4.": 56, "B": 12, "N": 18}
+INJECTED = {"processor", "writers"}
+"""Arguments that ``build`` gives; a config cannot."""
+
+
+def label(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+# --- docs/configs.md ----------------------------------------------------------------------------------------------
+
+
+def schema_keys() -> Iterator[str]:
+    """Every valid key, two floors deep and deeper. ``val_dataloader`` refers to ``train_dataloader``."""
+
+    def walk(prefix: str, level: Mapping[str, Any]) -> Iterator[str]:
+        for key, inner in level.items():
+            yield prefix + key
+            if isinstance(inner, Mapping) and key != "val_dataloader":
+                yield from walk(f"{prefix}{key}.", inner)
+
+    return walk("", SCHEMA)
+
+
+@pytest.mark.parametrize("key", [*schema_keys(), *SETTINGS])
+def test_every_key_is_explained(key: str) -> None:
+    assert f"`{key}`" in CONFIGS or re.search(rf"^## .*`{re.escape(key)}`", CONFIGS, re.MULTILINE), key
+
+
+def test_no_key_is_explained_that_is_not_there() -> None:
+    explained = set(re.findall(r"^\| `([a-z_]+(?:\.[a-z_]+)+)` \|", CONFIGS, re.MULTILINE))
+    assert len(explained) > 30 and explained <= set(schema_keys()), explained - set(schema_keys())
+
+
+def components() -> dict[str, type]:
+    """Every class of this package that a config may name."""
+    registries = [value for value in vars(registry).values() if isinstance(value, Registry)]
+    found = {name: cls for kind in registries for name, cls in kind.module_dict.items()}
+    return {name: cls for name, cls in found.items() if cls.__module__.startswith("unigen_ds.")}
+
+
+def table(heading: str) -> dict[str, str]:
+    """Argument -> default, as the table under a heading has them."""
+    body = re.split(rf"^### `{heading}`$", CONFIGS, flags=re.MULTILINE)
+    assert len(body) == 2, f"docs/configs.md has {len(body) - 1} sections `{heading}`"
+    body[1] = re.split(r"^##", body[1], flags=re.MULTILINE)[0]
+    return dict(re.findall(r"^\| `(\w+)` \| (.+?) \| ", body[1], re.MULTILINE))
+
+
+def says(cell: str, default: Any) -> bool:
+    """Whether a cell of the table is that default."""
+    if default is inspect.Parameter.empty:
+        return cell == "required"
+    text = cell.strip("`").replace("\\|", "|")
+    if isinstance(default, float) and "/" in text:
+        return float(Fraction(text)) == default
+    return text == repr(default)
+
+
+@pytest.mark.parametrize("name", sorted(components()))
+def test_every_argument_is_explained_with_its_default(name: str) -> None:
+    cls = components()[name]
+    shared = {field.name for field in fields(Curve)} if issubclass(cls, Curve) else set()
+    parameters = inspect.signature(cls).parameters.values()
+    expected = {p.name: p.default for p in parameters if p.name not in INJECTED | shared}
+    found = table(name)
+    assert set(found) == set(expected)
+    wrong = {key: (found[key], default) for key, default in expected.items() if not says(found[key], default)}
+    assert not wrong, wrong
+
+
+def test_what_every_curve_takes_is_explained() -> None:
+    section = CONFIGS.split("Every curve takes:")[1].split("\n### ")[0]
+    found = dict(re.findall(r"^\| `(\w+)` \| (.+?) \| ", section, re.MULTILINE))
+    assert set(found) == {field.name for field in fields(Curve)}
+    assert all(says(found[field.name], field.default) for field in fields(Curve))
+
+
+def test_a_wrong_default_would_be_noticed() -> None:
+    assert says("`1/3`", 1.0 / 3) and says("`'a\\|b'`", "a|b") and says("required", inspect.Parameter.empty)
+    assert not says("`1/4`", 1.0 / 3) and not says("`3`", 4) and not says("`None`", inspect.Parameter.empty)
+
+
+def test_every_deepspeed_preset_is_named_and_leaves_to_the_config_what_is_the_configs() -> None:
+    presets = sorted(ds_configs_dir().glob("*.json"))
+    assert {"zero1", "zero2", "zero2_offload", "zero3", "zero3_offload"} <= {path.stem for path in presets}
+    for path in presets:
+        assert f"`{path.stem}`" in CONFIGS
+        content = json.loads(path.read_text(encoding="utf-8"))
+        assert not {"optimizer", "scheduler", "train_batch_size"} & set(content), path.name
+        for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"):
+            assert content[key] == "auto", (path.name, key)
+
+
+# --- docs/requirements.md -----------------------------------------------------------------------------------------
+
+
+def requirement_rows() -> dict[str, str]:
+    rows = re.findall(r"^\| ((?:S\d\.|B|N)\d+) \| .+? \| (.+) \|$", REQUIREMENTS, re.MULTILINE)
+    assert len(rows) == len(dict(rows)), "an id comes twice"
+    return dict(rows)
+
+
+def test_every_requirement_has_its_row() -> None:
+    expected = {f"{prefix}{number}" for prefix, count in COUNTS.items() for number in range(1, count + 1)}
+    assert set(requirement_rows()) == expected
+
+
+@cache
+def functions(path: Path) -> frozenset[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return frozenset(node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+
+
+@pytest.mark.parametrize("row", requirement_rows().items(), ids=lambda row: row[0])
+def test_what_shows_a_requirement_exists(row: tuple[str, str]) -> None:
+    _, shown = row
+    names = re.findall(r"`((?:tests|make|tools)\b[^`]*)`", shown)
+    assert names or re.search(r"open: (issue \d|later)", shown), "neither shown nor open"
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    for name in names:
+        if name.startswith("make "):
+            assert name.removeprefix("make ") in targets, name
+            continue
+        path, _, function = name.split(" ")[0].partition("::")
+        assert (ROOT / path).exists(), name
+        assert not function or function in functions(ROOT / path), name
+
+
+# --- all pages ----------------------------------------------------------------------------------------------------
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors of a page's headings, as they are made on the web."""
+    headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=label)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'(?:src|href)="([^"]+)"', text)
+    for link in links:
+        if re.match(r"[a-z]+:", link):
+            continue
+        target, _, anchor = link.partition("#")
+        path = (page.parent / target).resolve() if target else page
+        assert path.exists(), f"{label(page)} links to {link}"
+        assert not anchor or anchor in anchors(path), f"{label(page)} links to {link}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=label)
+def test_commands_and_files_exist(page: Path) -> None:
+    """Tools, modules and tests that a page names."""
+    for name in re.findall(r"\b((?:tools|unigen_ds|tests|docs)/[\w/]+\.\w+)\b", page.read_text(encoding="utf-8")):
+        assert (ROOT / name).exists(), f"{label(page)} names {name}"
