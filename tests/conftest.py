@@ -1,6 +1,8 @@
 """One thread per process: tests start several processes, and sums must not depend on the number of cores."""
 
+import logging
 import os
+from collections.abc import Iterator
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -9,6 +11,16 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_log() -> Iterator[None]:
+    """A test's handlers on the project's logger end with the test."""
+    yield
+    logger = logging.getLogger("unigen_ds")
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+    logger.propagate = True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -26,7 +26,9 @@ def make_backend(*, width: int = 6, updates: int = 1) -> SingleBackend:
     torch.manual_seed(0)
     model = nn.Linear(width, 4)
     backend = SingleBackend()
-    backend.prepare(model, [ParamGroup("default", 0.1, 0.0, ("weight", "bias"))], OptimizerConfig())
+    backend.prepare(
+        model, [ParamGroup("default", 0.1, 0.0, ("weight", "bias"))], OptimizerConfig(), geometry=Geometry(1)
+    )
     for _ in range(updates):
         with backend.accumulate(last=True):
             backend.backward(backend.model(torch.randn(3, width, device=backend.device)).square().sum())

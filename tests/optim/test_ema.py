@@ -16,6 +16,7 @@ from unigen_ds.backends.single import SingleBackend
 from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.optim import OptimizerConfig, ParamGroup
+from unigen_ds.core.progress import Geometry
 from unigen_ds.core.shards import EMA, Shard, shard_key
 from unigen_ds.hooks.base import Hook
 from unigen_ds.hooks.ema import EMAHook, ema_of
@@ -26,9 +27,8 @@ from unigen_ds.runner import Runner
 def backend_of(*shapes: tuple[int, ...]) -> SingleBackend:
     model = nn.ParameterList([nn.Parameter(torch.randn(shape)) for shape in shapes])
     backend = SingleBackend()
-    backend.prepare(
-        model, [ParamGroup("all", 0.1, 0.0, tuple(n for n, _ in model.named_parameters()))], OptimizerConfig()
-    )
+    groups = [ParamGroup("all", 0.1, 0.0, tuple(n for n, _ in model.named_parameters()))]
+    backend.prepare(model, groups, OptimizerConfig(), geometry=Geometry(1))
     return backend
 
 

@@ -91,9 +91,9 @@ class ShardedBackend(Backend):
         problems = misfits(reader, MASTER, {**trainable, **self.frozen_sizes()})
         problems += misfits(reader, BUFFER, {name: b.numel() for name, b in buffers.items()})
         for kind in moments:
-            problems += [f"{kind} of {problem}" for problem in misfits(reader, kind, trainable)]
+            problems += _moment_misfits(reader, kind, trainable)
         if not weights_only and STEP in kinds:
-            problems += [f"{STEP} of {problem}" for problem in misfits(reader, STEP, dict.fromkeys(trainable, 1))]
+            problems += _moment_misfits(reader, STEP, dict.fromkeys(trainable, 1))
         if problems:
             raise CheckpointError(
                 f"the checkpoint does not fit the model: {'; '.join(problems)} ({len(problems)} in all)"
@@ -138,4 +138,15 @@ def misfits(reader: ShardReader, kind: str, sizes: Mapping[str, int]) -> list[st
         stored = reader.numel(kind, name)
         if stored != sizes[name]:
             found.append(f"{name}: {stored} elements stored, {sizes[name]} needed")
+    return found
+
+
+def _moment_misfits(reader: ShardReader, kind: str, sizes: Mapping[str, int]) -> list[str]:
+    """As ``misfits``, for the optimizer's state; what the model does not train is passed over."""
+    present = set(reader.names(kind))
+    found = [f"{name}: no {kind}" for name in sizes if name not in present]
+    for name in (name for name in sizes if name in present):
+        stored = reader.numel(kind, name)
+        if stored != sizes[name]:
+            found.append(f"{name}: {stored} elements of {kind} stored, {sizes[name]} needed")
     return found
