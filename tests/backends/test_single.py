@@ -77,7 +77,8 @@ def train(backend: Backend, *numbers: int, scale: float = 1.0, all_of_it: bool =
     result = StepResult(0.0, True)
     for number in numbers:
         with backend.accumulate(last=True):
-            loss = backend.model(inputs(number, device=backend.device), all_of_it=all_of_it).square().sum() * scale
+            output = backend.model(inputs(number, device=backend.device), all_of_it=all_of_it)
+            loss = output.float().square().sum() * scale
             backend.backward(loss)
         result = backend.step()
     return result

@@ -7,6 +7,7 @@ torch's, built by us, so that every engine computes the same update. Source: Dee
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import sys
@@ -294,6 +295,14 @@ class DeepSpeedBackend(ShardedBackend):
                 yield name, buffer.detach().to("cpu", dtype if buffer.is_floating_point() else buffer.dtype)
 
     def close(self) -> None:
-        if self._engine is not None:
-            self._engine.destroy()
-            self._engine = None
+        """Let go of the engine, so that another may follow in the same process."""
+        if self._engine is None:
+            return
+        self._engine.destroy()
+        self._engine = self._zero = None
+        self._parameters = {}
+        gc.collect()  # hooks and engine hold each other
+        from deepspeed.runtime.zero import partition_parameters as patches
+
+        if torch.nn.functional.linear is patches.zero3_linear_wrap:  # ZeRO-3 replaces it for the whole process
+            torch.nn.functional.linear = patches.InsertPostInitMethodToModuleSubClasses.linear_bk

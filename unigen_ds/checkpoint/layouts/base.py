@@ -78,4 +78,5 @@ class PieceReader:
 
 def slices_of(tensor: Tensor, start: int = 0) -> Fetch:
     """Fetch from a (memory-mapped) flat tensor, beginning at ``start``."""
-    return lambda first, last: tensor.view(-1)[start + first : start + last]
+    flat = tensor.detach().view(-1)
+    return lambda first, last: flat[start + first : start + last]

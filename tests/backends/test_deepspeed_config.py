@@ -1,0 +1,134 @@
+"""A DeepSpeed JSON and our config made one: presets load, "auto" is filled, every contradiction names both values."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from unigen_ds.backends.deepspeed import DeepSpeedBackend
+from unigen_ds.backends.deepspeed_config import fill, load_ds_config, offloads, stage_of
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.optim import OptimizerConfig
+from unigen_ds.core.progress import Geometry
+
+GEOMETRY = Geometry(batch_size=3, accumulative_counts=2, dp_size=4)
+PRESETS = {
+    "zero1": (1, []),
+    "zero2": (2, []),
+    "zero2_offload": (2, ["offload_optimizer"]),
+    "zero3": (3, []),
+    "zero3_offload": (3, ["offload_optimizer", "offload_param"]),
+}
+
+
+def filled(config: Any, *, precision: str = "fp32", max_norm: float | None = 0.5) -> dict[str, Any]:
+    optimizer = OptimizerConfig(precision=precision, max_norm=max_norm)
+    return fill(load_ds_config(config), geometry=GEOMETRY, optimizer=optimizer)
+
+
+def autos(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [found for inner in value.values() for found in autos(inner)]
+    return [value] if value == "auto" else []
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_load_and_every_auto_is_filled(preset):
+    config = load_ds_config(preset)
+    assert (stage_of(config), offloads(config)) == PRESETS[preset]
+    assert autos(config)
+    ours = filled(preset)
+    assert autos(ours) == []
+    assert ours["train_micro_batch_size_per_gpu"] == 3
+    assert ours["gradient_accumulation_steps"] == 2
+    assert ours["train_batch_size"] == 24
+    assert ours["gradient_clipping"] == 0.5
+    assert ours["bf16"]["enabled"] is False and ours["fp16"]["enabled"] is False
+    assert ours["zero_optimization"]["stage"] == PRESETS[preset][0]
+
+
+def test_precision_and_absent_clipping_are_filled():
+    ours = filled("zero2", precision="bf16", max_norm=None)
+    assert ours["bf16"]["enabled"] is True and ours["fp16"]["enabled"] is False
+    assert ours["gradient_clipping"] == 0.0
+    assert ours["data_types"]["grad_accum_dtype"] == "fp32"
+    assert ours["communication_data_type"] == "fp32"
+
+
+def test_what_is_not_ours_goes_through_untouched():
+    zero = {"stage": 2, "reduce_bucket_size": 12345, "overlap_comm": "auto"}
+    ours = filled({"zero_optimization": zero, "wall_clock_breakdown": True})
+    assert ours["zero_optimization"] == {"stage": 2, "reduce_bucket_size": 12345}
+    assert ours["wall_clock_breakdown"] is True
+
+
+def test_equal_values_are_no_contradiction():
+    agreeing = {"gradient_accumulation_steps": 2, "train_batch_size": 24, "zero_optimization": {"stage": 1}}
+    assert filled(agreeing)["gradient_accumulation_steps"] == 2
+
+
+def test_the_given_mapping_stays_as_it_was():
+    given = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}}
+    before = json.dumps(given)
+    filled(given)
+    assert json.dumps(given) == before
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"gradient_accumulation_steps": 4}, ("gradient_accumulation_steps", "4", "accumulative_counts", "2")),
+        ({"train_micro_batch_size_per_gpu": 8}, ("train_micro_batch_size_per_gpu", "8", "batch_size", "3")),
+        ({"train_batch_size": 99}, ("train_batch_size", "99", "24")),
+        ({"gradient_clipping": 1.0}, ("gradient_clipping", "1.0", "max_norm", "0.5")),
+        ({"bf16": {"enabled": True}}, ("bf16.enabled", "True", "precision", "False")),
+        ({"fp16": {"enabled": True}}, ("fp16.enabled", "True", "precision", "False")),
+        ({"scheduler": {"type": "WarmupLR"}}, ("scheduler", "WarmupLR", "param_scheduler")),
+        ({"optimizer": {"type": "Lamb"}}, ("optimizer", "Lamb", "optim_wrapper.optimizer")),
+        ({"bf16": {"check_grad_overflow": False}}, ("check_grad_overflow", "poison")),
+        ({"zero_optimization": {"stage": 0}}, ("stage", "0", "1, 2 or 3")),
+        ({"zero_optimization": {}}, ("stage", "None", "1, 2 or 3")),
+    ],
+)
+def test_a_contradiction_names_both_values(extra, words):
+    config = {"zero_optimization": {"stage": 2}, **extra}
+    with pytest.raises(ConfigError) as caught:
+        DeepSpeedBackend(config=config).check(
+            geometry=GEOMETRY, optimizer_cfg=OptimizerConfig(precision="fp32", max_norm=0.5)
+        )
+    for word in words:
+        assert word in str(caught.value), (word, str(caught.value))
+
+
+def test_an_auto_section_is_no_contradiction():
+    config = {"zero_optimization": {"stage": 2}, "scheduler": "auto", "optimizer": "auto"}
+    ours = filled(config)
+    assert "scheduler" not in ours and "optimizer" not in ours
+
+
+def test_an_unknown_preset_names_the_nearest():
+    with pytest.raises(ConfigError, match="did you mean 'zero2_offload'"):
+        DeepSpeedBackend(config="zero2_ofload")
+
+
+@pytest.mark.parametrize(("text", "word"), [('{"zero_optimization": {"stage": 2}', "cannot be read"), ("[1]", "list")])
+def test_a_broken_file_is_named(tmp_path, text, word):
+    path = tmp_path / "mine.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=word) as caught:
+        DeepSpeedBackend(config=str(path))
+    assert "mine.json" in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"absent\.json"):
+        DeepSpeedBackend(config=str(tmp_path / "absent.json"))
+
+
+def test_a_file_of_the_users_is_read(tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text('{"zero_optimization": {"stage": 3, "offload_param": {"device": "none"}}}', encoding="utf-8")
+    backend = DeepSpeedBackend(config=str(path))
+    assert backend.stage == 3 and offloads(load_ds_config(path)) == []
