@@ -12,9 +12,8 @@ with its default hooks: timer, non-finite guard, ledger, skipped samples, signal
 and checkpoints are off in both. At the end the weights of both are compared: equal bits show that both did the same
 work, dropout included.
 
-A block begins with ``--lead`` updates that are not timed: they use up what the workers had ready from the other side's
-turn. On a machine that others use too, read the ratio of CPU times beside that of wall times, and give ``--threads 1``:
-two threads that wait for each other multiply the noise.
+On a machine that others use too, give ``--threads 1`` (two threads that wait for each other multiply the noise) and
+read the ratio of this process's CPU times beside that of wall times.
 
     python benchmarks/overhead.py [--config unified_digits] [--backend single] [--workers 2 0] [--threads N]
 
@@ -27,11 +26,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import datetime
-import json
 import os
-import platform
-import subprocess
 import sys
 import tempfile
 import time
@@ -46,23 +41,22 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from unigen_ds.checkpoint.manifest import current_versions  # noqa: E402
-from unigen_ds.core.batch import PackedBatch  # noqa: E402
-from unigen_ds.core.config import load_config  # noqa: E402
-from unigen_ds.core.progress import Progress  # noqa: E402
-from unigen_ds.data.collate import collate  # noqa: E402
-from unigen_ds.hooks.base import Hook, Run, UpdateResult  # noqa: E402
-from unigen_ds.hooks.timer import find_timer  # noqa: E402
-from unigen_ds.runner.build import build_data, build_model, build_parts  # noqa: E402
-from unigen_ds.runner.parts import Parts  # noqa: E402
-from unigen_ds.runner.runner import Runner  # noqa: E402
+from shared.record import RESULTS, interval, write_result
+
+from unigen_ds.core.batch import PackedBatch
+from unigen_ds.core.config import load_config
+from unigen_ds.core.progress import Progress
+from unigen_ds.data.collate import collate
+from unigen_ds.hooks.base import Hook, Run, UpdateResult
+from unigen_ds.hooks.timer import find_timer
+from unigen_ds.runner.build import build_data, build_model, build_parts
+from unigen_ds.runner.parts import Parts
+from unigen_ds.runner.runner import Runner
 
 LIMIT = 1.03
 LOG_INTERVAL = 10
-RESAMPLES = 10_000
 
 
 @dataclass(frozen=True)
@@ -70,14 +64,15 @@ class Plan:
     """How the two sides take turns, in updates."""
 
     pairs: int
-    lead: int
     timed: int
-    warm_up: int
-    settle_s: float
+    lead: int = 5
+    """Updates of a block before the timed ones: they use up what the workers had ready from the other side's turn."""
+    warm_up: int = 20
+    settle_s: float = 0.3
 
     def __post_init__(self) -> None:
-        if self.pairs < 2 or self.pairs % 2 or min(self.lead, self.timed, self.warm_up) < 1:
-            raise SystemExit("error: --pairs is an even number; --lead, --timed and --warm-up are at least 1")
+        if self.pairs < 2 or self.pairs % 2 or self.timed < 1:
+            raise SystemExit("error: --pairs is an even number, --timed at least 1")
 
     @property
     def block(self) -> int:
@@ -289,11 +284,10 @@ def compare(arguments: argparse.Namespace, plan: Plan, *, num_workers: int) -> d
             runner.train()
     assert len(pacer.ours) == len(pacer.theirs) == plan.pairs and runner.progress.updates == pacer.other.updates
     theirs = pacer.other.weights()
-    different = [s.name for s in runner.backend.master_shards() if not torch.equal(s.data, theirs[s.name].view(-1))]
+    same = all(torch.equal(s.data, theirs[s.name].view(-1)) for s in runner.backend.master_shards())
     return {
         "num_workers": num_workers,
-        "same_weights": not different,
-        "num_different": len(different),
+        "same_weights": same,
         **summary(pacer.ours, pacer.theirs, updates=plan.timed),
         "load_before": load_before,
         "load_after": os.getloadavg(),
@@ -314,56 +308,32 @@ def summary(ours: Sequence[Block], theirs: Sequence[Block], *, updates: int) -> 
     return numbers
 
 
-def interval(ratios: Sequence[float]) -> dict[str, float]:
-    """Median and its 95 % confidence interval: percentiles of the medians of re-sampled pairs."""
-    values = np.asarray(ratios)
-    drawn = np.random.default_rng(0).choice(values, size=(RESAMPLES, len(values)))
-    low, high = np.percentile(np.median(drawn, axis=1), [2.5, 97.5])
-    return {"median": float(np.median(values)), "low": float(low), "high": float(high)}
-
-
 def verdict(ratio: Mapping[str, float]) -> str:
     if ratio["median"] <= LIMIT:
         return "accepted" if ratio["high"] <= LIMIT else "accepted, not beyond doubt"
     return "too slow" if ratio["low"] > LIMIT else "too slow, not beyond doubt"
 
 
-def environment() -> dict[str, Any]:
-    """Machine, versions and commit: what a number must be read with."""
-    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    models = [line.split(":", 1)[1].strip() for line in info.splitlines() if line.startswith("model name")]
-    git = ["git", "-C", str(ROOT)]
-    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-    changed = subprocess.run([*git, "status", "--porcelain", "unigen_ds"], capture_output=True, text=True).stdout
-    return {
-        "commit": commit or None,
-        "changed_files": [line[3:] for line in changed.splitlines()],
-        "machine": f"{platform.system()} {platform.machine()}",
-        "cpu": models[0] if models else platform.processor(),
-        "cores": os.cpu_count(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "threads": torch.get_num_threads(),
-        "versions": current_versions(),
-    }
-
-
 def show(results: Sequence[Mapping[str, Any]]) -> None:
-    print(f"{'workers':>7}  {'ours':>8}  {'by hand':>8}  {'ratio':>6}  {'95 %':>13}  {'CPU ratio':>9}"
-          "  waits for data (ours, by hand)  same weights  verdict")  # fmt: skip
-    for r in results:
-        ratio = r["ratio"]
-        print(f"{r['num_workers']:>7}  {r['ours_ms']:5.1f} ms  {r['theirs_ms']:5.1f} ms  {ratio['median']:6.3f}"
-              f"  {ratio['low']:.3f} - {ratio['high']:.3f}  {r['cpu_ratio']['median']:9.3f}"
-              f"  {r['ours_data_share']:13.1%}, {r['theirs_data_share']:15.1%}  {r['same_weights']!s:>12}"
-              f"  {verdict(ratio)}")  # fmt: skip
+    """The table: a column for each number of workers."""
 
+    def ratio(r: Mapping[str, float]) -> str:
+        return f"{r['median']:.3f} ({r['low']:.3f} - {r['high']:.3f})"
 
-def free_path(folder: Path, stem: str) -> Path:
-    """A file name that is not taken: results are added, never overwritten."""
-    path, number = folder / f"{stem}.json", 2
-    while path.exists():
-        path, number = folder / f"{stem}_{number}.json", number + 1
-    return path
+    rows = {
+        "ratio of times (95 %)": [ratio(r["ratio"]) for r in results],
+        "ratio of CPU times (95 %)": [ratio(r["cpu_ratio"]) for r in results],
+        "an update, ours": [f"{r['ours_ms']:.1f} ms" for r in results],
+        "an update, by hand": [f"{r['theirs_ms']:.1f} ms" for r in results],
+        "waits for data, ours": [f"{r['ours_data_share']:.1%}" for r in results],
+        "waits for data, by hand": [f"{r['theirs_data_share']:.1%}" for r in results],
+        "weights are equal bits": [str(r["same_weights"]) for r in results],
+        "load before, after": [f"{r['load_before'][0]:.1f}, {r['load_after'][0]:.1f}" for r in results],
+        f"ratio <= {LIMIT}": [verdict(r["ratio"]) for r in results],
+    }
+    print(f"{'':26}" + "".join(f"{r['num_workers']} workers".rjust(28) for r in results))
+    for name, values in rows.items():
+        print(f"{name:26}" + "".join(value.rjust(28) for value in values))
 
 
 def parse() -> argparse.Namespace:
@@ -373,11 +343,8 @@ def parse() -> argparse.Namespace:
     p.add_argument("--workers", type=int, nargs="+", default=[2, 0], help="loader workers; one comparison for each")
     p.add_argument("--threads", type=int, help="torch threads of both loops; default: torch's own")
     p.add_argument("--pairs", type=int, default=20)
-    p.add_argument("--lead", type=int, default=5, help="updates of a block before the timed ones")
     p.add_argument("--timed", type=int, default=20, help="timed updates of a block; a multiple of the log interval")
-    p.add_argument("--warm-up", type=int, default=20, help="updates of each side before the first block")
-    p.add_argument("--settle", type=float, default=0.3, help="seconds between two blocks")
-    p.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the result file")
+    p.add_argument("--out", type=Path, default=RESULTS, help="folder of the result file")
     return p.parse_args()
 
 
@@ -385,25 +352,18 @@ def main() -> int:
     arguments = parse()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    plan = Plan(arguments.pairs, arguments.lead, arguments.timed, arguments.warm_up, arguments.settle)
+    plan = Plan(arguments.pairs, arguments.timed)
     results = [compare(arguments, plan, num_workers=number) for number in arguments.workers]
     show(results)
-    today = datetime.date.today().isoformat()
     record = {
-        "name": "overhead",
-        "date": today,
         "limit": LIMIT,
         "config": arguments.config,
         "backend": arguments.backend,
         "plan": dataclasses.asdict(plan),
-        **environment(),
         "verdict": {str(r["num_workers"]): verdict(r["ratio"]) for r in results},
         "results": results,
     }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    path = free_path(arguments.out, f"overhead_{today}")
-    path.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"Written: {os.path.relpath(path)}")
+    print(f"Written: {os.path.relpath(write_result('overhead', record, folder=arguments.out))}")
     return int(any(r["ratio"]["low"] > LIMIT for r in results))
 
 

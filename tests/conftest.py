@@ -30,3 +30,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _plain_logger() -> Iterator[None]:
+    """A run sets the logger up for its whole process; after it, the next test must find it plain, for caplog."""
+    log = logging.getLogger("unigen_ds")
+    log.propagate = True
+    yield
+    for handler in list(log.handlers):
+        log.removeHandler(handler)
+        handler.close()
+    log.propagate = True

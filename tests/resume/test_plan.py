@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,8 @@ from unigen_ds.core.metrics import read_lines
 from unigen_ds.hooks.ema import ema_of
 from unigen_ds.resume.plan import check_model, check_weights, checkpoint_directory, plan_resume
 from unigen_ds.runner import Runner
+
+ROOT = Path(__file__).resolve().parents[2]
 
 # ---- the table ------------------------------------------------------------------------------------------------------
 
@@ -299,6 +303,25 @@ def test_a_fresh_start_over_checkpoints_exits_2(bench, capsys):
     assert bench.command("short") == 2
     assert bench.command("short", "--load-from", str(bench.folder / "straight")) == 2
     assert written(bench.folder / "short") == before
+
+
+def test_a_second_process_in_the_folder_is_refused(bench):
+    """It would void the first one's metrics and sweep its unfinished save."""
+    folder = copy(bench, "busy")
+    staging = folder / "iter_24.pth.tmp-2"
+    staging.mkdir()
+    hold = "import sys; from unigen_ds.checkpoint.lock import WorkDirLock as L; from pathlib import Path\n"
+    hold += "lock = L(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", hold, str(folder)]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdout.readline() == b"held\n"
+        before = written(folder)
+        assert bench.command("busy", "--resume") == 2
+        assert f"another process trains in {folder} (process {other.pid} on " in (folder / "train.log").read_text()
+        assert written(folder) == before and staging.is_dir()
+        other.communicate()
+    assert bench.command("busy", "--resume") == 0
+    assert not staging.exists()
 
 
 def test_load_from_takes_weights_only(bench):

@@ -144,7 +144,7 @@ class Bench:
         with (self.work_dir(name) / "output.txt").open("ab") as output:
             return subprocess.Popen([*command, *arguments], cwd=ROOT, env=environ, stdout=output, stderr=output)
 
-    def finish(self, name: str, process: subprocess.Popen[bytes], *, timeout_s: float = 60.0) -> Finished:
+    def finish(self, name: str, process: subprocess.Popen[bytes], *, timeout_s: float = 200.0) -> Finished:
         status = process.wait(timeout=timeout_s)
         path = self.work_dir(name) / "output.txt"
         output = path.read_text()
@@ -164,7 +164,7 @@ class Bench:
         return Path(shutil.copytree(self.work_dir(name), self.work_dir(new)))
 
 
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes], *, timeout_s: float = 60.0) -> None:
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes], *, timeout_s: float = 200.0) -> None:
     """Poll until ``condition``; fails when the process ends first."""
     deadline = time.monotonic() + timeout_s
     while not condition():

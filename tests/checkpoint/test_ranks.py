@@ -1,0 +1,148 @@
+"""Saving and deciding with two real processes over gloo: all ranks succeed together or fail together."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from unigen_ds.checkpoint import store
+from unigen_ds.checkpoint.manifest import Manifest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+SCRIPT = '''
+import json, sys
+from pathlib import Path
+
+sys.path.insert(0, ".")
+import torch
+from safetensors.torch import save_file
+
+from tests.checkpoint.support import make_manifest
+from unigen_ds.checkpoint import saver, store
+from unigen_ds.core import dist
+from unigen_ds.core.errors import ConfigError, UnigenError
+from unigen_ds.core.shards import MASTER, Shard, shard_key
+from unigen_ds.resume.plan import plan_resume
+
+dist.init(timeout_s=60)
+work_dir, rank = Path(sys.argv[1]), dist.rank()
+report = {}
+
+
+class Halves:
+    """Each rank holds and writes one half of ``w``."""
+
+    broken = False
+
+    def master_shards(self):
+        return [Shard("w", (8,), 4 * rank, torch.arange(4.0) + 4 * rank)]
+
+    def save_shards(self, directory):
+        if self.broken and rank == 1:
+            raise OSError(28, "No space left on device")
+        for shard in self.master_shards():
+            key = shard_key(MASTER, shard.name, shard.flat_start)
+            save_file({key: shard.data}, directory / f"model{rank}.safetensors")
+        return {"layout": "safetensors"}
+
+
+def outcome(action):
+    try:
+        return action()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def save(name):
+    backend = Halves()
+    manifest = make_manifest(dist.on_main(lambda: store.next_commit(work_dir)))
+    shards = {"ema": backend.master_shards()}
+    return str(saver.save(work_dir, name, backend=backend, manifest=manifest, hook_states={}, hook_shards=shards,
+                          config_text=""))
+
+
+def refuse():
+    raise ConfigError("no such thing", remedy="another")
+
+
+class Strange(Exception):
+    def __init__(self, one, two):
+        super().__init__(one)
+
+
+def strange():
+    raise Strange(1, 2)
+
+
+torch.manual_seed(rank)
+report["saved"] = save("iter_12.pth")
+expected = torch.rand(3).tolist()
+Halves.broken = True
+report["failed"] = outcome(lambda: save("iter_24.pth"))
+report["restored"] = saver.restore_rng(Path(report["saved"])) and torch.rand(3).tolist() == expected
+report["plan"] = str(plan_resume(work_dir, resume=True, load_from=None).checkpoint)
+report["value"] = dist.on_main(lambda: {"from": rank})
+report["refused"] = outcome(lambda: dist.on_main(refuse))
+report["strange"] = outcome(lambda: dist.on_main(strange))
+report["fresh"] = outcome(lambda: plan_resume(work_dir, resume=False, load_from=None))
+Path(sys.argv[2], f"{rank}.json").write_text(json.dumps(report))
+dist.shutdown()
+'''
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory) -> tuple[Path, list[dict]]:
+    work_dir, reports = tmp_path_factory.mktemp("run"), tmp_path_factory.mktemp("reports")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    processes = []
+    for rank in range(2):
+        environ = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        command = [sys.executable, "-c", SCRIPT, str(work_dir), str(reports)]
+        processes.append(subprocess.Popen(command, cwd=ROOT, env=environ))
+    assert [process.wait(timeout=120) for process in processes] == [0, 0]
+    return work_dir, [json.loads((reports / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_every_rank_writes_its_part_and_one_manifest_lists_all(outcome):
+    work_dir, reports = outcome
+    path = work_dir / "iter_12.pth"
+    assert [report["saved"] for report in reports] == [str(path)] * 2
+    manifest = Manifest.read(path)
+    assert store.verify(path, manifest, hashes=True) is None
+    assert [entry.path for entry in manifest.files] == [
+        "config.py", "ema/rank00000.safetensors", "ema/rank00001.safetensors", "hooks.json", "model0.safetensors",
+        "model1.safetensors", "rng/rank00000.safetensors", "rng/rank00001.safetensors",
+    ]  # fmt: skip
+
+
+def test_a_failure_on_one_rank_fails_all_and_leaves_nothing(outcome):
+    work_dir, reports = outcome
+    assert reports[0]["failed"] == reports[1]["failed"]
+    assert "could not write checkpoint" in reports[0]["failed"] and "rank 1: OSError" in reports[0]["failed"]
+    assert sorted(os.listdir(work_dir)) == ["iter_12.pth", store.HINT]
+
+
+def test_each_rank_gets_its_own_random_state_back(outcome):
+    assert [report["restored"] for report in outcome[1]] == [True, True]
+
+
+def test_all_ranks_follow_the_plan_of_the_first(outcome):
+    work_dir, reports = outcome
+    assert [report["plan"] for report in reports] == [str(work_dir / "iter_12.pth")] * 2
+    assert [report["value"] for report in reports] == [{"from": 0}] * 2
+
+
+def test_an_error_on_the_first_is_everybodys(outcome):
+    for report in outcome[1]:
+        assert report["refused"] == "ConfigError: no such thing. Remedy: another."
+        assert report["strange"] == "RuntimeError: rank 0: Strange: 1"
+        assert report["fresh"].startswith("ConfigError") and "already holds checkpoints" in report["fresh"]
