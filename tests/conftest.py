@@ -13,16 +13,6 @@ import torch
 torch.set_num_threads(1)
 
 
-@pytest.fixture(autouse=True)
-def _fresh_log() -> Iterator[None]:
-    """A test's handlers on the project's logger end with the test."""
-    yield
-    logger = logging.getLogger("unigen_ds")
-    for handler in list(logger.handlers):
-        logger.removeHandler(handler)
-    logger.propagate = True
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A test marked ``gpu`` skips itself where there is no CUDA device."""
     if torch.cuda.is_available():

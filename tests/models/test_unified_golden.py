@@ -127,7 +127,7 @@ def test_hidden_states_of_every_layer(model, batch, golden, tolerance):
         layer.register_forward_hook(lambda module, inputs, output: outputs.append(output))
         for layer in model.language_model.model.layers
     ]
-    embedded, order, _ = model._embed(batch, noisy, t_L)
+    embedded, _order, _num_und = model._embed(batch, noisy, t_L)
     hidden, place_of = model.hidden_states(batch, noisy, t_L)
     for handle in handles:
         handle.remove()
