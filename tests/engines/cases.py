@@ -6,6 +6,7 @@ import of torch and DeepSpeed (``worker.py``).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -212,15 +213,24 @@ def recompute(*, full: bool) -> list[Job]:
     return jobs
 
 
-COMPILED_UPDATES = 5
+COMPILED_UPDATES = 4
+_ONE_LAYER = {"model__llm__num_hidden_layers": 1}
+"""A layer takes about 20 s to compile."""
 
 
 def compiled(*, full: bool) -> list[Job]:
-    """``torch.compile`` of every decoder layer."""
-    engines = [("single", 1), ("FULL_SHARD", 2)] + ([("zero2", 2), ("zero3", 2)] if full else [])
-    return [
-        Job(f"compiled/{e}@{w}", [Phase(w, config(e, w, model__compile=True), COMPILED_UPDATES)]) for e, w in engines
-    ]
+    """``torch.compile`` of every decoder layer. ``make test``: one update, uncut (each shape is compiled anew)."""
+    if not full:
+        runs = [("plain", {}), ("single@1", {"model__compile": True})]
+        return [
+            Job(f"compiled/{name}", [Phase(1, config("single", 1, geometry=(8, 1), **_ONE_LAYER, **extra), 1)])
+            for name, extra in runs
+        ]
+    jobs = [Job("compiled/plain", [Phase(1, config("single", 1, **_ONE_LAYER), COMPILED_UPDATES)])]
+    for engine, world in (("single", 1), ("FULL_SHARD", 2), ("zero2", 2), ("zero3", 2)):
+        overrides = config(engine, world, model__compile=True, **_ONE_LAYER)
+        jobs.append(Job(f"compiled/{engine}@{world}", [Phase(world, overrides, COMPILED_UPDATES)]))
+    return jobs
 
 
 def memory(*, full: bool) -> list[Job]:
@@ -258,8 +268,50 @@ def one_process() -> list[Job]:
     return [Job("one_process", [Phase(2, config(e, 2), 6) for e in engines], same_process=True)]
 
 
-def all_jobs(*, full: bool) -> list[Job]:
+def inspected() -> list[Job]:
+    """One update, after which ``InspectHook`` says which private attributes of DeepSpeed are there."""
+    jobs = []
+    for engine, precision in (("zero1", "fp32"), ("zero1", "bf16"), ("zero2", "fp32"), ("zero3", "fp32")):
+        overrides = config(engine, 1, optim_wrapper__precision=precision, custom_hooks=[{"type": "InspectHook"}])
+        jobs.append(Job(f"inspected/{engine}@1-{precision}", [Phase(1, overrides, 1)]))
+    return jobs
+
+
+def layouts() -> list[Job]:
+    """Small checkpoints of the user's own model, for the tests of the readers."""
+    runs = [("zero1", 2, "fp32"), ("zero1", 2, "bf16"), ("zero2", 2, "fp32"), ("zero2", 2, "bf16")]
+    runs += [("zero3", 2, "fp32"), ("zero3", 2, "bf16"), ("FULL_SHARD", 2, "fp32"), ("FULL_SHARD", 2, "bf16")]
+    runs += [("NO_SHARD", 2, "fp32")]
+    jobs = []
+    for engine, world, precision in runs:
+        overrides = config(
+            engine,
+            world,
+            model={"type": "OddModel"},
+            optim_wrapper__paramwise_cfg={"groups": [{"pattern": "connector", "lr": 5e-3}]},
+            optim_wrapper__precision=precision,
+        )
+        jobs.append(Job(f"layouts/{engine}@{world}-{precision}", [Phase(world, overrides, 2)]))
+    return jobs
+
+
+GROUPS: dict[str, Callable[..., list[Job]]] = {
+    "equivalence": equivalence,
+    "bf16": bf16,
+    "resume": resume,
+    "chain": lambda full: chain(),
+    "faulty": faulty,
+    "frozen": frozen,
+    "odd": odd,
+    "recompute": recompute,
+    "compiled": compiled,
+    "memory": memory,
+    "one_process": lambda full: one_process(),
+    "layouts": lambda full: layouts(),
+    "inspected": lambda full: inspected(),
+}
+
+
+def jobs_of(groups: Iterable[str], *, full: bool) -> list[Job]:
     """``full``: the whole matrix; else the part that ``make test`` has time for."""
-    jobs = [*equivalence(full=full), *bf16(full=full), *resume(full=full), *chain(), *faulty(full=full)]
-    jobs += [*frozen(full=full), *odd(full=full), *recompute(full=full), *compiled(full=full), *memory(full=full)]
-    return jobs + one_process()
+    return [job for name in GROUPS if name in set(groups) for job in GROUPS[name](full=full)]

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.engines.cases import Job
+from tests.engines.cases import Job, jobs_of
 from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.layouts import open_reader
 from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
@@ -50,10 +54,13 @@ class Outcome:
 
     @cached_property
     def initial(self) -> dict[str, Tensor]:
-        """The weights before the first update."""
-        from safetensors.torch import load_file
-
+        """The weights before the first update, as the engine had them."""
         return load_file(self.folder / "initial.safetensors")
+
+    @cached_property
+    def held(self) -> dict[str, Tensor]:
+        """The weights after the last update, as the engine had them: not read from a checkpoint."""
+        return load_file(self.folder / "final.safetensors")
 
     def records(self, rank: int) -> list[dict[str, Any]]:
         """What each micro-batch of a rank held."""
@@ -61,8 +68,11 @@ class Outcome:
         return [json.loads(line) for line in text.splitlines()]
 
     def memory(self) -> list[dict[str, int]]:
-        """Bytes counted by each rank."""
-        return [json.loads(path.read_text()) for path in sorted(self.folder.glob("memory_*.json"))]
+        """Bytes counted by each rank (``users.MemoryHook``), and their ``total``."""
+        found = [json.loads(path.read_text()) for path in sorted(self.folder.glob("memory_*.json"))]
+        for m in found:
+            m["total"] = m["parameters"] + max(m["sharded"], m["gradients"]) + m["optimizer"]
+        return found
 
 
 def tensors(checkpoint: Path) -> Tensors:
@@ -102,6 +112,25 @@ class Launched:
         problem = self.results[name]["problem"]
         assert problem is None, f"{name}: {problem}"
         return Outcome(self.out / name)
+
+
+_WANTED: set[str] = set()
+
+
+def want(*groups: str) -> Callable[[], Launched]:
+    """Called by a test module while it is imported; what it returns gives the results inside a test.
+
+    All modules are imported before the first test runs, so one launch serves whatever was selected.
+    """
+    _WANTED.update(groups)
+    return _launched
+
+
+@cache
+def _launched() -> Launched:
+    out = Path(tempfile.mkdtemp(prefix="engines-"))
+    atexit.register(shutil.rmtree, out, ignore_errors=True)
+    return Launched(out, jobs_of(_WANTED, full=False))
 
 
 def relative(a: float | None, b: float | None) -> float:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
 from unigen_ds.core import dist
@@ -123,19 +124,42 @@ class OddModel(nn.Module):
 
 @HOOKS.register_module()
 class RecordHook(Hook):
-    """Per rank: what each micro-batch held; rank 0 also the weights before the first update."""
+    """Per rank: what each micro-batch held. Rank 0: the weights before the first update and after the last."""
 
     def before_train(self, run: Run) -> None:
-        path = run.work_dir / "initial.safetensors"
+        if run.progress.updates == 0:
+            self._write(run, "initial.safetensors")
+
+    def after_train(self, run: Run) -> None:
+        self._write(run, "final.safetensors")
+
+    @staticmethod
+    def _write(run: Run, name: str) -> None:
         state = {name: t.contiguous().clone() for name, t in run.backend.full_state_dict(torch.float32)}
-        if dist.is_main() and not path.exists():
-            save_file(state, path)
+        if dist.is_main():
+            save_file(state, run.work_dir / name)
 
     def before_train_iter(self, run: Run, index: int, batch: PackedBatch) -> None:
         images = len(batch.vit_lengths) + len(batch.latent_shapes)
         line = {"update": run.progress.updates + 1, "index": index, "images": images, "tokens": batch.num_tokens}
         with (run.work_dir / f"record_{dist.rank()}.jsonl").open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(line) + "\n")
+
+
+@HOOKS.register_module()
+class InspectHook(Hook):
+    """Writes which of the private names of DeepSpeed that ``backends/deepspeed.py`` uses are really there."""
+
+    def after_update(self, run: Run, result: UpdateResult) -> None:
+        backend: Any = run.backend
+        zero, parameter = backend._zero, next(p for p in backend.model.module.parameters() if p.requires_grad)
+        found = {
+            "class": type(zero).__name__,
+            "zero": sorted(name for name in dir(zero)),
+            "parameter": sorted(name for name in dir(parameter)),
+            "linear": F.linear.__name__,
+        }
+        (run.work_dir / "inspected.json").write_text(json.dumps(found), encoding="utf-8")
 
 
 @HOOKS.register_module()
@@ -194,6 +218,7 @@ class MemoryHook(Hook):
             "gradients": a["before_step"] - a["after_2"],
             "trainable": sum(logical_numel(p) for p in model if p.requires_grad),
             "frozen": sum(logical_numel(p) for p in model if not p.requires_grad),
+            "largest": max(logical_numel(p) for p in model if p.requires_grad),
         }
         (run.work_dir / f"memory_{dist.rank()}.json").write_text(json.dumps(counts), encoding="utf-8")
 
@@ -205,8 +230,12 @@ def logical_numel(parameter: Tensor) -> int:
 
 def live_bytes(run: Run) -> int:
     """Bytes of the storages of all tensors that Python can reach, each storage once; data batches left out."""
-    for parameter in run.backend.model.parameters():
-        _ = parameter.grad  # a gradient that only C++ holds gets its Python object by this
+    held = [parameter.grad for parameter in run.backend.model.parameters()]
+    for module in run.backend.model.modules():
+        if isinstance(module, FSDPModule):  # whole gradients that wait for their reduction
+            group = module._get_fsdp_state()._fsdp_param_group
+            held += [p._unsharded_param.grad for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
+    # a gradient that only C++ holds has got its Python object by this
     gc.collect()
     sizes: dict[int, int] = {}
     for thing in gc.get_objects():
@@ -214,4 +243,5 @@ def live_bytes(run: Run) -> int:
             storage = thing.untyped_storage()
             if storage.nbytes():
                 sizes[storage.data_ptr()] = storage.nbytes()
+    del held
     return sum(sizes.values())

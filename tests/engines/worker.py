@@ -24,6 +24,7 @@ CORES, LIMIT_S = 2, 240.0
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # equality is proven on the CPU; and a CUDA context survives no fork
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["DS_ACCELERATOR"] = "cpu"
+os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))  # ninja
 
 
 @dataclass
@@ -165,13 +166,14 @@ def _train(phase: dict[str, Any], work_dir: Path, out: Path) -> None:
 
 
 def main() -> None:
-    import deepspeed  # noqa: F401 - once, for all
     import torch
+    from deepspeed.comm.torch import build_shm_op
 
     from tests.engines import users
     from unigen_ds import runner  # noqa: F401
 
     torch.set_num_threads(1)
+    build_shm_op()  # compiled at the very first start; else every process would ask ninja
     jobs, out = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), Path(sys.argv[2])
     users.write_mixed(out / "data")
     Pool(jobs, out).run()

@@ -80,6 +80,7 @@ class DCPReader(PieceReader):
     ) -> None:
         super().__init__()
         metadata = read_metadata(directory)
+        _check_files(directory, metadata.storage_data.values())
         allowed = None if files is None else set(files)
         for index, info in metadata.storage_data.items():
             tensor = metadata.state_dict_metadata[index.fqn]
@@ -95,6 +96,19 @@ class DCPReader(PieceReader):
             start = chunk.offsets[0] * row if tensor.size else 0
             fetch = _fetch(directory / info.relative_path, info.offset, info.length)
             self.add(kind, name, start, math.prod(chunk.sizes), fetch)
+
+
+def _check_files(directory: Path, entries: Iterable[Any]) -> None:
+    """Raises ``CheckpointError`` naming a file that is missing or shorter than what is said to be in it."""
+    ends: dict[str, int] = {}
+    for info in entries:
+        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+    for name, end in sorted(ends.items()):
+        path = directory / name
+        if not path.is_file():
+            raise CheckpointError(f"{path} is missing")
+        if path.stat().st_size < end:
+            raise CheckpointError(f"{path} is cut off: it has {path.stat().st_size} bytes of {end}")
 
 
 def _chunk(tensor: Any, index: Any) -> Any:

@@ -70,6 +70,7 @@ class DeepSpeedReader(PieceReader):
         model = [load_file(path) for path in _by_rank(directory, _MODEL, files)]
         if not optim or not model:
             raise CheckpointError(f"{directory} lacks DeepSpeed's model or optimizer files")
+        _check_ranks(directory, optim)
         if "fp32_flat_groups" in optim[0]:
             if len(optim) != len(model):
                 raise CheckpointError(f"{directory} has {len(model)} model files and {len(optim)} optimizer files")
@@ -146,6 +147,16 @@ def _by_rank(directory: Path, pattern: re.Pattern[str], files: Iterable[str] | N
     if missing:
         raise CheckpointError(f"{directory} lacks the files of rank {missing[0]} (it has {sorted(found)})")
     return [found[rank] for rank in sorted(found)]
+
+
+def _check_ranks(directory: Path, ranks: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ``CheckpointError`` where files at the end are missing: every file says how many ranks wrote."""
+    count = ranks[0]["partition_count"]  # ZeRO-1/2: one number for each group
+    wanted = max(count) if isinstance(count, (list, tuple)) else int(count)
+    if len(ranks) != wanted:
+        raise CheckpointError(
+            f"{directory} lacks the optimizer file of rank {len(ranks)}: {wanted} ranks wrote it, {len(ranks)} are here"
+        )
 
 
 def _zero3_part(numel: int, rank: int, world_size: int) -> tuple[int, int, int]:

@@ -1,0 +1,232 @@
+"""The whole matrix of engines against one plain process: ``make matrix``; half an hour on 2 CPU cores.
+
+In: ``tests/engines/cases.py``. Out: ``results/matrix_<date>.json`` and the same as tables, ``.md``; exit status 1 where
+a bound is broken. What the bounds mean and why they are as they are: the tests beside the cases. ``make test`` runs the
+part of this that it has time for.
+
+    python benchmarks/matrix.py [--groups equivalence resume ...] [--keep FOLDER]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from shared.record import write_result
+
+from tests.engines import cases
+from tests.engines.formula import expected
+from tests.engines.launch import (
+    METRICS,
+    Launched,
+    Outcome,
+    metric_deviation,
+    tensors,
+    unequal,
+    weight_deviation,
+)
+
+BOUND = 1e-5
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table. ``figures`` are shown, ``good`` decides."""
+
+    group: str
+    name: str
+    figures: dict[str, float | int | str]
+    good: bool
+    seconds: float = 0.0
+
+
+Judge = Callable[[Launched, str], Row]
+
+
+def near(launched: Launched, name: str, oracle: str, *, bound: float = BOUND) -> Row:
+    """Losses, norms and weights against another run."""
+    run, single = launched.outcome(name), launched.outcome(oracle)
+    metrics, weights = metric_deviation(run, single), weight_deviation(run.final, single.final)
+    limit = cases.LR * len(run.lines)
+    good = metrics <= bound and weights.relative_l2 <= bound and weights.absolute <= limit
+    figures = {"loss and norm": metrics, "weights": weights.relative_l2, "zero-gradient tensors": weights.absolute}
+    return Row("", name, figures, good)
+
+
+def judge_bf16(launched: Launched, name: str) -> Row:
+    run, single = launched.outcome(name), launched.outcome("bf16/single@1")
+    own = metric_deviation(single, launched.outcome("single@1"))
+    found = metric_deviation(run, single)
+    return Row("", name, {"to one process's bf16": found, "bound: that one to fp32": own}, found <= own)
+
+
+def judge_resume(launched: Launched, name: str) -> Row:
+    base = name.rpartition("/")[0]
+    straight, killed = launched.outcome(f"{base}/straight"), launched.outcome(f"{base}/killed")
+    pairs = list(zip(straight.lines, killed.lines, strict=True))
+    lines = sum(any(a[key] != b[key] for key in METRICS) for a, b in pairs)
+    differing = unequal(straight.final, killed.final)
+    figures = {"updates": len(pairs), "differing lines": lines, "differing tensors": len(differing)}
+    return Row("", base, figures, len(pairs) == cases.RESUME_UPDATES and not lines and not differing)
+
+
+def judge_chain(launched: Launched, name: str) -> Row:
+    run, updates = launched.outcome(name), 3 * len(cases.CHAIN)
+    found = metric_deviation(run, launched.outcome("single@1"), updates=updates)
+    title = " -> ".join(f"{engine}@{world}" for engine, world in cases.CHAIN)
+    return Row("", title, {"loss and norm": found}, found <= BOUND and len(run.lines) == updates)
+
+
+def judge_faulty(launched: Launched, name: str) -> Row:
+    run = launched.outcome(name)
+    skipped = [line["update"] for line in run.lines if not line["applied"]]
+    before, after = (tensors(run.folder / f"iter_{2 * u}.pth") for u in (cases.BAD_UPDATE - 1, cases.BAD_UPDATE))
+    changed = unequal(before, after)
+    figures = {"skipped updates": str(skipped), "changed tensors": len(changed)}
+    return Row("", name, figures, skipped == [cases.BAD_UPDATE] and not changed)
+
+
+def judge_frozen(launched: Launched, name: str) -> Row:
+    run = launched.outcome(name)
+    frozen = [n for n in run.initial if n.startswith(("vit_model.", "connector.")) or n.endswith("pos_embed")]
+    moved = [n for n in frozen if not run.final["master", n].flatten().equal(run.initial[n].flatten())]
+    row = near(launched, name, "frozen/single@1")
+    return Row("", name, {**row.figures, "frozen": len(frozen), "moved": len(moved)}, row.good and not moved)
+
+
+def judge_odd(launched: Launched, name: str) -> Row:
+    row = near(launched, name, "odd/single@1")
+    if not name.endswith("-resumed"):
+        return row
+    differing = unequal(launched.outcome(name).final, launched.outcome(name.removesuffix("-resumed")).final)
+    return Row("", name, {**row.figures, "differing tensors": len(differing)}, row.good and not differing)
+
+
+def judge_memory(launched: Launched, name: str) -> Row:
+    engine, _, rest = name.removeprefix("memory/").partition("@")
+    world, _, precision = rest.partition("-")
+    ranks = launched.outcome(name).memory()
+    worst = max(ranks, key=lambda m: m["total"])
+    sizes = {key: worst[key] for key in ("trainable", "frozen", "largest")}
+    formula = expected(engine, int(world), precision, **sizes)
+    unit = 4.0 * worst["trainable"]
+    figures = {
+        "parameters": worst["parameters"] / unit,
+        "formula p": formula.parameters / unit,
+        "gradients": max(worst["sharded"], worst["gradients"]) / unit,
+        "formula g": formula.gradients / unit,
+        "optimizer": worst["optimizer"] / unit,
+        "formula o": formula.optimizer / unit,
+        "beside": formula.extra / unit,
+        "counted / formula": worst["total"] / formula.total,
+    }
+    return Row("", name, figures, all(0.98 <= m["total"] / formula.total <= 1.05 for m in ranks))
+
+
+def judge_one_process(launched: Launched, name: str) -> Row:
+    root, single = launched.outcome(name).folder, launched.outcome("single@1")
+    found = [metric_deviation(Outcome(root / str(i)), single, updates=6) for i in range(4)]
+    return Row("", "zero3, FULL_SHARD, zero2, NO_SHARD", {"loss and norm": max(found)}, max(found) <= BOUND)
+
+
+TITLES: dict[str, tuple[str, Judge]] = {
+    "equivalence": ("20 updates in fp32 against one process", lambda r, n: near(r, n, "single@1")),
+    "bf16": ("20 updates in bf16", judge_bf16),
+    "resume": (
+        "Killed with SIGKILL in update 7, resumed from update 5, against never stopped: equal bits",
+        judge_resume,
+    ),
+    "chain": ("From engine to engine, three updates each, against one process", judge_chain),
+    "faulty": ("A gradient that is not finite on one rank in update 5", judge_faulty),
+    "frozen": ("ViT and connector frozen", judge_frozen),
+    "odd": ("A user's model: odd sizes, tied head, frozen tower, buffer, two groups", judge_odd),
+    "recompute": (
+        "Activation checkpointing on, with dropout, against off",
+        lambda r, n: near(r, n, n.replace("-True", "-False"), bound=1e-6),
+    ),
+    "compiled": ("Compiled layers against plain ones", lambda r, n: near(r, n, "compiled/plain", bound=1e-4)),
+    "memory": ("Bytes of a rank in units of the fp32 weights, the fullest rank", judge_memory),
+    "one_process": ("One engine after the other in the same two processes", judge_one_process),
+}
+SKIPPED = ("/straight", "compiled/plain")
+"""Oracles without a row of their own."""
+
+
+def judged(launched: Launched, groups: list[str]) -> Iterator[Row]:
+    """A row for every job; a job that failed, or has no result to compare, is a bad row with its reason."""
+    for group in groups:
+        for job in cases.GROUPS[group](full=True):
+            if job.name.endswith(SKIPPED):
+                continue
+            seconds = launched.results[job.name]["seconds"]
+            try:
+                row = TITLES[group][1](launched, job.name)
+                yield Row(group, row.name, row.figures, row.good, seconds)
+            except Exception as error:  # the table must show it, not end at it
+                yield Row(group, job.name, {"error": f"{type(error).__name__}: {str(error)[:300]}"}, False, seconds)
+
+
+def markdown(rows: list[Row], groups: list[str], path: Path) -> str:
+    """Every group as a table."""
+    good = sum(row.good for row in rows)
+    lines = [f"# The matrix of engines: {good} of {len(rows)} rows within their bounds", ""]
+    lines += [f"Machine, versions and commit: `{path.name}`. Bounds: `tests/engines/`.", ""]
+    for group in groups:
+        members = [row for row in rows if row.group == group]
+        columns = list(dict.fromkeys(key for row in members for key in row.figures))
+        lines += [
+            f"## {TITLES[group][0]}",
+            "",
+            f"| run | {' | '.join(columns)} | s | |",
+            "|---" * (len(columns) + 3) + "|",
+        ]
+        for row in members:
+            values = [shown(row.figures.get(column, "")) for column in columns]
+            mark = "ok" if row.good else "**BAD**"
+            lines.append(
+                f"| {row.name.removeprefix(group + '/')} | {' | '.join(values)} | {row.seconds:.0f} | {mark} |"
+            )
+        lines.append("")
+    return "\n".join(lines)
+
+
+def shown(value: float | int | str) -> str:
+    if isinstance(value, float):
+        return f"{value:.3f}" if value == 0 or 0.01 <= value < 100 else f"{value:.1e}"
+    return str(value).replace("|", "\\|").replace("\n", " ")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--groups", nargs="+", choices=list(TITLES), default=list(TITLES))
+    parser.add_argument("--keep", type=Path, help="leave work dirs and logs there")
+    arguments = parser.parse_args()
+    groups = [group for group in TITLES if group in arguments.groups]
+    needed = {*groups, "equivalence"} if {"bf16", "chain", "one_process"} & {*groups} else {*groups}
+    out, begun = arguments.keep or Path(tempfile.mkdtemp(prefix="matrix-")), time.monotonic()
+    launched = Launched(out, cases.jobs_of(needed, full=True), timeout_s=4 * 3600.0)
+    rows = list(judged(launched, groups))
+    minutes = (time.monotonic() - begun) / 60
+    good = all(row.good for row in rows)
+    record = {"minutes": round(minutes, 1), "accepted": good, "rows": [asdict(row) for row in rows]}
+    path = write_result("matrix", record)
+    text = markdown(rows, groups, path)
+    path.with_suffix(".md").write_text(text, encoding="utf-8")
+    print(text, f"\n{minutes:.0f} minutes; written to {path} and {path.with_suffix('.md').name}", sep="")
+    if arguments.keep is None:
+        shutil.rmtree(out, ignore_errors=True)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,156 @@
+"""DeepSpeed's files, read without deepspeed: the right numbers, nothing executed, damage named."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engines.launch import Outcome, want
+from unigen_ds.checkpoint.layouts.deepspeed import DeepSpeedReader, load_file
+from unigen_ds.core.errors import CheckpointError
+
+runs = want("layouts")
+pytestmark = pytest.mark.timeout(3600)
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = [f"zero{stage}@2-{precision}" for stage in (1, 2, 3) for precision in ("fp32", "bf16")]
+
+
+def run_of(name: str) -> Outcome:
+    return runs().outcome(f"layouts/{name}")
+
+
+@pytest.fixture
+def checkpoint(tmp_path, request) -> Path:
+    """A copy that may be damaged, of the run named by the parameter (ZeRO-2 by default)."""
+    name = getattr(request, "param", "zero2@2-fp32")
+    return Path(shutil.copytree(run_of(name).checkpoints[-1], tmp_path / "iter.pth"))
+
+
+class Evil:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch '{self.path}'",)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_reader_gives_what_the_engine_held(name):
+    """Every parameter (cut anywhere, frozen, tied) and buffer, bit by bit."""
+    run = run_of(name)
+    reader = DeepSpeedReader(run.checkpoints[-1])
+    names, buffers = set(reader.names("master")), set(reader.names("buffer"))
+    assert buffers == {"gain", "calls"} and names | buffers == set(run.held)
+    for key, value in run.held.items():
+        kind = "buffer" if key in buffers else "master"
+        assert reader.numel(kind, key) == value.numel()
+        assert torch.equal(reader.read(kind, key, 0, value.numel()).float(), value.flatten()), key
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_moments_and_steps_cover_every_trained_parameter(name):
+    run = run_of(name)
+    reader = DeepSpeedReader(run.checkpoints[-1])
+    trained = {key for key in reader.names("master") if not key.startswith("frozen.")}
+    for kind in ("exp_avg", "exp_avg_sq"):
+        assert set(reader.names(kind)) == trained
+        for key in trained:
+            assert reader.numel(kind, key) == run.held[key].numel()
+            assert reader.read(kind, key, 0, run.held[key].numel()).abs().max() > 0
+    assert {float(reader.read("step", key, 0, 1)) for key in trained} == {2.0}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_any_range_may_be_read(name):
+    """Ranges that begin and end anywhere, over the border between two ranks' files too."""
+    run = run_of(name)
+    reader = DeepSpeedReader(run.checkpoints[-1])
+    whole = run.held["emb.weight"].flatten()
+    for start in range(0, whole.numel(), 37):
+        stop = min(start + 53, whole.numel())
+        assert torch.equal(reader.read("master", "emb.weight", start, stop), whole[start:stop])
+    with pytest.raises(CheckpointError, match=r"no elements"):
+        reader.read("master", "emb.weight", whole.numel() - 1, whole.numel() + 1)
+
+
+@pytest.mark.parametrize("name", ["zero1@2-fp32", "zero2@2-fp32", "zero2@2-bf16", "zero3@2-fp32", "zero3@2-bf16"])
+def test_deepspeeds_own_script_gives_the_same(name):
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    directory = run_of(name).checkpoints[-1]
+    reader = DeepSpeedReader(directory)
+    theirs = get_fp32_state_dict_from_zero_checkpoint(str(directory), tag=".")
+    assert set(reader.names("master")) <= set(theirs)
+    for key in reader.names("master"):
+        ours = reader.read("master", key, 0, reader.numel("master", key))
+        assert torch.equal(ours.float(), theirs[key].flatten().float()), key
+
+
+def test_deepspeed_is_not_imported():
+    directory = run_of("zero3@2-bf16").checkpoints[-1]
+    code = (
+        "import sys; from pathlib import Path; from unigen_ds.checkpoint.layouts.deepspeed import DeepSpeedReader as R;"
+        " r = R(Path(sys.argv[1])); r.read('master', 'emb.weight', 0, 5);"
+        " sys.exit(any(m.split('.')[0] == 'deepspeed' for m in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(directory)], cwd=ROOT, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("file", ["mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt"])
+def test_a_crafted_file_is_refused_and_not_executed(checkpoint, tmp_path, file):
+    """A real file with one object more, whose unpickling runs a command."""
+    mark = tmp_path / "executed"
+    state = torch.load(checkpoint / file, weights_only=False)
+    torch.save({**state, "extra": Evil(mark)}, checkpoint / file)
+    with pytest.raises(CheckpointError, match=file):
+        DeepSpeedReader(checkpoint)
+    assert not mark.exists()
+    torch.load(checkpoint / file, weights_only=False)  # the payload is real: the ordinary way runs it
+    assert mark.exists()
+
+
+def test_a_bare_pickle_is_refused(tmp_path):
+    import pickle
+
+    path, mark = tmp_path / "mp_rank_00_model_states.pt", tmp_path / "executed"
+    path.write_bytes(pickle.dumps(Evil(mark)))
+    with pytest.raises(CheckpointError, match="mp_rank_00"):
+        load_file(path)
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("checkpoint", ["zero1@2-bf16", "zero2@2-fp32", "zero3@2-fp32"], indirect=True)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_missing_rank_is_named(checkpoint, rank):
+    """The last one too, which leaves no gap in the names."""
+    (found,) = [p for p in checkpoint.glob(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")]
+    found.unlink()
+    with pytest.raises(CheckpointError, match=f"of rank {rank}"):
+        DeepSpeedReader(checkpoint)
+
+
+@pytest.mark.parametrize("checkpoint", ["zero1@2-bf16", "zero3@2-fp32"], indirect=True)
+def test_missing_model_files_are_noticed(checkpoint):
+    sorted(checkpoint.glob("*model_states.pt"))[-1].unlink()
+    with pytest.raises(CheckpointError, match="model"):
+        DeepSpeedReader(checkpoint)
+
+
+@pytest.mark.parametrize("checkpoint", ["zero2@2-fp32", "zero3@2-fp32"], indirect=True)
+@pytest.mark.parametrize("kind", ["model", "optim"])
+@pytest.mark.parametrize("kept", [0.0, 0.5, 0.99])
+def test_a_truncated_file_is_named(checkpoint, kind, kept):
+    path = sorted(checkpoint.glob(f"*{kind}_states.pt"))[-1]
+    os.truncate(path, int(path.stat().st_size * kept))
+    with pytest.raises(CheckpointError, match=path.name):
+        DeepSpeedReader(checkpoint)

@@ -1,0 +1,53 @@
+"""Per rank: the bytes of all live tensors, counted, against what ZeRO's and FSDP's formulas promise."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engines import cases
+from tests.engines.formula import expected
+from tests.engines.launch import want
+
+runs = want("memory")
+pytestmark = pytest.mark.timeout(3600)
+
+LOWER, UPPER = 0.98, 1.05
+"""Padding to equal parts, whole rows (FSDP), and two communication buckets of 80 kB (of 6 MB) are on top."""
+NAMES = [job.name for job in cases.memory(full=False)]
+
+
+def parse(name: str) -> tuple[str, int, str]:
+    engine, _, rest = name.removeprefix("memory/").partition("@")
+    world, _, precision = rest.partition("-")
+    return engine, int(world), precision
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_rank_holds_what_the_formula_says(name):
+    engine, world, precision = parse(name)
+    ranks = runs().outcome(name).memory()
+    assert len(ranks) == world
+    for counted in ranks:
+        sizes = {key: counted[key] for key in ("trainable", "frozen", "largest")}
+        formula = expected(engine, world, precision, **sizes)
+        assert LOWER <= counted["total"] / formula.total <= UPPER, (counted, formula)
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if "offload" not in n and "zero3" not in n])
+def test_each_part_is_what_the_formula_says(name):
+    """ZeRO-3 and offload reserve their gradients' memory at the start: there only the sum can be told."""
+    engine, world, precision = parse(name)
+    for counted in runs().outcome(name).memory():
+        sizes = {key: counted[key] for key in ("trainable", "frozen", "largest")}
+        formula = expected(engine, world, precision, **sizes)
+        assert LOWER <= counted["parameters"] / formula.parameters <= UPPER
+        assert LOWER <= max(counted["sharded"], counted["gradients"]) / formula.gradients <= UPPER
+        assert LOWER <= counted["optimizer"] / formula.optimizer <= UPPER
+
+
+def test_the_ranks_together_hold_one_model():
+    """Optimizer state is nowhere twice: the ranks' parts add up to one process's."""
+    (single,) = runs().outcome("memory/single@1-fp32").memory()
+    for engine in ("zero1", "zero2", "zero3", "FULL_SHARD", "SHARD_GRAD_OP"):
+        ranks = runs().outcome(f"memory/{engine}@2-fp32").memory()
+        assert sum(m["optimizer"] for m in ranks) == pytest.approx(single["optimizer"], rel=0.01)

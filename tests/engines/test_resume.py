@@ -1,0 +1,56 @@
+"""Killed with SIGKILL in the middle of an update and resumed at the same topology: bit-equal, under every engine.
+
+Dropout, two loader workers, an average of the weights, a learning rate that changes with every update.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engines import cases
+from tests.engines.launch import METRICS, tensors, unequal, want
+from unigen_ds.checkpoint.manifest import Manifest
+
+runs = want("resume", "odd")
+pytestmark = pytest.mark.timeout(3600)
+
+NAMES = sorted({job.name.rpartition("/")[0] for job in cases.resume(full=False)})
+RESUMED = [job.name for job in cases.odd(full=False) if job.name.endswith("-resumed")]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_killed_and_resumed_run_is_bit_equal(name):
+    straight, killed = runs().outcome(f"{name}/straight"), runs().outcome(f"{name}/killed")
+    assert len(straight.lines) == len(killed.lines) == cases.RESUME_UPDATES
+    for a, b in zip(straight.lines, killed.lines, strict=True):
+        for key in (*METRICS, "lr", "sequences", "tokens", "samples"):
+            assert a[key] == b[key], (a["update"], key)
+    assert unequal(straight.final, killed.final) == []
+    kinds = {kind for kind, _ in straight.final}
+    assert {"master", "exp_avg", "exp_avg_sq", "step", "ema"} <= kinds
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_really_was_killed_after_the_checkpoint(name):
+    """The killed run had logged update 6, was resumed from update 5, and logged update 6 again."""
+    folder = runs().outcome(f"{name}/killed").folder
+    text = (folder / "metrics.jsonl").read_text(encoding="utf-8")
+    assert text.count('"event": "resume"') == 1
+    assert text.count('"update": 6,') == 2 and text.count('"update": 7,') == 1
+    saved = Manifest.read(folder / "iter_10.pth")
+    assert saved.progress.updates == cases.SAVED_AT
+
+
+def test_the_last_updates_did_change_the_weights():
+    """Else equality would be cheap."""
+    run = runs().outcome("resume/zero2@2-fp32/straight")
+    early = tensors(run.folder / "iter_10.pth")
+    assert len(unequal(early, run.final)) > 0.9 * len([key for key in early if key[0] != "buffer"])
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_tied_frozen_and_odd_parameters_go_on_bit_equal(name):
+    resumed, straight = runs().outcome(name), runs().outcome(name.removesuffix("-resumed"))
+    assert [line["loss"] for line in resumed.lines] == [line["loss"] for line in straight.lines]
+    assert unequal(resumed.final, straight.final) == []
+    assert int(resumed.final["buffer", "calls"]) == 20
