@@ -1,6 +1,6 @@
 """A unified text + image model learns scikit-learn's real handwritten digits: to draw them and to read them.
 
-About 3 minutes on 2 CPU cores. One packed sequence holds about five samples of either direction; both losses train
+About 3 minutes on 2 CPU cores. One packed sequence holds six or seven samples of either direction; both losses train
 together; prompts are dropped now and then, so that drawing can be guided.
 """
 
