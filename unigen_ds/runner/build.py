@@ -81,7 +81,7 @@ def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
         check_unchanged(manifest, geometry=geometry, data=identity)
     ruler = manifest.ruler if manifest else Ruler(geometry, data.stream.sequences_per_epoch)
     limits = build_limits(config["train_cfg"], ruler)
-    total_sequences = _total_sequences(limits, geometry, data.stream.seq_length)
+    total_sequences = _total_sequences(limits, geometry, data.stream.tokens_per_sequence)
     seed_everything(seed, rank=dist.rank())
     model, groups = build_model(config, data.processor, seed=seed)
     schedules = build_schedules(config, plan, groups, ruler=ruler, total_sequences=total_sequences)
@@ -226,9 +226,9 @@ def build_limits(train_cfg: Mapping[str, Any], ruler: Ruler) -> list[Duration]:
     return limits
 
 
-def _total_sequences(limits: Sequence[Duration], geometry: Geometry, seq_length: int) -> float:
-    """Sequences until the first limit; a limit in tokens is turned into full sequences."""
-    total = min(limit.value / seq_length if limit.unit == "token" else limit.value for limit in limits)
+def _total_sequences(limits: Sequence[Duration], geometry: Geometry, tokens_per_sequence: float) -> float:
+    """Sequences until the first limit; for a limit in tokens an estimate from the mean length."""
+    total = min(limit.value / tokens_per_sequence if limit.unit == "token" else limit.value for limit in limits)
     if total < geometry.global_batch_size:
         raise ConfigError(
             f"train_cfg ends after {total:g} sequences, before the first update of {geometry} sequences",
