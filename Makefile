@@ -39,8 +39,12 @@ demo: $(VENV)/.stamp-demo
 	$(BIN)/python tools/train.py unified_digits --work-dir $(DEMO_DIR) --resume
 	@echo
 	@$(BIN)/python tools/inspect_data.py unified_digits --ledger $(DEMO_DIR)/ledger.jsonl
+	@echo
+	@echo "Reached:"
+	@grep _accuracy $(DEMO_DIR)/results.json
 	@echo "Pictures: $(DEMO_DIR)/samples.png  $(DEMO_DIR)/curves.png"
 	@echo "Numbers:  $(DEMO_DIR)/results.json  $(DEMO_DIR)/metrics.jsonl"
+	@echo "Resume:   $(BIN)/python tools/train.py unified_digits --work-dir $(DEMO_DIR) --resume"
 
 test: lint
 	$(BIN)/python -m pytest

@@ -31,7 +31,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -44,6 +43,7 @@ from torch.utils.data import DataLoader
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from shared.record import RESULTS, interval, write_result
+from shared.timing import Block, Plan, RandomState, Stopwatch
 
 from unigen_ds.core.batch import PackedBatch
 from unigen_ds.core.config import load_config
@@ -57,69 +57,6 @@ from unigen_ds.runner.runner import Runner
 
 LIMIT = 1.03
 LOG_INTERVAL = 10
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How the two sides take turns, in updates."""
-
-    pairs: int
-    timed: int
-    lead: int = 5
-    """Updates of a block before the timed ones: they use up what the workers had ready from the other side's turn."""
-    warm_up: int = 20
-    settle_s: float = 0.3
-
-    def __post_init__(self) -> None:
-        if self.pairs < 2 or self.pairs % 2 or self.timed < 1:
-            raise SystemExit("error: --pairs is an even number, --timed at least 1")
-
-    @property
-    def block(self) -> int:
-        return self.lead + self.timed
-
-    @property
-    def total(self) -> int:
-        return self.warm_up + self.pairs * self.block
-
-
-@dataclass(frozen=True)
-class Block:
-    """The timed updates of one turn: seconds of wall time, of this process's CPU time, and of waiting for data."""
-
-    wall: float
-    cpu: float
-    data: float
-
-
-class Stopwatch:
-    """Wall and CPU time since it was made, with the device idle at both ends."""
-
-    def __init__(self) -> None:
-        _synchronise()
-        self._wall, self._cpu = time.perf_counter(), time.process_time()
-
-    def block(self, data: float) -> Block:
-        _synchronise()
-        return Block(time.perf_counter() - self._wall, time.process_time() - self._cpu, data)
-
-
-def _synchronise() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-class RandomState:
-    """The torch generators of one side, put in place while it has its turn: both draw the same dropout masks."""
-
-    def __init__(self) -> None:
-        self._cpu = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-
-    def restore(self) -> None:
-        torch.set_rng_state(self._cpu)
-        if self._cuda:
-            torch.cuda.set_rng_state_all(self._cuda)
 
 
 class HandWritten:
@@ -162,16 +99,20 @@ class HandWritten:
         """Model and optimizer, at the same weights as ours."""
         self.model, groups = build_model(config, parts.processor, seed=parts.data_identity["seed"])
         self.model.to(self.device).train()
+        self.shard()
         self.parameters = dict(self.model.named_parameters())
         self.trained = [self.parameters[name] for group in groups for name in group.parameters]
         arguments = {k: v for k, v in config["optim_wrapper"]["optimizer"].items() if k not in ("type", "lr")}
-        self.optimizer = torch.optim.AdamW(
+        self.optimizer: Any = torch.optim.AdamW(
             [
                 {"params": [self.parameters[n] for n in g.parameters], "lr": g.lr, "weight_decay": g.weight_decay}
                 for g in groups
             ],
             **arguments,
         )
+
+    def shard(self) -> None:
+        """Nothing to shard."""
 
     def update(self) -> None:
         """One optimizer step."""
@@ -184,13 +125,19 @@ class HandWritten:
         image_weight = self.loss_weights["image"] / num_image if num_image else 0.0
         for group, lr in zip(self.optimizer.param_groups, self.rates[self.updates], strict=True):
             group["lr"] = lr
-        self.optimizer.zero_grad(set_to_none=True)
         for batch in batches:
             sums = self.model(batch.to(self.device)).sums
-            (sums["text"] * text_weight + sums["image"] * image_weight).backward()
+            self.backward(sums["text"] * text_weight + sums["image"] * image_weight, last=batch is batches[-1])
+        self.step()
+        self.updates += 1
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        loss.backward()
+
+    def step(self) -> None:
         torch.nn.utils.clip_grad_norm_(self.trained, self.max_norm)
         self.optimizer.step()
-        self.updates += 1
+        self.optimizer.zero_grad(set_to_none=True)
 
     def weights(self) -> Mapping[str, Tensor]:
         """Trained parameters by name, on this process."""
@@ -206,8 +153,55 @@ class HandWritten:
         return watch.block(self.waited)
 
 
+class HandWrittenFSDP(HandWritten):
+    """The same with ``fully_shard`` around every unit, as PyTorch's tutorial writes it."""
+
+    def shard(self) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        for unit in self.model.shard_units():  # type: ignore[operator]
+            fully_shard(unit)
+        fully_shard(self.model)
+
+    def weights(self) -> Mapping[str, Tensor]:
+        return {name: p.full_tensor() for name, p in super().weights().items()}  # type: ignore[attr-defined]
+
+
+class HandWrittenZeRO(HandWritten):
+    """The same with ``deepspeed.initialize``; the engine clips and steps."""
+
+    def prepare(self, config: Any, parts: Parts) -> None:
+        import deepspeed
+
+        super().prepare(config, parts)
+        self.engine, *_ = deepspeed.initialize(
+            model=self.model,
+            optimizer=self.optimizer,
+            config={
+                "train_micro_batch_size_per_gpu": parts.geometry.batch_size,
+                "gradient_accumulation_steps": self.accumulate,
+                "gradient_clipping": self.max_norm,
+                "zero_allow_untested_optimizer": True,
+                "steps_per_print": 10**12,
+                "zero_optimization": {"stage": 2},
+            },
+            dist_init_required=False,
+        )
+        self.model, self.optimizer = self.engine, self.engine.optimizer
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        self.engine.backward(loss, scale_wrt_gas=False)
+        if not last:
+            self.engine.step()
+
+    def step(self) -> None:
+        self.engine.step()
+
+
 ENGINES: dict[str, tuple[dict[str, Any], type[HandWritten]]] = {
     "single": ({"type": "single"}, HandWritten),
+    "fsdp": ({"type": "fsdp", "sharding_strategy": "FULL_SHARD"}, HandWrittenFSDP),
+    "zero2": ({"type": "deepspeed", "config": "zero2"}, HandWrittenZeRO),
 }
 """``--backend`` -> the config's ``backend``, and the loop written by hand for that engine."""
 
@@ -221,6 +215,7 @@ class Pacer(Hook):
         self.other, self.plan = other, plan
         self.ours: list[Block] = []
         self.theirs: list[Block] = []
+        self.same_weights = False
         self._watch: Stopwatch | None = None
         self._their_random: RandomState | None = None
 
@@ -241,6 +236,10 @@ class Pacer(Hook):
             self.ours.append(self._watch.block(timer.summary()["time/data"] * plan.timed))
             # O0 P0 | P1 O1 | O2 P2 | ...: after every other block of ours, two of theirs
             time.sleep(plan.settle_s) if len(self.ours) % 2 == 0 else self._hand_over(turns=2)
+
+    def after_train(self, run: Run) -> None:
+        theirs = self.other.weights()
+        self.same_weights = all(torch.equal(s.data, theirs[s.name].view(-1)) for s in run.backend.master_shards())
 
     def _hand_over(self, *, turns: int) -> None:
         """The other side's turn(s), with its own generators; ``turns=0`` is its warm-up."""
@@ -283,11 +282,9 @@ def compare(arguments: argparse.Namespace, plan: Plan, *, num_workers: int) -> d
             runner = Runner(dataclasses.replace(parts, hooks=[*parts.hooks, pacer]))
             runner.train()
     assert len(pacer.ours) == len(pacer.theirs) == plan.pairs and runner.progress.updates == pacer.other.updates
-    theirs = pacer.other.weights()
-    same = all(torch.equal(s.data, theirs[s.name].view(-1)) for s in runner.backend.master_shards())
     return {
         "num_workers": num_workers,
-        "same_weights": same,
+        "same_weights": pacer.same_weights,
         **summary(pacer.ours, pacer.theirs, updates=plan.timed),
         "load_before": load_before,
         "load_after": os.getloadavg(),
@@ -363,7 +360,7 @@ def main() -> int:
         "verdict": {str(r["num_workers"]): verdict(r["ratio"]) for r in results},
         "results": results,
     }
-    print(f"Written: {os.path.relpath(write_result('overhead', record, folder=arguments.out))}")
+    print(f"Written: {os.path.relpath(write_result(f'overhead_{arguments.backend}', record, folder=arguments.out))}")
     return int(any(r["ratio"]["low"] > LIMIT for r in results))
 
 

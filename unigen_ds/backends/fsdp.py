@@ -37,20 +37,19 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.nn.utils import get_total_norm
 
 from unigen_ds.backends.base import StepResult
-from unigen_ds.backends.sharded import ShardedBackend
+from unigen_ds.backends.torch_optimizer import TorchOptimizerBackend
 from unigen_ds.core import dist
 from unigen_ds.core.errors import ConfigError, nearest
-from unigen_ds.core.loss_scale import LossScale
-from unigen_ds.core.optim import COMPUTE_DTYPE, OptimizerConfig, ParamGroup, build_torch_optimizer
+from unigen_ds.core.optim import COMPUTE_DTYPE, OptimizerConfig, ParamGroup
 from unigen_ds.core.progress import Geometry
 from unigen_ds.core.registry import BACKENDS
-from unigen_ds.core.shards import BUFFER, LOSS_SCALE, MASTER, Shard
+from unigen_ds.core.shards import BUFFER, MASTER, Shard
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")
 
 
 @BACKENDS.register_module(name="fsdp")
-class FSDPBackend(ShardedBackend):
+class FSDPBackend(TorchOptimizerBackend):
     """See the module docstring.
 
     Args:
@@ -88,16 +87,11 @@ class FSDPBackend(ShardedBackend):
         geometry: Geometry,
     ) -> None:
         dist.ensure_initialized()
-        self._cfg = optimizer_cfg
-        self._scale = LossScale() if optimizer_cfg.precision == "fp16" else None
         cuda = torch.cuda.is_available()
         self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self._mesh = self._make_mesh(self._device.type)
-        self._model = self._shard(model)
-        self._parameters: dict[str, nn.Parameter] = dict(self._model.named_parameters())
-        self._trainable = [name for name, p in self._parameters.items() if p.requires_grad]
-        grouped = [(group, [self._parameters[name] for name in group.parameters]) for group in param_groups]
-        self._optimizer = build_torch_optimizer(optimizer_cfg, grouped)
+        root = self._shard(model, optimizer_cfg.precision)
+        self._own(root, dict(root.named_parameters()), param_groups, optimizer_cfg)
         self.log_summary(f"FSDP2 {self.strategy} ({self.num_shard} shard(s))")
 
     def _make_mesh(self, device_type: str) -> DeviceMesh:
@@ -107,8 +101,8 @@ class FSDPBackend(ShardedBackend):
             device_type, (world // self.num_shard, self.num_shard), mesh_dim_names=("replicate", "shard")
         )
 
-    def _shard(self, model: Any) -> Any:
-        low = None if self._cfg.precision == "fp32" else COMPUTE_DTYPE[self._cfg.precision]
+    def _shard(self, model: Any, precision: str) -> Any:
+        low = None if precision == "fp32" else COMPUTE_DTYPE[precision]
         offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=False) if self.cpu_offload else OffloadPolicy()
         settings: dict[str, Any] = {
             "mesh": self._mesh if self.num_shard < dist.world_size() else self._mesh["shard"],
@@ -164,11 +158,7 @@ class FSDPBackend(ShardedBackend):
         (loss * scale if scale != 1.0 else loss).backward()
 
     def step(self) -> StepResult:
-        parameters = [self._parameters[name] for name in self._trainable]
-        for parameter in parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        grads = self._gradients()
         local = [_local(grad) for grad in grads]
         if self._scale:
             torch._foreach_mul_(local, 1.0 / self._scale.scale)
@@ -183,10 +173,6 @@ class FSDPBackend(ShardedBackend):
             self._scale.record(applied=applied)
         self._optimizer.zero_grad(set_to_none=True)
         return StepResult(grad_norm=norm, applied=applied)
-
-    def set_hparams(self, per_group: Sequence[Mapping[str, Any]]) -> None:
-        for group, hparams in zip(self._optimizer.param_groups, per_group, strict=True):
-            group.update({key: value for key, value in hparams.items() if key != "name"})
 
     def refresh_copies(self) -> None:
         """Drop gathered copies; the next forward gathers anew from the masters."""
@@ -213,33 +199,12 @@ class FSDPBackend(ShardedBackend):
 
     def frozen_shards(self) -> list[Shard]:
         self.refresh_copies()
-        names = [name for name in self._parameters if name not in set(self._trainable)]
+        trained = set(self._trainable)
+        names = [name for name in self._masters if name not in trained]
         return self._shards(names, dict(self._model.named_parameters()))
 
-    def buffers(self) -> Mapping[str, Tensor]:
-        persistent = self._model.state_dict(keep_vars=True)
-        return {n: b for n, b in self._model.named_buffers() if n in persistent}
-
-    def trainable_sizes(self) -> dict[str, int]:
-        return {name: self._parameters[name].numel() for name in self._trainable}
-
-    def frozen_sizes(self) -> dict[str, int]:
-        return {name: p.numel() for name, p in self._parameters.items() if not p.requires_grad}
-
     def moments(self, kind: str) -> list[Shard]:
-        state = {}
-        for name in self._trainable:
-            parameter = self._parameters[name]
-            state[name] = self._optimizer.state[parameter].setdefault(kind, torch.zeros_like(parameter))
-        return self._shards(self._trainable, state)
-
-    def set_steps(self, steps: Mapping[str, float]) -> None:
-        for name, step in steps.items():
-            self._optimizer.state[self._parameters[name]]["step"] = torch.tensor(step)
-
-    def load_loss_scale(self, scale: float, good_updates: int) -> None:
-        if self._scale:
-            self._scale.scale, self._scale.good_updates = scale, good_updates
+        return self._shards(self._trainable, self._moment_tensors(kind))
 
     def save_shards(self, directory: Path) -> dict[str, Any]:
         """PyTorch's distributed checkpoint: ``.metadata`` and one ``__<rank>_0.distcp`` per process.
@@ -247,15 +212,10 @@ class FSDPBackend(ShardedBackend):
         Keys are ``kind|name`` (``core/shards.py``); DCP knows the offsets of the parts.
         """
         self.refresh_copies()
-        state: dict[str, Tensor] = {f"{MASTER}|{name}": p.detach() for name, p in self._parameters.items()}
+        state: dict[str, Tensor] = {f"{MASTER}|{name}": p.detach() for name, p in self._masters.items()}
         state |= {f"{BUFFER}|{name}": b for name, b in self.buffers().items()}
-        for name in self._trainable:
-            for kind, value in self._optimizer.state.get(self._parameters[name], {}).items():
-                if isinstance(value, Tensor):
-                    state[f"{kind}|{name}"] = value.reshape(1) if value.ndim == 0 else value
-        if self._scale:
-            pair = [self._scale.scale, float(self._scale.good_updates)]
-            state[f"{LOSS_SCALE}|{LOSS_SCALE}"] = torch.tensor(pair, dtype=torch.float64)
+        for (kind, name), value in self._optimizer_tensors().items():
+            state[f"{kind}|{name}"] = value.reshape(1) if value.ndim == 0 else value
         save_distributed(state, checkpoint_id=os.fspath(directory))
         return {"layout": "dcp"}
 

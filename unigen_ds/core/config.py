@@ -29,7 +29,7 @@ _COMPONENT = None  # dict(type=...): its arguments are checked against the class
 _DATALOADER = {
     "batch_size": 1, "global_batch_size": 1, "num_workers": 1, "drop_last": 1, "seq_length": 1,
     "packing": _COMPONENT, "dataset": _COMPONENT,
-    "prefetch_factor": 1, "pin_memory": 1, "persistent_workers": 1, "max_skipped_fraction": 1, "timeout": 1,
+    "prefetch_factor": 1, "pin_memory": 1, "max_skipped_fraction": 1, "timeout": 1,
 }  # fmt: skip
 SCHEMA: dict[str, Any] = {
     "model": _COMPONENT,

@@ -115,6 +115,12 @@ class SequenceStream:
         return whole * sequences_per_iteration
 
     @property
+    def tokens_per_sequence(self) -> float:
+        """Mean over an epoch, from lengths alone; condition dropout makes the true number a little smaller."""
+        drawn = sum(float(t.mean()) * n for t, n in zip(self._tokens, self.order.counts, strict=True))
+        return drawn / self.sequences_per_epoch
+
+    @property
     def num_windows(self) -> int:
         """Windows of an epoch; 1 where nothing is packed."""
         return 1 if self.packer is None else -(-self.order.epoch_size // self.packer.window)

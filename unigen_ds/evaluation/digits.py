@@ -102,8 +102,9 @@ def plot_samples(verdict: Verdict, root: Path, path: Path) -> None:
     from matplotlib.figure import Figure
 
     images, labels = read_split(root, "train")
-    figure = Figure(figsize=(13, 7.2))
-    axes = figure.subplots(10, 2 * _SHOWN + 1, gridspec_kw={"width_ratios": [1] * _SHOWN + [1] + [1] * _SHOWN})
+    figure = Figure(figsize=(13, 7))
+    axes = figure.subplots(10, 2 * _SHOWN + 1, gridspec_kw={"wspace": 0.1, "hspace": 0.1})
+    figure.subplots_adjust(left=0.01, right=0.99, bottom=0.01, top=0.9)
     for digit, row in enumerate(axes):
         own = np.flatnonzero(verdict.asked == digit)[:_SHOWN]
         _fill(row[:_SHOWN], verdict.drawn[own], wrong=verdict.judged[own] != digit)

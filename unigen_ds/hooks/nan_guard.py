@@ -57,7 +57,7 @@ class NanGuardHook(Hook):
                 f"{len(self._skipped)} updates in a row had gradients that are not finite: "
                 + "; ".join(map(_describe, self._skipped)),
                 remedy="look at these sequences with tools/inspect_data.py CONFIG --sequences A:B, lower the learning"
-                " rate, or resume from an earlier checkpoint with --skip-sequences A:B",
+                " rate, look at these samples with tools/inspect_data.py, or resume from an earlier checkpoint",
             )
 
     def state_dict(self) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from unigen_ds.backends import single as _single  # noqa: F401
 from unigen_ds.backends.base import Backend
 from unigen_ds.core import dist, log
 from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.files import write_text_atomic
 from unigen_ds.core.optim import OptimizerConfig, ParamGroup
 from unigen_ds.core.progress import Duration, Geometry, Ruler, split_global_batch
 from unigen_ds.core.registry import BACKENDS, DATASETS, HOOKS, MODELS, PACKERS, TOKENIZERS, TRANSFORMS, build
@@ -71,11 +72,7 @@ def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
     geometry, optimizer_cfg = build_geometry(config, backend), build_optimizer_config(config)
     backend.check(geometry=geometry, optimizer_cfg=optimizer_cfg)
     dist.init(timeout_s=(config.get("env") or {}).get("dist_timeout_s", 1800.0))
-    work_dir = Path(config["work_dir"])
-    logger = log.setup(rank=dist.rank(), log_file=work_dir / "train.log")
-    plan = plan_resume(work_dir, resume=config.get("resume", False), load_from=config.get("load_from"))
-    for message in plan.messages:
-        logger.info(message)
+    plan = open_run(config)
     seed = int((config.get("randomness") or {}).get("seed", 0))
     manifest = plan.manifest if plan.mode == "resume" else None
     data = build_data(config, seed=seed, geometry=geometry, ruler=manifest.ruler if manifest else None)
@@ -84,21 +81,21 @@ def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
         check_unchanged(manifest, geometry=geometry, data=identity)
     ruler = manifest.ruler if manifest else Ruler(geometry, data.stream.sequences_per_epoch)
     limits = build_limits(config["train_cfg"], ruler)
-    total_sequences = _total_sequences(limits, geometry, data.stream.seq_length)
+    total_sequences = _total_sequences(limits, geometry, data.stream.tokens_per_sequence)
     seed_everything(seed, rank=dist.rank())
     model, groups = build_model(config, data.processor, seed=seed)
     schedules = build_schedules(config, plan, groups, ruler=ruler, total_sequences=total_sequences)
     hooks = build_hooks(config)
     backend.prepare(model, groups, optimizer_cfg, geometry=geometry)
     seed_everything(seed, rank=dist.rank())
-    logger.info("Effective batch: %s sequences per update; %d per epoch.", geometry, ruler.sequences_per_epoch)
+    log.logger().info("Effective batch: %s sequences per update; %d per epoch.", geometry, ruler.sequences_per_epoch)
     cursor = Cursor.from_state_dict(manifest.loader["cursor"]) if manifest else Cursor()
     loader = build_loader(config, data, geometry=geometry, backend=backend, cursor=cursor)
     return Parts(
         config=config,
         plain_config=json.loads(json.dumps(config.to_dict(), default=str)),
         config_text=config_text(config),
-        work_dir=work_dir,
+        work_dir=Path(config["work_dir"]),
         backend=backend,
         loader=loader,
         cursor=cursor,
@@ -116,6 +113,22 @@ def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
         data_identity=identity,
         max_updates=max_updates,
     )
+
+
+def open_run(config: Config) -> ResumePlan:
+    """The log, the checkpoint to go on from, and a copy of the config in the work dir (rank 0; never executed)."""
+    work_dir = Path(config["work_dir"])
+    logger = log.setup(rank=dist.rank(), log_file=work_dir / "train.log")
+    plan = plan_resume(work_dir, resume=config.get("resume", False), load_from=config.get("load_from"))
+    for message in plan.messages:
+        logger.info(message)
+    if config.get("val_dataloader") is not None:
+        logger.warning("val_dataloader is ignored: there is no validation loop yet.")
+    if (threads := (config.get("env") or {}).get("num_threads")) is not None:
+        torch.set_num_threads(threads)
+    if dist.is_main():
+        write_text_atomic(work_dir / "config.py", config_text(config))
+    return plan
 
 
 def config_text(config: Config) -> str:
@@ -213,9 +226,9 @@ def build_limits(train_cfg: Mapping[str, Any], ruler: Ruler) -> list[Duration]:
     return limits
 
 
-def _total_sequences(limits: Sequence[Duration], geometry: Geometry, seq_length: int) -> float:
-    """Sequences until the first limit; a limit in tokens is turned into full sequences."""
-    total = min(limit.value / seq_length if limit.unit == "token" else limit.value for limit in limits)
+def _total_sequences(limits: Sequence[Duration], geometry: Geometry, tokens_per_sequence: float) -> float:
+    """Sequences until the first limit; for a limit in tokens an estimate from the mean length."""
+    total = min(limit.value / tokens_per_sequence if limit.unit == "token" else limit.value for limit in limits)
     if total < geometry.global_batch_size:
         raise ConfigError(
             f"train_cfg ends after {total:g} sequences, before the first update of {geometry} sequences",

@@ -51,7 +51,10 @@ class Runner:
 
     @property
     def finished(self) -> bool:
-        """Whether the next update would go beyond a limit of ``train_cfg``: a run never trains on more than asked."""
+        """Whether the next update would go beyond a limit of ``train_cfg``: a run never trains on more than asked.
+
+        A limit in tokens ends with the update that reaches it: how many the next one has is not known before.
+        """
         ahead = self.progress.sequences + self.geometry.global_batch_size
         return any(
             ahead > limit.value if limit.unit == "sequence" else limit.reached(self.progress)
@@ -85,8 +88,7 @@ class Runner:
             self._call("after_train")
             self._call("after_run")
         except BaseException as error:
-            for hook in self.hooks:
-                hook.on_exception(self, error)
+            self._tell(error)
             raise
         finally:
             self._parts.loader.close()
@@ -156,6 +158,14 @@ class Runner:
     def _call(self, point: str, *arguments: Any) -> None:
         for hook in self.hooks:
             getattr(hook, point)(self, *arguments)
+
+    def _tell(self, error: BaseException) -> None:
+        """Tell every hook of an error; one that fails at that must hide neither the error nor it from the others."""
+        for hook in self.hooks:
+            try:
+                hook.on_exception(self, error)
+            except Exception:
+                logger().exception("%s failed while it was told of an error:", type(hook).__name__)
 
     def _restore(self) -> None:
         """Load what the plan says: weights; on resume also moments, hook states and, last, the random generators."""

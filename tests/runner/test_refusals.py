@@ -1,0 +1,85 @@
+"""Settings that cannot work are refused by the real command line, before any process is joined and before any file."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.progress import Geometry, split_global_batch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def refused(tmp_path: Path, *arguments: str, **environment: str) -> str:
+    """Run the tool; it must exit with 2, and leave no work dir. Returns what it said."""
+    command = [sys.executable, str(ROOT / "tools" / "train.py"), "unified_digits"]
+    command += ["--work-dir", str(tmp_path / "run"), *arguments]
+    done = subprocess.run(
+        command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    assert not (tmp_path / "run").exists()
+    return done.stderr
+
+
+@pytest.fixture
+def busy_port():
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+def test_a_port_in_use_is_named_with_a_free_one(tmp_path, busy_port):
+    processes = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    said = refused(tmp_path, "--backend", "fsdp", MASTER_PORT=str(busy_port), **processes)
+    assert f"MASTER_PORT {busy_port} cannot be opened" in said and "is free just now" in said
+
+
+def test_more_shards_than_processes(tmp_path):
+    options = ["--cfg-options", "backend={'type':'fsdp','sharding_strategy':'HYBRID_SHARD','num_shard':4}"]
+    said = refused(tmp_path, *options, RANK="0", WORLD_SIZE="2")
+    assert "num_shard is 4 and there are 2 process(es)" in said and "1, 2" in said
+
+
+def test_a_global_batch_that_cannot_be_split_names_the_nearest(tmp_path):
+    options = ["train_dataloader.batch_size=null", "train_dataloader.global_batch_size=100"]
+    said = refused(
+        tmp_path, "--backend", "fsdp", "--cfg-options", *options, "optim_wrapper.accumulative_counts=3", WORLD_SIZE="4"
+    )
+    assert "100" in said and "the nearest are 96 and 108" in said
+
+
+def test_a_json_that_contradicts_the_config_names_both(tmp_path):
+    path = tmp_path / "own.json"
+    path.write_text(json.dumps({"gradient_accumulation_steps": 4, "zero_optimization": {"stage": 2}}))
+    said = refused(tmp_path, "--backend", f"deepspeed:{path}")
+    assert "gradient_accumulation_steps = 4" in said and "optim_wrapper.accumulative_counts = 1" in said
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is compiled at the start")
+def test_a_missing_compiler_is_named_before_deepspeed_needs_it(tmp_path):
+    empty = {"PATH": str(tmp_path), "TORCH_EXTENSIONS_DIR": str(tmp_path / "nothing_built")}
+    said = refused(tmp_path, "--backend", "deepspeed:zero2", **empty)
+    assert "g++" in said and "fsdp:FULL_SHARD" in said
+
+
+def test_one_process_engine_with_several_processes(tmp_path):
+    assert "started with 2 processes" in refused(tmp_path, "--backend", "single", RANK="0", WORLD_SIZE="2")
+
+
+def test_a_global_batch_is_split_evenly():
+    assert split_global_batch(96, accumulative_counts=3, dp_size=4) == Geometry(8, 3, 4)
+    assert split_global_batch(96, accumulative_counts=3, dp_size=4, batch_size=8) == Geometry(8, 3, 4)
+    with pytest.raises(ConfigError, match="the nearest are 12 and 24"):
+        split_global_batch(5, accumulative_counts=3, dp_size=4)
+    with pytest.raises(ConfigError, match=r"make it 8"):
+        split_global_batch(96, accumulative_counts=3, dp_size=4, batch_size=9)

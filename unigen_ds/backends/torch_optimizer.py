@@ -1,0 +1,85 @@
+"""What ``single`` and ``fsdp`` share: a torch optimizer whose parameters are the masters themselves, one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unigen_ds.backends.sharded import ShardedBackend
+from unigen_ds.core.loss_scale import LossScale
+from unigen_ds.core.optim import OptimizerConfig, ParamGroup, build_torch_optimizer
+from unigen_ds.core.shards import LOSS_SCALE
+
+
+class TorchOptimizerBackend(ShardedBackend):
+    """A subclass calls ``_own`` in ``prepare``; the masters may be plain tensors or DTensors."""
+
+    _model: Any
+    _masters: dict[str, nn.Parameter]
+    _trainable: list[str]
+    _optimizer: torch.optim.Optimizer
+    _scale: LossScale | None
+    _cfg: OptimizerConfig
+
+    def _own(
+        self, model: Any, masters: dict[str, nn.Parameter], groups: Sequence[ParamGroup], cfg: OptimizerConfig
+    ) -> None:
+        """Keep the masters by name and build the optimizer over them."""
+        self._model, self._masters, self._cfg = model, masters, cfg
+        self._trainable = [name for name, p in masters.items() if p.requires_grad]
+        self._scale = LossScale() if cfg.precision == "fp16" else None
+        self._optimizer = build_torch_optimizer(cfg, [(g, [masters[name] for name in g.parameters]) for g in groups])
+
+    def _gradients(self) -> list[Tensor]:
+        """Those of all trained masters, as the sharding engines see them: an absent gradient is a zero gradient."""
+        grads = []
+        for name in self._trainable:
+            master = self._masters[name]
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
+            grads.append(master.grad)
+        return grads
+
+    def set_hparams(self, per_group: Sequence[Mapping[str, Any]]) -> None:
+        for group, hparams in zip(self._optimizer.param_groups, per_group, strict=True):
+            group.update({key: value for key, value in hparams.items() if key != "name"})
+
+    def buffers(self) -> Mapping[str, Tensor]:
+        persistent = self._model.state_dict(keep_vars=True)
+        return {name: b for name, b in self._model.named_buffers() if name in persistent}
+
+    def trainable_sizes(self) -> dict[str, int]:
+        return {name: self._masters[name].numel() for name in self._trainable}
+
+    def frozen_sizes(self) -> dict[str, int]:
+        return {name: p.numel() for name, p in self._masters.items() if not p.requires_grad}
+
+    def _moment_tensors(self, kind: str) -> dict[str, Tensor]:
+        """A moment of every trained master, made of zeros where there is none."""
+        state = self._optimizer.state
+        masters = {name: self._masters[name] for name in self._trainable}
+        return {name: state[p].setdefault(kind, torch.zeros_like(p)) for name, p in masters.items()}
+
+    def set_steps(self, steps: Mapping[str, float]) -> None:
+        for name, step in steps.items():
+            self._optimizer.state[self._masters[name]]["step"] = torch.tensor(step)
+
+    def load_loss_scale(self, scale: float, good_updates: int) -> None:
+        if self._scale:
+            self._scale.scale, self._scale.good_updates = scale, good_updates
+
+    def _optimizer_tensors(self) -> dict[tuple[str, str], Tensor]:
+        """(kind, name) -> tensor of everything the optimizer and the loss scale keep."""
+        state = {
+            (kind, name): value
+            for name in self._trainable
+            for kind, value in self._optimizer.state.get(self._masters[name], {}).items()
+            if isinstance(value, Tensor)
+        }
+        if self._scale:
+            pair = [self._scale.scale, float(self._scale.good_updates)]
+            state[LOSS_SCALE, LOSS_SCALE] = torch.tensor(pair, dtype=torch.float64)
+        return state
