@@ -78,7 +78,9 @@ class FaultHook(Hook):
 
 @MODELS.register_module()
 class OddModel(nn.Module):
-    """A user's own model: odd widths, a tied output head, a frozen tower, a buffer that training changes."""
+    """A user's own model: odd widths, a tied output head, a frozen tower, a buffer that training changes, a parameter
+    of the root.
+    """
 
     WIDTH, INNER = 13, 31
 
@@ -92,6 +94,7 @@ class OddModel(nn.Module):
         self.image_head = nn.Linear(self.WIDTH, 4)
         self.head = nn.Linear(self.WIDTH, vocab, bias=False)
         self.head.weight = self.emb.weight
+        self.mix = nn.Parameter(torch.eye(self.WIDTH) + 0.1)  # the model's own, in none of its modules
         self.register_buffer("gain", torch.tensor([0.5, 1.5, 2.5]))
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 
@@ -114,6 +117,7 @@ class OddModel(nn.Module):
         hidden = hidden.index_add(0, batch.text_index, text)
         hidden = hidden.index_add(0, batch.latent_index, self.connector(self.frozen(batch.flow_noise.to(dtype))))
         hidden = hidden + self.block(hidden) * self.gain[1].to(dtype)
+        hidden = hidden @ self.mix
         logits = self.head(hidden[batch.text_target_index])
         losses = F.cross_entropy(logits.float(), batch.text_target_ids, reduction="none")
         drawn = self.image_head(hidden[batch.image_target_index])

@@ -31,6 +31,7 @@ from unigen_ds.backends.deepspeed_config import (
 )
 from unigen_ds.backends.sharded import ShardedBackend
 from unigen_ds.core import dist
+from unigen_ds.core.batch import LossTerms
 from unigen_ds.core.errors import CheckpointError
 from unigen_ds.core.optim import OptimizerConfig, ParamGroup, build_torch_optimizer
 from unigen_ds.core.progress import Geometry
@@ -50,6 +51,14 @@ class _Fragment:
     offset: int
     numel: int
     start: int
+
+
+def _terms_to_dict(module: nn.Module, inputs: Any, output: Any) -> Any:
+    return dict(output.sums) if isinstance(output, LossTerms) else None
+
+
+def _dict_to_terms(module: nn.Module, inputs: Any, output: Any) -> Any:
+    return LossTerms(output) if isinstance(output, dict) else None
 
 
 @BACKENDS.register_module(name="deepspeed")
@@ -86,12 +95,15 @@ class DeepSpeedBackend(ShardedBackend):
         self._trainable = [name for name, p in parameters.items() if p.requires_grad]
         originals = {name: parameters[name].detach().clone() for name in self._trainable if self._low_precision}
         grouped = [(group, [parameters[name] for name in group.parameters]) for group in param_groups]
+        # ZeRO-3's own hooks on the model look for tensors in dicts, not in LossTerms: theirs run between these two
+        model.register_forward_hook(_terms_to_dict)
         self._engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=build_torch_optimizer(optimizer_cfg, grouped),
             config=fill(self._ds_config, geometry=geometry, optimizer=optimizer_cfg),
             dist_init_required=False,
         )
+        self._engine.module.register_forward_hook(_dict_to_terms)
         self._parameters: dict[str, Any] = dict(self._engine.module.named_parameters())
         self._zero = self._engine.optimizer
         if hasattr(self._zero, "check_grad_overflow"):
@@ -143,6 +155,10 @@ class DeepSpeedBackend(ShardedBackend):
 
     def backward(self, loss: Tensor) -> None:
         """DeepSpeed averages over the processes and divides by its own accumulation; the loop wants the plain sum."""
+        if hasattr(self._zero, "clear_lp_grads"):
+            # BF16_Optimizer (ZeRO-1 in bf16) adds each iteration's gradients to its fp32 sums; the engine clears them in
+            # between by a hook on output tensors, which do not exist where a model returns LossTerms
+            self._zero.clear_lp_grads()
         self._engine.backward(loss * self.dp_size, scale_wrt_gas=False)
 
     def step(self) -> StepResult:
