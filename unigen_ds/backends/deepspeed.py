@@ -156,8 +156,8 @@ class DeepSpeedBackend(ShardedBackend):
     def backward(self, loss: Tensor) -> None:
         """DeepSpeed averages over the processes and divides by its own accumulation; the loop wants the plain sum."""
         if hasattr(self._zero, "clear_lp_grads"):
-            # BF16_Optimizer (ZeRO-1 in bf16) adds each iteration's gradients to its fp32 sums; the engine clears them in
-            # between by a hook on output tensors, which do not exist where a model returns LossTerms
+            # BF16_Optimizer (ZeRO-1 in bf16) adds each iteration's gradients to its fp32 sums; the engine clears them
+            # in between by a hook on output tensors, which do not exist where a model returns LossTerms
             self._zero.clear_lp_grads()
         self._engine.backward(loss * self.dp_size, scale_wrt_gas=False)
 
