@@ -26,7 +26,6 @@ from unigen_ds.backends import single as _single  # noqa: F401
 from unigen_ds.backends.base import Backend
 from unigen_ds.core import dist, log
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.files import write_text_atomic
 from unigen_ds.core.optim import OptimizerConfig, ParamGroup
 from unigen_ds.core.progress import Duration, Geometry, Ruler, split_global_batch
 from unigen_ds.core.registry import BACKENDS, DATASETS, HOOKS, MODELS, PACKERS, TOKENIZERS, TRANSFORMS, build
@@ -116,7 +115,7 @@ def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
 
 
 def open_run(config: Config) -> ResumePlan:
-    """The log, the checkpoint to go on from, and a copy of the config in the work dir (rank 0; never executed)."""
+    """The log, and the checkpoint to go on from."""
     work_dir = Path(config["work_dir"])
     logger = log.setup(rank=dist.rank(), log_file=work_dir / "train.log")
     plan = plan_resume(work_dir, resume=config.get("resume", False), load_from=config.get("load_from"))
@@ -126,8 +125,6 @@ def open_run(config: Config) -> ResumePlan:
         logger.warning("val_dataloader is ignored: there is no validation loop yet.")
     if (threads := (config.get("env") or {}).get("num_threads")) is not None:
         torch.set_num_threads(threads)
-    if dist.is_main():
-        write_text_atomic(work_dir / "config.py", config_text(config))
     return plan
 
 

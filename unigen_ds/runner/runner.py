@@ -16,6 +16,7 @@ from unigen_ds.checkpoint.lock import WorkDirLock
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core import dist
 from unigen_ds.core.clock import Clock
+from unigen_ds.core.files import write_text_atomic
 from unigen_ds.core.log import logger
 from unigen_ds.core.progress import Progress
 from unigen_ds.core.seeding import derive_seed, seed_everything
@@ -75,6 +76,7 @@ class Runner:
         try:
             self._call("before_run")
             self._restore()
+            dist.on_main(lambda: write_text_atomic(self.work_dir / saver.CONFIG_FILE, self._parts.config_text))
             self._call("before_train")
             updates = counted(iter(self._parts.loader))
             epoch: int | None = None
