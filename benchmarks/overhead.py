@@ -1,7 +1,7 @@
 """What the runner costs: our loop against a hand-written one, the same training update by update.
 
-In: a shipped config. Out: a table, and ``results/overhead_<backend>_<date>.json``. Accepted: a median ratio of at most 1.03
-between the times of an update.
+In: a shipped config. Out: a table, and ``results/overhead_<backend>_<date>.json``. Accepted: a median ratio of at
+most 1.03 between the times of an update.
 
 Both loops live in one process and take turns: a block of ours, two of the other, two of ours, and so on (A B B A), so
 that whatever else the machine does hits both. Block k of either side trains on the same batches; pair k gives one
