@@ -90,8 +90,10 @@ def test_deepspeeds_own_script_gives_the_same(name):
     directory = run_of(name).checkpoints[-1]
     reader = DeepSpeedReader(directory)
     theirs = get_fp32_state_dict_from_zero_checkpoint(str(directory), tag=".")
-    assert set(reader.names("master")) <= set(theirs)
-    for key in reader.names("master"):
+    absent = {key for key in reader.names("master") if key not in theirs}
+    assert absent <= {key for key in reader.names("master") if key.startswith("frozen.")}
+    assert not absent or name.startswith("zero1")  # it leaves frozen parameters out there
+    for key in set(reader.names("master")) - absent:
         ours = reader.read("master", key, 0, reader.numel("master", key))
         assert torch.equal(ours.float(), theirs[key].flatten().float()), key
 

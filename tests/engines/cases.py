@@ -165,6 +165,7 @@ def faulty(*, full: bool) -> list[Job]:
             model__bad_update=BAD_UPDATE,
             model__bad_rank=world - 1,
             default_hooks__checkpoint__interval=2,
+            default_hooks__checkpoint__max_keep_ckpts=-1,
             optim_wrapper__precision=precision,
         )
         overrides["custom_hooks"] = [*overrides["custom_hooks"], {"type": "FaultHook"}]

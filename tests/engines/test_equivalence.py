@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(3600)
 BOUND = 1e-5
 """Relative; fp32 sums in another order differ by 1e-7, Adam's division amplifies that to about 1e-6 in 20 updates."""
 EVERYBODY = [job.name for job in cases.equivalence(full=False) if job.name != "single@1"]
-LOW = [job.name for job in cases.bf16(full=False) if not job.name.startswith("bf16/single")]
+LOW = [job.name for job in cases.bf16(full=False) if job.name != "bf16/single@1"]
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def test_the_data_and_the_learning_rate_are_the_same(single, name):
 
 def test_the_bound_is_far_below_what_training_moves(single):
     """Else weights that were never trained would pass."""
-    before = {("master", name): weight for name, weight in single.initial.items()}
+    before = {("master", name): weight.flatten() for name, weight in single.initial.items()}
     after = {key: weight for key, weight in single.final.items() if key[0] == "master"}
     assert weight_deviation(after, before, kinds=("master",)).relative_l2 > 1000 * BOUND
     moved = sum(not after[key].equal(weight) for key, weight in before.items())
@@ -105,16 +105,20 @@ def single_bf16() -> Outcome:
 
 @pytest.mark.parametrize("name", LOW)
 def test_bf16_adds_no_more_error_than_bf16_itself(single, single_bf16, name):
-    """The bound: an engine's bf16 losses and norms are no farther from one process's bf16 than that is from fp32.
+    """The bound: an engine's bf16 losses, norms and weights are no farther from one process's bf16 than that is from
+    fp32.
 
-    Every gradient is a sum of products rounded to 8 bits, in an order that the engine chooses, so single weights of
-    small gradients go their own ways (Adam divides by their size); losses, which average over them, must not.
+    Products are rounded to 8 bits, and how many rows are multiplied at once depends on the cut: even one process
+    that cuts its update otherwise (``single_8x1``) is 1.4e-3 from itself in gradient norms, and 2.6e-3 from fp32.
+    Weights with small gradients differ most, because Adam divides by the gradient's size.
     """
     run = runs().outcome(name)
     assert all(line["applied"] for line in run.lines)
     own = metric_deviation(single_bf16, single)
     assert 1e-4 < own < 0.1  # it really is bf16, and it trains
     assert metric_deviation(run, single_bf16) <= own
+    rounding = weight_deviation(single_bf16.final, single.final).relative_l2
+    assert weight_deviation(run.final, single_bf16.final).relative_l2 <= rounding
 
 
 def test_bf16_masters_are_not_rounded(single_bf16):

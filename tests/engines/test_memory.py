@@ -11,9 +11,13 @@ from tests.engines.launch import want
 runs = want("memory")
 pytestmark = pytest.mark.timeout(3600)
 
-LOWER, UPPER = 0.98, 1.05
-"""Padding to equal parts, whole rows (FSDP), and two communication buckets of 80 kB (of 6 MB) are on top."""
+SLACK = 200_000
+"""Bytes: two communication buckets of 80 kB, of weights of 6 MB; and 3 % for padding and whole rows (FSDP)."""
 NAMES = [job.name for job in cases.memory(full=False)]
+
+
+def close(counted: float, formula: float) -> bool:
+    return 0.98 * formula <= counted <= 1.03 * formula + SLACK
 
 
 def parse(name: str) -> tuple[str, int, str]:
@@ -30,7 +34,7 @@ def test_every_rank_holds_what_the_formula_says(name):
     for counted in ranks:
         sizes = {key: counted[key] for key in ("trainable", "frozen", "largest")}
         formula = expected(engine, world, precision, **sizes)
-        assert LOWER <= counted["total"] / formula.total <= UPPER, (counted, formula)
+        assert close(counted["total"], formula.total), (counted, formula)
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if "offload" not in n and "zero3" not in n])
@@ -40,9 +44,9 @@ def test_each_part_is_what_the_formula_says(name):
     for counted in runs().outcome(name).memory():
         sizes = {key: counted[key] for key in ("trainable", "frozen", "largest")}
         formula = expected(engine, world, precision, **sizes)
-        assert LOWER <= counted["parameters"] / formula.parameters <= UPPER
-        assert LOWER <= max(counted["sharded"], counted["gradients"]) / formula.gradients <= UPPER
-        assert LOWER <= counted["optimizer"] / formula.optimizer <= UPPER
+        assert close(counted["parameters"], formula.parameters), (counted, formula)
+        assert close(max(counted["sharded"], counted["gradients"]), formula.gradients), (counted, formula)
+        assert close(counted["optimizer"], formula.optimizer), (counted, formula)
 
 
 def test_the_ranks_together_hold_one_model():
