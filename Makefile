@@ -15,7 +15,7 @@ TOOLS := $(wildcard tools/*.py)
 ENGINE_TESTS := tests/engines tests/checkpoint/test_layout_dcp.py tests/checkpoint/test_layout_deepspeed.py
 DEMO_DIR := work_dirs/unified_digits
 
-.PHONY: demo test engines lint bench clean
+.PHONY: demo test engines matrix lint bench clean
 .DEFAULT_GOAL := test
 
 $(BIN)/python:
@@ -54,6 +54,10 @@ test: lint
 # Every engine, process count and precision: about ten minutes more.
 engines: $(VENV)/.stamp-test
 	$(BIN)/python -m pytest $(ENGINE_TESTS)
+
+# The same as a dated table in benchmarks/results/.
+matrix: $(VENV)/.stamp-test
+	$(BIN)/python benchmarks/matrix.py
 
 lint: $(VENV)/.stamp-test
 	$(BIN)/ruff check .
