@@ -1,7 +1,7 @@
 # make demo    train the small demo on this machine's CPU (3 minutes), check its ledger, say where its pictures are
 # make test    lint, types and all tests
 # make lint    ruff and mypy alone
-# make engines the engines against each other, all of them (two of them are in make test)
+# make matrix  every engine, process count, precision and load, as a dated table (make test holds a pairwise part; half an hour)
 # make bench   the benchmarks; results go to benchmarks/results/
 #
 # Everything is installed into .venv at the versions of constraints.txt; the stamp files keep that from being repeated.
@@ -12,10 +12,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.txt
 TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 TOOLS := $(wildcard tools/*.py)
-ENGINE_TESTS := tests/engines tests/checkpoint/test_layout_dcp.py tests/checkpoint/test_layout_deepspeed.py
 DEMO_DIR := work_dirs/unified_digits
 
-.PHONY: demo test engines matrix lint bench clean
+.PHONY: demo test matrix lint bench clean
 .DEFAULT_GOAL := test
 
 $(BIN)/python:
@@ -49,13 +48,8 @@ demo: $(VENV)/.stamp-demo
 	@echo "Resume:   $(BIN)/python tools/train.py unified_digits --work-dir $(DEMO_DIR) --resume"
 
 test: lint
-	$(BIN)/python -m pytest $(addprefix --ignore=,$(ENGINE_TESTS))
+	$(BIN)/python -m pytest
 
-# Every engine, process count and precision: about ten minutes more.
-engines: $(VENV)/.stamp-test
-	$(BIN)/python -m pytest $(ENGINE_TESTS)
-
-# The same as a dated table in benchmarks/results/.
 matrix: $(VENV)/.stamp-test
 	$(BIN)/python benchmarks/matrix.py
 

@@ -36,8 +36,8 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 ALL = {**ENGINES, **OTHERS}
 
-GEOMETRY = {1: (4, 2), 2: (2, 2), 4: (1, 2)}
-"""World size -> (batch_size, accumulative_counts): always 8 sequences an update, in two iterations of four."""
+GEOMETRY = {1: (4, 2), 2: (2, 2), 4: (1, 2), 8: (1, 1)}
+"""World size -> (batch_size, accumulative_counts): always 8 sequences an update, up to 4 processes in two iterations."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def equivalence(*, full: bool) -> list[Job]:
     jobs.append(plain("HYBRID_SHARD", 4))
     if full:
         jobs += [plain(engine, 2) for engine in ("zero3_offload", "FULL_SHARD_offload")]
-        jobs += [plain(engine, 4) for engine in ENGINES]
+        jobs += [plain(engine, 4) for engine in ENGINES] + [plain(engine, 8) for engine in ("zero2", "FULL_SHARD")]
     return jobs
 
 

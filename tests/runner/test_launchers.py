@@ -1,0 +1,154 @@
+"""``tools/train.py`` started as users start it: torchrun on two nodes, the deepspeed launcher, SLURM's and MPI's variables.
+
+Two nodes are two torchrun agents on this machine; SLURM and MPI are two processes with the variables that these set.
+Every run must end as the others do.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import tiny_config
+from unigen_ds.core.dist import free_port
+from unigen_ds.core.metrics import read_lines
+from unigen_ds.runner import Runner
+from unigen_ds.runner.build import config_text
+
+ROOT = Path(__file__).resolve().parents[2]
+UPDATES = 3
+TRAIN = str(ROOT / "tools" / "train.py")
+_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in _LAUNCHER} | {
+    "OMP_NUM_THREADS": "1",
+    "DS_ACCELERATOR": "cpu",
+    "CUDA_VISIBLE_DEVICES": "",
+    "PYTHONPATH": str(ROOT),
+}
+
+FAILING = """
+import os
+from unigen_ds.core.registry import HOOKS
+from unigen_ds.hooks.base import Hook
+
+@HOOKS.register_module()
+class FailingHook(Hook):
+    def before_train_iter(self, run, index, batch):
+        if os.environ["RANK"] == "1" and run.progress.updates == 1:
+            raise RuntimeError("rank 1 fails alone")
+"""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("data") / "digits"
+
+
+def written_config(folder: Path, data: Path, **overrides: object) -> str:
+    """A config file: eight sequences an update in two processes."""
+    given = {"train_dataloader__batch_size": 2, "optim_wrapper__accumulative_counts": 2, "param_scheduler": []}
+    config = tiny_config(folder, data, **given, **overrides)
+    path = folder / "given.py"
+    path.write_text(config_text(config), encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory, data) -> list[float]:
+    """The same training in one process."""
+    folder = tmp_path_factory.mktemp("single")
+    config = tiny_config(folder, data, train_dataloader__batch_size=8, param_scheduler=[])
+    Runner.from_cfg(config, max_updates=UPDATES).train()
+    return [line["loss"] for line in read_lines(folder / "metrics.jsonl")]
+
+
+def together(commands: Sequence[Sequence[str]], extra: Sequence[Mapping[str, str]]) -> list[tuple[int, str]]:
+    """(exit status, output) of commands that run at the same time."""
+    started = [
+        subprocess.Popen(
+            list(command),
+            cwd=ROOT,
+            env={**ENVIRONMENT, **more},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        for command, more in zip(commands, extra, strict=True)
+    ]
+    try:
+        return [(p.returncode, out) for p in started for out in [p.communicate(timeout=200)[0]]]
+    finally:
+        for process in started:
+            process.kill()
+
+
+def assert_trained(folder: Path, outcomes: Sequence[tuple[int, str]], losses: Sequence[float]) -> None:
+    assert all(status == 0 for status, _ in outcomes), "\n".join(text[-3000:] for _, text in outcomes)
+    assert [line["loss"] for line in read_lines(folder / "metrics.jsonl")] == pytest.approx(losses, rel=1e-5)
+
+
+def agents(number: int, arguments: Sequence[str], *, per_node: int = 1) -> list[list[str]]:
+    """The torchrun command of every node."""
+    port = str(free_port())
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes",
+        str(number),
+        "--nproc_per_node",
+        str(per_node),
+    ]
+    torchrun += ["--master_addr", "127.0.0.1", "--master_port", port]
+    return [[*torchrun, "--node_rank", str(node), TRAIN, *arguments] for node in range(number)]
+
+
+def test_two_nodes_under_torchrun(tmp_path, data, losses):
+    arguments = [written_config(tmp_path, data), "--backend", "fsdp", "--max-updates", str(UPDATES)]
+    assert_trained(tmp_path, together(agents(2, arguments), [{}, {}]), losses)
+
+
+def test_the_deepspeed_launcher(tmp_path, data, losses):
+    launcher = str(Path(sys.executable).parent / "deepspeed")
+    command = [sys.executable, launcher, "--num_gpus", "2", "--master_port", str(free_port()), TRAIN]
+    command += [written_config(tmp_path, data), "--backend", "deepspeed:zero2", "--max-updates", str(UPDATES)]
+    assert_trained(tmp_path, together([command], [{}]), losses)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "names"),
+    [
+        ("slurm", ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")),
+        ("mpi", ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")),
+    ],
+)
+def test_variables_of_other_launchers(tmp_path, data, losses, launcher, names):
+    command = [sys.executable, TRAIN, written_config(tmp_path, data), "--launcher", launcher]
+    command += ["--backend", "fsdp:NO_SHARD", "--max-updates", str(UPDATES)]
+    where = {"MASTER_PORT": str(free_port())}
+    ranks = [dict(zip(names, (str(rank), "2", str(rank)), strict=True)) | where for rank in range(2)]
+    assert_trained(tmp_path, together([command, command], ranks), losses)
+
+
+def test_one_rank_that_fails_ends_all_soon(tmp_path, data):
+    """No deadlock, and the cause is in the log: rank 0 waits for rank 1 in a collective when that fails."""
+    (tmp_path / "failing_hook.py").write_text(FAILING, encoding="utf-8")
+    config = written_config(
+        tmp_path,
+        data,
+        custom_imports={"imports": ["failing_hook"]},
+        custom_hooks=[{"type": "FailingHook"}],
+        env={"dist_timeout_s": 15.0},
+    )
+    port = str(free_port())
+    command = [sys.executable, TRAIN, config, "--backend", "fsdp", "--max-updates", str(UPDATES)]
+    path = {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    extra = [{**path, "WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    outcomes = together([command, command], extra)  # no launcher that would kill the other
+    assert all(status != 0 for status, _ in outcomes)
+    assert "rank 1 fails alone" in outcomes[1][1]
