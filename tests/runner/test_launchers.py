@@ -1,4 +1,4 @@
-"""``tools/train.py`` started as users start it: torchrun on two nodes, the deepspeed launcher, SLURM's and MPI's variables.
+"""``tools/train.py`` as users start it: torchrun on two nodes, the deepspeed launcher, variables of SLURM and MPI.
 
 Two nodes are two torchrun agents on this machine; SLURM and MPI are two processes with the variables that these set.
 Every run must end as the others do.
