@@ -27,6 +27,7 @@ from unigen_ds.core.config import load_config
 from unigen_ds.core.errors import ConfigError, DataError, UnigenError
 from unigen_ds.core.metrics import read_lines
 from unigen_ds.core.progress import Geometry
+from unigen_ds.data.change import compare, continued
 from unigen_ds.data.statistics import derive, describe
 from unigen_ds.data.stream import Cursor, SequenceStream
 from unigen_ds.runner.build import build_data, import_custom
@@ -44,9 +45,12 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--ledger", type=Path, metavar="FILE", help="check every line of a run's ledger.jsonl that counts"
     )
+    p.add_argument("--work-dir", type=Path, metavar="DIR",
+                   help="folder of the run (default: the ledger's): its newest checkpoint knows the length of an\n"
+                   "unpacked epoch, and where data was appended or replaced")  # fmt: skip
     p.add_argument("--world-size", type=int, default=1, metavar="N",
                    help="processes of the run's first start (it rounds an unpacked epoch; default 1);\n"
-                   "not needed where the ledger's folder holds a checkpoint")  # fmt: skip
+                   "not needed where the run's folder holds a checkpoint")  # fmt: skip
     p.add_argument("--cfg-options", nargs="+", default=[], metavar="K=V", help="override config values")
     p.add_argument("--json", action="store_true", help="print one JSON object")
     return p
@@ -56,7 +60,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     try:
         config = load_config(arguments.config, arguments.cfg_options)
-        manifest = newest_manifest(arguments.ledger.parent) if arguments.ledger else None
+        work_dir = arguments.work_dir or (arguments.ledger.parent if arguments.ledger else None)
+        manifest = newest_manifest(work_dir) if work_dir else None
         stream = build_stream(config, world_size=arguments.world_size, manifest=manifest)
         if arguments.ledger:
             report = check_ledger(stream, arguments.ledger, manifest=manifest)
@@ -85,15 +90,23 @@ def newest_manifest(work_dir: Path) -> Manifest | None:
 
 
 def build_stream(config: Mapping[str, Any], *, world_size: int, manifest: Manifest | None) -> SequenceStream:
-    """The sequences of a run: its own epoch length where a manifest tells it, else that of a first start."""
+    """The sequences of a run: its own epoch length and phases where a manifest tells them, else those of a first start.
+
+    Where records were appended since, the run's part is that of the old ones.
+    """
     missing = [key for key in _NEEDED if config.get(key) is None]
     if missing:
         raise ConfigError(f"the config has no {', '.join(missing)}", remedy="see docs/configs.md for the shape")
     import_custom(config)
     batch_size = config["train_dataloader"].get("batch_size")
     geometry = Geometry(batch_size, config["optim_wrapper"].get("accumulative_counts", 1), world_size)
+    if manifest:
+        geometry = manifest.ruler.geometry
     seed = int((config.get("randomness") or {}).get("seed", 0))
-    return build_data(config, seed=seed, geometry=geometry, ruler=manifest.ruler if manifest else None).stream
+    stream = build_data(config, seed=seed, geometry=geometry, ruler=manifest.ruler if manifest else None).stream
+    if manifest and not compare(manifest.loader, stream).obstacles:
+        stream, _ = continued(manifest.loader, stream, on_change="append")
+    return stream
 
 
 def digest(sample_ids: Iterable[str]) -> str:
@@ -108,16 +121,23 @@ def list_samples(stream: SequenceStream, first: int, stop: int) -> dict[str, Any
 
 
 def check_ledger(stream: SequenceStream, path: Path, *, manifest: Manifest | None) -> dict[str, Any]:
-    """Derive every counted line anew. ``problem`` names the first that differs, is missing or comes twice."""
+    """Derive every counted line anew. ``problem`` names the first that differs, is missing or comes twice.
+
+    Of lines before the data was replaced only the count is reported: their samples are gone.
+    """
     lines = [line for line in read_lines(path) if "event" not in line]
     if not lines:
         raise DataError(f"{path} holds no update that counts", remedy="name the ledger.jsonl of a run that trained")
-    report: dict[str, Any] = {"ledger": str(path), "updates": len(lines), "samples": 0}
+    replaced = [line for line in lines if line["sequences"][0] < (stream.phases[0].first_sequence or 0)]
+    lines = lines[len(replaced) :] or lines
+    report: dict[str, Any] = {"ledger": str(path), "updates": len(lines), "replaced": len(replaced), "samples": 0}
     report["sequences"] = [lines[0]["sequences"][0], lines[-1]["sequences"][1]]
-    report["same_data"] = manifest is None or manifest.loader["fingerprint"] == stream.fingerprint
+    report["same_data"] = manifest is None or not compare(manifest.loader, stream).obstacles
     start = lines[0]["sequences"][0]
     rows = stream.rows(stream.seek(start))
     before: Mapping[str, Any] = {"update": lines[0]["update"] - 1, "sequences": [start, start]}
+    if replaced:
+        before = replaced[-1]
     for line in lines:
         problem, samples = _check_line(line, before, rows, stream.names)
         if problem:
@@ -162,6 +182,8 @@ def lines_of(report: Mapping[str, Any]) -> Iterator[str]:
 def _ledger_lines(report: Mapping[str, Any]) -> Iterator[str]:
     first, stop = report["sequences"]
     what = f"{report['updates']:,} updates, sequences {first}:{stop}"
+    if report["replaced"]:
+        yield f"{report['ledger']}: {report['replaced']:,} updates before the data was replaced cannot be derived."
     if report["agrees"]:
         yield f"{report['ledger']}: {what}, {report['samples']:,} samples: each came once, every digest agrees."
         return

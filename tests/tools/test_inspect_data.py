@@ -11,8 +11,12 @@ from typing import Any
 
 import pytest
 
+from tests.data.support import make_stream, mixed_dataset
 from tests.tiny import TINY, tiny_config
-from tools.inspect_data import main
+from tools.inspect_data import check_ledger, digest, lines_of, main
+from unigen_ds.data.change import continued
+from unigen_ds.data.statistics import derive
+from unigen_ds.data.stream import Cursor, SequenceStream
 from unigen_ds.runner import Runner
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -131,6 +135,34 @@ def test_other_data_is_named(report: Report, resumed_run: Any, capsys: Any, data
     arguments = ["unified_digits", "--ledger", str(ledger), *options(data, **more, **{"randomness.seed": 1})]
     assert main(arguments) == 1
     assert "is not that of the checkpoint" in capsys.readouterr().out
+
+
+def ledger_lines(stream: SequenceStream, first: int, updates: int) -> list[dict[str, Any]]:
+    """Updates of four sequences from sequence ``first`` on."""
+    found = []
+    for start in range(first, first + 4 * updates, 4):
+        names = [name for row in derive(stream, start, start + 4) for name in row]
+        line = {"update": start // 4 + 1, "sequences": [start, start + 4], "samples": len(names)}
+        found.append({**line, "digest": digest(names)})
+    return found
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("choice", ["append", "restart"])
+def test_a_ledger_over_changed_data(tmp_path: Path, window: int | None, choice: Any) -> None:
+    old = make_stream([mixed_dataset(tmp_path / "old", 17, name="a")], window=window)
+    present = make_stream([mixed_dataset(tmp_path / "new", 22, name="a")], window=window, sequences_per_epoch=17)
+    cursor: Cursor = old.seek(8)
+    new, _ = continued({"cursor": cursor.state_dict(), **old.identity}, present, on_change=choice)
+    lines = ledger_lines(old, 0, 2) + ledger_lines(new, 8, 12)
+    path = tmp_path / "ledger.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    report = check_ledger(new, path, manifest=None)
+    assert report["agrees"] and (report["replaced"], report["updates"]) == ((0, 14) if choice == "append" else (2, 12))
+    assert ("2 updates before the data was replaced" in "\n".join(lines_of(report))) == (choice == "restart")
+    assert not check_ledger(old, path, manifest=None)["agrees"]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines[:1] + lines[2:]))
+    assert "follows update 1" in check_ledger(new, path, manifest=None)["problem"]
 
 
 def test_an_unpacked_epoch_needs_the_first_world_size(report: Report, resumed_run: Any, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.registry import DATASETS, check_arguments
 from unigen_ds.core.seeding import derive_seed
-from unigen_ds.data.index import Array, Counts, Index, count, fingerprint, plan_record
+from unigen_ds.data.index import Array, Counts, Index, count, fingerprint, plan_record, prefix_digest, record_digest
 from unigen_ds.data.processor import UnifiedProcessor
 from unigen_ds.data.samples import ImageKind, ImageSplit, Sample, Split, TokenSplit
 
@@ -48,6 +48,10 @@ class PlannedDataset(Protocol):
     @property
     def fingerprint(self) -> str:
         """Changes whenever a record, its place or its length may change. Holds no path: data may be moved."""
+        ...
+
+    def prefix_digest(self, number: int) -> str:
+        """Of the first ``number`` records: the same for every data set that begins with them, whatever comes after."""
         ...
 
 
@@ -103,6 +107,9 @@ class UnifiedGenerationDataset:
     def fingerprint(self) -> str:
         return self.index.digest
 
+    def prefix_digest(self, number: int) -> str:
+        return prefix_digest(self.index.records, number, self.processor.fingerprint)
+
 
 @DATASETS.register_module()
 class DatasetAdapter:
@@ -141,13 +148,16 @@ class DatasetAdapter:
         return len(self.dataset)
 
     @cached_property
-    def _scanned(self) -> tuple[Counts, str]:
-        rows, digest = [], hashlib.blake2b(digest_size=16)
+    def _scanned(self) -> tuple[Counts, Array, str]:
+        """Counts, the digest of each record, and that of all."""
+        rows, records, digest = [], [], hashlib.blake2b(digest_size=16)
         for index in range(len(self)):
             sample = self.sample(index)
+            text = repr(sample).encode()
             rows.append(count(sample))
-            digest.update(repr(sample).encode())
-        return Counts.of(rows), digest.hexdigest()
+            records.append(record_digest(text, rows[-1]))
+            digest.update(text)
+        return Counts.of(rows), np.asarray(records, dtype=np.int64), digest.hexdigest()
 
     def counts(self) -> Counts:
         return self._scanned[0]
@@ -158,7 +168,10 @@ class DatasetAdapter:
     @property
     def fingerprint(self) -> str:
         """Of ids, labels and image sizes; pixels are not looked at."""
-        return fingerprint(len(self), self._scanned[1])
+        return fingerprint(len(self), self._scanned[2])
+
+    def prefix_digest(self, number: int) -> str:
+        return prefix_digest(self._scanned[1], number)
 
     def sample(self, index: int, *, pass_number: int = 0) -> Sample:
         """The item as splits. Raises ``DataError`` naming data set, index and field where it is malformed."""

@@ -3,7 +3,7 @@
 What packing, truncation and statistics need to know of a record without reading it again. The cache is an ``.npz`` in
 ``.unigen_index/`` beside the data file (or in ``cache_dir`` where that folder cannot be written), named after a
 fingerprint of data file, processor and format. Trade-off: the first start plans every record (about 50,000 short
-texts a second and process; an image costs one header read), every later start reads 64 bytes a record.
+texts a second and process; an image costs one header read), every later start reads 72 bytes a record.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from unigen_ds.data.samples import ImageSplit, Sample, TextSplit, TokenSplit
 
 FOLDER = ".unigen_index"
 _FORMAT = "unigen-index-1"
+"""Of the digest that checkpoints keep."""
+_CACHE_FORMAT = "unigen-index-2"
 _CHUNK = 2048
 
 Array = NDArray[np.int64]
@@ -79,12 +81,26 @@ def count(sample: Sample) -> tuple[int, ...]:
     )
 
 
+def record_digest(content: bytes, counts: tuple[int, ...]) -> int:
+    """64 bits of BLAKE2b of one record: of its bytes, and of its counts, which follow the sizes of its images."""
+    digest = hashlib.blake2b(repr(counts).encode() + content, digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def prefix_digest(records: Array, number: int, *facts: object) -> str:
+    """Of the first ``number`` record digests and of ``facts``: a longer file that begins with them gives it as well."""
+    first = np.ascontiguousarray(records[:number], dtype="<i8")
+    return fingerprint(number, hashlib.blake2b(first.tobytes(), digest_size=16).hexdigest(), *facts)
+
+
 @dataclass(frozen=True)
 class Index:
-    """Byte range and counts of every record of one data file."""
+    """Byte range, counts and digest of every record of one data file."""
 
     offsets: Array
     lengths: Array
+    records: Array
+    """``record_digest`` of each."""
     counts: Counts
     digest: str
     """Of data file, processor and counts."""
@@ -113,7 +129,7 @@ class Index:
             raise DataError(f"data file {path} does not exist", allowed="a .json or .jsonl file")
         root = path.parent if image_root is None else image_root
         content = quick_digest(path)
-        key = fingerprint(content, os.path.relpath(root, path.parent), processor.fingerprint, _FORMAT)
+        key = fingerprint(content, os.path.relpath(root, path.parent), processor.fingerprint, _CACHE_FORMAT)
         folder = cache_folder(path, cache_dir)
         cache = None if folder is None else folder / f"{path.name}-{key[:16]}.npz"
 
@@ -125,7 +141,7 @@ class Index:
         _report_unreadable(path, counts, cache)
         # not of the key: the same data at another place is the same data
         digest = fingerprint(content, processor.fingerprint, _FORMAT, counts.digest)
-        return cls(arrays["offsets"], arrays["lengths"], counts, digest, folder)
+        return cls(arrays["offsets"], arrays["lengths"], arrays["records"], counts, digest, folder)
 
 
 def fingerprint(*facts: object) -> str:
@@ -218,16 +234,15 @@ def _plan_all(path: Path, processor: UnifiedProcessor, root: Path, num_workers: 
         (path, root, processor, offsets[i : i + _CHUNK], lengths[i : i + _CHUNK])
         for i in range(0, len(offsets), _CHUNK)
     ]
-    rows: list[tuple[int, ...]] = []
     if num_workers > 0 and len(chunks) > 1:
         # spawn: this process may hold threads (OpenMP, a tokenizer's pool) that do not survive a fork
         with ProcessPoolExecutor(num_workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-            for part in pool.map(_plan_chunk, chunks):
-                rows += part
+            parts = list(pool.map(_plan_chunk, chunks))
     else:
-        for chunk in chunks:
-            rows += _plan_chunk(chunk)
-    return {"offsets": offsets, "lengths": lengths, **dataclasses.asdict(Counts.of(rows))}
+        parts = [_plan_chunk(chunk) for chunk in chunks]
+    rows = [row for part, _ in parts for row in part]
+    records = np.asarray([digest for _, part in parts for digest in part], dtype=np.int64)
+    return {"offsets": offsets, "lengths": lengths, "records": records, **dataclasses.asdict(Counts.of(rows))}
 
 
 def _report_unreadable(path: Path, counts: Counts, cache: Path | None) -> None:
@@ -242,12 +257,16 @@ def _report_unreadable(path: Path, counts: Counts, cache: Path | None) -> None:
         )
 
 
-def _plan_chunk(chunk: tuple[Path, Path, UnifiedProcessor, Array, Array]) -> list[tuple[int, ...]]:
+def _plan_chunk(chunk: tuple[Path, Path, UnifiedProcessor, Array, Array]) -> tuple[list[tuple[int, ...]], list[int]]:
+    """Counts and digest of each record."""
     path, root, processor, offsets, lengths = chunk
-    return [
-        count(plan_record(path, offset, length, processor, root))
-        for offset, length in zip(offsets.tolist(), lengths.tolist(), strict=True)
-    ]
+    rows, digests = [], []
+    with path.open("rb") as stream:
+        for offset, length in zip(offsets.tolist(), lengths.tolist(), strict=True):
+            rows.append(count(plan_record(path, offset, length, processor, root)))
+            stream.seek(offset)
+            digests.append(record_digest(stream.read(length), rows[-1]))
+    return rows, digests
 
 
 def plan_record(path: Path, offset: int, length: int, processor: UnifiedProcessor, root: Path) -> Sample:

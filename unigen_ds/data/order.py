@@ -109,9 +109,19 @@ class GlobalOrder:
     Without weights every record comes once in each epoch. With weights (positive, relative) source k gives a fixed
     number ``n_k`` of draws to each epoch, taken from an endless stream of passes over its records: a small source
     repeats only after all its records came, and a large one goes on in the next epoch where it stopped.
+
+    An order may begin in mid-run (changed data): its first epoch and its first passes then have the given numbers.
     """
 
-    def __init__(self, source_sizes: Sequence[int], weights: Sequence[float] | None = None, *, seed: int) -> None:
+    def __init__(
+        self,
+        source_sizes: Sequence[int],
+        weights: Sequence[float] | None = None,
+        *,
+        seed: int,
+        first_epoch: int = 0,
+        first_pass: int = 0,
+    ) -> None:
         if not source_sizes or min(source_sizes) < 1:
             raise DataError(
                 f"data sources of {list(source_sizes)} records", allowed="at least one source, none of them empty"
@@ -122,13 +132,21 @@ class GlobalOrder:
             )
         self.sizes = tuple(int(size) for size in source_sizes)
         self.weights = None if weights is None else tuple(float(w) for w in weights)
-        self.seed = seed
+        self.seed, self.first_epoch, self.first_pass = seed, first_epoch, first_pass
         self.epoch_size = sum(self.sizes)
         self.counts = self.sizes if self.weights is None else tuple(shares(self.epoch_size, self.weights))
         self._bounds = np.cumsum(np.asarray(self.counts, dtype=np.int64))
 
+    def passes_before(self, epoch: int) -> int:
+        """A pass number that no draw before ``epoch`` has reached, of any source: without weights, ``epoch`` itself."""
+        epochs = epoch - self.first_epoch
+        return self.first_pass + max(
+            -(-epochs * count // size) for count, size in zip(self.counts, self.sizes, strict=True)
+        )
+
     def draws(self, epoch: int, start: int, stop: int) -> list[Draw]:
         """The draws at places ``start .. stop`` of ``epoch``."""
+        assert epoch >= self.first_epoch, (epoch, self.first_epoch)
         assert 0 <= start <= stop <= self.epoch_size, (start, stop, self.epoch_size)
         places = np.arange(start, stop, dtype=np.int64)
         shuffled = permute_many(places, self.epoch_size, derive_seed(self.seed, "epoch", epoch))
@@ -137,9 +155,10 @@ class GlobalOrder:
         passes = np.empty_like(places)
         for k in np.unique(sources).tolist():
             here = np.flatnonzero(sources == k)
-            number = epoch * self.counts[k] + shuffled[here] - (int(self._bounds[k]) - self.counts[k])
-            passes[here] = number // self.sizes[k]
-            records[here] = self._records(k, number // self.sizes[k], number % self.sizes[k])
+            begun = (epoch - self.first_epoch) * self.counts[k]
+            number = begun + shuffled[here] - (int(self._bounds[k]) - self.counts[k])
+            passes[here] = self.first_pass + number // self.sizes[k]
+            records[here] = self._records(k, passes[here], number % self.sizes[k])
         return [Draw(*row) for row in zip(sources.tolist(), records.tolist(), passes.tolist(), strict=True)]
 
     def _records(self, source: int, passes: NDArray[np.int64], offsets: NDArray[np.int64]) -> NDArray[np.int64]:

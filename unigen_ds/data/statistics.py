@@ -65,12 +65,14 @@ def _percentiles(lengths: np.ndarray) -> dict[str, float]:
 
 
 def _packing(stream: SequenceStream) -> dict[str, Any]:
-    """Share of ``seq_length`` that is filled, and samples a sequence, over the first windows of epoch 0."""
+    """Share of ``seq_length`` that is filled, and samples a sequence, over the first windows of a whole epoch."""
+    epoch = stream.phases[-1].first_epoch
     if stream.packer is None:
-        start = stream.order.draws(0, 0, min(stream.order.epoch_size, 65536))
+        order = stream.epoch_order(epoch)
+        start = order.draws(epoch, 0, min(order.epoch_size, 65536))
         rows: list[Row] = [(draw,) for draw in start]
     else:
-        rows = [r for w in range(min(stream.num_windows, _WINDOWS)) for r in stream.window_rows(0, w)]
+        rows = [r for w in range(min(stream.num_windows(epoch), _WINDOWS)) for r in stream.window_rows(epoch, w)]
     lengths = [d.lengths()[0] for d in stream.datasets]
     filled = sum(min(int(lengths[d.source][d.index]), stream.seq_length) for row in rows for d in row)
     return {

@@ -6,17 +6,23 @@ sizes and kills change nothing: whoever continues from a cursor gets the rows th
 
 Packed: an epoch is cut into windows of the global order, each planned from lengths alone; going to a cursor plans one
 window (0.1 s at 8,192 samples), wherever it lies. Unpacked: one draw a row.
+
+A run whose data was changed on a resume (``change.py``) has several phases, each with an order of its own. An epoch
+here is always one of the stream: ``sequences_per_epoch``, by which schedules and limits measure the run, stays that of
+its first start, however much longer its phases' epochs have become.
 """
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
 
-from unigen_ds.core.errors import CheckpointError, ConfigError
+from unigen_ds.core.errors import CheckpointError, ConfigError, DataError
 from unigen_ds.core.seeding import derive_seed
 from unigen_ds.data.datasets import PlannedDataset, source_names
 from unigen_ds.data.index import cached, fingerprint
@@ -62,6 +68,41 @@ class Cursor:
         return cls(**{name: int(state[name]) for name in names})
 
 
+@dataclass(frozen=True)
+class Phase:
+    """Epochs over the same data. A run has one phase until its data is changed; the last one goes on for ever."""
+
+    first_epoch: int
+    first_pass: int
+    """Pass number that every source begins the phase with: higher than any before, so no sample id comes twice."""
+    first_sequence: int | None
+    """Sequences of the run before it; None: only planning tells (data was appended in the middle of an epoch)."""
+    sizes: tuple[int, ...]
+    """Records of each source that take part."""
+    weights: tuple[float, ...] | None
+    rows_per_epoch: int | None
+    """Unpacked: rows of each of its epochs. Packed: None, they follow from the plan."""
+
+    def order(self, *, seed: int) -> GlobalOrder:
+        return GlobalOrder(
+            self.sizes, self.weights, seed=seed, first_epoch=self.first_epoch, first_pass=self.first_pass
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        weights = None if self.weights is None else list(self.weights)
+        return {**asdict(self), "sizes": list(self.sizes), "weights": weights}
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> Phase:
+        names = {field.name for field in fields(cls)}
+        if names != set(state):
+            raise CheckpointError(
+                f"a phase of the data with {', '.join(sorted(state))}", allowed=", ".join(sorted(names))
+            )
+        weights = None if state["weights"] is None else tuple(state["weights"])
+        return cls(**{**state, "sizes": tuple(state["sizes"]), "weights": weights})
+
+
 class SequenceStream:
     """All sequences of a run, in order.
 
@@ -72,8 +113,9 @@ class SequenceStream:
         seq_length: tokens of a sequence at most; longer samples are truncated.
         drop_last: unpacked only: an epoch leaves out the samples that fill no whole iteration; otherwise empty rows
             fill up the last one. A packed epoch always keeps all.
-        sequences_per_iteration: of the geometry at the first start; only used to work out ``sequences_per_epoch``.
+        sequences_per_iteration: of the geometry at the first start; unpacked epochs are rounded to whole ones.
         sequences_per_epoch: the stored value on resume; None: worked out here.
+        phases: the stored ones on resume, the last one with these data sets; none: the first of a run.
     """
 
     def __init__(
@@ -86,48 +128,98 @@ class SequenceStream:
         drop_last: bool = True,
         sequences_per_iteration: int = 1,
         sequences_per_epoch: int | None = None,
+        phases: Sequence[Phase] = (),
     ) -> None:
         if seq_length < 1:
             raise ConfigError(f"seq_length is {seq_length}", allowed="at least 1 token")
         assert tuple(len(d) for d in datasets) == order.sizes, "the order is that of other data sets"
         self.datasets, self.order, self.packer, self.seq_length = tuple(datasets), order, packer, seq_length
+        self.drop_last, self.sequences_per_iteration = drop_last, sequences_per_iteration
         self.names = source_names(datasets)
         self._tokens = [np.minimum(d.lengths()[0], seq_length) for d in datasets]
         self._tiles = [d.lengths()[1] for d in datasets]
         self._window_counts: dict[tuple[int, int], int] = {}
-        if sequences_per_epoch is None:
-            sequences_per_epoch = self._epoch_length(drop_last, sequences_per_iteration)
-        self.sequences_per_epoch = sequences_per_epoch
-        """Sequences of an epoch. Packed: the number planned for epoch 0, nominal for the others (another order packs
-        into a few more or fewer); the epoch itself ends with its last window."""
+        if not phases:
+            rows = None if packer is not None else sequences_per_epoch or self._whole_iterations()
+            phases = (Phase(0, 0, 0, order.sizes, order.weights, rows),)
+        assert (phases[-1].sizes, phases[-1].weights) == (order.sizes, order.weights), "the phases are of other data"
+        self.phases = tuple(phases)
+        self._orders = [phase.order(seed=order.seed) for phase in phases]
+        self.sequences_per_epoch = sequences_per_epoch or self._first_epoch_rows
+        """What an epoch means for schedules and limits: the sequences of epoch 0, for the whole run. Packed: nominal
+        also for the stream's other epochs of the first phase (another order packs into a few more or fewer rows)."""
 
-    def _epoch_length(self, drop_last: bool, sequences_per_iteration: int) -> int:
-        if self.packer is not None:
-            return sum(self.window_count(0, window) for window in range(self.num_windows))
-        whole = self.order.epoch_size // sequences_per_iteration
-        if not drop_last:
-            whole = -(-self.order.epoch_size // sequences_per_iteration)
+    def with_phases(self, phases: Sequence[Phase]) -> SequenceStream:
+        """The same data with the phases that a resume found."""
+        return SequenceStream(
+            self.datasets,
+            self.order,
+            packer=self.packer,
+            seq_length=self.seq_length,
+            drop_last=self.drop_last,
+            sequences_per_iteration=self.sequences_per_iteration,
+            sequences_per_epoch=self.sequences_per_epoch,
+            phases=phases,
+        )
+
+    def new_phase(self, first_epoch: int, *, first_pass: int, first_sequence: int | None) -> Phase:
+        """A phase of all the present data. Raises ``ConfigError`` where it does not fill one iteration."""
+        rows = None if self.packer is not None else self._whole_iterations()
+        return Phase(first_epoch, first_pass, first_sequence, self.order.sizes, self.order.weights, rows)
+
+    def _whole_iterations(self) -> int:
+        """Rows of an unpacked epoch of all the present data."""
+        whole = self.order.epoch_size // self.sequences_per_iteration
+        if not self.drop_last:
+            whole = -(-self.order.epoch_size // self.sequences_per_iteration)
         if whole == 0:
             raise ConfigError(
-                f"{self.order.epoch_size} samples do not fill one iteration of {sequences_per_iteration} sequences",
+                f"{self.order.epoch_size} samples do not fill one iteration of {self.sequences_per_iteration}"
+                " sequences",
                 remedy="a smaller batch_size, more data, or drop_last=False",
             )
-        return whole * sequences_per_iteration
+        return whole * self.sequences_per_iteration
+
+    @property
+    def _first_epoch_rows(self) -> int:
+        """Rows of the first epoch of the first phase: exact."""
+        first = self.phases[0]
+        if first.rows_per_epoch is not None:
+            return first.rows_per_epoch
+        return sum(self.window_count(first.first_epoch, w) for w in range(self.num_windows(first.first_epoch)))
 
     @property
     def tokens_per_sequence(self) -> float:
-        """Mean over an epoch, from lengths alone; condition dropout makes the true number a little smaller."""
-        drawn = sum(float(t.mean()) * n for t, n in zip(self._tokens, self.order.counts, strict=True))
-        return drawn / self.sequences_per_epoch
+        """Mean over an epoch of the first phase, so that appended data moves no limit in tokens; from lengths alone:
+        condition dropout makes the true number a little smaller."""
+        first, order = self.phases[0], self._orders[0]
+        means = [float(tokens[:size].mean()) for tokens, size in zip(self._tokens, order.sizes, strict=False)]
+        drawn = sum(mean * count for mean, count in zip(means, order.counts, strict=True))
+        return drawn / (self.sequences_per_epoch if first.first_epoch == 0 else self._first_epoch_rows)
 
-    @property
-    def num_windows(self) -> int:
+    def _phase(self, epoch: int) -> int:
+        """Which phase an epoch belongs to."""
+        found = bisect([phase.first_epoch for phase in self.phases], epoch) - 1
+        if found < 0:
+            raise _replaced(f"epoch {epoch} of the data")
+        return found
+
+    def epoch_order(self, epoch: int) -> GlobalOrder:
+        """The order of the phase that an epoch belongs to."""
+        return self._orders[self._phase(epoch)]
+
+    def num_windows(self, epoch: int) -> int:
         """Windows of an epoch; 1 where nothing is packed."""
-        return 1 if self.packer is None else -(-self.order.epoch_size // self.packer.window)
+        return 1 if self.packer is None else -(-self.epoch_order(epoch).epoch_size // self.packer.window)
+
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        """The data by name, so that a resume can say what changed. Plain values."""
+        records = [dataset.prefix_digest(len(dataset)) for dataset in self.datasets]
+        return {**self._fingerprinted, "records": records}
 
     @property
-    def facts(self) -> dict[str, Any]:
-        """What the fingerprint is made of, by name: so that a checklist can say what changed."""
+    def _fingerprinted(self) -> dict[str, Any]:
         return {
             "format": _FORMAT,
             "names": list(self.names),
@@ -141,14 +233,20 @@ class SequenceStream:
 
     @property
     def fingerprint(self) -> str:
-        """Changes whenever any row of the stream may change."""
-        return fingerprint(sorted(self.facts.items()))
+        """Changes whenever any row of a phase of all the present data may change."""
+        return fingerprint(sorted(self._fingerprinted.items()))
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint keeps beside the cursor: which data this is, and in which phases the run uses it."""
+        phases = [phase.state_dict() for phase in self.phases]
+        return {"seed": self.order.seed, "fingerprint": self.fingerprint, "facts": self.facts, "phases": phases}
 
     def window_rows(self, epoch: int, window: int) -> list[Row]:
         """All rows of one window of a packed stream."""
         assert self.packer is not None
-        start = window * self.packer.window
-        draws = self.order.draws(epoch, start, min(start + self.packer.window, self.order.epoch_size))
+        start, order = window * self.packer.window, self.epoch_order(epoch)
+        draws = order.draws(epoch, start, min(start + self.packer.window, order.epoch_size))
         lengths = [int(self._tokens[d.source][d.index]) for d in draws]
         tiles = [int(self._tiles[d.source][d.index]) for d in draws]
         key = derive_seed(self.order.seed, "window", epoch, window)
@@ -156,22 +254,23 @@ class SequenceStream:
         return [tuple(draws[i] for i in group) for group in groups]
 
     def window_count(self, epoch: int, window: int) -> int:
-        """Rows of one window. Those of epoch 0 are planned once and cached with the index."""
+        """Rows of one window. Those of the first epoch are planned once and cached with the index."""
         if (epoch, window) not in self._window_counts:
-            if epoch == 0:
-                for w, number in enumerate(self._first_epoch_counts()):
-                    self._window_counts[0, w] = number
+            if epoch == self.phases[0].first_epoch:
+                for w, number in enumerate(self._first_epoch_counts(epoch)):
+                    self._window_counts[epoch, w] = number
             else:
                 self._window_counts[epoch, window] = len(self.window_rows(epoch, window))
         return self._window_counts[epoch, window]
 
-    def _first_epoch_counts(self) -> list[int]:
+    def _first_epoch_counts(self, epoch: int) -> list[int]:
         folder = next((d.cache_folder for d in self.datasets if d.cache_folder is not None), None)
-        key = self.fingerprint
+        changed = epoch > 0 or len(self.phases) > 1
+        key = fingerprint(self.fingerprint, self.phases[0]) if changed else self.fingerprint
         cache = None if folder is None else folder / f"plan-{key[:16]}.npz"
 
         def make() -> dict[str, Any]:
-            counts = [len(self.window_rows(0, window)) for window in range(self.num_windows)]
+            counts = [len(self.window_rows(epoch, window)) for window in range(self.num_windows(epoch))]
             return {"counts": np.asarray(counts, dtype=np.int64)}
 
         return cached(cache, key, make)["counts"].tolist()
@@ -183,9 +282,10 @@ class SequenceStream:
 
     def _packed_rows(self, cursor: Cursor) -> Iterator[tuple[Row, Cursor]]:
         epoch, window, first, sequences = cursor.epoch, cursor.window, cursor.row, cursor.sequences
-        if window >= self.num_windows:
+        windows = self.num_windows(epoch)
+        if window >= windows:
             raise CheckpointError(
-                f"the data cursor stands in window {window} of an epoch of {self.num_windows}",
+                f"the data cursor stands in window {window} of an epoch of {windows}",
                 remedy="the data or the packing differs from that of the checkpoint",
             )
         while True:
@@ -195,7 +295,7 @@ class SequenceStream:
                     f"the data cursor stands at row {first} of a window of {len(rows)}",
                     remedy="the data or the packing differs from that of the checkpoint",
                 )
-            after = (epoch, window + 1) if window + 1 < self.num_windows else (epoch + 1, 0)
+            after = self._next_window(epoch, window)
             for i in range(first, len(rows)):
                 sequences += 1
                 last = i + 1 == len(rows)
@@ -203,29 +303,56 @@ class SequenceStream:
             (epoch, window), first = after, 0
 
     def _single_rows(self, cursor: Cursor) -> Iterator[tuple[Row, Cursor]]:
-        epoch, row, sequences, length = cursor.epoch, cursor.row, cursor.sequences, self.sequences_per_epoch
+        epoch, row, sequences = cursor.epoch, cursor.row, cursor.sequences
+        length = self._rows_per_epoch(epoch)
         if row >= length:
             raise CheckpointError(
                 f"the data cursor stands at row {row} of an epoch of {length}",
                 remedy="sequences_per_epoch is not that of the checkpoint",
             )
         while True:
+            order, length = self.epoch_order(epoch), self._rows_per_epoch(epoch)
             stop = min(row + _CHUNK, length)
-            filled = min(stop, self.order.epoch_size)
-            draws = self.order.draws(epoch, min(row, filled), filled)
+            filled = min(stop, order.epoch_size)
+            draws = order.draws(epoch, min(row, filled), filled)
             rows: list[Row] = [(draw,) for draw in draws] + [()] * (stop - row - len(draws))
             for i, content in enumerate(rows, start=row + 1):
                 sequences += 1
                 yield content, Cursor(epoch + 1, 0, 0, sequences) if i == length else Cursor(epoch, 0, i, sequences)
             epoch, row = (epoch + 1, 0) if stop == length else (epoch, stop)
 
+    def _next_window(self, epoch: int, window: int) -> tuple[int, int]:
+        return (epoch, window + 1) if window + 1 < self.num_windows(epoch) else (epoch + 1, 0)
+
+    def _rows_per_epoch(self, epoch: int) -> int:
+        """Unpacked only."""
+        rows = self.phases[self._phase(epoch)].rows_per_epoch
+        assert rows is not None
+        return rows
+
     def seek(self, sequence: int) -> Cursor:
-        """The cursor before a global sequence number. Packed: plans every window before it beyond epoch 0."""
+        """The cursor before a global sequence number. Packed: plans every window before it beyond the first epoch.
+
+        Raises ``DataError`` for a sequence of data that was replaced.
+        """
+        known = [(phase.first_sequence, phase.first_epoch) for phase in self.phases]
+        before = [(first, epoch) for first, epoch in known if first is not None and first <= sequence]
+        if not before:
+            raise _replaced(f"sequence {sequence}")
+        first, epoch = before[-1]
+        left, window = sequence - first, 0
         if self.packer is None:
-            epoch, row = divmod(sequence, self.sequences_per_epoch)
-            return Cursor(epoch, 0, row, sequence)
-        epoch, window, left = 0, 0, sequence
+            while left >= (length := self._rows_per_epoch(epoch)):
+                left, epoch = left - length, epoch + 1
+            return Cursor(epoch, 0, left, sequence)
         while left >= (number := self.window_count(epoch, window)):
             left -= number
-            epoch, window = (epoch, window + 1) if window + 1 < self.num_windows else (epoch + 1, 0)
+            epoch, window = self._next_window(epoch, window)
         return Cursor(epoch, window, left, sequence)
+
+
+def _replaced(what: str) -> DataError:
+    return DataError(
+        f"{what} lies before the data was replaced (--on-data-change restart)",
+        remedy="the data of that time, with a checkpoint of that time",
+    )

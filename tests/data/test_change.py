@@ -1,0 +1,406 @@
+"""Changed data on resume: each old record once an epoch, each new one from the next epoch on; all else is refused."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.data.support import ByteTokenizer, make_processor, make_stream, mixed_records, write_jsonl
+from unigen_ds.core.errors import ConfigError, DataError, ResumeBlocked
+from unigen_ds.core.progress import Geometry
+from unigen_ds.data.change import compare, continued
+from unigen_ds.data.datasets import DatasetAdapter, UnifiedGenerationDataset
+from unigen_ds.data.index import fingerprint
+from unigen_ds.data.loader import UpdateLoader
+from unigen_ds.data.statistics import derive
+from unigen_ds.data.stream import Cursor, Phase, SequenceStream
+
+WINDOWS = [None, 6]
+RECORDS = 40
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data")
+    mixed_records(path, 1)  # the pictures
+    return path
+
+
+@pytest.fixture(scope="module")
+def records(folder: Path) -> list[Any]:
+    return mixed_records(folder, RECORDS)
+
+
+class Sources:
+    """Data sets over files of the first records of two lists, each file written and planned once."""
+
+    def __init__(self, folder: Path, records: list[Any]) -> None:
+        self._folder, self._records = folder, records
+        self._made: dict[tuple[str, int], UnifiedGenerationDataset] = {}
+
+    def __call__(self, **sizes: int) -> list[UnifiedGenerationDataset]:
+        return [self._one(name, size) for name, size in sizes.items()]
+
+    def _one(self, name: str, size: int) -> UnifiedGenerationDataset:
+        if (name, size) not in self._made:
+            shifted = self._records if name == "a" else self._records[::-1]
+            path = write_jsonl(self._folder / f"{name}-{size}.jsonl", shifted[:size])
+            self._made[name, size] = UnifiedGenerationDataset(path, make_processor(), name=name)
+        return self._made[name, size]
+
+
+@pytest.fixture(scope="module")
+def sources(folder: Path, records: list[Any]) -> Sources:
+    return Sources(folder, records)
+
+
+def stored(stream: SequenceStream, cursor: Cursor) -> dict[str, Any]:
+    """What a manifest keeps, through JSON as there."""
+    loader: dict[str, Any] = json.loads(json.dumps({"cursor": cursor.state_dict(), **stream.identity}))
+    return loader
+
+
+def take(stream: SequenceStream, number: int, cursor: Cursor | None = None) -> list[Any]:
+    return list(islice(stream.rows(cursor), number))
+
+
+def epochs(stream: SequenceStream, cursor: Cursor, stop: int) -> list[tuple[int, Any, Cursor]]:
+    """(epoch, row, cursor behind it) up to the end of epoch ``stop - 1``."""
+    found, epoch = [], cursor.epoch
+    for row, after in stream.rows(cursor):
+        found.append((epoch, row, after))
+        epoch = after.epoch
+        if epoch == stop:
+            return found
+    raise AssertionError
+
+
+def by_epoch(rows: Sequence[tuple[int, Any, Cursor]]) -> dict[int, Counter[tuple[int, int]]]:
+    found: dict[int, Counter[tuple[int, int]]] = {}
+    for epoch, row, _ in rows:
+        found.setdefault(epoch, Counter()).update((d.source, d.index) for d in row)
+    return found
+
+
+def once(*sizes: int) -> Counter[tuple[int, int]]:
+    return Counter((k, i) for k, size in enumerate(sizes) for i in range(size))
+
+
+def ids(stream: SequenceStream, rows: Sequence[tuple[int, Any, Cursor]]) -> list[str]:
+    return [d.sample_id(stream.names) for _, row, _ in rows for d in row]
+
+
+def built(datasets: list[Any], first: SequenceStream, **more: Any) -> SequenceStream:
+    """The stream of a resume's config, with what a manifest's ruler tells."""
+    return make_stream(datasets, sequences_per_epoch=first.sequences_per_epoch, **more)
+
+
+def mid_epoch(stream: SequenceStream, epoch: int, rows: int) -> tuple[list[tuple[int, Any, Cursor]], Cursor]:
+    """All rows up to ``rows`` into ``epoch``, and the cursor there."""
+    done = epochs(stream, Cursor(), epoch) if epoch else []
+    first = len(done)
+    done += epochs(stream, done[-1][2] if done else Cursor(), epoch + 1)[:rows]
+    assert len(done) == first + rows
+    return done, done[-1][2]
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("third", [{}, {"c": 5}])
+def test_append_in_mid_epoch_is_exactly_once(sources: Sources, window: int | None, third: dict[str, int]) -> None:
+    old = make_stream(sources(a=17, b=9), window=window)
+    before, cursor = mid_epoch(old, 1, 5)
+    present = built(sources(a=23, b=12, **third), old, window=window)
+    change = compare(stored(old, cursor), present)
+    assert change.only_appended and "a had 17 records and has 23" in str(change)
+    new, at = continued(stored(old, cursor), present, on_change="append")
+    assert at == cursor and new.sequences_per_epoch == old.sequences_per_epoch
+    rows = before + epochs(new, at, 4)
+    sizes = (23, 12, *third.values())
+    assert by_epoch(rows) == {0: once(17, 9), 1: once(17, 9), 2: once(*sizes), 3: once(*sizes)}
+    assert [row for _, row, _ in rows][: len(before) + 4] == [row for row, _ in take(old, len(before) + 4)]
+    assert len(set(ids(new, rows))) == len(ids(new, rows))
+    assert [after.sequences for _, _, after in rows] == list(range(1, len(rows) + 1))
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_a_resume_after_the_change_gives_the_same_rows_from_any_cursor(sources: Sources, window: int | None) -> None:
+    old = make_stream(sources(a=17, b=9), window=window)
+    _, cursor = mid_epoch(old, 1, 3)
+    new, _ = continued(stored(old, cursor), built(sources(a=20, b=12), old, window=window), on_change="append")
+    rows = epochs(new, Cursor(), 4)
+    cursors = [Cursor(), *(after for _, _, after in rows)]
+    assert [new.seek(i) for i in range(len(cursors))] == cursors
+    names = [[d.sample_id(new.names) for d in row] for _, row, _ in rows]
+    for i in range(cursor.sequences, len(rows) - 1, 7):
+        again = built(sources(a=20, b=12), old, window=window)  # without the flag: the change is on record
+        later, at = continued(stored(new, cursors[i]), again)
+        assert at == cursors[i] and later.phases == new.phases
+        assert take(later, 9, at) == take(new, 9, at)
+        assert derive(later, i, i + 2) == names[i : i + 2]
+
+
+def test_appended_twice(sources: Sources) -> None:
+    for window in WINDOWS:
+        stream = make_stream(sources(a=11, b=4), window=window)
+        first_epoch = stream.sequences_per_epoch
+        rows, cursor = mid_epoch(stream, 0, 2)
+        for sizes in ({"a": 13, "b": 4}, {"a": 13, "b": 9}):  # the first of them is overtaken before it begins
+            present = built(sources(**sizes), stream, window=window)
+            stream, _ = continued(stored(stream, cursor), present, on_change="append")
+        assert [phase.first_epoch for phase in stream.phases] == [0, 1]
+        rows += epochs(stream, cursor, 2)
+        cursor = rows[-1][2]
+        present = built(sources(a=17, b=10), stream, window=window)
+        stream, _ = continued(stored(stream, cursor), present, on_change="append")
+        rows += epochs(stream, cursor, 4)
+        # the cursor stood between two epochs: the one to come has all
+        assert by_epoch(rows) == {0: once(11, 4), 1: once(13, 9), 2: once(17, 10), 3: once(17, 10)}
+        assert len(set(ids(stream, rows))) == len(ids(stream, rows))
+        assert stream.phases[-1].first_sequence == cursor.sequences and stream.sequences_per_epoch == first_epoch
+        assert [stream.seek(i) for i in range(1, len(rows) + 1)] == [after for _, _, after in rows]
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_two_ranks_get_what_one_gets(sources: Sources, window: int | None) -> None:
+    old = make_stream(sources(a=17, b=9), window=window)
+    _, cursor = mid_epoch(old, 0, 4)
+    new, at = continued(stored(old, cursor), built(sources(a=23, b=12), old, window=window), on_change="append")
+    processor = make_processor()
+
+    def samples(geometry: Geometry, updates: int) -> list[Any]:
+        loaders = [
+            iter(UpdateLoader(new, processor=processor, geometry=geometry, dp_rank=rank, cursor=at))
+            for rank in range(geometry.dp_size)
+        ]
+        found = []
+        for _ in range(updates):
+            parts = [next(loader) for loader in loaders]
+            for micro in zip(*parts, strict=True):
+                assert len({(tuple(m.rows), m.cursor) for m in micro}) == 1
+                names = [iter(m.batch.sample_ids) for m in micro]
+                found += [next(names[r % len(names)]) for r, row in enumerate(micro[0].rows) for _ in row]
+        return found
+
+    one, two = samples(Geometry(4, 1, 1), 15), samples(Geometry(1, 2, 2), 15)
+    expected = [d.sample_id(new.names) for row, _ in take(new, 60, at) for d in row]
+    assert one == two == expected and "a:22:1" in expected and "a:22:0" not in expected
+
+
+def test_unpacked_epochs_are_rounded_by_the_first_geometry(sources: Sources) -> None:
+    old = make_stream(sources(a=17, b=9), sequences_per_iteration=4)
+    rows, cursor = mid_epoch(old, 0, 6)
+    present = built(sources(a=22, b=9), old, sequences_per_iteration=4)
+    new, _ = continued(stored(old, cursor), present, on_change="append")
+    lengths = Counter(epoch for epoch, _, _ in rows + epochs(new, cursor, 3))
+    assert lengths == {0: 24, 1: 28, 2: 28} and new.sequences_per_epoch == 24
+    assert new.tokens_per_sequence == old.tokens_per_sequence
+    # what was decided stays: a later resume does not round again
+    later, _ = continued(stored(new, cursor), built(sources(a=22, b=9), old, sequences_per_iteration=5))
+    assert later.phases == new.phases
+
+
+@pytest.mark.parametrize(("window", "weights"), [(None, [1.0, 3.0]), (6, [1.0, 3.0]), (None, [5.0, 1.0])])
+def test_weighted_ids_never_come_twice(sources: Sources, window: int | None, weights: list[float]) -> None:
+    old = make_stream(sources(a=17, b=5), window=window, weights=weights)
+    rows, cursor = mid_epoch(old, 1, 4)
+    present = built(sources(a=19, b=7), old, window=window, weights=weights)
+    new, _ = continued(stored(old, cursor), present, on_change="append")
+    rows += epochs(new, cursor, 4)
+    assert len(set(ids(new, rows))) == len(ids(new, rows))
+    # with the new phase each source is gone through from its beginning: all of a before any of it again
+    passes: dict[tuple[int, int], set[int]] = {}
+    for epoch, row, _ in rows:
+        for d in row:
+            if epoch >= 2:
+                passes.setdefault((d.source, d.pass_number), set()).add(d.index)
+    first = new.phases[-1].first_pass
+    drawn = 2 * new.order.counts[1]
+    assert len(passes[1, first]) == min(drawn, 7)
+    other = built(sources(a=19, b=7), old, window=window, weights=[2.0, 1.0])
+    with pytest.raises(ResumeBlocked, match="the weights were"):
+        continued(stored(old, cursor), other, on_change="append")
+
+
+def edited(folder: Path, records: list[Any], name: str, change: Any, *, processor: Any = None) -> Any:
+    lines = list(records)
+    change(lines)
+    path = write_jsonl(folder / f"{name}.jsonl", lines)
+    return UnifiedGenerationDataset(path, processor or make_processor(), name="a")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda r: r.__setitem__(3, {"text_prompt": "drew 3", "image_path": "0.png"}),
+        lambda r: r.__setitem__(slice(2, 4), r[3:1:-1]),
+        lambda r: r.insert(0, r[0]),
+        lambda r: r.pop(0),
+        lambda r: r.__delitem__(slice(15, None)),
+    ],
+    ids=["edited", "swapped", "put in front", "removed", "shortened"],
+)
+def test_what_was_not_only_appended_is_refused(
+    folder: Path, records: list[Any], sources: Sources, request: pytest.FixtureRequest, change: Any
+) -> None:
+    old = make_stream(sources(a=17), window=6)
+    _, cursor = mid_epoch(old, 0, 2)
+    other = edited(folder, records[:25], f"edited-{request.node.callspec.id}".replace(" ", "-"), change)
+    present = built([other], old, window=6)
+    assert not compare(stored(old, cursor), present).only_appended
+    with pytest.raises(ResumeBlocked, match="a was not only appended to"):
+        continued(stored(old, cursor), present, on_change="append")
+    with pytest.raises(ResumeBlocked, match="choose --on-data-change restart"):
+        continued(stored(old, cursor), present)
+
+
+def test_a_record_that_takes_another_length_of_text_or_image_is_another(folder: Path, records: list[Any]) -> None:
+    class Other(ByteTokenizer):
+        fingerprint = "other"
+
+    def nothing(_: Any) -> None: ...
+
+    base = edited(folder, records[:8], "base", nothing)
+    other = edited(folder, records[:9], "other", nothing, processor=make_processor(tokenizer=Other()))
+    longer = edited(folder, records[:9], "longer", nothing)
+    array = folder / "array.json"
+    array.write_text(json.dumps(records[:9], ensure_ascii=False))
+    assert longer.prefix_digest(8) == base.prefix_digest(8) != other.prefix_digest(8)
+    assert longer.prefix_digest(8) != longer.prefix_digest(9)
+    as_array = UnifiedGenerationDataset(array, make_processor(), name="a")  # its last record is followed by a bracket
+    assert as_array.prefix_digest(8) == base.prefix_digest(8)
+
+
+class Ids:
+    """A user's own data set."""
+
+    def __init__(self, number: int, *, edit: int = -1) -> None:
+        self.number, self.edit = number, edit
+
+    def __len__(self) -> int:
+        return self.number
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        values = torch.arange(3 + index % 4) + index + (index == self.edit)
+        return {"input_ids": values, "labels": values}
+
+
+def test_own_data_sets_are_appended_to() -> None:
+    def adapter(*arguments: Any, **more: Any) -> DatasetAdapter:
+        return DatasetAdapter(Ids(*arguments, **more), make_processor(), name="own")
+
+    old = make_stream([adapter(9)], window=4, seq_length=12)
+    rows, cursor = mid_epoch(old, 0, 2)
+    present = built([adapter(14)], old, window=4, seq_length=12)
+    new, _ = continued(stored(old, cursor), present, on_change="append")
+    assert by_epoch(rows + epochs(new, cursor, 2)) == {0: once(9), 1: once(14)}
+    with pytest.raises(ResumeBlocked, match="own was not only appended to"):
+        continued(stored(old, cursor), built([adapter(14, edit=8)], old, window=4, seq_length=12), on_change="append")
+
+
+@pytest.mark.parametrize(("was", "now"), [(None, 5), (6, None), (6, 4)])
+def test_restart_begins_a_new_epoch_of_any_data(sources: Sources, was: int | None, now: int | None) -> None:
+    old = make_stream(sources(a=17, b=9), window=was)
+    before, cursor = mid_epoch(old, 1, 4)
+    present = built(sources(b=12, a=5), old, window=now, seed=8, seq_length=80, sequences_per_iteration=4)
+    new, at = continued(stored(old, cursor), present, on_change="restart")
+    assert at == Cursor(2, 0, 0, cursor.sequences) and new.sequences_per_epoch == old.sequences_per_epoch
+    rows = epochs(new, at, 5)
+    if now is not None:
+        assert by_epoch(rows) == dict.fromkeys((2, 3, 4), once(12, 5))
+    assert set(Counter(epoch for epoch, _, _ in rows)) == {2, 3, 4}
+    assert not set(ids(old, before)) & set(ids(new, rows))
+    for i, (_, _, place) in enumerate(rows[:20], start=1):
+        again, found = continued(stored(new, place), present)
+        assert found == place and take(again, 3, place) == take(new, 3, place)
+        assert again.seek(cursor.sequences + i) == place
+    for lost in (lambda: new.seek(cursor.sequences - 1), lambda: next(new.rows(Cursor(1, 0, 0, 30)))):
+        with pytest.raises(DataError, match="before the data was replaced"):
+            lost()
+
+
+def test_append_after_a_restart(sources: Sources) -> None:
+    old = make_stream(sources(a=17))
+    before, cursor = mid_epoch(old, 0, 4)
+    new, at = continued(stored(old, cursor), built(sources(b=9), old, window=4), on_change="restart")
+    # at once, before anything was drawn: the restarted phase gives way
+    more, same = continued(stored(new, at), built(sources(b=12), old, window=4), on_change="append")
+    assert same == at and [phase.first_epoch for phase in more.phases] == [1]
+    assert more.seek(at.sequences) == at and by_epoch(epochs(more, at, 2)) == {1: once(12)}
+    rows = epochs(new, at, 2)[:2]
+    more, same = continued(stored(new, rows[-1][2]), built(sources(b=12), old, window=4), on_change="append")
+    rows += epochs(more, same, 4)
+    assert by_epoch(rows) == {1: once(9), 2: once(12), 3: once(12)}
+    assert [more.seek(after.sequences) for _, _, after in rows] == [after for _, _, after in rows]
+    assert len(set(ids(more, rows) + ids(old, before))) == len(ids(more, rows) + ids(old, before))
+
+
+def test_restart_needs_data_for_one_iteration(sources: Sources) -> None:
+    old = make_stream(sources(a=17))
+    present = built(sources(b=5), old, sequences_per_iteration=8)
+    with pytest.raises(ConfigError, match="do not fill one iteration of 8"):
+        continued(stored(old, Cursor(0, 0, 3, 3)), present, on_change="restart")
+
+
+def test_differences_in_words(sources: Sources) -> None:
+    old = make_stream(sources(a=17, b=9), window=6)
+    was = stored(old, Cursor(0, 1, 0, 3))
+
+    def differs(datasets: list[Any], **more: Any) -> dict[str, str]:
+        change = compare(was, built(datasets, old, **{"window": 6, **more}))
+        assert bool(change) == bool(change.differences)
+        return dict(change.differences)
+
+    same = sources(a=17, b=9)
+    assert differs(same) == {}
+    assert differs(same, seed=4) == {"seed": "randomness.seed was 3 and is 4"}
+    assert differs(same, seq_length=97) == {"seq_length": "seq_length was 96 and is 97"}
+    assert set(differs(same, window=None)) == {"packing"}
+    assert differs(same, weights=[1.0, 2.0]) == {"weights": "the weights were None and are [1.0, 2.0]"}
+    assert differs(sources(b=9, a=17)) == {"names": "the sources were a, b and are b, a"}
+    assert set(differs(sources(a=17, c=9))) == {"names"}
+    assert differs(sources(a=17, b=12)) == {"sizes": "b had 9 records and has 12"}
+    with pytest.raises(ResumeBlocked, match=r"append .* or --on-data-change restart"):
+        continued(was, built(sources(a=17, b=12), old, window=6))
+    for more in ({"seed": 4}, {"window": 7}, {"seq_length": 97}):
+        present = built(sources(a=17, b=12), old, **{"window": 6, **more})
+        with pytest.raises(ResumeBlocked, match="cannot be appended"):
+            continued(was, present, on_change="append")
+    with pytest.raises(ResumeBlocked, match="new ones may only follow"):
+        continued(was, built(sources(c=5, a=17, b=9), old, window=6), on_change="append")
+
+
+def test_a_checkpoint_without_phases_or_record_digests(sources: Sources) -> None:
+    """As they were written before data could be changed."""
+    for window in WINDOWS:
+        old = make_stream(sources(a=17, b=9), window=window, sequences_per_iteration=4)
+        was = stored(old, Cursor(0, 0, 1, 1))
+        del was["phases"], was["facts"]["records"]
+        same, at = continued(was, built(sources(a=17, b=9), old, window=window))
+        assert same.phases == old.phases and take(same, 60, at) == take(old, 61)[1:]
+        longer = built(sources(a=20, b=9), old, window=window)
+        with pytest.raises(ResumeBlocked, match="no digest of the first records"):
+            continued(was, longer, on_change="append")
+        assert continued(was, longer, on_change="restart")[1] == Cursor(1, 0, 0, 1)
+
+
+ROWS = {
+    (None, None): ["cb59cc30f630afe8aae7987e316cd681", "6df369a77694700f234b06d06a968315"],
+    (None, (1.0, 3.0)): ["7f070fa4fded4d18a665d1eeb7442059", "1080639e243cb900574dc3a483116a41"],
+    (6, None): ["88d6b5644ef11d6ea3755c709cc8cf18", "3be2fba7efb83aa475eee119be903ad4"],
+    (6, (1.0, 3.0)): ["e6b78364ca4e9f2f9cda18cddcd3a93f", "b32678d5b4ea6d436591ebd02bf6be9d"],
+}
+
+
+@pytest.mark.parametrize(("window", "weights"), list(ROWS))
+def test_rows_without_phases_are_those_of_ever(sources: Sources, window: int | None, weights: Any) -> None:
+    """Pinned: checkpoints of every version go on with them."""
+    stream = make_stream(sources(a=17, b=9), window=window, weights=list(weights) if weights else None)
+    assert [fingerprint(take(stream, 90)), stream.fingerprint] == ROWS[window, weights]
+    assert stream.phases == (Phase(0, 0, 0, (17, 9), weights, None if window else stream.sequences_per_epoch),)

@@ -1,0 +1,164 @@
+"""Changed data on resume: what differs, and how the run goes on: refused, with appended records, or with new data.
+
+In: the data's identity of a checkpoint (``SequenceStream.identity`` and the cursor, plain values) and the stream of the
+present config. Out: the stream in its phases, and the cursor to go on at. A later checkpoint keeps both, so nothing is
+asked twice.
+
+* ``append``: each source begins with its old records, unchanged (their digests are compared, nobody is believed), and
+  new sources stand behind the old ones. The epoch in which the checkpoint stands is finished with the old records in
+  the old order; from the next on all take part.
+* ``restart``: anything may differ. A new epoch of the new data begins; the rest of the old one is given up.
+
+A new phase numbers its passes above all earlier ones, so no sample id (source:index:pass) comes twice in a run, with or
+without weights. In a weighted mixture the sources are cut in mid-pass: each begins a new pass with the new phase, and
+what its cut pass had not reached comes with that one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from unigen_ds.core.errors import ResumeBlocked
+from unigen_ds.data.stream import Cursor, Phase, SequenceStream
+
+OnDataChange = Literal["refuse", "append", "restart"]
+
+
+@dataclass(frozen=True)
+class DataChange:
+    """Sentences for people. False where the data is the same."""
+
+    differences: tuple[tuple[str, str], ...] = ()
+    """(fact, what it was and is); facts: format, seed, packing, seq_length, names, sizes, weights, content."""
+    obstacles: tuple[str, ...] = ()
+    """Why the new data is more than the old data with records appended; none where it is just that."""
+
+    def __bool__(self) -> bool:
+        return bool(self.differences)
+
+    @property
+    def only_appended(self) -> bool:
+        return bool(self.differences) and not self.obstacles
+
+    def __str__(self) -> str:
+        return "; ".join(text for _, text in self.differences)
+
+
+def compare(stored: Mapping[str, Any], stream: SequenceStream) -> DataChange:
+    """How the stream's data differs from that of a checkpoint (its manifest's ``loader``)."""
+    if stored["fingerprint"] == stream.fingerprint:
+        return DataChange()
+    was, now = stored["facts"], stream.facts
+    settings = tuple(_settings(was, now))
+    obstacles = (*(text for _, text in settings), *_not_appended(was, stream))
+    return DataChange((*settings, *_differences(was, now)), obstacles)
+
+
+_SETTINGS = {"format": "the format of the order", "seed": "randomness.seed", "packing": "the packing",
+             "seq_length": "seq_length"}  # fmt: skip
+
+
+def _settings(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for fact, words in _SETTINGS.items():
+        if was[fact] != now[fact]:
+            yield fact, f"{words} was {was[fact]} and is {now[fact]}"
+
+
+def _differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Those of the sources."""
+    if was["names"] != now["names"]:
+        yield "names", f"the sources were {', '.join(was['names'])} and are {', '.join(now['names'])}"
+    if was["weights"] != now["weights"]:
+        yield "weights", f"the weights were {was['weights']} and are {now['weights']}"
+    before = dict(zip(was["names"], zip(was["sizes"], was["digests"], strict=True), strict=True))
+    for name, size, digest in zip(now["names"], now["sizes"], now["digests"], strict=True):
+        old_size, old_digest = before.get(name, (size, digest))
+        if size != old_size:
+            yield "sizes", f"{name} had {old_size} records and has {size}"
+        elif digest != old_digest:
+            yield "content", f"the records of {name}, their places or their processor changed"
+
+
+def _not_appended(was: Mapping[str, Any], stream: SequenceStream) -> Iterator[str]:
+    """Every source that is not its old self with records behind it."""
+    number, weights = len(was["names"]), stream.facts["weights"]
+    if list(stream.names[:number]) != was["names"]:
+        yield f"the sources were {', '.join(was['names'])} and are {', '.join(stream.names)}: new ones may only follow"
+        return
+    if (weights if weights is None else weights[:number]) != was["weights"]:
+        yield f"the weights were {was['weights']} and are {weights}"
+    if "records" not in was:
+        yield "the checkpoint is of a version that kept no digest of the first records"
+        return
+    for name, size, records, dataset in zip(was["names"], was["sizes"], was["records"], stream.datasets, strict=False):
+        if len(dataset) < size:
+            yield f"{name} was not only appended to: it had {size} records and has {len(dataset)}"
+        elif dataset.prefix_digest(size) != records:
+            yield f"{name} was not only appended to: its first {size} records, or their processor, are not the old ones"
+
+
+def stored_phases(stored: Mapping[str, Any], stream: SequenceStream) -> tuple[Phase, ...]:
+    """The phases of a checkpoint. Older ones kept none: then there was one."""
+    if "phases" in stored:
+        return tuple(Phase.from_state_dict(state) for state in stored["phases"])
+    facts = stored["facts"]
+    weights = None if facts["weights"] is None else tuple(facts["weights"])
+    rows = None if facts["packing"] is not None else stream.sequences_per_epoch
+    return (Phase(0, 0, 0, tuple(facts["sizes"]), weights, rows),)
+
+
+def append(stored: Mapping[str, Any], stream: SequenceStream) -> tuple[Phase, ...]:
+    """The phases of a run to whose data was appended. Raises ``ResumeBlocked`` where that is not all that changed."""
+    if obstacles := compare(stored, stream).obstacles:
+        raise ResumeBlocked(
+            f"records cannot be appended to the data of the checkpoint: {'; '.join(obstacles)}",
+            remedy="restore the old records and settings; --on-data-change restart begins a new epoch of the new data",
+        )
+    cursor, phases = Cursor.from_state_dict(stored["cursor"]), stored_phases(stored, stream)
+    begun = (cursor.window, cursor.row) != (0, 0)
+    first = cursor.epoch + begun
+    used = tuple(phase for phase in phases if phase.first_epoch < first)
+    passes = used[-1].order(seed=stream.order.seed).passes_before(first) if used else phases[0].first_pass
+    phase = stream.new_phase(first, first_pass=passes, first_sequence=None if begun else cursor.sequences)
+    return (*used, phase)
+
+
+def restart(stored: Mapping[str, Any], stream: SequenceStream) -> tuple[tuple[Phase, ...], Cursor]:
+    """The only phase of a run that goes on with other data, and the cursor at its beginning."""
+    cursor, phases = Cursor.from_state_dict(stored["cursor"]), stored_phases(stored, stream)
+    first = cursor.epoch + 1
+    used = [phase for phase in phases if phase.first_epoch < first]
+    passes = used[-1].order(seed=stored["seed"]).passes_before(first)
+    phase = stream.new_phase(first, first_pass=passes, first_sequence=cursor.sequences)
+    return (phase,), Cursor(first, 0, 0, cursor.sequences)
+
+
+def continued(
+    stored: Mapping[str, Any], stream: SequenceStream, *, on_change: OnDataChange = "refuse"
+) -> tuple[SequenceStream, Cursor]:
+    """The stream in the phases of the run, and the cursor to go on at.
+
+    Args:
+        stored: the ``loader`` of a manifest: ``SequenceStream.identity`` and ``cursor``.
+        stream: of the present config, built with the run's ``sequences_per_epoch`` and the
+            ``sequences_per_iteration`` of its first start.
+        on_change: what to do where the data differs. Without a difference it is of no account.
+
+    Raises ``ResumeBlocked`` where the data differs and the choice does not allow it.
+    """
+    change, cursor = compare(stored, stream), Cursor.from_state_dict(stored["cursor"])
+    if not change:
+        return stream.with_phases(stored_phases(stored, stream)), cursor
+    if on_change == "append":
+        return stream.with_phases(append(stored, stream)), cursor
+    if on_change == "restart":
+        phases, cursor = restart(stored, stream)
+        return stream.with_phases(phases), cursor
+    appended = "--on-data-change append (finish this epoch with the old records, then use all) or "
+    raise ResumeBlocked(
+        f"the training data differs from that of the checkpoint: {change}",
+        remedy=f"restore it, or choose {appended if change.only_appended else ''}--on-data-change restart (begin a new"
+        " epoch of the new data)",
+    )
