@@ -133,6 +133,7 @@ def test_append_in_mid_epoch_is_exactly_once(sources: Sources, window: int | Non
 def test_a_resume_after_the_change_gives_the_same_rows_from_any_cursor(sources: Sources, window: int | None) -> None:
     old = make_stream(sources(a=17, b=9), window=window)
     _, cursor = mid_epoch(old, 1, 3)
+    make_stream(sources(a=20, b=12), window=window)  # a run of its own, whose cached plan is no plan of the other's
     new, _ = continued(stored(old, cursor), built(sources(a=20, b=12), old, window=window), on_change="append")
     rows = epochs(new, Cursor(), 4)
     cursors = [Cursor(), *(after for _, _, after in rows)]
