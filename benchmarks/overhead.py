@@ -51,8 +51,8 @@ from unigen_ds.core.progress import Progress
 from unigen_ds.data.collate import collate
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.hooks.timer import find_timer
-from unigen_ds.runner.build import build_data, build_model, build_parts
-from unigen_ds.runner.parts import Parts
+from unigen_ds.runner.build import build_data, build_groups, build_model
+from unigen_ds.runner.parts import Parts, build_parts
 from unigen_ds.runner.runner import Runner
 
 LIMIT = 1.03
@@ -80,8 +80,8 @@ class HandWritten:
         self.prepare(config, parts)
 
     def _load(self, config: Any, parts: Parts) -> Iterator[PackedBatch]:
-        loader, seed = config["train_dataloader"], parts.data_identity["seed"]
-        data = build_data(config, seed=seed, geometry=parts.geometry, ruler=parts.ruler)
+        loader = config["train_dataloader"]
+        data = build_data(config, geometry=parts.geometry, ruler=parts.ruler)
         number = self.plan.total * parts.geometry.global_batch_size
         rows = [row for row, _ in islice(data.stream.rows(), number)]
         datasets, processor, seq_length = data.stream.datasets, data.processor, data.stream.seq_length
@@ -97,7 +97,8 @@ class HandWritten:
 
     def prepare(self, config: Any, parts: Parts) -> None:
         """Model and optimizer, at the same weights as ours."""
-        self.model, groups = build_model(config, parts.processor, seed=parts.data_identity["seed"])
+        self.model = build_model(config, parts.processor)
+        groups = build_groups(config, self.model.named_parameters())
         self.model.to(self.device).train()
         self.shard()
         self.parameters = dict(self.model.named_parameters())

@@ -102,8 +102,7 @@ def build_stream(config: Mapping[str, Any], *, world_size: int, manifest: Manife
     geometry = Geometry(batch_size, config["optim_wrapper"].get("accumulative_counts", 1), world_size)
     if manifest:
         geometry = manifest.ruler.geometry
-    seed = int((config.get("randomness") or {}).get("seed", 0))
-    stream = build_data(config, seed=seed, geometry=geometry, ruler=manifest.ruler if manifest else None).stream
+    stream = build_data(config, geometry=geometry, ruler=manifest.ruler if manifest else None).stream
     if manifest and not compare(manifest.loader, stream).obstacles:
         stream, _ = continued(manifest.loader, stream, on_change="append")
     return stream

@@ -15,6 +15,7 @@ from unigen_ds.core import dist
 from unigen_ds.core.config import load_config, parse_override
 from unigen_ds.core.errors import UnigenError
 from unigen_ds.core.log import logger
+from unigen_ds.resume.geometry import BATCH_CHOICES, DATA_CHOICES
 from unigen_ds.runner import train_config
 
 STOPPED_BY_SIGNAL = 143
@@ -29,7 +30,16 @@ def parser() -> argparse.ArgumentParser:
                    help="go on from the newest valid checkpoint of the work dir, or from CKPT")  # fmt: skip
     p.add_argument("--load-from", metavar="CKPT", help="take weights only from CKPT and start at zero")
     p.add_argument("--backend", help="single | deepspeed[:zero1|zero2|zero3|...|FILE.json] | fsdp[:FULL_SHARD|...]")
-    p.add_argument("--cfg-options", nargs="+", default=[], metavar="K=V", help="override config values")
+    p.add_argument(
+        "--on-batch-change",
+        choices=BATCH_CHOICES,
+        help="what becomes of the learning rate when a resume has another effective batch (default: refuse)",
+    )
+    p.add_argument("--on-data-change", choices=DATA_CHOICES,
+                   help="what a resume does with changed data (default: refuse)")  # fmt: skip
+    p.add_argument(
+        "--cfg-options", nargs="+", action="extend", default=[], metavar="K=V", help="override config values"
+    )
     p.add_argument("--seed", type=int, help="randomness.seed")
     p.add_argument("--launcher", choices=dist.LAUNCHERS, help="how the processes were started")
     p.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher adds it
@@ -42,7 +52,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     overrides = dict(map(parse_override, arguments.cfg_options))
     given = {"work_dir": arguments.work_dir, "resume": arguments.resume, "load_from": arguments.load_from,
-             "launcher": arguments.launcher}  # fmt: skip
+             "launcher": arguments.launcher, "on_batch_change": arguments.on_batch_change,
+             "on_data_change": arguments.on_data_change}  # fmt: skip
     overrides |= {key: value for key, value in given.items() if value is not None}
     try:
         config = load_config(arguments.config, overrides)

@@ -22,7 +22,9 @@ from unigen_ds.checkpoint.manifest import FILE_NAME
 from unigen_ds.core.errors import CheckpointError, ConfigError, ResumeBlocked
 from unigen_ds.core.metrics import read_lines
 from unigen_ds.hooks.ema import ema_of
-from unigen_ds.resume.plan import check_model, check_weights, checkpoint_directory, plan_resume
+from unigen_ds.resume.finding import refuse
+from unigen_ds.resume.model_check import check_weights, model_findings
+from unigen_ds.resume.plan import checkpoint_directory, plan_resume
 from unigen_ds.runner import Runner
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -157,6 +159,10 @@ def rows(**changed: Any) -> list[dict[str, Any]]:
 CONFIG = make_manifest().config
 
 
+def check_model(*, parameters: list[dict[str, Any]], config: dict[str, Any]) -> None:
+    refuse(model_findings(make_manifest(), parameters=parameters, config=config))
+
+
 @pytest.mark.parametrize(
     ("parameters", "said"),
     [
@@ -167,9 +173,9 @@ CONFIG = make_manifest().config
 )
 def test_another_model_is_refused(parameters, said):
     with pytest.raises(ResumeBlocked, match=said):
-        check_model(make_manifest(), parameters=parameters, config=CONFIG)
-    check_model(make_manifest(), parameters=rows(), config=CONFIG)
-    check_model(make_manifest(), parameters=rows(group="other"), config=CONFIG)
+        check_model(parameters=parameters, config=CONFIG)
+    check_model(parameters=rows(), config=CONFIG)
+    check_model(parameters=rows(group="other"), config=CONFIG)
 
 
 def test_weights_must_fit_by_shape():
@@ -180,10 +186,10 @@ def test_weights_must_fit_by_shape():
 
 
 def test_another_optimizer_is_refused():
-    with pytest.raises(ResumeBlocked, match="was AdamW and would become SGD"):
-        check_model(make_manifest(), parameters=rows(), config={"optim_wrapper": {"optimizer": {"type": "SGD"}}})
+    with pytest.raises(ResumeBlocked, match="it was AdamW and would become SGD"):
+        check_model(parameters=rows(), config={"optim_wrapper": {"optimizer": {"type": "SGD"}}})
     as_class = {"optim_wrapper": {"optimizer": {"type": str(torch.optim.AdamW), "lr": 5.0}}}
-    check_model(make_manifest(), parameters=rows(), config=as_class)
+    check_model(parameters=rows(), config=as_class)
 
 
 # ---- real runs ------------------------------------------------------------------------------------------------------
@@ -262,9 +268,9 @@ def test_the_same_effective_batch_in_another_geometry_is_the_same_training(bench
 BLOCKED = {
     "effective batch": ({"optim_wrapper__accumulative_counts": 2}, "was 4 per device x 1 process(es) x 3 accumulated"),
     "seed": ({"randomness__seed": 43}, "randomness.seed was 42 and is 43"),
-    "data": ({"train_dataloader__dataset__task": "draw"}, "the training data, its processor or its packing differ"),
-    "seq_length": ({"train_dataloader__seq_length": 96}, "the training data, its processor or its packing differ"),
-    "packing": ({"train_dataloader__packing__window": 64}, "the training data, its processor or its packing differ"),
+    "data": ({"train_dataloader__dataset__task": "draw"}, "the training data differs from that of the checkpoint"),
+    "seq_length": ({"train_dataloader__seq_length": 96}, "the training data differs from that of the checkpoint"),
+    "packing": ({"train_dataloader__packing__window": 64}, "the training data differs from that of the checkpoint"),
     "model": ({"model__llm__num_hidden_layers": 1}, "the model differs from that of the checkpoint"),
     "frozen": ({"model__freeze": ["vit"]}, "is frozen now"),
     "optimizer": ({"optim_wrapper__optimizer__type": "Adam"}, "was AdamW and would become Adam"),

@@ -18,7 +18,7 @@ from tests.tiny import tiny_config
 from unigen_ds.core.dist import free_port
 from unigen_ds.core.metrics import read_lines
 from unigen_ds.runner import Runner
-from unigen_ds.runner.build import config_text
+from unigen_ds.runner.parts import config_text
 
 ROOT = Path(__file__).resolve().parents[2]
 UPDATES = 3

@@ -50,11 +50,14 @@ class Backend(abc.ABC):
         Parameter names stay the model's; initial weights do not depend on the world size.
         """
 
-    def check(self, *, geometry: Geometry, optimizer_cfg: OptimizerConfig) -> None:  # noqa: B027 - most accept all
-        """Refuse settings that cannot work, before any process group is joined. Not collective.
+    _cfg: OptimizerConfig
 
-        Raises ``ConfigError``. Called by ``build`` first of all; ``dp_size`` is then what the launcher announced.
+    def check(self, *, geometry: Geometry, optimizer_cfg: OptimizerConfig) -> None:
+        """Refuse settings that cannot work, before any process group is joined; ``topology`` is known afterwards.
+
+        Raises ``ConfigError``. Not collective. Called first of all; ``dp_size`` is then what the launcher announced.
         """
+        self._cfg = optimizer_cfg
 
     @property
     @abc.abstractmethod
@@ -64,6 +67,16 @@ class Backend(abc.ABC):
     @property
     @abc.abstractmethod
     def device(self) -> torch.device: ...
+
+    @property
+    def lighter(self) -> str | None:
+        """The ``--backend`` that holds less of this model on each device; None where there is none."""
+        return None
+
+    @property
+    def for_more_processes(self) -> str | None:
+        """The ``--backend`` to choose when more processes are started; None: this one."""
+        return None
 
     @property
     def dp_rank(self) -> int:

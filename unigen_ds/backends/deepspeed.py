@@ -72,6 +72,7 @@ class DeepSpeedBackend(ShardedBackend):
         self._engine: Any = None
 
     def check(self, *, geometry: Geometry, optimizer_cfg: OptimizerConfig) -> None:
+        super().check(geometry=geometry, optimizer_cfg=optimizer_cfg)
         fill(self._ds_config, geometry=geometry, optimizer=optimizer_cfg)
         check_build_tools()
 
@@ -138,6 +139,12 @@ class DeepSpeedBackend(ShardedBackend):
     @property
     def dp_size(self) -> int:
         return dist.world_size()
+
+    @property
+    def lighter(self) -> str | None:
+        if self.stage < 3:
+            return "deepspeed:zero3"
+        return None if self.offloads_optimizer else "deepspeed:zero3_offload"
 
     def topology(self) -> dict[str, Any]:
         return {

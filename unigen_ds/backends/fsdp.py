@@ -136,6 +136,10 @@ class FSDPBackend(TorchOptimizerBackend):
     def dp_size(self) -> int:
         return dist.world_size()
 
+    @property
+    def lighter(self) -> str | None:
+        return None if self.strategy == "FULL_SHARD" else "fsdp:FULL_SHARD"
+
     def topology(self) -> dict[str, Any]:
         return {
             "engine": "fsdp",

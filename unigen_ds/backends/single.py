@@ -60,6 +60,14 @@ class SingleBackend(TorchOptimizerBackend):
     def device(self) -> torch.device:
         return self._device
 
+    @property
+    def lighter(self) -> str:
+        return "deepspeed:zero2_offload"
+
+    @property
+    def for_more_processes(self) -> str:
+        return "deepspeed:zero2"
+
     def topology(self) -> dict[str, Any]:
         return {"engine": "single", "dp_size": 1, "precision": self._cfg.precision}
 

@@ -22,7 +22,6 @@ class TorchOptimizerBackend(ShardedBackend):
     _trainable: list[str]
     _optimizer: torch.optim.Optimizer
     _scale: LossScale | None
-    _cfg: OptimizerConfig
 
     def _own(
         self, model: Any, masters: dict[str, nn.Parameter], groups: Sequence[ParamGroup], cfg: OptimizerConfig

@@ -58,6 +58,8 @@ SCHEMA: dict[str, Any] = {
     "env": {"dist_timeout_s": 1, "num_threads": 1},
     "load_from": 1,
     "resume": 1,
+    "on_batch_change": 1,
+    "on_data_change": 1,
     "work_dir": 1,
     "launcher": 1,
     "custom_imports": _COMPONENT,

@@ -56,7 +56,6 @@ def init(*, timeout_s: float = 1800.0) -> None:
     """Join the process group that the environment describes; nothing to do for a single plain process."""
     if td.is_initialized() or "WORLD_SIZE" not in os.environ:
         return
-    _check_port()
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         backend = "cpu:gloo,cuda:nccl"
@@ -78,9 +77,9 @@ def ensure_initialized() -> None:
     init()
 
 
-def _check_port() -> None:
-    """Rank 0 opens MASTER_PORT, unless a launcher (torchrun) already has: say plainly when somebody else holds it."""
-    if env_rank() != 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+def check_port() -> None:
+    """Raise ``ConfigError`` where somebody else holds MASTER_PORT, which rank 0 opens unless torchrun already has."""
+    if env_rank() != 0 or "WORLD_SIZE" not in os.environ or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return
     port = int(os.environ.get("MASTER_PORT", "29500"))
     with socket.socket() as probe:

@@ -15,16 +15,15 @@ Rank 0 looks at the files (a checkpoint is read whole, for its hashes) and every
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.core import dist
-from unigen_ds.core.errors import CheckpointError, ConfigError, ResumeBlocked
-from unigen_ds.core.progress import Geometry
+from unigen_ds.core.errors import CheckpointError, ConfigError
 
 Mode = Literal["fresh", "resume", "weights"]
 
@@ -113,80 +112,3 @@ def _verified(path: Path) -> Manifest:
     if problem:
         raise CheckpointError(f"checkpoint {path} is damaged: {problem}", remedy="name another, or use --resume alone")
     return manifest
-
-
-def check_unchanged(manifest: Manifest, *, geometry: Geometry, data: Mapping[str, Any]) -> None:
-    """Refuse a resume that would silently be another training. Raises ``ResumeBlocked``.
-
-    ``data`` is the loader's identity: seed and fingerprint.
-    """
-    was = manifest.geometry
-    if was.global_batch_size != geometry.global_batch_size:
-        raise ResumeBlocked(
-            f"the effective batch size was {was} and would become {geometry}",
-            remedy=f"choose batch_size x accumulative_counts x processes = {was.global_batch_size}",
-        )
-    if manifest.loader["seed"] != data["seed"]:
-        raise ResumeBlocked(
-            f"randomness.seed was {manifest.loader['seed']} and is {data['seed']}: the order of the data would change",
-            remedy="set the seed back",
-        )
-    if manifest.loader["fingerprint"] != data["fingerprint"]:
-        raise ResumeBlocked(
-            "the training data, its processor or its packing differ from those of the checkpoint: sequences would be"
-            " repeated or skipped",
-            remedy="restore the data, or start another run with --load-from",
-        )
-
-
-_SHOWN = 8
-
-
-def check_model(manifest: Manifest, *, parameters: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> None:
-    """Refuse to resume another model or optimizer. Raises ``ResumeBlocked`` naming what differs."""
-    found = _other_shapes(manifest, parameters)
-    trained = {row["name"]: row["trainable"] for row in parameters}
-    for row in manifest.parameters:
-        if trained.get(row["name"], row["trainable"]) != row["trainable"]:
-            found.append(f"{row['name']} {'is frozen now' if row['trainable'] else 'was frozen and is trained'}")
-    if found:
-        raise ResumeBlocked(
-            f"the model differs from that of the checkpoint: {_shown(found)}",
-            remedy="set model back; --load-from CKPT starts another training from the weights, if they fit",
-        )
-    was, now = (_optimizer_type(values) for values in (manifest.config, config))
-    if was != now:
-        raise ResumeBlocked(
-            f"the optimizer was {was} and would become {now}: its state means nothing to another",
-            remedy=f"set optim_wrapper.optimizer.type back to {was}, or start anew with --load-from CKPT",
-        )
-
-
-def check_weights(manifest: Manifest, *, parameters: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse weights that do not fit. Raises ``CheckpointError`` naming what differs.
-
-    Engines compare numbers of elements when they load; a transposed matrix has as many.
-    """
-    found = _other_shapes(manifest, parameters)
-    if found:
-        raise CheckpointError(f"the checkpoint does not fit the model: {_shown(found)}")
-
-
-def _other_shapes(manifest: Manifest, parameters: Sequence[Mapping[str, Any]]) -> list[str]:
-    was = {row["name"]: list(row["shape"]) for row in manifest.parameters}
-    now = {row["name"]: list(row["shape"]) for row in parameters}
-    found = [f"{name} is new" for name in now if name not in was]
-    found += [f"{name} is gone" for name in was if name not in now]
-    found += [f"{name} was {was[name]} and is {now[name]}" for name in now if was.get(name, now[name]) != now[name]]
-    return found
-
-
-def _shown(found: Sequence[str]) -> str:
-    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    return "; ".join(found[:_SHOWN]) + more
-
-
-def _optimizer_type(config: Mapping[str, Any]) -> str:
-    """``AdamW``, also where the config gave the class and its text was stored."""
-    kind = str(((config.get("optim_wrapper") or {}).get("optimizer") or {}).get("type", "AdamW"))
-    return kind.removeprefix("<class '").removesuffix("'>").rpartition(".")[2]

@@ -1,35 +1,25 @@
-"""Config -> objects: the only room that names concrete classes. In: a ``load_config`` result. Out: ``Parts``.
-
-Order matters twice. What can be refused from files alone (keys, the checkpoint, the geometry, the data) is refused
-before the model is built. The random generators are seeded just before the model, so initial weights depend on the
-seed and on nothing that was built earlier.
-"""
+"""Config -> objects, one function a piece: the only room that names concrete classes. In: a ``load_config`` result."""
 
 from __future__ import annotations
 
 import importlib
-import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from types import FunctionType
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from mmengine.config import Config
 from torch import nn
 
 from unigen_ds.backends import deepspeed as _deepspeed  # noqa: F401
 from unigen_ds.backends import fsdp as _fsdp  # noqa: F401 - registers itself
 from unigen_ds.backends import single as _single  # noqa: F401
 from unigen_ds.backends.base import Backend
-from unigen_ds.core import dist, log
+from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.optim import OptimizerConfig, ParamGroup
 from unigen_ds.core.progress import Duration, Geometry, Ruler, split_global_batch
-from unigen_ds.core.registry import BACKENDS, DATASETS, HOOKS, MODELS, PACKERS, TOKENIZERS, TRANSFORMS, build
-from unigen_ds.core.seeding import seed_everything
+from unigen_ds.core.registry import DATASETS, HOOKS, MODELS, PACKERS, TOKENIZERS, TRANSFORMS, build
 from unigen_ds.data import augment as _augment  # noqa: F401
 from unigen_ds.data import digits as _digits  # noqa: F401
 from unigen_ds.data import packing as _packing  # noqa: F401
@@ -52,93 +42,10 @@ from unigen_ds.hooks.skipped import SkippedSamplesHook
 from unigen_ds.hooks.timer import IterTimerHook
 from unigen_ds.models import unified as _unified  # noqa: F401
 from unigen_ds.optim.param_groups import build_param_groups
-from unigen_ds.resume.plan import ResumePlan, check_unchanged, plan_resume
-from unigen_ds.runner.parts import Parts
+from unigen_ds.resume.geometry import BATCH_CHOICES, check_choice, lr_factor
 from unigen_ds.schedule.schedule import Schedules
 
-_REQUIRED = ("model", "tokenizer", "train_dataloader", "optim_wrapper", "train_cfg")
 _LIMITS = {"max_epochs": "epoch", "max_iters": "iteration", "max_updates": "update", "max_tokens": "token"}
-
-
-def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
-    """Build everything. Raises ``ConfigError``, ``DataError``, ``CheckpointError`` or ``ResumeBlocked``."""
-    missing = [key for key in _REQUIRED if config.get(key) is None]
-    if missing:
-        raise ConfigError(f"the config has no {', '.join(missing)}", remedy="see docs/configs.md for the shape")
-    import_custom(config)
-    dist.launcher_environment(config.get("launcher", "none"))
-    backend: Backend = build(BACKENDS, config.get("backend") or {"type": "single"}, where="backend")
-    geometry, optimizer_cfg = build_geometry(config, backend), build_optimizer_config(config)
-    backend.check(geometry=geometry, optimizer_cfg=optimizer_cfg)
-    dist.init(timeout_s=(config.get("env") or {}).get("dist_timeout_s", 1800.0))
-    plan = open_run(config)
-    seed = int((config.get("randomness") or {}).get("seed", 0))
-    manifest = plan.manifest if plan.mode == "resume" else None
-    data = build_data(config, seed=seed, geometry=geometry, ruler=manifest.ruler if manifest else None)
-    identity = {"seed": seed, "fingerprint": data.stream.fingerprint, "facts": data.stream.facts}
-    if manifest:
-        check_unchanged(manifest, geometry=geometry, data=identity)
-    ruler = manifest.ruler if manifest else Ruler(geometry, data.stream.sequences_per_epoch)
-    limits = build_limits(config["train_cfg"], ruler)
-    total_sequences = _total_sequences(limits, geometry, data.stream.tokens_per_sequence)
-    seed_everything(seed, rank=dist.rank())
-    model, groups = build_model(config, data.processor, seed=seed)
-    schedules = build_schedules(config, plan, groups, ruler=ruler, total_sequences=total_sequences)
-    hooks = build_hooks(config)
-    backend.prepare(model, groups, optimizer_cfg, geometry=geometry)
-    seed_everything(seed, rank=dist.rank())
-    log.logger().info("Effective batch: %s sequences per update; %d per epoch.", geometry, ruler.sequences_per_epoch)
-    cursor = Cursor.from_state_dict(manifest.loader["cursor"]) if manifest else Cursor()
-    loader = build_loader(config, data, geometry=geometry, backend=backend, cursor=cursor)
-    return Parts(
-        config=config,
-        plain_config=json.loads(json.dumps(config.to_dict(), default=str)),
-        config_text=config_text(config),
-        work_dir=Path(config["work_dir"]),
-        backend=backend,
-        loader=loader,
-        cursor=cursor,
-        source_names=data.stream.names,
-        processor=data.processor,
-        schedules=schedules,
-        hooks=hooks,
-        ruler=ruler,
-        geometry=geometry,
-        limits=limits,
-        total_sequences=total_sequences,
-        loss_weights=dict(config.get("loss_weights") or {}),
-        plan=plan,
-        parameters=parameter_table(model, groups),
-        data_identity=identity,
-        max_updates=max_updates,
-    )
-
-
-def open_run(config: Config) -> ResumePlan:
-    """The log, and the checkpoint to go on from."""
-    work_dir = Path(config["work_dir"])
-    logger = log.setup(rank=dist.rank(), log_file=work_dir / "train.log")
-    plan = plan_resume(work_dir, resume=config.get("resume", False), load_from=config.get("load_from"))
-    for message in plan.messages:
-        logger.info(message)
-    if config.get("val_dataloader") is not None:
-        logger.warning("val_dataloader is ignored: there is no validation loop yet.")
-    if (threads := (config.get("env") or {}).get("num_threads")) is not None:
-        torch.set_num_threads(threads)
-    return plan
-
-
-def config_text(config: Config) -> str:
-    """The config as Python text. A class, which mmengine prints as no Python can read it, is given by its name."""
-
-    def named(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {key: named(inner) for key, inner in value.items()}
-        if isinstance(value, (list, tuple)):
-            return type(value)(map(named, value))
-        return f"{value.__module__}.{value.__qualname__}" if isinstance(value, (type, FunctionType)) else value
-
-    return Config(named(config.to_dict())).pretty_text
 
 
 def import_custom(config: Mapping[str, Any]) -> None:
@@ -169,9 +76,9 @@ class Data:
     stream: SequenceStream
 
 
-def build_data(config: Mapping[str, Any], *, seed: int, geometry: Geometry, ruler: Ruler | None) -> Data:
+def build_data(config: Mapping[str, Any], *, geometry: Geometry, ruler: Ruler | None) -> Data:
     """Tokenizer, processor, data sets, global order, packer, stream. ``ruler`` fixes the epoch on a resume."""
-    loader = config["train_dataloader"]
+    loader, seed = config["train_dataloader"], seed_of(config)
     processor = build_processor(config, seed=seed)
     specs = loader.get("dataset")
     specs = list(specs) if isinstance(specs, (list, tuple)) else [specs]
@@ -187,7 +94,7 @@ def build_data(config: Mapping[str, Any], *, seed: int, geometry: Geometry, rule
         packer=packer,
         seq_length=loader.get("seq_length", 4096),
         drop_last=loader.get("drop_last", True),
-        sequences_per_iteration=geometry.sequences_per_iteration,
+        sequences_per_iteration=(ruler.geometry if ruler else geometry).sequences_per_iteration,
         sequences_per_epoch=ruler.sequences_per_epoch if ruler else None,
     )
     return Data(processor, stream)
@@ -223,7 +130,7 @@ def build_limits(train_cfg: Mapping[str, Any], ruler: Ruler) -> list[Duration]:
     return limits
 
 
-def _total_sequences(limits: Sequence[Duration], geometry: Geometry, tokens_per_sequence: float) -> float:
+def total_sequences(limits: Sequence[Duration], geometry: Geometry, tokens_per_sequence: float) -> float:
     """Sequences until the first limit; for a limit in tokens an estimate from the mean length."""
     total = min(limit.value / tokens_per_sequence if limit.unit == "token" else limit.value for limit in limits)
     if total < geometry.global_batch_size:
@@ -234,23 +141,30 @@ def _total_sequences(limits: Sequence[Duration], geometry: Geometry, tokens_per_
     return math.floor(total)
 
 
-def build_model(
-    config: Mapping[str, Any], processor: UnifiedProcessor, *, seed: int
-) -> tuple[nn.Module, list[ParamGroup]]:
-    """The model on the CPU in fp32, and its parameter groups. The same weights on every rank and process count."""
+def build_model(config: Mapping[str, Any], processor: UnifiedProcessor) -> nn.Module:
+    """The model on the CPU in fp32: the same weights on every rank and process count."""
     spec = dict(config["model"])
     vocabulary = len(processor.tokenizer)  # type: ignore[arg-type]
     if isinstance(spec.get("llm"), Mapping) and "vocab_size" not in spec["llm"]:
         spec["llm"] = {**spec["llm"], "vocab_size": vocabulary}
-    torch.manual_seed(seed)
+    torch.manual_seed(seed_of(config))
     model = build(MODELS, spec, where="model")
     if model.vocab_size < vocabulary:
         raise ConfigError(
             f"model.llm.vocab_size is {model.vocab_size}", allowed=f"at least {vocabulary}, the tokenizer's"
         )
+    return model
+
+
+def build_groups(config: Mapping[str, Any], named: Iterable[tuple[str, nn.Parameter]]) -> list[ParamGroup]:
+    """The parameter groups of a model's named parameters."""
     wrapper = config["optim_wrapper"]
-    groups = build_param_groups(model.named_parameters(), wrapper["optimizer"], wrapper.get("paramwise_cfg"))
-    return model, groups
+    return build_param_groups(named, wrapper["optimizer"], wrapper.get("paramwise_cfg"))
+
+
+def seed_of(config: Mapping[str, Any]) -> int:
+    """``randomness.seed``: of the initial weights, the order of the data and every sample's randomness."""
+    return int((config.get("randomness") or {}).get("seed", 0))
 
 
 def build_optimizer_config(config: Mapping[str, Any]) -> OptimizerConfig:
@@ -266,25 +180,25 @@ def build_optimizer_config(config: Mapping[str, Any]) -> OptimizerConfig:
 
 def build_schedules(
     config: Mapping[str, Any],
-    plan: ResumePlan,
+    manifest: Manifest | None,
     groups: Sequence[ParamGroup],
     *,
     ruler: Ruler,
     total_sequences: float,
+    global_batch_size: int,
 ) -> Schedules:
-    """The stored curves where the config is the one they came from; else the config's own, at the present progress."""
+    """The config's curves. On a resume the stored ones, where the config is the one they came from; an edited config's
+    own at the present progress. A change of the effective batch scales both as ``on_batch_change`` says.
+    """
     base = [{"name": group.name, "lr": group.lr} for group in groups]
     given = Schedules.from_cfg(config.get("param_scheduler"), ruler=ruler, base=base, total_sequences=total_sequences)
-    if plan.mode != "resume" or plan.manifest is None:
+    if manifest is None:
         return given
-    stored = Schedules.from_state_dict(plan.manifest.schedule)
-    if (stored.config, stored.base, stored.total_sequences) == (given.config, given.base, given.total_sequences):
-        return stored
-    log.logger().warning("The learning rate, its schedule or the length of training was edited: the new curve is"
-                         " followed from the present progress on.")  # fmt: skip
-    return Schedules.from_cfg(
-        config.get("param_scheduler"), ruler=ruler, base=base, total_sequences=total_sequences, lr_scale=stored.lr_scale
-    )
+    stored = Schedules.from_state_dict(manifest.schedule)
+    same = (stored.config, stored.base, stored.total_sequences) == (given.config, given.base, given.total_sequences)
+    choice = check_choice("on_batch_change", config.get("on_batch_change", "refuse"), BATCH_CHOICES)
+    factor = lr_factor(choice, was=manifest.geometry.global_batch_size, now=global_batch_size)
+    return replace(stored if same else given, lr_scale=stored.lr_scale * factor)
 
 
 def build_hooks(config: Mapping[str, Any]) -> list[Hook]:
@@ -312,15 +226,15 @@ def build_hooks(config: Mapping[str, Any]) -> list[Hook]:
 
 
 def build_loader(
-    config: Mapping[str, Any], data: Data, *, geometry: Geometry, backend: Backend, cursor: Cursor
+    config: Mapping[str, Any], data: Data, *, geometry: Geometry, dp_rank: int, cursor: Cursor
 ) -> UpdateLoader:
-    """Micro-batches of this rank from ``cursor`` on."""
+    """Micro-batches of one rank from ``cursor`` on."""
     loader = config["train_dataloader"]
     return UpdateLoader(
         data.stream,
         processor=data.processor,
         geometry=geometry,
-        dp_rank=backend.dp_rank,
+        dp_rank=dp_rank,
         cursor=cursor,
         num_workers=loader.get("num_workers", 0),
         prefetch_factor=loader.get("prefetch_factor"),
@@ -329,7 +243,7 @@ def build_loader(
     )
 
 
-def parameter_table(model: nn.Module, groups: Sequence[ParamGroup]) -> list[dict[str, Any]]:
+def parameter_table(named: Iterable[tuple[str, nn.Parameter]], groups: Sequence[ParamGroup]) -> list[dict[str, Any]]:
     """Name, shape, dtype, trainable and group of every parameter, for the manifest."""
     group_of = {name: group.name for group in groups for name in group.parameters}
     return [
@@ -340,5 +254,5 @@ def parameter_table(model: nn.Module, groups: Sequence[ParamGroup]) -> list[dict
             "trainable": parameter.requires_grad,
             "group": group_of.get(name),
         }
-        for name, parameter in model.named_parameters()
+        for name, parameter in named
     ]

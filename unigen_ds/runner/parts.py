@@ -1,20 +1,48 @@
-"""What ``build`` makes of a config, and all that the loop runs on."""
+"""All that the loop runs on, made from a config.
+
+Order matters twice. What can be refused from files alone (keys, the geometry, the checkpoint, the data) is refused
+before processes join and before the model is built. The random generators are seeded just before the model, so initial
+weights depend on the seed and on nothing that was built earlier.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
+import torch
+from mmengine.config import Config
+
 from unigen_ds.backends.base import Backend
+from unigen_ds.core import dist, log
+from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.progress import Duration, Geometry, Ruler
+from unigen_ds.core.registry import BACKENDS, build
+from unigen_ds.core.seeding import seed_everything
 from unigen_ds.data.loader import UpdateLoader
 from unigen_ds.data.processor import UnifiedProcessor
 from unigen_ds.data.stream import Cursor
 from unigen_ds.hooks.base import Hook
 from unigen_ds.resume.plan import ResumePlan
+from unigen_ds.runner.build import (
+    build_geometry,
+    build_groups,
+    build_hooks,
+    build_loader,
+    build_model,
+    build_optimizer_config,
+    build_schedules,
+    import_custom,
+    parameter_table,
+    seed_of,
+)
+from unigen_ds.runner.start import Start, build_start, check_resume, open_run, plain_values, report
 from unigen_ds.schedule.schedule import Schedules
+
+_REQUIRED = ("model", "tokenizer", "train_dataloader", "optim_wrapper", "train_cfg")
 
 
 @dataclass(frozen=True)
@@ -43,3 +71,98 @@ class Parts:
     parameters: list[dict[str, Any]]
     data_identity: dict[str, Any]
     max_updates: int | None = None
+
+
+def build_parts(config: Config, *, max_updates: int | None = None) -> Parts:
+    """Build everything. Raises ``ConfigError``, ``DataError``, ``CheckpointError`` or ``ResumeBlocked``."""
+    backend, geometry = build_engine(config)
+    optimizer_cfg = build_optimizer_config(config)
+    plan, start = _begin(config, backend, geometry)
+    manifest = plan.manifest if plan.mode == "resume" else None
+    seed, data = seed_of(config), start.data
+    seed_everything(seed, rank=dist.rank())
+    model = build_model(config, data.processor)
+    groups = build_groups(config, model.named_parameters())
+    parameters = parameter_table(model.named_parameters(), groups)
+    schedules = build_schedules(
+        config,
+        manifest,
+        groups,
+        ruler=start.ruler,
+        total_sequences=start.total_sequences,
+        global_batch_size=geometry.global_batch_size,
+    )
+    hooks = build_hooks(config)
+    backend.prepare(model, groups, optimizer_cfg, geometry=geometry)
+    seed_everything(seed, rank=dist.rank())
+    log.logger().info(
+        "Effective batch: %s sequences per update; %d per epoch.", geometry, start.ruler.sequences_per_epoch
+    )
+    return Parts(
+        config=config,
+        plain_config=plain_values(config),
+        config_text=config_text(config),
+        work_dir=Path(config["work_dir"]),
+        backend=backend,
+        loader=build_loader(config, data, geometry=geometry, dp_rank=backend.dp_rank, cursor=start.cursor),
+        cursor=start.cursor,
+        source_names=data.stream.names,
+        processor=data.processor,
+        schedules=schedules,
+        hooks=hooks,
+        ruler=start.ruler,
+        geometry=geometry,
+        limits=start.limits,
+        total_sequences=start.total_sequences,
+        loss_weights=dict(config.get("loss_weights") or {}),
+        plan=plan,
+        parameters=parameters,
+        data_identity=data.stream.identity,
+        max_updates=max_updates,
+    )
+
+
+def build_engine(config: Mapping[str, Any]) -> tuple[Backend, Geometry]:
+    """The engine, not yet prepared, and the geometry: refused here where they cannot work. Joins no process group."""
+    missing = [key for key in _REQUIRED if config.get(key) is None]
+    if missing:
+        raise ConfigError(f"the config has no {', '.join(missing)}", remedy="see docs/configs.md for the shape")
+    import_custom(config)
+    dist.launcher_environment(config.get("launcher", "none"))
+    backend: Backend = build(BACKENDS, config.get("backend") or {"type": "single"}, where="backend")
+    geometry = build_geometry(config, backend)
+    backend.check(geometry=geometry, optimizer_cfg=build_optimizer_config(config))
+    return backend, geometry
+
+
+def _begin(config: Config, backend: Backend, geometry: Geometry) -> tuple[ResumePlan, Start]:
+    """Rank 0 looks at the files and, on a resume, goes through the checklist; then the processes join."""
+    env = config.get("env") or {}
+    plan: ResumePlan | None = None
+    start: Start | None = None
+    dist.check_port()
+    if dist.env_rank() == 0:
+        plan = open_run(config)
+        if plan.mode == "resume":
+            start, findings = check_resume(config, plan, backend=backend, geometry=geometry)
+            report(findings)
+    if env.get("num_threads") is not None:
+        torch.set_num_threads(env["num_threads"])
+    dist.init(timeout_s=env.get("dist_timeout_s", 1800.0))
+    log.setup(rank=dist.rank(), log_file=Path(config["work_dir"]) / "train.log")
+    plan = dist.broadcast_object(plan)
+    assert plan is not None
+    return plan, start or build_start(config, plan.manifest if plan.mode == "resume" else None, geometry=geometry)
+
+
+def config_text(config: Config) -> str:
+    """The config as Python text. A class, which mmengine prints as no Python can read it, is given by its name."""
+
+    def named(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: named(inner) for key, inner in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(named, value))
+        return f"{value.__module__}.{value.__qualname__}" if isinstance(value, (type, FunctionType)) else value
+
+    return Config(named(config.to_dict())).pretty_text

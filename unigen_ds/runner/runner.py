@@ -22,9 +22,9 @@ from unigen_ds.core.progress import Progress
 from unigen_ds.core.seeding import derive_seed, seed_everything
 from unigen_ds.data.stream import Cursor
 from unigen_ds.hooks.base import Hook, UpdateResult
-from unigen_ds.resume.plan import check_model, check_weights
-from unigen_ds.runner.build import build_parts
-from unigen_ds.runner.parts import Parts
+from unigen_ds.resume.finding import refuse
+from unigen_ds.resume.model_check import check_weights, model_findings
+from unigen_ds.runner.parts import Parts, build_parts
 from unigen_ds.runner.updates import Update, counted
 
 
@@ -47,7 +47,7 @@ class Runner:
 
     @classmethod
     def from_cfg(cls, config: Mapping[str, Any], *, max_updates: int | None = None) -> Runner:
-        """Build everything a config names. See ``runner/build.py`` for the errors."""
+        """Build everything a config names. See ``runner/parts.py`` for the errors."""
         return cls(build_parts(config, max_updates=max_updates))
 
     @property
@@ -176,7 +176,7 @@ class Runner:
             return
         checkpoint, manifest = plan.checkpoint, plan.manifest
         if plan.mode == "resume":
-            check_model(manifest, parameters=self._parts.parameters, config=self._parts.plain_config)
+            refuse(model_findings(manifest, parameters=self._parts.parameters, config=self._parts.plain_config))
         else:
             check_weights(manifest, parameters=self._parts.parameters)
         reader = open_reader(checkpoint, manifest)

@@ -1,0 +1,230 @@
+"""The checklist as pure functions of a manifest and a proposal, in the guide's own numbers; every finding that can be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.checkpoint.support import make_manifest
+from unigen_ds.checkpoint.manifest import FileEntry, Manifest
+from unigen_ds.core.errors import ResumeBlocked
+from unigen_ds.core.progress import Geometry, Progress, Ruler
+from unigen_ds.data.change import DataChange
+from unigen_ds.resume.checklist import learning_rates, run
+from unigen_ds.resume.finding import Finding, Proposal, refuse
+from unigen_ds.resume.geometry import lr_factor
+from unigen_ds.schedule.schedule import Schedules
+
+SAMPLES, EPOCHS = 100_000, 8
+FIRST = Geometry(128, 1, 2)
+CURVE = [
+    {"type": "LinearLR", "start_factor": 1e-5, "by_epoch": True, "begin": 0, "end": 0.24,
+     "convert_to_iter_based": True},
+    {"type": "CosineAnnealingLR", "eta_min": 0.0, "by_epoch": True, "begin": 0.24, "end": EPOCHS,
+     "convert_to_iter_based": True},
+]  # fmt: skip
+
+
+def schedules(ruler: Ruler, *, curve: Any = CURVE, epochs: int = EPOCHS, lr: float = 1e-4) -> Schedules:
+    base = [{"name": "default", "lr": lr}]
+    return Schedules.from_cfg(curve, ruler=ruler, base=base, total_sequences=epochs * ruler.sequences_per_epoch)
+
+
+def stored(geometry: Geometry = FIRST, *, iterations: int = 1500, **values: Any) -> Manifest:
+    """A run of 100,000 samples over 8 epochs, drop-last, at ``iterations`` of ``geometry``."""
+    first = Ruler(FIRST, SAMPLES // FIRST.sequences_per_iteration * FIRST.sequences_per_iteration)
+    sequences = iterations * geometry.sequences_per_iteration
+    given: dict[str, Any] = dict(
+        progress=Progress(sequences=sequences, samples=sequences, tokens=9 * sequences, updates=iterations),
+        geometry=geometry,
+        ruler=first,
+        schedule=schedules(first).state_dict(),
+        loader={"facts": {"sizes": [SAMPLES], "packing": None, "weights": None}},
+        files=[FileEntry("model.safetensors", 1000, "0" * 32), FileEntry("ema/0.safetensors", 500, "0" * 32)],
+        config={
+            "optim_wrapper": {"optimizer": {"type": "AdamW", "lr": 1e-4}},
+            "default_hooks": {"checkpoint": {"interval": 100, "max_keep_ckpts": 2}},
+            "custom_hooks": [{"type": "EMAHook"}],
+        },
+        versions={"torch": "2.13.0"},
+    )
+    return make_manifest(**{**given, **values})
+
+
+def proposal(manifest: Manifest, geometry: Geometry, **values: Any) -> Proposal:
+    """The same run on another geometry."""
+    given: dict[str, Any] = dict(
+        checkpoint="/runs/a/iter_1500.pth",
+        config=manifest.config,
+        geometry=geometry,
+        topology={**manifest.topology, "dp_size": geometry.dp_size},
+        schedules=Schedules.from_state_dict(manifest.schedule),
+        parameters=manifest.parameters,
+        data=DataChange(),
+        versions=manifest.versions,
+        free_bytes=10_000,
+    )
+    return Proposal(**{**given, **values})
+
+
+def found(manifest: Manifest, proposed: Proposal) -> dict[str, Finding]:
+    findings = run(manifest, proposed)
+    assert len({f.id for f in findings}) == len(findings), "an id is unique"
+    return {f.id: f for f in findings}
+
+
+def test_nothing_changed_is_all_ok_and_answers_the_five_points():
+    manifest = stored()
+    manifest.topology["dp_size"] = 2
+    findings = run(manifest, proposal(manifest, FIRST))
+    assert {f.status for f in findings} == {"ok"}
+    assert {f.guide for f in findings if f.guide} == {1, 2, 3, 4, 5}
+    refuse(findings)
+
+
+# ---- 128 x 1 x 2 -> 64 x 2 x 2 at iteration 1500 -------------------------------------------------------------------
+
+
+def test_the_guides_change_of_batch_in_its_own_numbers():
+    """390 iterations an epoch, 3.85 epochs, 48.1 %; iteration 1500 becomes 3000. Read bare it would be 24.0 %."""
+    manifest = stored()
+    position = found(manifest, proposal(manifest, Geometry(64, 2, 2)))["progress.position"]
+    assert position.was == "iteration 1,500 of 3,120 (390 an epoch): 3.85 epochs, 48.1%"
+    assert position.now == "iteration 3,000 of 6,240 (780 an epoch): 3.85 epochs, 48.1%"
+    assert "1500 read at 781 iterations an epoch would be 1.92 epochs (24.0%)" in position.why
+    assert position.status == "ok"
+
+
+def test_the_learning_rate_is_the_same_function_of_data_after_it():
+    manifest = stored()
+    findings = found(manifest, proposal(manifest, Geometry(64, 2, 2)))
+    assert findings["lr.curve"].status == "ok" and findings["lr.curve"].was == findings["lr.curve"].now
+    assert findings["batch.effective"].status == "ok"
+    points = learning_rates(manifest, Schedules.from_state_dict(manifest.schedule))
+    assert len(points) == 6 and points[0][0] == pytest.approx(1500 / 390) and points[-1][0] == pytest.approx(8)
+    # in closed form: half a cosine over what is left of 7.76 epochs after the warm-up
+    import math
+
+    expected = 1e-4 * 0.5 * (1 + math.cos(math.pi * (1500 / 390 - 0.24) / (8 - 0.24)))
+    assert points[0][1]["default"] == pytest.approx(expected, rel=2e-3)  # mmengine's own off-by-one update is kept
+
+
+def test_hook_intervals_are_converted():
+    manifest = stored()
+    interval = found(manifest, proposal(manifest, Geometry(64, 2, 2)))["hooks.intervals"]
+    assert (interval.was, interval.now) == ("100 iterations of the first start", "200 of now")
+
+
+def test_a_second_change_on_top_of_the_first():
+    """128 x 1 x 2 -> 64 x 2 x 2 -> 256 x 1 x 1, all counted from the first start's epoch."""
+    manifest = stored(Geometry(64, 2, 2), iterations=3000)
+    findings = found(manifest, proposal(manifest, Geometry(256, 1, 1)))
+    assert findings["progress.position"].now.startswith("iteration 1,500 of 3,120 (390 an epoch): 3.85 epochs, 48.1%")
+    assert findings["batch.effective"].status == "ok"
+
+
+# ---- another effective batch ----------------------------------------------------------------------------------------
+
+
+def test_half_the_effective_batch_is_blocked_with_every_way_back():
+    manifest = stored()
+    batch = found(manifest, proposal(manifest, Geometry(64, 1, 2)))["batch.effective"]
+    assert batch.status == "block" and batch.guide == 3
+    assert "1 x 128, 2 x 64" in batch.remedy and "--on-batch-change keep-lr | linear | sqrt" in batch.remedy
+    with pytest.raises(ResumeBlocked, match=r"128 per device x 2 process\(es\) x 1 accumulated = 256 and would become"):
+        refuse([batch])
+
+
+def test_two_to_three_processes_names_the_nearest():
+    manifest = stored()
+    batch = found(manifest, proposal(manifest, Geometry(85, 1, 3)))["batch.effective"]
+    assert batch.status == "block" and "255 and 258" in batch.remedy
+
+
+@pytest.mark.parametrize(("choice", "factor"), [("keep-lr", 1.0), ("linear", 0.5), ("sqrt", 0.5**0.5)])
+def test_a_choice_lets_it_go_on_and_says_what_it_does(choice, factor):
+    manifest, now = stored(), Geometry(64, 1, 2)
+    scale = lr_factor(choice, was=256, now=128)
+    new = replace(Schedules.from_state_dict(manifest.schedule), lr_scale=scale)
+    findings = found(manifest, proposal(manifest, now, schedules=new, on_batch_change=choice))
+    assert findings["batch.effective"].status == "warn" and f"{factor:.4g}" in findings["batch.effective"].why
+    rates = [learning_rates(manifest, s)[0][1]["default"] for s in (Schedules.from_state_dict(manifest.schedule), new)]
+    assert rates[1] == pytest.approx(rates[0] * factor)
+    assert findings["lr.curve"].status == ("ok" if factor == 1.0 else "warn")
+
+
+# ---- edited configs -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("edit", "reason"),
+    [
+        ({"lr": 2e-4}, "a learning rate was edited"),
+        ({"epochs": 10}, "the length of training was edited"),
+        ({"curve": [CURVE[0], {**CURVE[1], "eta_min": 1e-5}]}, "param_scheduler was edited"),
+    ],
+)
+def test_an_edited_schedule_is_followed_and_said(edit, reason):
+    manifest = stored()
+    findings = found(manifest, proposal(manifest, FIRST, schedules=schedules(manifest.ruler, **edit)))
+    assert findings["lr.curve"].status == "warn" and reason in findings["lr.curve"].why
+    if "epochs" in edit:
+        assert findings["progress.left"].status == "warn" and "614,400 are left" in findings["progress.left"].now
+
+
+def test_an_edit_of_what_is_past_changes_nothing_ahead():
+    manifest = stored()
+    without_warmup = schedules(manifest.ruler, curve=CURVE[1:])
+    assert found(manifest, proposal(manifest, FIRST, schedules=without_warmup))["lr.curve"].status == "ok"
+
+
+def test_a_complete_run_says_so():
+    manifest = stored(iterations=3120)
+    left = found(manifest, proposal(manifest, FIRST))["progress.left"]
+    assert left.status == "warn" and "nothing is left to train" in left.why
+
+
+def test_a_learning_rate_of_zero_for_the_rest_is_no_sensible_schedule():
+    manifest = stored()
+    ends = [{"type": "LinearLR", "start_factor": 1.0, "end_factor": 0.0, "by_epoch": True, "begin": 0, "end": 3,
+             "convert_to_iter_based": True}]  # fmt: skip
+    curve = found(manifest, proposal(manifest, FIRST, schedules=schedules(manifest.ruler, curve=ends)))["lr.curve"]
+    assert curve.status == "warn" and curve.guide == 4 and "every learning rate is 0" in curve.why
+
+
+# ---- surroundings ---------------------------------------------------------------------------------------------------
+
+CHANGED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "precision": ({"topology": {"engine": "single", "dp_size": 2, "precision": "bf16"}}, "warn", "rounding"),
+    "rng": ({"topology": {"engine": "single", "dp_size": 3, "precision": "fp32"}}, "warn", "seeded anew"),
+    "engine": ({"topology": {"engine": "other", "dp_size": 2, "precision": "fp32"}}, "ok", "float rounding"),
+    "ema": ({"config": {"custom_hooks": []}}, "warn", "dropped with the next checkpoint"),
+    "versions": ({"versions": {"torch": "9.9"}}, "warn", "last bits"),
+    "disk.free": ({"free_bytes": 1499}, "block", "do not fit"),
+    "model.structure": ({"parameters": []}, "block", "the model differs"),
+    "data.unchanged": ({"data": DataChange((("sizes", "a had 3 records and has 4"),))}, "block", "repeated or skipped"),
+}
+
+
+@pytest.mark.parametrize("id", CHANGED)
+def test_what_a_change_means(id):
+    values, status, why = CHANGED[id]
+    finding = found(stored(), proposal(stored(), FIRST, **values))[id]
+    assert finding.status == status and why in finding.why
+    assert status != "block" or finding.remedy
+
+
+def test_one_checkpoint_of_room_is_a_warning():
+    assert found(stored(), proposal(stored(), FIRST, free_bytes=1501))["disk.free"].status == "warn"
+
+
+@pytest.mark.parametrize(
+    ("choice", "obstacles", "status"),
+    [("append", (), "warn"), ("append", ("a was edited",), "block"), ("restart", ("a was edited",), "warn")],
+)
+def test_changed_data_by_choice(choice, obstacles, status):
+    change = DataChange((("sizes", "a had 3 records and has 4"),), obstacles)
+    values = {"data": change, "on_data_change": choice}
+    assert found(stored(), proposal(stored(), FIRST, **values))["data.unchanged"].status == status

@@ -1,0 +1,71 @@
+"""Cuts of an update, what a change of the effective batch does to the learning rate, and the three memory plans."""
+
+from __future__ import annotations
+
+import pytest
+
+from unigen_ds.backends.deepspeed import DeepSpeedBackend
+from unigen_ds.backends.fsdp import FSDPBackend
+from unigen_ds.backends.single import SingleBackend
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.progress import Geometry
+from unigen_ds.resume.geometry import BATCH_CHOICES, check_choice, cuts_text, equal_cuts, lr_factor, memory_plans
+
+
+def test_every_cut_keeps_the_total_and_the_smallest_memory_is_first():
+    cuts = equal_cuts(256, 2)
+    assert [(g.batch_size, g.accumulative_counts) for g in cuts] == [
+        (1, 128), (2, 64), (4, 32), (8, 16), (16, 8), (32, 4), (64, 2), (128, 1),
+    ]  # fmt: skip
+    assert {g.global_batch_size for g in cuts} == {256}
+    assert equal_cuts(256, 3) == []
+
+
+def test_an_indivisible_total_names_the_nearest():
+    assert "256 cannot be split over 3 processes; the nearest effective batches are 255 and 258" in cuts_text(256, 3)
+    assert "1 x 128, 2 x 64" in cuts_text(256, 2)
+    assert "(9 in all)" in cuts_text(256, 1)
+
+
+@pytest.mark.parametrize(("choice", "factor"), [("keep-lr", 1.0), ("linear", 0.5), ("sqrt", 0.5**0.5)])
+def test_the_learning_rate_follows_the_choice(choice, factor):
+    assert lr_factor(choice, was=256, now=128) == pytest.approx(factor)
+    assert lr_factor(choice, was=256, now=256) == 1.0
+
+
+def test_an_unknown_choice_is_refused():
+    with pytest.raises(ConfigError, match=r"on_batch_change is 'half'.*keep-lr"):
+        check_choice("on_batch_change", "half", BATCH_CHOICES)
+
+
+CONFIG = {"train_dataloader": {"batch_size": 64}, "model": {"activation_checkpointing": False}}
+
+
+def test_the_plans_keep_the_effective_batch(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    a, b, c = memory_plans(Geometry(64, 2, 2), backend=DeepSpeedBackend(config="zero2"), config=CONFIG)
+    assert (a.geometry, b.geometry, c.geometry) == (Geometry(32, 4, 2), Geometry(32, 2, 4), Geometry(64, 2, 2))
+    assert a.overrides == {"optim_wrapper.accumulative_counts": 4, "train_dataloader.batch_size": 32}
+    assert c.overrides == {"model.activation_checkpointing": True} and c.backend == "deepspeed:zero3"
+    assert {plan.geometry.global_batch_size for plan in (a, b, c)} == {256}
+
+
+def test_one_process_needs_another_backend_for_more():
+    _, b, c = memory_plans(Geometry(4), backend=SingleBackend(), config={})
+    assert (b.backend, c.backend) == ("deepspeed:zero2", "deepspeed:zero2_offload")
+
+
+def test_a_batch_of_one_cannot_be_made_smaller():
+    (c,) = memory_plans(Geometry(1, 8), backend=FSDPBackend(sharding_strategy="NO_SHARD"), config=CONFIG)
+    assert c.name == "C" and c.backend == "fsdp:FULL_SHARD"
+
+
+def test_an_odd_batch_is_cut_by_its_smallest_factor():
+    a, *_ = memory_plans(Geometry(9, 1), backend=SingleBackend(), config={})
+    assert a.geometry == Geometry(3, 3)
+
+
+def test_a_global_batch_size_stays_the_users():
+    config = {"train_dataloader": {"global_batch_size": 64}}
+    a, *_ = memory_plans(Geometry(64), backend=SingleBackend(), config=config)
+    assert a.overrides == {"optim_wrapper.accumulative_counts": 2}

@@ -1,0 +1,306 @@
+"""What a resume would change, before anything is started: ``(manifest, proposal) -> findings``. Pure; reads no file.
+
+A finding says what was, what is, why it matters and what to do. ``block``: training would silently be another one, or
+could not go on. ``warn``: it goes on, and its results differ by more than float rounding, or something is lost that a
+user may miss. The ids are stable: scripts may rely on them. ``guide`` is the point of the five-point checklist that a
+finding answers: 1 the checkpoint exists and is complete, 2 ``resume`` and ``load_from`` are set right, 3 batch size and
+accumulation as before or the same effective batch, 4 the learning rate is sensible, 5 the log confirms the resumption.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from unigen_ds.checkpoint.manifest import Manifest
+from unigen_ds.core.progress import Geometry, Progress
+from unigen_ds.resume.finding import Finding, Proposal, Status, shown
+from unigen_ds.resume.geometry import cuts_text
+from unigen_ds.resume.model_check import model_findings
+from unigen_ds.schedule.schedule import Schedules
+
+POINTS_AHEAD = 5
+
+
+def run(manifest: Manifest, proposal: Proposal) -> list[Finding]:
+    """All findings, in the order of ``CHECKS``."""
+    return [finding for check in CHECKS for finding in check(manifest, proposal)]
+
+
+# ---- the checkpoint -------------------------------------------------------------------------------------------------
+
+
+def check_checkpoint(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
+    size = sum(entry.size for entry in manifest.files)
+    found = f"{len(manifest.files)} files, {size / 2**20:,.1f} MiB, " + (
+        "every byte compared" if proposal.hashed else "sizes compared"
+    )
+    yield Finding("checkpoint.complete", "ok", "complete", found, guide=1)
+    yield Finding(
+        "resume.mode",
+        "ok",
+        f"iteration {manifest.iteration}, update {manifest.progress.updates}",
+        f"full resume of weights, moments, schedule and data position from {proposal.checkpoint}",
+        why="resume=True takes the newest, resume=CKPT the named one; load_from alone would take weights only",
+        guide=2,
+    )
+
+
+def check_disk(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
+    if proposal.free_bytes is None:
+        return
+    size = sum(entry.size for entry in manifest.files)
+    fits = proposal.free_bytes // max(size, 1)
+    hook = (proposal.config.get("default_hooks") or {}).get("checkpoint") or {}
+    keep = hook.get("max_keep_ckpts", -1)
+    needed = 2 if keep == -1 else keep + 1  # the new one is durable before the oldest goes
+    status: Status = "ok" if fits >= needed else "warn" if fits else "block"
+    yield Finding(
+        "disk.free",
+        status,
+        f"a checkpoint of {size / 2**30:.2f} GiB",
+        f"{proposal.free_bytes / 2**30:.2f} GiB free: {fits} more would fit, {needed} are needed at a time",
+        why="" if status == "ok" else "the next checkpoints do not fit on the disk of the work dir",
+        remedy="" if status == "ok" else "free space, keep fewer with CheckpointHook(max_keep_ckpts=...), or move",
+    )
+
+
+# ---- the model and the optimizer ------------------------------------------------------------------------------------
+
+
+def check_model(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
+    yield from model_findings(manifest, parameters=proposal.parameters, config=proposal.config)
+
+
+# ---- batch, position, schedule --------------------------------------------------------------------------------------
+
+
+def check_batch(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
+    was, now = manifest.geometry, proposal.geometry
+    if was.global_batch_size == now.global_batch_size:
+        yield Finding("batch.effective", "ok", str(was), str(now), guide=3)
+    elif proposal.on_batch_change == "refuse":
+        yield Finding(
+            "batch.effective",
+            "block",
+            str(was),
+            str(now),
+            "the effective batch size differs, and the learning rate was chosen for the old one",
+            cuts_text(was.global_batch_size, now.dp_size)
+            + "; or say what becomes of the learning rate: --on-batch-change keep-lr | linear | sqrt",
+            guide=3,
+        )
+    else:
+        factor = proposal.schedules.lr_scale / Schedules.from_state_dict(manifest.schedule).lr_scale
+        yield Finding(
+            "batch.effective",
+            "warn",
+            str(was),
+            str(now),
+            f"--on-batch-change {proposal.on_batch_change}: learning rates are multiplied by {factor:.4g} from here on,"
+            " and later resumes keep that",
+            guide=3,
+        )
+
+
+def check_position(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
+    ends = (Schedules.from_state_dict(manifest.schedule).total_sequences, proposal.schedules.total_sequences)
+    was, now = (
+        _place(manifest, geometry, end)
+        for geometry, end in zip((manifest.geometry, proposal.geometry), ends, strict=True)
+    )
+    why = ""
+    if manifest.geometry.sequences_per_iteration != proposal.geometry.sequences_per_iteration:
+        number, per_epoch = manifest.iteration, _iterations_per_epoch(manifest, proposal.geometry)
+        epochs = number / per_epoch
+        share = epochs * manifest.ruler.sequences_per_epoch / ends[0]
+        why = (
+            f"sequences are counted, so nothing moves; the bare number {number} read at {per_epoch} iterations an epoch"
+            f" would be {epochs:.2f} epochs ({share:.1%})"
+        )
+    yield Finding("progress.position", "ok", was, now, why)
+    left = ends[1] - manifest.progress.sequences
+    if left < proposal.geometry.global_batch_size:
+        yield Finding(
+            "progress.left", "warn", f"{ends[0]:,.0f} sequences in all", f"{ends[1]:,.0f}",
+            "the run is complete: nothing is left to train", "raise train_cfg.max_epochs (or its other limits)",
+        )  # fmt: skip
+    elif ends[0] != ends[1]:
+        yield Finding(
+            "progress.left", "warn", f"{ends[0]:,.0f} sequences in all", f"{ends[1]:,.0f}: {left:,.0f} are left",
+            "train_cfg was edited: training ends elsewhere",
+        )  # fmt: skip
+
+
+def _iterations_per_epoch(manifest: Manifest, geometry: Geometry) -> int:
+    """As a run that began with this geometry would count: unpacked, by samples, the rest dropped."""
+    facts = manifest.loader.get("facts") or {}
+    unpacked = "sizes" in facts and not facts.get("packing") and not facts.get("weights")
+    samples = sum(facts["sizes"]) if unpacked else manifest.ruler.sequences_per_epoch
+    return max(1, samples // geometry.sequences_per_iteration)
+
+
+def _place(manifest: Manifest, geometry: Geometry, end: float) -> str:
+    size = geometry.sequences_per_iteration
+    done, epoch = manifest.progress.sequences, manifest.ruler.sequences_per_epoch
+    return (
+        f"iteration {manifest.progress.iteration(geometry):,} of {end / size:,.0f} ({epoch / size:,.6g} an epoch):"
+        f" {done / epoch:.2f} epochs, {done / end:.1%}"
+    )
+
+
+def learning_rates(manifest: Manifest, schedules: Schedules) -> list[tuple[float, dict[str, float]]]:
+    """(position in epochs, learning rate by group) now and at ``POINTS_AHEAD`` points up to the end."""
+    progress, end = manifest.progress, schedules.total_sequences
+    found = []
+    for k in range(POINTS_AHEAD + 1):
+        sequences = progress.sequences + max(0.0, end - progress.sequences) * k / POINTS_AHEAD
+        grown = sequences / progress.sequences if progress.sequences else 1.0
+        there = Progress(int(sequences), int(progress.samples * grown), int(progress.tokens * grown))
+        rates = {group["name"]: group["lr"] for group in schedules.at(there)}
+        found.append((sequences / manifest.ruler.sequences_per_epoch, rates))
+    return found
+
+
+def check_learning_rate(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
+    stored = Schedules.from_state_dict(manifest.schedule)
+    was, now = learning_rates(manifest, stored), learning_rates(manifest, proposal.schedules)
+    same = was == now
+    flat = all(rate == 0 for _, rates in now for rate in rates.values())
+    why = "the same function of the data consumed" if same else _why_other(stored, proposal)
+    yield Finding(
+        "lr.curve",
+        "ok" if same and not flat else "warn",
+        _curve(was),
+        _curve(now),
+        "every learning rate is 0 from here on: nothing would be learned" if flat else why,
+        guide=4,
+    )
+
+
+def _why_other(stored: Schedules, proposal: Proposal) -> str:
+    new = proposal.schedules
+    reasons = ["param_scheduler was edited"] * (stored.config != new.config)
+    reasons += ["a learning rate was edited"] * (stored.base != new.base)
+    reasons += ["the length of training was edited"] * (stored.total_sequences != new.total_sequences)
+    reasons += [f"lr_scale was {stored.lr_scale:.4g} and is {new.lr_scale:.4g}"] * (stored.lr_scale != new.lr_scale)
+    return " and ".join(reasons) + ": the new curve is followed from the present progress on"
+
+
+def _curve(points: Sequence[tuple[float, Mapping[str, float]]]) -> str:
+    """One number a point where all groups agree on a factor; else those of the first group."""
+    first = next(iter(points[0][1]))
+    return ", ".join(f"{rates[first]:.4g} at {epoch:.2f}" for epoch, rates in points) + f" (epochs; group {first})"
+
+
+def check_intervals(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
+    ratio = manifest.ruler.geometry.sequences_per_iteration / proposal.geometry.sequences_per_iteration
+    if ratio != 1:
+        hook = (proposal.config.get("default_hooks") or {}).get("checkpoint") or {}
+        interval = hook.get("interval", 100)
+        yield Finding(
+            "hooks.intervals", "ok", f"{interval:,} iterations of the first start", f"{interval * ratio:,.6g} of now",
+            "iterations, updates and epochs of a config keep the size they had at the first start",
+        )  # fmt: skip
+
+
+# ---- the data -------------------------------------------------------------------------------------------------------
+
+
+def check_data(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
+    change, choice = proposal.data, proposal.on_data_change
+    length = f"{manifest.ruler.sequences_per_epoch:,} sequences an epoch"
+    if not change.differences:
+        yield Finding("data.unchanged", "ok", length, "the same records, order and packing")
+        return
+    words = shown([text for _, text in change.differences])
+    if choice == "restart" or (choice == "append" and change.only_appended):
+        then = "a new epoch of the new data begins" if choice == "restart" else "they join from the next epoch on"
+        yield Finding("data.unchanged", "warn", length, words, f"--on-data-change {choice}: {then}")
+        return
+    yield Finding(
+        "data.unchanged",
+        "block",
+        length,
+        words,
+        "the training data differs from that of the checkpoint, so sequences would be repeated or skipped",
+        "restore the data; or, where records were only added, --on-data-change append; or --on-data-change restart, or"
+        " another run with --load-from",
+    )
+
+
+# ---- numbers and surroundings ---------------------------------------------------------------------------------------
+
+
+def check_engine(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
+    was, now = dict(manifest.topology), dict(proposal.topology)
+    precision = (was.pop("precision", "fp32"), now.pop("precision", "fp32"))
+    yield Finding(
+        "precision", "ok" if precision[0] == precision[1] else "warn", *precision,
+        "" if precision[0] == precision[1] else "masters and moments are fp32 in all; results differ by its rounding",
+    )  # fmt: skip
+    same = was == now
+    yield Finding(
+        "engine", "ok", _words(was), _words(now),
+        "bit-equal" if same else "loaded by parameter name; equal to float rounding, not to the bit",
+    )  # fmt: skip
+    ranks = (was.get("dp_size"), now.get("dp_size"))
+    yield Finding(
+        "rng", "ok" if ranks[0] == ranks[1] else "warn", f"{ranks[0]} process(es)", f"{ranks[1]} process(es)",
+        "" if ranks[0] == ranks[1] else "each process keeps its own generator: a network's own dropout is seeded anew",
+    )  # fmt: skip
+
+
+def _words(topology: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in topology.items() if value not in (None, False, [], ()))
+
+
+def check_ema(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
+    was = any(entry.path.startswith("ema/") for entry in manifest.files)
+    hooks = proposal.config.get("custom_hooks") or ()
+    now = any(str(hook.get("type")).rpartition(".")[2].startswith("EMAHook") for hook in hooks)
+    text = {True: "kept", False: "none"}
+    why = ""
+    if was != now:
+        why = "the average starts at the present weights" if now else "the average is dropped with the next checkpoint"
+    yield Finding("ema", "ok" if was == now else "warn", text[was], text[now], why)
+
+
+def check_versions(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
+    names = sorted(set(manifest.versions) & set(proposal.versions))
+    other = [name for name in names if manifest.versions[name] != proposal.versions[name]]
+    yield Finding(
+        "versions",
+        "warn" if other else "ok",
+        ", ".join(f"{name} {manifest.versions[name]}" for name in other or names),
+        ", ".join(f"{name} {proposal.versions[name]}" for name in other) or "the same",
+        "results may differ in the last bits, or by what those versions changed" if other else "",
+    )
+
+
+def check_log(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
+    rates = proposal.schedules.at(manifest.progress)
+    yield Finding(
+        "log.confirmation",
+        "ok",
+        f"update {manifest.progress.updates:,}",
+        f"look for: 'resumed from' {proposal.checkpoint}, then update {manifest.progress.updates + 1:,} with lr"
+        f" {rates[0]['lr']:.4g}",
+        guide=5,
+    )
+
+
+CHECKS: tuple[Callable[[Manifest, Proposal], Iterable[Finding]], ...] = (
+    check_checkpoint,
+    check_model,
+    check_batch,
+    check_position,
+    check_learning_rate,
+    check_intervals,
+    check_data,
+    check_engine,
+    check_ema,
+    check_versions,
+    check_disk,
+    check_log,
+)

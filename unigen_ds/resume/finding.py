@@ -1,0 +1,70 @@
+"""What a check says (``Finding``) and what it is told (``Proposal``): plain values, so checks are pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from unigen_ds.core.errors import ResumeBlocked
+from unigen_ds.core.progress import Geometry
+from unigen_ds.data.change import DataChange
+from unigen_ds.schedule.schedule import Schedules
+
+Status = Literal["ok", "warn", "block"]
+_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The outcome of one check."""
+
+    id: str
+    status: Status
+    was: str
+    now: str
+    why: str = ""
+    remedy: str = ""
+    guide: int | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """The run as it would go on: whatever a finding depends on, from files alone."""
+
+    checkpoint: str
+    config: Mapping[str, Any]
+    """Plain values."""
+    geometry: Geometry
+    topology: Mapping[str, Any]
+    schedules: Schedules
+    """What would be followed."""
+    parameters: Sequence[Mapping[str, Any]]
+    """Rows as in the manifest: name, shape, trainable, group."""
+    data: DataChange
+    versions: Mapping[str, str]
+    on_batch_change: str = "refuse"
+    on_data_change: str = "refuse"
+    free_bytes: int | None = None
+    """Where the next checkpoints go; None: not known."""
+    hashed: bool = False
+    """Whether the content of the checkpoint's files was compared, not only their sizes."""
+
+
+def refuse(findings: Iterable[Finding]) -> None:
+    """Raise ``ResumeBlocked`` naming every finding that blocks."""
+    blocks = [finding for finding in findings if finding.status == "block"]
+    if blocks:
+        raise ResumeBlocked(
+            "; ".join(f"{f.why}: it was {f.was} and would become {f.now}" for f in blocks),
+            remedy="; ".join(dict.fromkeys(f.remedy for f in blocks if f.remedy)) or None,
+        )
+
+
+def shown(found: Sequence[str]) -> str:
+    """The first few, and how many more."""
+    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    return "; ".join(found[:_SHOWN]) + more

@@ -1,0 +1,107 @@
+"""How an update may be cut: the cuts that keep an effective batch, and what a change of it does to the learning rate.
+
+In: numbers. Out: geometries, factors, and the three plans for a device that is too small. Nothing here reads a file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from unigen_ds.backends.base import Backend
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.progress import Geometry
+
+BATCH_CHOICES = ("refuse", "keep-lr", "linear", "sqrt")
+DATA_CHOICES = ("refuse", "append", "restart")
+
+
+def check_choice(key: str, value: Any, allowed: tuple[str, ...]) -> str:
+    """``value``, or ``ConfigError``."""
+    if value not in allowed:
+        raise ConfigError(f"{key} is {value!r}", allowed=", ".join(allowed))
+    return str(value)
+
+
+def lr_factor(choice: str, *, was: int, now: int) -> float:
+    """What multiplies the learning rate when the effective batch goes from ``was`` to ``now`` sequences."""
+    if choice == "linear":
+        return now / was
+    return math.sqrt(now / was) if choice == "sqrt" else 1.0
+
+
+def equal_cuts(total: int, dp_size: int) -> list[Geometry]:
+    """Every cut of ``total`` sequences over ``dp_size`` ranks, the smallest memory (batch per device) first."""
+    if total % dp_size:
+        return []
+    share = total // dp_size
+    return [Geometry(size, share // size, dp_size) for size in range(1, share + 1) if share % size == 0]
+
+
+def nearest_totals(total: int, dp_size: int) -> list[int]:
+    """The multiples of ``dp_size`` beside ``total``; ``total`` itself where it is one."""
+    below = total // dp_size * dp_size
+    return [total] if below == total else [value for value in (below, below + dp_size) if value]
+
+
+def cuts_text(total: int, dp_size: int, *, most: int = 8) -> str:
+    """The remedy for a wrong effective batch: what restores it, or the nearest that exist."""
+    cuts = equal_cuts(total, dp_size)
+    if cuts:
+        shown = ", ".join(f"{g.batch_size} x {g.accumulative_counts}" for g in cuts[:most])
+        more = f" ... ({len(cuts)} in all)" if len(cuts) > most else ""
+        return f"batch_size x accumulative_counts that keep {total} on {dp_size} process(es): {shown}{more}"
+    nearest = " and ".join(map(str, nearest_totals(total, dp_size)))
+    return (
+        f"{total} cannot be split over {dp_size} processes; the nearest effective batches are {nearest}, with"
+        " --on-batch-change keep-lr | linear | sqrt"
+    )
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """One way to need less memory per device at the same effective batch."""
+
+    name: str
+    words: str
+    geometry: Geometry
+    overrides: Mapping[str, Any]
+    """Config keys to set, dotted."""
+    backend: str | None = None
+    """A new ``--backend``, where the plan needs one."""
+
+
+def memory_plans(geometry: Geometry, *, backend: Backend, config: Mapping[str, Any]) -> list[MemoryPlan]:
+    """The three out-of-memory plans: smaller micro-batches (A), more processes (B), less held per device (C).
+
+    All keep the effective batch, so the run goes on as the same training. A and B are absent at ``batch_size`` 1.
+    """
+    plans = []
+    size, counts, ranks = geometry.batch_size, geometry.accumulative_counts, geometry.dp_size
+    if size > 1:
+        factor = next(f for f in range(2, size + 1) if size % f == 0)
+        finer = Geometry(size // factor, counts * factor, ranks)
+        plans.append(MemoryPlan("A", "smaller micro-batches, more of them", finer, _cut(finer, config)))
+        wider = Geometry(size // factor, counts, ranks * factor)
+        plans.append(MemoryPlan("B", "more processes", wider, _cut(wider, config), backend.for_more_processes))
+    overrides: dict[str, Any] = {}
+    model = config.get("model") or {}
+    if "activation_checkpointing" in model and not model["activation_checkpointing"]:
+        overrides["model.activation_checkpointing"] = True
+    if overrides or backend.lighter:
+        words = " and ".join(
+            ["activation checkpointing"] * bool(overrides) + [f"the backend {backend.lighter}"] * bool(backend.lighter)
+        )
+        plans.append(MemoryPlan("C", words, geometry, overrides, backend.lighter))
+    return plans
+
+
+def _cut(geometry: Geometry, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that set a geometry. With ``global_batch_size`` the size per device may follow from it."""
+    loader = config.get("train_dataloader") or {}
+    keys: dict[str, Any] = {"optim_wrapper.accumulative_counts": geometry.accumulative_counts}
+    if loader.get("global_batch_size") is None or loader.get("batch_size") is not None:
+        keys["train_dataloader.batch_size"] = geometry.batch_size
+    return keys

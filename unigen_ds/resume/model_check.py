@@ -1,0 +1,86 @@
+"""Whether a checkpoint fits the model and the optimizer, by the names of the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from unigen_ds.checkpoint.manifest import Manifest
+from unigen_ds.core.errors import CheckpointError
+from unigen_ds.resume.finding import Finding, shown
+
+
+def model_findings(
+    manifest: Manifest, *, parameters: Sequence[Mapping[str, Any]], config: Mapping[str, Any]
+) -> list[Finding]:
+    """The model and the optimizer, by parameter names: also asked of the real model once it is built."""
+    number = f"{len(manifest.parameters)} parameters"
+    other, frozen = other_shapes(manifest, parameters), _other_training(manifest, parameters)
+    kinds = optimizer_type(manifest.config), optimizer_type(config)
+    groups = _groups(manifest.parameters), _groups(parameters)
+    findings = [
+        Finding("model.structure", "ok", number, "the same names and shapes"),
+        Finding("model.trainable", "ok", number, "the same ones are trained"),
+        Finding("optimizer.type", "ok", kinds[0], kinds[1]),
+        Finding("optimizer.groups", "ok", groups[0], groups[1]),
+    ]
+    for place, differences in enumerate((other, frozen)):
+        if differences:
+            findings[place] = replace(
+                findings[place],
+                status="block",
+                now=shown(differences),
+                why="the model differs from that of the checkpoint",
+                remedy="set model back; --load-from CKPT starts another training from the weights, if they fit",
+            )
+    if kinds[0] != kinds[1]:
+        findings[2] = replace(
+            findings[2],
+            status="block",
+            why="the optimizer is another, to which the state means nothing",
+            remedy=f"set optim_wrapper.optimizer.type back to {kinds[0]}, or start anew with --load-from CKPT",
+        )
+    if groups[0] != groups[1]:
+        why = "moments follow the parameters by name into the new groups"
+        findings[3] = replace(findings[3], status="warn", why=why)
+    return findings
+
+
+def _other_training(manifest: Manifest, parameters: Sequence[Mapping[str, Any]]) -> list[str]:
+    trained = {row["name"]: row["trainable"] for row in parameters}
+    return [
+        f"{row['name']} {'is frozen now' if row['trainable'] else 'was frozen and is trained'}"
+        for row in manifest.parameters
+        if trained.get(row["name"], row["trainable"]) != row["trainable"]
+    ]
+
+
+def _groups(parameters: Sequence[Mapping[str, Any]]) -> str:
+    return ", ".join(sorted({str(row["group"]) for row in parameters if row["group"]}))
+
+
+def check_weights(manifest: Manifest, *, parameters: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse weights that do not fit. Raises ``CheckpointError`` naming what differs.
+
+    Engines compare numbers of elements when they load; a transposed matrix has as many.
+    """
+    found = other_shapes(manifest, parameters)
+    if found:
+        raise CheckpointError(f"the checkpoint does not fit the model: {shown(found)}")
+
+
+def other_shapes(manifest: Manifest, parameters: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Parameters that are new, gone or reshaped, in words."""
+    was = {row["name"]: list(row["shape"]) for row in manifest.parameters}
+    now = {row["name"]: list(row["shape"]) for row in parameters}
+    found = [f"{name} is new" for name in now if name not in was]
+    found += [f"{name} is gone" for name in was if name not in now]
+    found += [f"{name} was {was[name]} and is {now[name]}" for name in now if was.get(name, now[name]) != now[name]]
+    return found
+
+
+def optimizer_type(config: Mapping[str, Any]) -> str:
+    """``AdamW``, also where the config gave the class and its text was stored."""
+    kind = str(((config.get("optim_wrapper") or {}).get("optimizer") or {}).get("type", "AdamW"))
+    return kind.removeprefix("<class '").removesuffix("'>").rpartition(".")[2]

@@ -1,0 +1,163 @@
+"""Where a run begins, worked out from the config and the checkpoint's manifest alone: every rank finds the same.
+
+Rank 0 does so before it joins the others, so that what the checklist blocks costs nobody a started cluster.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from mmengine.config import Config
+from torch import nn
+
+from unigen_ds.backends.base import Backend
+from unigen_ds.checkpoint.manifest import Manifest, current_versions
+from unigen_ds.core import dist, log
+from unigen_ds.core.optim import ParamGroup
+from unigen_ds.core.progress import Duration, Geometry, Ruler
+from unigen_ds.data.change import DataChange, compare, continued
+from unigen_ds.data.stream import Cursor
+from unigen_ds.resume import checklist
+from unigen_ds.resume.finding import Finding, Proposal, refuse
+from unigen_ds.resume.geometry import BATCH_CHOICES, DATA_CHOICES, check_choice
+from unigen_ds.resume.plan import ResumePlan, plan_resume
+from unigen_ds.runner.build import (
+    Data,
+    build_data,
+    build_groups,
+    build_limits,
+    build_model,
+    build_schedules,
+    parameter_table,
+    total_sequences,
+)
+
+
+@dataclass(frozen=True)
+class Start:
+    """The data and the place in it, and the lengths that user units stand for."""
+
+    data: Data
+    change: DataChange
+    """What differs from the data of the checkpoint; false where nothing does, and on a fresh start."""
+    cursor: Cursor
+    ruler: Ruler
+    limits: list[Duration]
+    total_sequences: float
+
+
+def open_run(config: Config) -> ResumePlan:
+    """The log, and the checkpoint to go on from. Not collective: called by rank 0."""
+    work_dir = Path(config["work_dir"])
+    logger = log.setup(rank=dist.env_rank(), log_file=work_dir / "train.log")
+    plan = plan_resume(work_dir, resume=config.get("resume", False), load_from=config.get("load_from"))
+    for message in plan.messages:
+        logger.info(message)
+    if config.get("val_dataloader") is not None:
+        logger.warning("val_dataloader is ignored: there is no validation loop yet.")
+    return plan
+
+
+def build_start(config: Config, manifest: Manifest | None, *, geometry: Geometry) -> Start:
+    """``manifest``: of the checkpoint to resume from; None on a fresh start."""
+    choice = check_choice("on_data_change", config.get("on_data_change", "refuse"), DATA_CHOICES)
+    check_choice("on_batch_change", config.get("on_batch_change", "refuse"), BATCH_CHOICES)
+    data = build_data(config, geometry=geometry, ruler=manifest.ruler if manifest else None)
+    change, cursor = DataChange(), Cursor()
+    ruler = manifest.ruler if manifest else Ruler(geometry, data.stream.sequences_per_epoch)
+    if manifest:
+        change, cursor = compare(manifest.loader, data.stream), Cursor.from_state_dict(manifest.loader["cursor"])
+        if not change or choice == "restart" or (choice == "append" and change.only_appended):
+            stream, cursor = continued(manifest.loader, data.stream, on_change=choice)  # type: ignore[arg-type]
+            data = Data(data.processor, stream)
+    limits = build_limits(config["train_cfg"], ruler)
+    total = total_sequences(limits, geometry, data.stream.tokens_per_sequence)
+    return Start(data, change, cursor, ruler, limits, total)
+
+
+def check_resume(
+    config: Config,
+    plan: ResumePlan,
+    *,
+    backend: Backend,
+    geometry: Geometry,
+    hashed: bool = True,
+) -> tuple[Start, list[Finding]]:
+    """The start of a resume, and all findings of the checklist. Needs no process group and no device."""
+    assert plan.manifest is not None, "only a resume is checked"
+    manifest, plain = plan.manifest, plain_values(config)
+    start = build_start(config, manifest, geometry=geometry)
+    rows, groups = _parameters(config, plain, manifest, start)
+    schedules = build_schedules(
+        config,
+        manifest,
+        groups,
+        ruler=start.ruler,
+        total_sequences=start.total_sequences,
+        global_batch_size=geometry.global_batch_size,
+    )
+    proposal = Proposal(
+        checkpoint=str(plan.checkpoint),
+        config=plain,
+        geometry=geometry,
+        topology=backend.topology(),
+        schedules=schedules,
+        parameters=rows,
+        data=start.change,
+        versions=current_versions(),
+        on_batch_change=config.get("on_batch_change", "refuse"),
+        on_data_change=config.get("on_data_change", "refuse"),
+        free_bytes=_free_bytes(Path(config["work_dir"])),
+        hashed=hashed,
+    )
+    return start, checklist.run(manifest, proposal)
+
+
+def _parameters(
+    config: Config, plain: Mapping[str, Any], manifest: Manifest, start: Start
+) -> tuple[list[dict[str, Any]], list[ParamGroup]]:
+    """Rows and groups of the model: the stored ones where the config's model is the stored one, else of one built
+    without memory. The real model is looked at again once it is there.
+    """
+    same = all(plain.get(key) == manifest.config.get(key) for key in ("model", "tokenizer"))
+    if same:
+        named = {row["name"]: _stand_in(row) for row in manifest.parameters}
+    else:
+        with torch.device("meta"):
+            named = dict(build_model(config, start.data.processor).named_parameters())
+    groups = build_groups(config, named.items())
+    return parameter_table(named.items(), groups), groups
+
+
+def _stand_in(row: Mapping[str, Any]) -> nn.Parameter:
+    return nn.Parameter(torch.empty(row["shape"], device="meta"), requires_grad=row["trainable"])
+
+
+def _free_bytes(work_dir: Path) -> int | None:
+    """Free disk space where the work dir is, or will be."""
+    folder = next((path for path in (work_dir, *work_dir.resolve().parents) if path.exists()), None)
+    return shutil.disk_usage(folder).free if folder else None
+
+
+def plain_values(config: Config) -> dict[str, Any]:
+    """The config as plain JSON values, as a manifest keeps it."""
+    plain: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str))
+    return plain
+
+
+def report(findings: list[Finding]) -> None:
+    """Log what is not plain ``ok``, and how many are. Raises ``ResumeBlocked`` where one blocks."""
+    logger = log.logger()
+    for finding in findings:
+        if finding.status == "warn":
+            logger.warning("Checklist, %s: %s -> %s. %s", finding.id, finding.was, finding.now, finding.why)
+    number = sum(finding.status == "ok" for finding in findings)
+    logger.info("Checklist: %d of %d points are as they were or harmless (tools/resume.py shows all).",
+                number, len(findings))  # fmt: skip
+    refuse(findings)
