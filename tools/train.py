@@ -12,11 +12,12 @@ if not __package__:
     import _path  # noqa: F401 - a script runs from a checkout without installation
 
 from unigen_ds.core import dist
-from unigen_ds.core.config import load_config, parse_override
+from unigen_ds.core.config import backend_spec, load_config, parse_override
 from unigen_ds.core.errors import UnigenError
 from unigen_ds.core.log import logger
 from unigen_ds.resume.geometry import BATCH_CHOICES, DATA_CHOICES
 from unigen_ds.runner import train_config
+from unigen_ds.runner.inspect import advice, is_out_of_memory
 
 STOPPED_BY_SIGNAL = 143
 
@@ -62,19 +63,16 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.backend is not None:
             config["backend"] = backend_spec(arguments.backend)
         stopped = train_config(config, max_updates=arguments.max_updates)
-    except UnigenError as error:
+    except Exception as error:
+        if is_out_of_memory(error):
+            print(advice(config, sys.argv[1:] if argv is None else argv), file=sys.stderr)
+        if not isinstance(error, UnigenError):
+            raise
         logger().error("%s", error) if logger().handlers else print(f"error: {error}", file=sys.stderr)
         return error.exit_status
     finally:
         dist.shutdown()
     return STOPPED_BY_SIGNAL if stopped == "signal" else 0
-
-
-def backend_spec(text: str) -> dict[str, str]:
-    """``single`` | ``deepspeed[:zero1|...|FILE.json]`` | ``fsdp[:FULL_SHARD|...]`` -> the config's ``backend``."""
-    kind, _, detail = text.partition(":")
-    option = {"deepspeed": "config", "fsdp": "sharding_strategy"}.get(kind)
-    return {"type": kind} | ({option: detail} if option and detail else {})
 
 
 if __name__ == "__main__":

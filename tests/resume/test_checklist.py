@@ -1,4 +1,4 @@
-"""The checklist as pure functions of a manifest and a proposal, in the guide's own numbers; every finding that can be."""
+"""The checklist as pure functions of a manifest and a proposal, in the numbers of the guide; every finding there is."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def stored(geometry: Geometry = FIRST, *, iterations: int = 1500, **values: Any)
         files=[FileEntry("model.safetensors", 1000, "0" * 32), FileEntry("ema/0.safetensors", 500, "0" * 32)],
         config={
             "optim_wrapper": {"optimizer": {"type": "AdamW", "lr": 1e-4}},
-            "default_hooks": {"checkpoint": {"interval": 100, "max_keep_ckpts": 2}},
+            "default_hooks": {"checkpoint": {"interval": 100, "by_epoch": False, "max_keep_ckpts": 2}},
             "custom_hooks": [{"type": "EMAHook"}],
         },
         versions={"torch": "2.13.0"},

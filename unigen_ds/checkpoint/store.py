@@ -68,7 +68,7 @@ def verify(directory: Path, manifest: Manifest, *, hashes: bool = False) -> str 
     return None
 
 
-def newest(work_dir: Path) -> tuple[Found | None, list[Found]]:
+def newest(work_dir: Path, *, hashes: bool = True) -> tuple[Found | None, list[Found]]:
     """The newest checkpoint whose files verify, content included, and those that were passed over, with the reason.
 
     Hashing stops at the first that verifies, so the usual cost is one checkpoint.
@@ -82,17 +82,17 @@ def newest(work_dir: Path) -> tuple[Found | None, list[Found]]:
         if problem is None and candidate.manifest.commit in lineage.abandoned:
             problem = "a later resume went back to an earlier checkpoint and left it behind (name it to return to it)"
         if problem is None:
-            problem = verify(candidate.path, candidate.manifest, hashes=True)
+            problem = verify(candidate.path, candidate.manifest, hashes=hashes)
         if problem is None:
             return candidate, rejected
         rejected.append(Found(candidate.path, candidate.manifest, problem))
-    outside = _outside(work_dir, lineage, nothing_found=not found)
+    outside = _outside(work_dir, lineage, nothing_found=not found, hashes=hashes)
     if outside is not None and outside.problem is None:
         return outside, rejected
     return None, [*rejected, outside] if outside is not None else rejected
 
 
-def _outside(work_dir: Path, lineage: Lineage, *, nothing_found: bool) -> Found | None:
+def _outside(work_dir: Path, lineage: Lineage, *, nothing_found: bool, hashes: bool) -> Found | None:
     """The checkpoint elsewhere that the run went on from; or what ``last_checkpoint`` names and nobody finds."""
     hint = read_hint(work_dir)
     if lineage.start is None:
@@ -101,7 +101,7 @@ def _outside(work_dir: Path, lineage: Lineage, *, nothing_found: bool) -> Found 
     path = Path(lineage.start)
     try:
         manifest = Manifest.read(path)
-        return Found(path, manifest, verify(path, manifest, hashes=True))
+        return Found(path, manifest, verify(path, manifest, hashes=hashes))
     except CheckpointError as error:
         return Found(path, None, str(error))
 

@@ -198,3 +198,10 @@ def _check_level(value: Any, schema: Any, where: str) -> None:
         if key not in schema:
             raise ConfigError(f"unknown config key '{where}.{key}'", remedy=nearest(key, schema))
         _check_level(inner, schema[key], f"{where}.{key}")
+
+
+def backend_spec(text: str) -> dict[str, str]:
+    """``single`` | ``deepspeed[:zero1|...|FILE.json]`` | ``fsdp[:FULL_SHARD|...]`` -> the config's ``backend``."""
+    kind, _, detail = text.partition(":")
+    option = {"deepspeed": "config", "fsdp": "sharding_strategy"}.get(kind)
+    return {"type": kind} | ({option: detail} if option and detail else {})

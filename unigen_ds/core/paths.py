@@ -1,4 +1,4 @@
-"""Where the project's data files lie: the same call works from a checkout and from an installed wheel.
+"""Where the project's data files and tools lie: the same call works from a checkout and from an installed wheel.
 
 ``ds_configs/`` stands beside the package in a checkout, where users edit it; the wheel carries it inside the package.
 """
@@ -10,6 +10,12 @@ from pathlib import Path
 from unigen_ds.core.errors import ConfigError
 
 PACKAGE = Path(__file__).resolve().parent.parent
+
+
+def tool(name: str) -> list[str]:
+    """What follows ``python`` to run a tool: its file in a checkout, its module where only the wheel is installed."""
+    script = PACKAGE.parent / "tools" / f"{name}.py"
+    return [str(script)] if script.is_file() else ["-m", f"unigen_ds_tools.{name}"]
 
 
 def ds_configs_dir() -> Path:

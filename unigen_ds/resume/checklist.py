@@ -195,9 +195,9 @@ def _curve(points: Sequence[tuple[float, Mapping[str, float]]]) -> str:
 
 def check_intervals(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
     ratio = manifest.ruler.geometry.sequences_per_iteration / proposal.geometry.sequences_per_iteration
-    if ratio != 1:
-        hook = (proposal.config.get("default_hooks") or {}).get("checkpoint") or {}
-        interval = hook.get("interval", 100)
+    hook = (proposal.config.get("default_hooks") or {}).get("checkpoint") or {}
+    interval = hook.get("interval", -1)
+    if ratio != 1 and interval > 0 and not hook.get("by_epoch", True):
         yield Finding(
             "hooks.intervals", "ok", f"{interval:,} iterations of the first start", f"{interval * ratio:,.6g} of now",
             "iterations, updates and epochs of a config keep the size they had at the first start",
@@ -252,7 +252,7 @@ def check_engine(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
 
 
 def _words(topology: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in topology.items() if value not in (None, False, [], ()))
+    return ", ".join(f"{key} {value}" for key, value in sorted(topology.items()) if value not in (None, False, [], ()))
 
 
 def check_ema(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:

@@ -83,9 +83,9 @@ def memory_plans(geometry: Geometry, *, backend: Backend, config: Mapping[str, A
     if size > 1:
         factor = next(f for f in range(2, size + 1) if size % f == 0)
         finer = Geometry(size // factor, counts * factor, ranks)
-        plans.append(MemoryPlan("A", "smaller micro-batches, more of them", finer, _cut(finer, config)))
+        plans.append(MemoryPlan("A", "smaller micro-batches, more of them", finer, cut_keys(finer, config)))
         wider = Geometry(size // factor, counts, ranks * factor)
-        plans.append(MemoryPlan("B", "more processes", wider, _cut(wider, config), backend.for_more_processes))
+        plans.append(MemoryPlan("B", "more processes", wider, cut_keys(wider, config), backend.for_more_processes))
     overrides: dict[str, Any] = {}
     model = config.get("model") or {}
     if "activation_checkpointing" in model and not model["activation_checkpointing"]:
@@ -98,7 +98,7 @@ def memory_plans(geometry: Geometry, *, backend: Backend, config: Mapping[str, A
     return plans
 
 
-def _cut(geometry: Geometry, config: Mapping[str, Any]) -> dict[str, Any]:
+def cut_keys(geometry: Geometry, config: Mapping[str, Any]) -> dict[str, Any]:
     """The keys that set a geometry. With ``global_batch_size`` the size per device may follow from it."""
     loader = config.get("train_dataloader") or {}
     keys: dict[str, Any] = {"optim_wrapper.accumulative_counts": geometry.accumulative_counts}

@@ -38,16 +38,16 @@ class ResumePlan:
     messages: Sequence[str] = ()
 
 
-def plan_resume(work_dir: Path, *, resume: bool | str, load_from: str | None) -> ResumePlan:
-    """Decide by the table above. Reads files only. Collective.
+def plan_resume(work_dir: Path, *, resume: bool | str, load_from: str | None, hashes: bool = True) -> ResumePlan:
+    """Decide by the table above. Reads files only; without ``hashes`` their sizes, not their content. Collective.
 
     Raises ``ConfigError`` for a fresh start over existing checkpoints, and ``CheckpointError`` when checkpoints exist
     but none is usable, or the one named is not.
     """
-    return dist.on_main(lambda: _plan(work_dir, resume=resume, load_from=load_from))
+    return dist.on_main(lambda: _plan(work_dir, resume=resume, load_from=load_from, hashes=hashes))
 
 
-def _plan(work_dir: Path, *, resume: bool | str, load_from: str | None) -> ResumePlan:
+def _plan(work_dir: Path, *, resume: bool | str, load_from: str | None, hashes: bool) -> ResumePlan:
     if isinstance(resume, str) and load_from is not None:
         raise ConfigError(
             f"both resume={resume!r} and load_from={load_from!r} name a checkpoint",
@@ -62,9 +62,9 @@ def _plan(work_dir: Path, *, resume: bool | str, load_from: str | None) -> Resum
         )
     named = resume if isinstance(resume, str) else load_from
     if named is None:
-        return _newest(work_dir) if resume else ResumePlan("fresh")
+        return _newest(work_dir, hashes=hashes) if resume else ResumePlan("fresh")
     path = checkpoint_directory(named)
-    manifest = _verified(path)
+    manifest = _verified(path, hashes=hashes)
     if not resume:
         return ResumePlan("weights", path, manifest, (f"Loaded weights only from {path}; progress starts at zero.",))
     messages = [f"Resumed from the checkpoint {path}."]
@@ -78,8 +78,8 @@ def _plan(work_dir: Path, *, resume: bool | str, load_from: str | None) -> Resum
     return ResumePlan("resume", path, manifest, tuple(messages))
 
 
-def _newest(work_dir: Path) -> ResumePlan:
-    found, rejected = store.newest(work_dir)
+def _newest(work_dir: Path, *, hashes: bool) -> ResumePlan:
+    found, rejected = store.newest(work_dir, hashes=hashes)
     messages = [f"Not resumed from {r.path}: {r.problem}" for r in rejected]
     if found is None and rejected:
         raise CheckpointError(
@@ -106,9 +106,9 @@ def checkpoint_directory(given: str) -> Path:
     raise CheckpointError(f"{path} is not a checkpoint of this project: it has no {FILE_NAME}", remedy=hint)
 
 
-def _verified(path: Path) -> Manifest:
+def _verified(path: Path, *, hashes: bool) -> Manifest:
     manifest = Manifest.read(path)
-    problem = store.verify(path, manifest, hashes=True)
+    problem = store.verify(path, manifest, hashes=hashes)
     if problem:
         raise CheckpointError(f"checkpoint {path} is damaged: {problem}", remedy="name another, or use --resume alone")
     return manifest

@@ -1,0 +1,168 @@
+"""``tools/resume.py`` on a real run: what it says, what it proposes, and that what it writes and starts goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint.support import flip_byte
+from tests.tiny import TINY, tiny_config
+from tools import resume as tool
+from tools import train
+from unigen_ds.core.metrics import read_lines
+from unigen_ds.data.digits import write_digits
+from unigen_ds.runner import Runner
+
+ROOT = Path(__file__).resolve().parents[2]
+OPTIONS: dict[str, Any] = {
+    **TINY,
+    "train_dataloader.batch_size": 4,
+    "optim_wrapper.accumulative_counts": 3,
+    "train_cfg.max_epochs": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory) -> Path:
+    """Four updates of 4 x 3 sequences."""
+    folder = tmp_path_factory.mktemp("run") / "run"
+    overrides = {key.replace(".", "__"): value for key, value in OPTIONS.items()}
+    Runner.from_cfg(tiny_config(folder, folder.parent / "digits", **overrides), max_updates=4).train()
+    return folder
+
+
+def options(run_dir: Path, **changed: Any) -> list[str]:
+    values = {**OPTIONS, "train_dataloader.dataset.root": str(run_dir.parent / "digits")}
+    values |= {key.replace("__", "."): value for key, value in changed.items()}
+    return ["--cfg-options", *(f"{k}={v if isinstance(v, str) else repr(v)}" for k, v in values.items())]
+
+
+def asked(run_dir: Path, *flags: str, **changed: Any) -> int:
+    return tool.main(["unified_digits", "--work-dir", str(run_dir), *flags, *options(run_dir, **changed)])
+
+
+def findings(capsys) -> dict[str, dict[str, Any]]:
+    return {f["id"]: f for f in json.loads(capsys.readouterr().out)["findings"]}
+
+
+def files(folder: Path) -> dict[str, tuple[int, int]]:
+    return {str(p): (p.stat().st_size, p.stat().st_mtime_ns) for p in folder.rglob("*") if p.is_file()}
+
+
+def test_an_unchanged_run_is_all_ok_and_nothing_is_written(run_dir, capsys):
+    before = files(run_dir)
+    assert asked(run_dir) == 0
+    said = capsys.readouterr().out
+    assert files(run_dir) == before
+    lines = [line for line in said.splitlines() if line[:5].strip() in ("ok", "warn", "block")]
+    assert len(lines) >= 14 and all(line.startswith("ok") for line in lines)
+    assert all(f"({point} of 5)" in said for point in range(1, 6))
+    assert "batch_size 1 x 12 accumulated, batch_size 2 x 6" in said
+    assert "plan A: smaller micro-batches" in said and "2 per device x 1 process(es) x 6 accumulated = 12" in said
+
+
+def test_the_same_as_json(run_dir, capsys):
+    assert asked(run_dir, "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["blocked"] is False and told["checkpoint"].endswith("iter_12.pth")
+    assert {plan["name"] for plan in told["memory_plans"]} >= {"A", "B"}
+
+
+def test_half_the_batch_is_blocked_until_a_choice_is_made(run_dir, capsys):
+    half = {"optim_wrapper__accumulative_counts": 1, "train_dataloader__batch_size": 6}
+    assert asked(run_dir, "--json", **half) == 3
+    assert findings(capsys)["batch.effective"]["status"] == "block"
+    assert asked(run_dir, "--json", "--on-batch-change", "linear", **half) == 0
+    found = findings(capsys)
+    assert found["batch.effective"]["status"] == "warn" and "multiplied by 0.5" in found["batch.effective"]["why"]
+
+
+def test_a_machine_one_does_not_have(run_dir, capsys):
+    status = asked(run_dir, "--json", "--world-size", "3", "--backend", "fsdp", train_dataloader__batch_size=2,
+                   optim_wrapper__accumulative_counts=2)  # fmt: skip
+    found = findings(capsys)
+    assert status == 0
+    assert "dp_size 3" in found["engine"]["now"] and "FULL_SHARD" in found["engine"]["now"]
+    assert found["rng"]["status"] == "warn" and found["progress.position"]["now"].startswith("iteration 8 of")
+
+
+def test_a_number_of_processes_that_divides_nothing(run_dir, capsys):
+    assert asked(run_dir, "--json", "--world-size", "5", "--backend", "fsdp") == 3
+    assert "the nearest effective batches are 10 and 15" in findings(capsys)["batch.effective"]["remedy"]
+
+
+def test_another_model_is_compared_without_being_built(run_dir, capsys):
+    assert asked(run_dir, "--json", model__llm__num_hidden_layers=1) == 3
+    model = findings(capsys)["model.structure"]
+    assert model["status"] == "block" and "is gone" in model["now"]
+
+
+def test_nothing_to_resume_from(tmp_path, run_dir, capsys):
+    arguments = ["unified_digits", "--work-dir", str(tmp_path / "none"), *options(run_dir)]
+    assert tool.main(arguments) == 1
+    assert "holds no checkpoint" in capsys.readouterr().err
+
+
+def test_only_verify_reads_every_byte(tmp_path, run_dir, capsys):
+    folder = Path(shutil.copytree(run_dir, tmp_path / "run"))
+    flip_byte(folder / "iter_12.pth" / "model.safetensors")
+    arguments = ["unified_digits", "--work-dir", str(folder), *options(run_dir)]
+    assert tool.main(arguments) == 0
+    assert tool.main([*arguments, "--verify"]) == 1
+    assert "none is usable" in capsys.readouterr().err
+
+
+def test_the_written_config_goes_on_at_the_effective_batch(tmp_path, run_dir):
+    """Asked for 5 x 1 in one process; 4 x 3 is the largest micro-batch below that keeps the twelve."""
+    folder = Path(shutil.copytree(run_dir, tmp_path / "run"))
+    out = tmp_path / "again.py"
+    arguments = ["unified_digits", "--work-dir", str(folder), "--write-config", str(out)]
+    changed = {"train_dataloader__batch_size": 5, "optim_wrapper__accumulative_counts": 1}
+    assert tool.main([*arguments, *options(run_dir, **changed)]) == 3  # as asked it is blocked; the written one is not
+    assert train.main([str(out), "--max-updates", "6"]) == 0
+    lines = read_lines(folder / "metrics.jsonl")
+    assert [line["sequences"] for line in lines] == [12, 24, 36, 48, 60, 72]
+
+
+def test_run_starts_the_training(tmp_path, run_dir):
+    folder = Path(shutil.copytree(run_dir, tmp_path / "run"))
+    command = [sys.executable, "tools/resume.py", "unified_digits", "--work-dir", str(folder), "--run"]
+    command += options(run_dir, train_cfg__max_epochs=None, train_cfg__max_updates=6)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    assert read_lines(folder / "metrics.jsonl")[-1]["update"] == 6
+
+
+HUNGRY = """
+import torch
+from unigen_ds.core.registry import HOOKS
+from unigen_ds.hooks.base import Hook
+
+@HOOKS.register_module()
+class HungryHook(Hook):
+    def before_train_iter(self, run, index, batch):
+        self.kept = torch.empty(1 << 45)  # the allocator really refuses 128 TiB
+"""
+
+
+def test_a_real_out_of_memory_error_prints_the_three_plans(tmp_path, run_dir):
+    (tmp_path / "hungry.py").write_text(HUNGRY, encoding="utf-8")
+    write_digits(run_dir.parent / "digits")
+    command = [sys.executable, "tools/train.py", "unified_digits", "--work-dir", str(tmp_path / "run"), "--resume"]
+    command += options(run_dir, custom_imports={"imports": ["hungry"]}, custom_hooks=[{"type": "HungryHook"}])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 1 and "can't allocate memory" in done.stderr
+    plans = [line for line in done.stderr.splitlines() if line.strip().startswith("plan ")]
+    assert [line.split()[1] for line in plans] == ["A", "B", "C"]
+    assert "train_dataloader.batch_size=2" in plans[0] and "optim_wrapper.accumulative_counts=6" in plans[0]
+    assert "--nproc_per_node 2" in plans[1] and "--backend deepspeed:zero2" in plans[1]
+    assert all("--resume" in plan and f"--work-dir {tmp_path / 'run'}" in plan for plan in plans)

@@ -1,0 +1,97 @@
+"""What a resume would do, before it is started: ``python tools/resume.py CONFIG``; installed as ``unigen-resume``.
+
+Goes through the checklist (checkpoint, model, effective batch, learning rate, data, engine, disk, ...) and proposes
+every cut of the batch that keeps the effective one. Needs no GPU and joins no process group; nothing is changed.
+Exit status: 0 nothing blocks, 1 there is nothing to resume from, 2 wrong usage or config, 3 the resume is blocked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+
+if not __package__:
+    import _path  # noqa: F401 - a script runs from a checkout without installation
+
+from unigen_ds.core.config import backend_spec, load_config, parse_override
+from unigen_ds.core.errors import UnigenError
+from unigen_ds.resume import report
+from unigen_ds.resume.geometry import BATCH_CHOICES, DATA_CHOICES
+from unigen_ds.runner.inspect import inspect_resume, train_command, write_config
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="unigen-resume", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    p.add_argument("config", help="a config file, or the name of a shipped config")
+    p.add_argument("--checkpoint", metavar="CKPT", help="default: the newest of the work dir")
+    p.add_argument("--work-dir", help="output folder of the run; default work_dirs/<config name>")
+    p.add_argument("--world-size", type=int, metavar="N", help="processes it would run on; default: as saved")
+    p.add_argument("--backend", help="single | deepspeed[:zero1|zero2|zero3|...|FILE.json] | fsdp[:FULL_SHARD|...]")
+    p.add_argument("--on-batch-change", choices=BATCH_CHOICES, help="as for tools/train.py")
+    p.add_argument("--on-data-change", choices=DATA_CHOICES, help="as for tools/train.py")
+    p.add_argument(
+        "--cfg-options", nargs="+", action="extend", default=[], metavar="K=V", help="override config values"
+    )
+    p.add_argument("--verify", action="store_true", help="also read and hash every byte of the checkpoint")
+    p.add_argument("--json", action="store_true", help="print everything as JSON")
+    p.add_argument("--write-config", type=Path, metavar="OUT.py",
+                   help="write a config that goes on at the same effective batch")  # fmt: skip
+    p.add_argument("--run", action="store_true", help="start the training if nothing blocks")
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parser().parse_args(argv)
+    overrides = dict(map(parse_override, arguments.cfg_options))
+    try:
+        for key in ("work_dir", "on_batch_change", "on_data_change"):
+            if getattr(arguments, key) is not None:
+                overrides[key] = getattr(arguments, key)
+        config = load_config(arguments.config, overrides)
+        if arguments.backend is not None:
+            overrides["backend"] = config["backend"] = backend_spec(arguments.backend)
+        if arguments.checkpoint is not None:
+            config["resume"] = arguments.checkpoint
+        found = inspect_resume(config, world_size=arguments.world_size, verify=arguments.verify)
+        if arguments.json:
+            print(json.dumps(found.state_dict(), indent=1))
+        else:
+            report.show(found.findings)
+            print("\n".join(report.plans(found.cuts, found.memory)))
+        if arguments.write_config:
+            write_config(config, found, arguments.write_config, overrides=overrides)
+            print(f"Written: {arguments.write_config}", file=sys.stderr)
+    except UnigenError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+    if found.blocked:
+        print("The resume is blocked: see above.", file=sys.stderr)
+        return 3
+    if arguments.run:
+        start(arguments, str(found.plan.checkpoint), world_size=found.geometry.dp_size)
+    return 0
+
+
+def start(arguments: argparse.Namespace, checkpoint: str, *, world_size: int) -> None:
+    """Become the training."""
+    given = [arguments.config, "--resume", checkpoint]
+    if arguments.write_config:
+        given = [str(arguments.write_config)]
+    for flag in ("work_dir", "backend", "on_batch_change", "on_data_change"):
+        if getattr(arguments, flag) is not None:
+            given += ["--" + flag.replace("_", "-"), getattr(arguments, flag)]
+    if arguments.cfg_options and not arguments.write_config:
+        given += ["--cfg-options", *arguments.cfg_options]
+    command = train_command(given, world_size=world_size)
+    print(shlex.join(command), file=sys.stderr, flush=True)
+    os.execv(command[0], command)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

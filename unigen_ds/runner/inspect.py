@@ -1,0 +1,164 @@
+"""A resume, looked at without starting it: for a machine one does not have yet, too. No GPU, no process group."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from mmengine.config import Config
+
+from unigen_ds.core.errors import CheckpointError
+from unigen_ds.core.files import write_text_atomic
+from unigen_ds.core.paths import tool
+from unigen_ds.core.progress import Geometry
+from unigen_ds.resume.finding import Finding
+from unigen_ds.resume.geometry import MemoryPlan, cut_keys, equal_cuts, memory_plans
+from unigen_ds.resume.plan import ResumePlan, plan_resume
+from unigen_ds.runner.parts import build_engine
+from unigen_ds.runner.start import check_resume
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What a resume would do."""
+
+    plan: ResumePlan
+    geometry: Geometry
+    findings: Sequence[Finding]
+    cuts: Sequence[Geometry]
+    """All that keep the checkpoint's effective batch on this number of processes, smallest memory first."""
+    proposed: Geometry | None
+    """The one of them that is nearest to the config's micro-batch."""
+    memory: Sequence[MemoryPlan]
+
+    @property
+    def blocked(self) -> bool:
+        return any(finding.status == "block" for finding in self.findings)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "checkpoint": str(self.plan.checkpoint),
+            "blocked": self.blocked,
+            "geometry": asdict(self.geometry),
+            "findings": [finding.state_dict() for finding in self.findings],
+            "cuts": [asdict(cut) for cut in self.cuts],
+            "memory_plans": [asdict(plan) for plan in self.memory],
+        }
+
+
+def inspect_resume(config: Config, *, world_size: int | None = None, verify: bool = False) -> Inspection:
+    """The checklist for a resume by ``config`` on ``world_size`` processes (default: as many as saved).
+
+    ``verify`` reads and hashes every byte of the checkpoint. Raises
+    ``CheckpointError`` where there is nothing to resume from, and ``ConfigError``.
+    """
+    work_dir, resume = Path(config["work_dir"]), config.get("resume") or True
+    load_from = None if isinstance(resume, str) else config.get("load_from")
+    plan = plan_resume(work_dir, resume=resume, load_from=load_from, hashes=verify)
+    if plan.manifest is None:
+        raise CheckpointError(
+            f"{work_dir} holds no checkpoint", remedy="name one with --checkpoint, or the folder with --work-dir"
+        )
+    with _announced(world_size or plan.manifest.geometry.dp_size):
+        backend, geometry = build_engine(config)
+        _, findings = check_resume(config, plan, backend=backend, geometry=geometry, hashed=verify)
+        cuts = equal_cuts(plan.manifest.geometry.global_batch_size, geometry.dp_size)
+        proposed = _nearest_cut(cuts, geometry.batch_size)
+        memory = memory_plans(proposed or geometry, backend=backend, config=config)
+    return Inspection(plan, geometry, findings, cuts, proposed, memory)
+
+
+@contextmanager
+def _announced(world_size: int) -> Iterator[None]:
+    """As if a launcher had announced so many processes."""
+    before = os.environ.get("WORLD_SIZE")
+    os.environ["WORLD_SIZE"] = str(world_size)
+    try:
+        yield
+    finally:
+        os.environ.pop("WORLD_SIZE")
+        if before is not None:
+            os.environ["WORLD_SIZE"] = before
+
+
+def _nearest_cut(cuts: Sequence[Geometry], batch_size: int) -> Geometry | None:
+    """The one with the largest micro-batch that is no larger than the config's."""
+    fitting = [cut for cut in cuts if cut.batch_size <= batch_size]
+    return fitting[-1] if fitting else cuts[0] if cuts else None
+
+
+def write_config(config: Config, inspection: Inspection, path: Path, *, overrides: Mapping[str, Any]) -> None:
+    """A config that goes on from the checkpoint at its effective batch: ``config`` and what was overridden."""
+    if inspection.proposed is None:
+        raise CheckpointError("no cut keeps the effective batch on this number of processes", remedy="choose another")
+    keys = {**overrides, **cut_keys(inspection.proposed, config), "resume": str(inspection.plan.checkpoint)}
+    keys["work_dir"] = str(config["work_dir"])
+    nested: dict[str, Any] = {}
+    for dotted, value in keys.items():
+        *above, last = dotted.split(".")
+        node = nested
+        for key in above:
+            node = node.setdefault(key, {})
+        node[last] = value
+    lines = [f"_base_ = {str(Path(config.filename).resolve())!r}", *(f"{k} = {v!r}" for k, v in nested.items())]
+    write_text_atomic(path, "\n".join(lines) + "\n")
+
+
+def train_command(arguments: Sequence[str], *, world_size: int) -> list[str]:
+    """The command line that trains with these arguments of ``tools/train.py``."""
+    train = [*tool("train"), *arguments]
+    if world_size == 1:
+        return [sys.executable, *train]
+    return [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(world_size), *train]
+
+
+def memory_commands(arguments: Sequence[str], memory: Sequence[MemoryPlan]) -> list[str]:
+    """Each plan as a command to run: the same arguments, resumed, with the plan's keys set after the user's own.
+
+    Several nodes: start the same ``tools/train.py`` line by your own launcher.
+    """
+    lines = []
+    for plan in memory:
+        extra = ["--resume"] + (["--backend", plan.backend] if plan.backend else [])
+        if plan.overrides:
+            extra += ["--cfg-options", *(f"{key}={value}" for key, value in plan.overrides.items())]
+        command = train_command([*without_resume(arguments), *extra], world_size=plan.geometry.dp_size)
+        lines.append(f"plan {plan.name} ({plan.words}): {shlex.join(command)}")
+    return lines
+
+
+def without_resume(arguments: Sequence[str]) -> list[str]:
+    """Arguments of ``tools/train.py`` without what says where to begin: the newest checkpoint is the place."""
+    kept: list[str] = []
+    names_a_place = False
+    for argument in arguments:
+        if argument in ("--resume", "--load-from"):
+            names_a_place = True
+            continue
+        if not names_a_place or argument.startswith("-"):
+            kept.append(argument)
+        names_a_place = False
+    return kept
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """A device's or the host's memory ran out. On the CPU torch raises a plain ``RuntimeError``."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def advice(config: Config, arguments: Sequence[str]) -> str:
+    """The three out-of-memory plans as commands, for a run that was started with these arguments."""
+    backend, geometry = build_engine(config)
+    plans = memory_plans(geometry, backend=backend, config=config)
+    lines = [f"Out of memory at {geometry}. These go on from the newest checkpoint at the same effective batch:"]
+    return "\n  ".join([*lines, *memory_commands(arguments, plans)])
