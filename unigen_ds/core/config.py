@@ -50,7 +50,7 @@ SCHEMA: dict[str, Any] = {
     "train_cfg": {"max_epochs": 1, "max_iters": 1, "max_updates": 1, "max_tokens": 1},
     "backend": _COMPONENT,
     "default_hooks": {
-        name: _COMPONENT for name in ("timer", "nan_guard", "logger", "checkpoint", "signals")
+        name: _COMPONENT for name in ("timer", "nan_guard", "logger", "checkpoint", "signals", "continuity")
     },
     "custom_hooks": _COMPONENT,
     "visualizer": {"vis_backends": _COMPONENT},

@@ -43,6 +43,7 @@ PRIORITY = {
     "preview": 50,
     "logger": 60,
     "signals": 65,
+    "continuity": 68,
     "checkpoint": 70,
     "profiler": 90,
 }
@@ -116,6 +117,13 @@ class Run(Protocol):
     @property
     def finished(self) -> bool:
         """Whether the limit of ``train_cfg`` is reached: the training is complete, not merely stopped."""
+        ...
+
+    def last_losses(self) -> dict[str, float] | None:
+        """Mean of each loss term over the last update's data at the present weights, without dropout. Collective.
+
+        None before the first update, and where another effective batch cannot cut it into whole iterations.
+        """
         ...
 
     def request_stop(self, reason: str) -> None:

@@ -30,6 +30,7 @@ from unigen_ds.data.order import GlobalOrder
 from unigen_ds.data.processor import UnifiedProcessor
 from unigen_ds.data.stream import Cursor, SequenceStream
 from unigen_ds.hooks import checkpoint as _checkpoint  # noqa: F401
+from unigen_ds.hooks import continuity as _continuity  # noqa: F401
 from unigen_ds.hooks import digits_report as _digits_report  # noqa: F401
 from unigen_ds.hooks import ema as _ema  # noqa: F401
 from unigen_ds.hooks import writers as _writers  # noqa: F401
@@ -210,6 +211,7 @@ def build_hooks(config: Mapping[str, Any]) -> list[Hook]:
         "timer": {"type": IterTimerHook},
         "nan_guard": {"type": NanGuardHook},
         "signals": {"type": SignalHook},
+        "continuity": {"type": "ContinuityHook"},
         "checkpoint": {"type": "CheckpointHook"},
     }
     specs.update(given)
@@ -226,9 +228,9 @@ def build_hooks(config: Mapping[str, Any]) -> list[Hook]:
 
 
 def build_loader(
-    config: Mapping[str, Any], data: Data, *, geometry: Geometry, dp_rank: int, cursor: Cursor
+    config: Mapping[str, Any], data: Data, *, geometry: Geometry, dp_rank: int, cursor: Cursor, workers: bool = True
 ) -> UpdateLoader:
-    """Micro-batches of one rank from ``cursor`` on."""
+    """Micro-batches of one rank from ``cursor`` on. Without ``workers`` they are made when they are asked for."""
     loader = config["train_dataloader"]
     return UpdateLoader(
         data.stream,
@@ -236,8 +238,8 @@ def build_loader(
         geometry=geometry,
         dp_rank=dp_rank,
         cursor=cursor,
-        num_workers=loader.get("num_workers", 0),
-        prefetch_factor=loader.get("prefetch_factor"),
+        num_workers=loader.get("num_workers", 0) if workers else 0,
+        prefetch_factor=loader.get("prefetch_factor") if workers else None,
         pin_memory=loader.get("pin_memory", torch.cuda.is_available()),
         timeout=loader.get("timeout", 0),
     )

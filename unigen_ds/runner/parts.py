@@ -7,7 +7,7 @@ weights depend on the seed and on nothing that was built earlier.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType
@@ -56,6 +56,8 @@ class Parts:
     work_dir: Path
     backend: Backend
     loader: UpdateLoader
+    loader_at: Callable[[Geometry, Cursor], UpdateLoader]
+    """Another loader of this rank, without workers: to look at data again."""
     cursor: Cursor
     """Where the loader starts."""
     source_names: Sequence[str]
@@ -105,6 +107,9 @@ def build_parts(config: Config, *, max_updates: int | None = None) -> Parts:
         work_dir=Path(config["work_dir"]),
         backend=backend,
         loader=build_loader(config, data, geometry=geometry, dp_rank=backend.dp_rank, cursor=start.cursor),
+        loader_at=lambda geometry, cursor: build_loader(
+            config, data, geometry=geometry, dp_rank=backend.dp_rank, cursor=cursor, workers=False
+        ),
         cursor=start.cursor,
         source_names=data.stream.names,
         processor=data.processor,

@@ -25,6 +25,7 @@ from unigen_ds.hooks.base import Hook, UpdateResult
 from unigen_ds.resume.finding import refuse
 from unigen_ds.resume.model_check import check_weights, model_findings
 from unigen_ds.runner.parts import Parts, build_parts
+from unigen_ds.runner.replay import LastUpdate, losses
 from unigen_ds.runner.updates import Update, counted
 
 
@@ -42,6 +43,7 @@ class Runner:
         self.clock = Clock()
         self.stop_reason: str | None = None
         self._cursor: Cursor = parts.cursor
+        self._last: LastUpdate = LastUpdate.stored(manifest, parts.cursor)
         self._parent = _parent_name(parts.work_dir, parts.plan.checkpoint) if manifest else None
         self._lock: WorkDirLock | None = None
 
@@ -69,6 +71,11 @@ class Runner:
 
     def request_stop(self, reason: str) -> None:
         self.stop_reason = reason
+
+    def last_losses(self) -> dict[str, float] | None:
+        """See ``hooks.base.Run``."""
+        update = self._last.read(self.geometry, self._parts.loader_at)
+        return None if update is None else losses(self.backend, update)
 
     def train(self) -> Progress:
         """Restore, train until done, clean up. Collective. Returns the final progress."""
@@ -108,6 +115,7 @@ class Runner:
 
     def train_update(self, updates: Iterator[Update]) -> None:
         """One optimizer step: ``accumulative_counts`` micro-batches, each target weighing the same in the loss."""
+        self._last = self._last.without_data()
         with self.clock("data"):
             update = next(updates)
         micro_batches = update.micro_batches
@@ -147,6 +155,7 @@ class Runner:
         self._call("after_update", result)
 
     def _advance(self, update: Update, *, applied: bool) -> None:
+        self._last = LastUpdate(self._cursor, self.geometry.global_batch_size, update)
         self._cursor = update.micro_batches[-1].cursor
         self.previous = self.progress
         self.progress = self.progress.advance(
@@ -214,7 +223,7 @@ class Runner:
             ruler=self.ruler,
             topology=self.backend.topology(),
             schedule=parts.schedules.state_dict(),
-            loader={"cursor": self._cursor.state_dict(), **parts.data_identity},
+            loader={"cursor": self._cursor.state_dict(), "last": self._last.state_dict(), **parts.data_identity},
             parameters=parts.parameters,
             config=parts.plain_config,
         )

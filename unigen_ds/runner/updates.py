@@ -37,6 +37,11 @@ def counted(loader: Iterator[Sequence[MicroBatch]]) -> Iterator[Update]:
         yield present.finished()
 
 
+def counted_alone(micro_batches: Sequence[MicroBatch]) -> Update:
+    """One update, its sums waited for. Collective."""
+    return _start(micro_batches).finished()
+
+
 @dataclass(frozen=True)
 class _Pending:
     micro_batches: Sequence[MicroBatch]

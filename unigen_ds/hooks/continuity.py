@@ -1,0 +1,78 @@
+"""After a resume, compute the last update's loss once more: is this the model, and the data, that were saved?
+
+Before each save the losses of the update that has just been made are computed at its new weights, without gradients and
+dropout, and kept in the checkpoint. After a resume, on whatever engine and cut, the same sequences are read again and
+must give the same losses. It costs one forward pass a save and one a resume.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from unigen_ds.core.errors import ConfigError, TrainingError
+from unigen_ds.core.log import logger
+from unigen_ds.core.registry import HOOKS
+from unigen_ds.hooks.base import Hook, Run
+
+TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 5e-3}
+"""Relative. Engines and cuts differ by rounding: 1e-6 in fp32; bf16 has 8 bits, of which a mean loss keeps some."""
+
+
+@HOOKS.register_module()
+class ContinuityHook(Hook):
+    """Compares the losses of the checkpoint's last update with those computed after the resume.
+
+    Args:
+        tolerance: largest relative difference; default by precision (``TOLERANCE``).
+        on_mismatch: ``'warn'`` or ``'halt'`` (``TrainingError``; the checkpoint is left as it is).
+    """
+
+    name = "continuity"
+
+    def __init__(self, *, tolerance: float | None = None, on_mismatch: str = "warn") -> None:
+        if on_mismatch not in ("warn", "halt"):
+            raise ConfigError(f"ContinuityHook.on_mismatch is {on_mismatch!r}", allowed="warn, halt")
+        if tolerance is not None and not tolerance > 0:
+            raise ConfigError(f"ContinuityHook.tolerance is {tolerance!r}", allowed="a positive number")
+        self.tolerance, self.on_mismatch = tolerance, on_mismatch
+        self._losses: dict[str, float] = {}
+
+    def before_save_checkpoint(self, run: Run, metrics: dict[str, float]) -> None:
+        self._losses = run.last_losses() or {}
+
+    def after_load_checkpoint(self, run: Run, manifest: Mapping[str, Any]) -> None:
+        if not self._losses:
+            return
+        found = run.last_losses()
+        if found is None:
+            logger().info("Continuity is not checked: the last update cannot be cut into whole iterations of now.")
+            return
+        precision = run.backend.topology()["precision"]
+        bound = TOLERANCE[precision] if self.tolerance is None else self.tolerance
+        worst = max(_relative(found.get(name), value) for name, value in self._losses.items())
+        told = ", ".join(f"{name} {value:.6g} -> {found.get(name)}" for name, value in self._losses.items())
+        if worst <= bound:
+            logger().info("Continuity: the last update's losses are the recorded ones (%s).", told)
+            return
+        problem = f"the last update's losses are not the recorded ones: {told} (relative difference {worst:.1e})"
+        if self.on_mismatch == "halt":
+            raise TrainingError(
+                problem,
+                allowed=f"a difference of {bound:g}",
+                remedy="look for what changed: code, data behind the same names, precision; or set on_mismatch='warn'",
+            )
+        logger().warning("Continuity: %s, more than %g: model or data may not be what was saved.", problem, bound)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": self._losses} if self._losses else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._losses = {str(name): float(value) for name, value in state["losses"].items()}
+
+
+def _relative(found: float | None, recorded: float) -> float:
+    """Infinite where one of them is missing or not finite."""
+    if found is None or not abs(found - recorded) < float("inf"):
+        return float("inf")
+    return abs(found - recorded) / max(abs(recorded), 1e-12)
