@@ -15,17 +15,19 @@ from typing import Any
 
 import torch
 
+from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.layouts.base import PieceReader
 from unigen_ds.checkpoint.layouts.dcp import DCPReader
 from unigen_ds.checkpoint.layouts.deepspeed import DeepSpeedReader
 from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
+from unigen_ds.checkpoint.manifest import FILE_NAME
 from unigen_ds.core.errors import CheckpointError, ConfigError, nearest
 from unigen_ds.core.progress import Geometry
 from unigen_ds.core.shards import LOSS_SCALE, MASTER
 
 ASSUMABLE = ("batch_size", "accumulative_counts", "dp_size")
-LATEST = "latest"
-"""DeepSpeed's own hint: the newest tag of a folder."""
+HINTS = ("latest", store.HINT)
+"""Files that name the newest checkpoint of a folder: DeepSpeed's; mmengine's and ours."""
 
 
 @dataclass(frozen=True)
@@ -71,17 +73,18 @@ def parse_assume(text: str) -> dict[str, int]:
 
 
 def find_directory(directory: Path, tag: str | None = None) -> Path:
-    """The folder with the files: ``directory`` itself, or the one of a tag, by default the one ``latest`` names.
+    """The folder with the files: ``directory`` itself, or one below: of a tag, or what a hint there names.
 
     Raises ``CheckpointError`` when there is none.
     """
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a directory", remedy="name a checkpoint")
-    if tag is None:
-        hint = directory / LATEST
-        if not hint.is_file():
-            return directory
-        tag = hint.read_text(encoding="utf-8").strip()
+    hints = [path for path in (directory / name for name in HINTS) if path.is_file()]
+    if tag is None and ((directory / FILE_NAME).is_file() or not hints):
+        return directory
+    if tag is None:  # mmengine and this project write whole paths, which may have been true before a move
+        said = Path(hints[0].read_text(encoding="utf-8").strip())
+        tag = said.name if (directory / said.name).is_dir() else str(said)
     if not (directory / tag).is_dir():
         folders = sorted(path.name for path in directory.iterdir() if path.is_dir())
         raise CheckpointError(
@@ -94,7 +97,7 @@ def open_foreign(directory: Path, *, tag: str | None = None, assume: Mapping[str
     """Read a checkpoint that has no manifest. No collective; nothing is written, nothing executed.
 
     Args:
-        directory: the folder with the files, or the one above it with DeepSpeed's ``latest``.
+        directory: the folder with the files, or the one above it with a hint (``HINTS``).
         tag: name of the folder below, instead of what ``latest`` says.
         assume: parts of the geometry that the files do not tell; see ``parse_assume``.
 

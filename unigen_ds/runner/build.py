@@ -330,8 +330,11 @@ def build_loader(
 
 
 def parameter_table(model: nn.Module, groups: Sequence[ParamGroup]) -> list[dict[str, Any]]:
-    """Name, shape, dtype, trainable and group of every parameter, for the manifest."""
+    """Name, shape, dtype, trainable, group and further (tied) names of every parameter, for the manifest."""
     group_of = {name: group.name for group in groups for name in group.parameters}
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
     return [
         {
             "name": name,
@@ -339,6 +342,7 @@ def parameter_table(model: nn.Module, groups: Sequence[ParamGroup]) -> list[dict
             "dtype": str(parameter.dtype).removeprefix("torch."),
             "trainable": parameter.requires_grad,
             "group": group_of.get(name),
+            "tied": names[id(parameter)][1:],
         }
         for name, parameter in model.named_parameters()
     ]
