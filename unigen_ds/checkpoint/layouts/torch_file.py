@@ -22,6 +22,9 @@ _FUNCTIONS = {
     *(f"numpy.{core}.multiarray.{name}" for core in ("core", "_core") for name in ("_reconstruct", "scalar")),
     "numpy.dtype", "numpy.ndarray",
 }  # fmt: skip
+_DICTS = ("collections.defaultdict", "mmengine.config.config.ConfigDict", "addict.addict.Dict")
+_BLOCKED = ("os", "posix", "nt", "sys")
+"""Modules that torch's unpickler refuses whatever stands in for them."""
 
 
 class Inert:
@@ -46,7 +49,14 @@ class _NotCalled(Inert):
     path = ""
 
     def __init__(self, *values: Any) -> None:
-        raise CheckpointError(f"it asks for a call of {self.path}, which is never done")
+        raise _refusal(self.path)
+
+
+def _refusal(name: str) -> CheckpointError:
+    return CheckpointError(
+        f"it asks for a call of {name}, which is never done: it may have been made to do harm",
+        remedy="if you trust whoever wrote it, take the object out of the file (of DeepSpeed's client_state, mostly)",
+    )
 
 
 def _stand_in(path: str) -> tuple[type, str]:
@@ -59,15 +69,17 @@ def load_file(path: Path) -> Any:
     """What a ``torch.save`` file holds. Raises ``CheckpointError`` when it is damaged, or wants to run something."""
     try:
         unknown = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+        for name in unknown:
+            if name.partition(".")[0] in _BLOCKED:
+                raise _refusal(name)
         # a mapping instead of a stand-in: torch's unpickler fills nothing else
-        known: list[Any] = [(_dict_of, name) for name in unknown if name in _DICTS]
-        with torch.serialization.safe_globals(known + [_stand_in(name) for name in unknown if name not in _DICTS]):
+        stand_ins: list[Any] = [(_dict_of, name) if name in _DICTS else _stand_in(name) for name in unknown]
+        with torch.serialization.safe_globals(stand_ins):
             return torch.load(path, weights_only=True, mmap=True, map_location="cpu")
+    except CheckpointError as error:
+        raise CheckpointError(f"{path} is refused: {error.problem}", remedy=error.remedy) from error
     except Exception as error:
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
-
-
-_DICTS = ("collections.defaultdict", "mmengine.config.config.ConfigDict", "addict.addict.Dict")
 
 
 def _dict_of(*values: Any) -> dict[Any, Any]:
