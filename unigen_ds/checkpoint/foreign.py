@@ -203,7 +203,7 @@ def _geometry(header: Mapping[str, Any], assume: dict[str, int]) -> tuple[Geomet
     missing = [name for name in ASSUMABLE if found[name] is None]
     if total is not None and len(missing) == 1:  # DeepSpeed derives it in the same way
         found[missing[0]] = total // math.prod(value for value in found.values() if value is not None)
-    elif found["accumulative_counts"] is None and config and "accumulative_counts" not in assume and total is None:
+    elif total is None and config and "gradient_accumulation_steps" not in config:
         found["accumulative_counts"] = 1  # DeepSpeed's default
     for name, value in assume.items():
         stored = found.get(name)
