@@ -175,7 +175,7 @@ def parse() -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--millions", type=int, nargs="+", default=[300, 1200], help="parameters of the models")
     p.add_argument("--stages", type=int, nargs="+", default=list(STAGES), choices=STAGES)
-    p.add_argument("--rounds", type=int, default=3)
+    p.add_argument("--rounds", type=int, default=3, help="merges of each side")
     p.add_argument("--folder", type=Path, help="where the checkpoints are written; default: the system's temporary one")
     p.add_argument("--out", type=Path, default=RESULTS, help="folder of the result file")
     return p.parse_args()

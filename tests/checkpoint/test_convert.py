@@ -214,7 +214,7 @@ def entries_of(state: dict[str, Tensor]) -> list[Entry]:
     """As they are; names of one tensor are tied."""
     first: dict[int, str] = {}
     return [
-        Entry(name, tuple(t.shape), t.dtype, first.setdefault(id(t), name), lambda a, b, t=t: t.reshape(-1)[a:b])
+        Entry(name, tuple(t.shape), t.dtype, first.setdefault(id(t), name), lambda a, b, t=t: [t.reshape(-1)[a:b]])
         for name, t in state.items()
     ]
 
@@ -261,7 +261,7 @@ def test_safetensors_of_any_kind(tmp_path):
 def test_pieces_are_bounded():
     """However large the tensor, and a cast costs no more."""
     large = torch.zeros(1).expand(10**9)  # 4 GB that are not there
-    entry = Entry("x", (10**9,), torch.bfloat16, "x", lambda start, stop: large[start:stop])
+    entry = Entry("x", (10**9,), torch.bfloat16, "x", lambda start, stop: [large[start:stop]])
     for number, piece in enumerate(entry.pieces()):
         assert piece.nbytes <= 16 << 20 and piece.dtype == torch.bfloat16
         if number == 3:

@@ -19,6 +19,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.foreign import find_directory, open_foreign, stored_dtype
 from unigen_ds.checkpoint.layouts import open_reader, own_files
-from unigen_ds.checkpoint.layouts.base import Fetch, PieceReader
+from unigen_ds.checkpoint.layouts.base import Fetch, PieceReader, slices_of
 from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.checkpoint.writers import Entry, Write, write_safetensors, write_torch
@@ -72,15 +73,11 @@ class Source:
             reader, kind = (self.average, EMA) if self.average and from_average else (self.reader, kind)
             stored = stored_dtype(reader, kind, name, shape)
             target = dtype if stored.is_floating_point else stored
-            found[name] = Entry(name, shape, target, name, _fetch(reader, kind, name))
+            found[name] = Entry(name, shape, target, name, partial(reader.parts, kind, name))
         for alias, name in self.tied.items():
             if name in found:
-                found[alias] = Entry(alias, found[name].shape, found[name].dtype, name, found[name].fetch)
+                found[alias] = Entry(alias, found[name].shape, found[name].dtype, name, found[name].parts)
         return list(found.values())
-
-
-def _fetch(reader: PieceReader, kind: str, name: str) -> Fetch:
-    return lambda start, stop: reader.read(kind, name, start, stop)
 
 
 def open_source(checkpoint: Path, *, tag: str | None = None) -> Source:
@@ -258,13 +255,9 @@ def _verify(staging: Path, shards: Mapping[str, list[Entry]], *, progress: Progr
 def _read_back(path: Path) -> dict[str, tuple[tuple[int, ...], Fetch]]:
     if path.suffix == ".safetensors":
         reader = SafetensorsReader(path.parent, files=[path.name])
-        return {name: (shape, _fetch(reader, kind, name)) for (kind, name), shape in reader.shapes.items()}
+        return {name: (shape, partial(reader.read, kind, name)) for (kind, name), shape in reader.shapes.items()}
     state = torch.load(path, weights_only=True, mmap=True, map_location="cpu")
-    return {name: (tuple(t.shape), _slices(t.reshape(-1))) for name, t in state.items()}
-
-
-def _slices(flat: torch.Tensor) -> Fetch:
-    return lambda start, stop: flat[start:stop]
+    return {name: (tuple(tensor.shape), slices_of(tensor)) for name, tensor in state.items()}
 
 
 @contextmanager

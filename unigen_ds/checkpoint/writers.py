@@ -16,7 +16,7 @@ import pickle
 import struct
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,6 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from unigen_ds.checkpoint.layouts.base import Fetch
 from unigen_ds.core.errors import CheckpointError
 
 PIECE_BYTES = 16 << 20
@@ -52,8 +51,8 @@ class Entry:
     """Of the output."""
     source: str
     """Equal for tied names."""
-    fetch: Fetch
-    """Elements as they are stored."""
+    parts: Callable[[int, int], Iterable[Tensor]]
+    """(start, stop) -> those elements as they are stored, 1-D, in one tensor or several."""
 
     @property
     def numel(self) -> int:
@@ -67,7 +66,8 @@ class Entry:
         """All elements in order, in the output's dtype, a bounded number of them at a time."""
         step = PIECE_BYTES // max(self.dtype.itemsize, 4)
         for start in range(0, self.numel, step):
-            yield self.fetch(start, min(start + step, self.numel)).to(self.dtype).contiguous()
+            for part in self.parts(start, min(start + step, self.numel)):
+                yield part.to(self.dtype).contiguous()
 
 
 Write = Callable[[Path, Sequence[Entry], Advance], None]
@@ -169,5 +169,6 @@ class _Pickler(pickle.Pickler):
 
 def _pickled(entries: Sequence[Entry], keys: dict[str, str]) -> bytes:
     stream = io.BytesIO()
-    _Pickler(stream, keys).dump({entry.name: entry for entry in entries})
+    first: dict[str, Entry] = {}
+    _Pickler(stream, keys).dump({entry.name: first.setdefault(entry.source, entry) for entry in entries})
     return stream.getvalue()
