@@ -32,6 +32,7 @@ setup(
         "deepspeed",
         "transformers>=5",
         "safetensors",
+        "huggingface_hub",
         "mmengine",
         "wandb",
         "pillow",

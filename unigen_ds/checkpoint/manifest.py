@@ -15,7 +15,7 @@ ruler                geometry of the first start and sequences_per_epoch: what u
 topology             engine, sharding, offload, process count, precision
 schedule             the curves in sequences and tokens (``Schedules.state_dict``), with ``lr_scale``
 loader               cursor {epoch, window, row, sequences}, seed, data fingerprint
-parameters           [{name, shape, dtype, trainable, group}]
+parameters           [{name, shape, dtype, trainable, group, tied}]; tied: further names of the same tensor
 files                [{path, size, blake2b}] of every file but this one
 config               the config as plain values (data, never executed)
 versions             python, torch, unigen_ds, ...

@@ -245,9 +245,17 @@ def build_loader(
     )
 
 
-def parameter_table(named: Iterable[tuple[str, nn.Parameter]], groups: Sequence[ParamGroup]) -> list[dict[str, Any]]:
-    """Name, shape, dtype, trainable and group of every parameter, for the manifest."""
+def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Every parameter by every name that it has: tied ones come more than once."""
+    return list(model.named_parameters(remove_duplicate=False))
+
+
+def parameter_table(named: Sequence[tuple[str, nn.Parameter]], groups: Sequence[ParamGroup]) -> list[dict[str, Any]]:
+    """Name, shape, dtype, trainable, group and further (tied) names of every parameter, for the manifest."""
     group_of = {name: group.name for group in groups for name in group.parameters}
+    names: dict[int, list[str]] = {}
+    for name, parameter in named:
+        names.setdefault(id(parameter), []).append(name)
     return [
         {
             "name": name,
@@ -255,6 +263,8 @@ def parameter_table(named: Iterable[tuple[str, nn.Parameter]], groups: Sequence[
             "dtype": str(parameter.dtype).removeprefix("torch."),
             "trainable": parameter.requires_grad,
             "group": group_of.get(name),
+            "tied": names[id(parameter)][1:],
         }
         for name, parameter in named
+        if names[id(parameter)][0] == name
     ]

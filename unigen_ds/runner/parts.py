@@ -36,6 +36,7 @@ from unigen_ds.runner.build import (
     build_optimizer_config,
     build_schedules,
     import_custom,
+    named_parameters,
     parameter_table,
     seed_of,
 )
@@ -84,8 +85,9 @@ def build_parts(config: Config, *, max_updates: int | None = None) -> Parts:
     seed, data = seed_of(config), start.data
     seed_everything(seed, rank=dist.rank())
     model = build_model(config, data.processor)
-    groups = build_groups(config, model.named_parameters())
-    parameters = parameter_table(model.named_parameters(), groups)
+    named = named_parameters(model)
+    groups = build_groups(config, named)
+    parameters = parameter_table(named, groups)
     schedules = build_schedules(
         config,
         manifest,

@@ -34,6 +34,7 @@ from unigen_ds.runner.build import (
     build_limits,
     build_model,
     build_schedules,
+    named_parameters,
     parameter_table,
     total_sequences,
 )
@@ -127,16 +128,18 @@ def _parameters(
     """
     same = all(plain.get(key) == manifest.config.get(key) for key in ("model", "tokenizer"))
     if same:
-        named = {row["name"]: _stand_in(row) for row in manifest.parameters}
+        named = [pair for row in manifest.parameters for pair in _stand_in(row)]
     else:
         with torch.device("meta"):
-            named = dict(build_model(config, start.data.processor).named_parameters())
-    groups = build_groups(config, named.items())
-    return parameter_table(named.items(), groups), groups
+            named = named_parameters(build_model(config, start.data.processor))
+    groups = build_groups(config, named)
+    return parameter_table(named, groups), groups
 
 
-def _stand_in(row: Mapping[str, Any]) -> nn.Parameter:
-    return nn.Parameter(torch.empty(row["shape"], device="meta"), requires_grad=row["trainable"])
+def _stand_in(row: Mapping[str, Any]) -> list[tuple[str, nn.Parameter]]:
+    """A parameter without memory, by all its names."""
+    parameter = nn.Parameter(torch.empty(row["shape"], device="meta"), requires_grad=row["trainable"])
+    return [(name, parameter) for name in (row["name"], *row.get("tied", ()))]
 
 
 def _free_bytes(work_dir: Path) -> int | None:

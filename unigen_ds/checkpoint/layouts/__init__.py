@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from unigen_ds.checkpoint.layouts.base import PieceReader
 from unigen_ds.checkpoint.layouts.dcp import DCPReader
 from unigen_ds.checkpoint.layouts.deepspeed import DeepSpeedReader
 from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.errors import CheckpointError
-from unigen_ds.core.shards import ShardReader
 
-LAYOUTS: dict[str, Callable[..., ShardReader]] = {
+LAYOUTS: dict[str, Callable[..., PieceReader]] = {
     "safetensors": SafetensorsReader,
     "deepspeed": DeepSpeedReader,
     "dcp": DCPReader,
 }
 
 
-def open_reader(directory: Path, manifest: Manifest) -> ShardReader:
+def open_reader(directory: Path, manifest: Manifest) -> PieceReader:
     """A reader of the checkpoint's model and optimizer tensors."""
     if manifest.layout not in LAYOUTS:
         raise CheckpointError(f"{directory} has layout {manifest.layout!r}", allowed=", ".join(sorted(LAYOUTS)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,12 +34,28 @@ class PieceReader:
     def __init__(self, *, unique: bool = False) -> None:
         self._unique = unique
         self._pieces: dict[tuple[str, str], list[Piece]] = defaultdict(list)
+        self.shapes: dict[tuple[str, str], tuple[int, ...]] = {}
+        """(kind, name) -> shape, in the order of the files, as far as the files themselves say it."""
+        self.tied: Mapping[str, str] = {}
+        """Names of the model that share the tensor of another name, as far as the files themselves say it."""
 
-    def add(self, kind: str, name: str, start: int, numel: int, fetch: Fetch, *, source: str = "") -> None:
+    def add(
+        self,
+        kind: str,
+        name: str,
+        start: int,
+        numel: int,
+        fetch: Fetch,
+        *,
+        source: str = "",
+        shape: Sequence[int] | None = None,
+    ) -> None:
         """Announce a piece. Replicas of a range may be announced more than once, unless ``unique``; the first is read.
 
         Raises ``CheckpointError`` naming both sources of an overlap where there must be none.
         """
+        if shape is not None:
+            self.shapes.setdefault((kind, name), tuple(shape))
         if not numel:
             return
         pieces = self._pieces[kind, name]
@@ -63,17 +79,21 @@ class PieceReader:
         return self._pieces[kind, name]
 
     def read(self, kind: str, name: str, start: int, stop: int) -> Tensor:
-        parts, at = [], start
+        parts = list(self.parts(kind, name, start, stop))
+        return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty(0)
+
+    def parts(self, kind: str, name: str, start: int, stop: int) -> Iterator[Tensor]:
+        """What ``read`` gives, in the pieces that lie on disk: nothing is copied to join them."""
+        at = start
         for piece in sorted(self._found(kind, name), key=lambda p: p.start):
             if at >= stop or piece.start > at:
                 break
             if piece.stop > at:
                 end = min(stop, piece.stop)
-                parts.append(piece.fetch(at - piece.start, end - piece.start))
+                yield piece.fetch(at - piece.start, end - piece.start)
                 at = end
         if at < stop:
             raise CheckpointError(f"the checkpoint has no elements {at}..{stop} of {kind} {name}")
-        return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty(0)
 
 
 def slices_of(tensor: Tensor, start: int = 0) -> Fetch:

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import pickle
+import struct
+import zipfile
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -26,6 +30,8 @@ _RECORDS = {
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
 }  # fmt: skip
+_SMALL = 1 << 16
+"""Bytes; an item up to this is simply read."""
 _SAFE = {
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): str,
@@ -94,8 +100,10 @@ class DCPReader(PieceReader):
             if allowed is not None and info.relative_path not in allowed:
                 raise CheckpointError(f"{directory} names {info.relative_path}, which the save did not write")
             start = chunk.offsets[0] * row if tensor.size else 0
-            fetch = _fetch(directory / info.relative_path, info.offset, info.length)
-            self.add(kind, name, start, math.prod(chunk.sizes), fetch)
+            numel = math.prod(chunk.sizes)
+            dtype = tensor.properties.state[0]  # the fields: dtype, layout, requires_grad, memory format, pinned
+            fetch = _fetch(directory / info.relative_path, info.offset, info.length, numel, dtype)
+            self.add(kind, name, start, numel, fetch, shape=tensor.size)
 
 
 def _check_files(directory: Path, entries: Iterable[Any]) -> None:
@@ -119,14 +127,63 @@ def _chunk(tensor: Any, index: Any) -> Any:
     raise CheckpointError(f"the checkpoint's .metadata has no chunk of {index.fqn} at {offset}")
 
 
-def _fetch(path: Path, offset: int, length: int) -> Fetch:
+def _fetch(path: Path, offset: int, length: int, numel: int, dtype: torch.dtype) -> Fetch:
+    """Elements of the archive at a byte range. Of a large one only the bytes asked for are read."""
+
+    @cache
+    def begin() -> int | None:
+        """Where the tensor's bytes are in the file; None where the archive is not simply one whole tensor."""
+        if length <= _SMALL:
+            return None
+        with path.open("rb") as stream, zipfile.ZipFile(_Window(stream, offset, length)) as archive:
+            records = [record for record in archive.infolist() if "/data/" in record.filename]
+            if len(records) != 1 or records[0].file_size != numel * dtype.itemsize:
+                return None
+            stream.seek(offset + records[0].header_offset)
+            name_length, extra_length = struct.unpack_from("<HH", stream.read(30), 26)
+            return offset + records[0].header_offset + 30 + int(name_length) + int(extra_length)
+
     def fetch(first: int, last: int) -> Tensor:
         try:
+            at = begin()
             with path.open("rb") as stream:
-                stream.seek(offset)
-                block = stream.read(length)
-            return torch.load(io.BytesIO(block), weights_only=True, map_location="cpu").reshape(-1)[first:last]
+                if at is None:
+                    stream.seek(offset)
+                    block = io.BytesIO(stream.read(length))
+                    return torch.load(block, weights_only=True, map_location="cpu").reshape(-1)[first:last]
+                stream.seek(at + first * dtype.itemsize)
+                part = bytearray((last - first) * dtype.itemsize)
+                if stream.readinto(part) < len(part):
+                    raise OSError("it ends too early")
+                return torch.frombuffer(part, dtype=dtype)
         except Exception as error:
             raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
 
     return fetch
+
+
+class _Window(io.RawIOBase):
+    """A byte range of a file as a file."""
+
+    def __init__(self, stream: IO[bytes], start: int, length: int) -> None:
+        self._stream, self._start, self._length, self._at = stream, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + (0, self._at, self._length)[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        self._stream.seek(self._start + self._at)
+        block = self._stream.read(min(len(buffer), max(0, self._length - self._at)))
+        buffer[: len(block)] = block
+        self._at += len(block)
+        return len(block)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from unigen_ds.checkpoint.layouts.base import PieceReader, slices_of
+from unigen_ds.checkpoint.layouts.torch_file import load_file
 from unigen_ds.core.errors import CheckpointError
 from unigen_ds.core.shards import BUFFER, LOSS_SCALE, MASTER, STEP
 
@@ -31,105 +32,117 @@ _OPTIM = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt$"
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_00_model_states\.pt$")
 
 
-class _Inert:
-    """Stands for a class of DeepSpeed: keeps what was stored and does nothing."""
-
-    def __init__(self, *values: Any) -> None:
-        self.values = values
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-
-_ALLOWED = (
-    "deepspeed.runtime.zero.config.ZeroStageEnum",
-    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
-    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
-    "deepspeed.utils.tensor_fragment.fragment_address",
-)
-_STUBS = [(type(path.rpartition(".")[2], (_Inert,), {}), path) for path in _ALLOWED]
-
-
-def load_file(path: Path) -> Any:
-    """A ``torch.save`` file, memory-mapped, with inert stand-ins for the few classes DeepSpeed stores."""
-    try:
-        with torch.serialization.safe_globals(list(_STUBS)):
-            return torch.load(path, weights_only=True, mmap=True, map_location="cpu")
-    except Exception as error:
-        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
-
-
 class DeepSpeedReader(PieceReader):
-    """A ``ShardReader`` over a directory that DeepSpeed wrote (ZeRO-1, 2 or 3)."""
+    """A ``ShardReader`` over a directory that DeepSpeed wrote, on its own or for this project.
+
+    Attributes:
+        header: what rank 0's model file holds besides tensors: ``ds_config``, counters, the trainer's client state.
+        frozen: names of the parameters that were not trained.
+        groups: name -> number of the optimizer's group, where the files tell (ZeRO-3 may cut a group further).
+        zero_stage: 0 is DeepSpeed without ZeRO; then the module's own weights are the only ones, in its precision, and
+            its optimizer's state is not read.
+    """
 
     def __init__(
         self, directory: Path, *, parameters: Iterable[str] | None = None, files: Iterable[str] | None = None
     ) -> None:
         super().__init__()
-        optim = [load_file(path)["optimizer_state_dict"] for path in _by_rank(directory, _OPTIM, files)]
-        model = [load_file(path) for path in _by_rank(directory, _MODEL, files)]
-        if not optim or not model:
+        names = [path.name for path in directory.iterdir()] if files is None else list(files)
+        _check_parallel(directory, names)
+        model = [load_file(path) for path in _by_rank(directory, _MODEL, names)]
+        optim = [load_file(path)["optimizer_state_dict"] for path in _by_rank(directory, _OPTIM, names)]
+        if not model or (not optim and model[0].get("param_shapes") is not None):
             raise CheckpointError(f"{directory} lacks DeepSpeed's model or optimizer files")
+        self.header = {k: v for k, v in model[0].items() if k not in ("module", "frozen_param_fragments", "optimizer")}
+        self.tied = dict(model[0].get("shared_params") or {})
+        self.frozen: set[str] = set()
+        self.groups = {name: i for i, group in enumerate(model[0].get("param_shapes") or ()) for name in group}
+        self.zero_stage = _stage(optim[0]) if optim else 0
+        self._add_buffers(model[0])
+        if not optim:
+            self._add_module(model[0]["module"])
+            return
         _check_ranks(directory, optim)
-        if "fp32_flat_groups" in optim[0]:
-            if len(optim) != len(model):
-                raise CheckpointError(f"{directory} has {len(model)} model files and {len(optim)} optimizer files")
-            self._add_zero3(model, optim)
+        if self.zero_stage == 3 and len(optim) != len(model):
+            raise CheckpointError(f"{directory} has {len(model)} model files and {len(optim)} optimizer files")
+        self._add_frozen(model)
+        for shapes in model[0]["param_shapes"]:
+            self.shapes |= {(MASTER, name): tuple(shape) for name, shape in shapes.items()}
+        if self.zero_stage == 3:
+            self._add_zero3(model[0]["param_shapes"], optim)
         else:
             self._add_zero12(optim)
-            self._add_frozen(model)
-        for name in model[0]["buffer_names"]:
-            tensor = model[0]["module"][name]
-            self.add(BUFFER, name, 0, tensor.numel(), slices_of(tensor))
         self._add_loss_scale(optim[0])
+
+    def _add_buffers(self, model: Mapping[str, Any]) -> None:
+        for name in model["buffer_names"]:
+            tensor = model["module"][name]
+            self.add(BUFFER, name, 0, tensor.numel(), slices_of(tensor), shape=tensor.shape)
+
+    def _add_module(self, module: Mapping[str, Tensor]) -> None:
+        """Without ZeRO: a plain state dict, where tied weights share their memory."""
+        first: dict[tuple[int, int], str] = {}
+        for name, tensor in module.items():
+            if (BUFFER, name) in self.shapes:
+                continue
+            place = tensor.data_ptr(), tensor.numel()
+            if tensor.numel() and place in first:
+                self.tied = {**self.tied, name: first[place]}
+                continue
+            first[place] = name
+            self.add(MASTER, name, 0, tensor.numel(), slices_of(tensor), shape=tensor.shape)
 
     def _add_zero12(self, ranks: Sequence[Mapping[str, Any]]) -> None:
         consumed: dict[str, int] = defaultdict(int)
         for state in ranks:
             flats = state["single_partition_of_fp32_groups"]
-            moments = state["base_optimizer_state"]["state"]
+            optimizer = state["base_optimizer_state"]
             for group, (flat, mapping) in enumerate(zip(flats, state["param_slice_mappings"], strict=True)):
+                moments = _moments(optimizer, group)
                 for name, fragment in mapping.items():
                     offset, numel = fragment.state["start"], fragment.state["numel"]
-                    self._add_pieces(name, consumed[name], numel, offset, flat, moments.get(group, {}))
+                    self._add_pieces(name, consumed[name], numel, offset, flat, moments)
                     consumed[name] += numel
 
-    def _add_zero3(self, model: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, Any]]) -> None:
+    def _add_zero3(self, param_shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, Any]]) -> None:
         for rank, state in enumerate(ranks):
-            moments = state["optimizer_state_dict"]["state"]
-            for group, (flat, shapes) in enumerate(
-                zip(state["fp32_flat_groups"], model[0]["param_shapes"], strict=True)
-            ):
-                offset = 0
+            flats = state["fp32_flat_groups"]
+            for group, (flat, shapes) in enumerate(zip(flats, param_shapes, strict=True)):
+                moments, offset = _moments(state["optimizer_state_dict"], group), 0
                 for name, shape in shapes.items():
                     start, numel, part = _zero3_part(math.prod(shape), rank, len(ranks))
-                    self._add_pieces(name, start, numel, offset, flat, moments.get(group, {}))
+                    self._add_pieces(name, start, numel, offset, flat, moments)
                     offset += part
-            for name, shape in (model[rank].get("frozen_param_shapes") or {}).items():
-                start, numel, _ = _zero3_part(math.prod(shape), rank, len(ranks))
-                self.add(MASTER, name, start, numel, slices_of(model[rank]["frozen_param_fragments"][name]))
 
     def _add_pieces(
-        self, name: str, start: int, numel: int, offset: int, flat: Tensor, moments: Mapping[str, Any]
+        self, name: str, start: int, numel: int, offset: int, flat: Tensor, moments: Mapping[str, Tensor]
     ) -> None:
         """The same range of the master and of each moment; a moment that is one number is the step."""
         self.add(MASTER, name, start, numel, slices_of(flat, offset))
         for kind, value in moments.items():
-            if not isinstance(value, Tensor):
-                continue
             if value.numel() == 1 and kind == STEP:
                 self.add(STEP, name, 0, 1, slices_of(value))
             else:
                 self.add(kind, name, start, numel, slices_of(value, offset))
 
     def _add_frozen(self, model: Sequence[Mapping[str, Any]]) -> None:
-        """ZeRO-2 lists frozen parameters; ZeRO-1 has them only among the module's tensors."""
-        fragments = model[0].get("frozen_param_fragments")
-        if fragments is None:
-            others = {*self.names(MASTER), *model[0]["buffer_names"], *(model[0].get("shared_params") or ())}
+        """ZeRO-2 and 3 list frozen parameters; ZeRO-1 has them only among the module's tensors."""
+        shapes = model[0].get("frozen_param_shapes")
+        if shapes is None:
+            others = {*self.names(BUFFER), *self.groups, *self.tied}
             fragments = {name: t for name, t in model[0]["module"].items() if name not in others}
-        for name, tensor in fragments.items():
-            self.add(MASTER, name, 0, tensor.numel(), slices_of(tensor))
+            shapes = {name: tensor.shape for name, tensor in fragments.items()}
+        else:
+            fragments = model[0]["frozen_param_fragments"]
+        self.frozen = set(shapes)
+        for name, shape in shapes.items():
+            if self.zero_stage < 3:
+                self.add(MASTER, name, 0, math.prod(shape), slices_of(fragments[name]), shape=shape)
+                continue
+            for rank, state in enumerate(model):
+                start, numel, _ = _zero3_part(math.prod(shape), rank, len(model))
+                part = state["frozen_param_fragments"][name]
+                self.add(MASTER, name, start, numel, slices_of(part), shape=shape)
 
     def _add_loss_scale(self, state: Mapping[str, Any]) -> None:
         scaler = getattr(state.get("loss_scaler"), "state", None) or {}
@@ -139,9 +152,40 @@ class DeepSpeedReader(PieceReader):
             self.add(LOSS_SCALE, LOSS_SCALE, 0, 2, slices_of(pair))
 
 
-def _by_rank(directory: Path, pattern: re.Pattern[str], files: Iterable[str] | None) -> list[Path]:
+def _stage(state: Mapping[str, Any]) -> int:
+    """The ZeRO stage an optimizer file was written by."""
+    stored = state.get("zero_stage")
+    if stored is not None and getattr(stored, "values", None):
+        return int(stored.values[0])
+    return 3 if "fp32_flat_groups" in state else 1
+
+
+def _moments(optimizer: Mapping[str, Any], group: int) -> dict[str, Tensor]:
+    """Moments of one group as flat tensors. Some optimizers keep the step as a number, or with the group's settings."""
+    found = {kind: v for kind, v in optimizer["state"].get(group, {}).items() if isinstance(v, (Tensor, int, float))}
+    settings = optimizer.get("param_groups") or []
+    if found and STEP not in found and group < len(settings) and STEP in settings[group]:
+        found[STEP] = settings[group][STEP]
+    return {
+        kind: value if isinstance(value, Tensor) else torch.tensor([float(value)])
+        for kind, value in found.items()
+        if isinstance(value, Tensor) or kind == STEP
+    }
+
+
+def _check_parallel(directory: Path, names: Sequence[str]) -> None:
+    """Raises ``CheckpointError`` where the model was cut by other means than ZeRO."""
+    for name in sorted(names):
+        if re.match(r"(?:zero_pp_rank_\d+_)?mp_rank_(?!00_)\d+_|layer_\d+|expp?_rank_|.*expert_\d+", name):
+            raise CheckpointError(
+                f"{directory / name} is a part of a model that was cut by tensor, pipeline or expert parallelism",
+                allowed="ZeRO stages 0 to 3",
+                remedy="merge it with the tool of the trainer that wrote it",
+            )
+
+
+def _by_rank(directory: Path, pattern: re.Pattern[str], names: Iterable[str]) -> list[Path]:
     """Files in rank order. Raises ``CheckpointError`` where one of them is missing."""
-    names = [path.name for path in directory.iterdir()] if files is None else list(files)
     found = {int(m.group(1) or 0): directory / name for name in names if (m := pattern.match(name))}
     missing = sorted(set(range(len(found))) - set(found))
     if missing:

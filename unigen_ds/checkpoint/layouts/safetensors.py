@@ -48,11 +48,13 @@ class SafetensorsReader(PieceReader):
         with safe_open(path, framework="pt") as stream:
             for key in stream.keys():  # noqa: SIM118 - a safetensors handle, not a dict
                 shape = tuple(stream.get_slice(key).get_shape())
+                fetch = _fetch(path, key, shape)
                 if "|" in key:
                     kind, name, start = parse_shard_key(key)
+                    self.add(kind, name, start, math.prod(shape), fetch, source=str(path))
                 else:
-                    kind, name, start = MASTER if known is None or key in known else BUFFER, key, 0
-                self.add(kind, name, start, math.prod(shape), _fetch(path, key, shape), source=str(path))
+                    kind = MASTER if known is None or key in known else BUFFER
+                    self.add(kind, key, 0, math.prod(shape), fetch, source=str(path), shape=shape)
 
 
 def _fetch(path: Path, key: str, shape: tuple[int, ...]) -> Fetch:

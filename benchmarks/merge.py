@@ -1,0 +1,204 @@
+"""What merging costs: ``tools/zero_to_fp32.py`` against DeepSpeed's script on the same checkpoints, in time and memory.
+
+In: nothing. Out: a table, and ``results/merge_<date>.json``. Accepted: a median ratio of wall times of at most 0.7; a
+peak of anonymous memory of at most 0.25 of DeepSpeed's at the largest model, and flat within 10 % between the sizes.
+
+The checkpoints are ZeRO-2 and ZeRO-3 of 2 processes, written here file by file in DeepSpeed's own layout: a decoder of
+the given width, fp32 masters and both moments, a bf16 module, tied embeddings, a frozen tower, a buffer. Before
+anything is measured the same generator writes the small model of the tests, and its files are compared, name by name
+and bit by bit, with those of a real engine (``tests/checkpoint/plain_deepspeed.py``).
+
+Both sides run as fresh processes and take turns, in every order, so that whatever else the machine does hits both; the
+source is in the page cache for both. ``theirs``: the script of the installed DeepSpeed. ``ours``: the tool as it is,
+which flushes its files to disk; ``ours, not flushed``: without that, as DeepSpeed does; ``ours, verified``: every bit
+read back too. Peaks are of ``RssAnon``, read every 10 ms: memory that the kernel cannot drop, unlike mapped files.
+
+    python benchmarks/merge.py [--millions 300 1200] [--rounds 3] [--folder DIR]
+
+It needs about 17 bytes of disk and, for DeepSpeed's side, 9 bytes of memory for each parameter. Exit status: 1 where
+a limit is missed, else 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from shared.record import RESULTS, ROOT, interval, write_result
+from shared.zero_files import Model, decoder, write_checkpoint
+from shared.zero_files import compare as differences_of
+
+WALL, PEAK, FLAT = 0.7, 0.25, 1.10
+STAGES = (2, 3)
+THEIRS, OURS, UNFLUSHED, VERIFIED = "theirs", "ours", "ours, not flushed", "ours, verified"
+SIDES = (THEIRS, OURS, UNFLUSHED, VERIFIED)
+_LIBRARY = (
+    "import sys; from pathlib import Path; from unigen_ds.checkpoint.convert import merge;"
+    " merge(Path(sys.argv[1]), Path(sys.argv[2]), durable=False)"
+)
+
+
+def command(side: str, source: Path, out: Path) -> list[str]:
+    ours = [str(ROOT / "tools" / "zero_to_fp32.py"), str(source), str(out)]
+    arguments = {
+        THEIRS: ["-m", "deepspeed.utils.zero_to_fp32", str(source), str(out)],
+        OURS: ours,
+        VERIFIED: [*ours, "--verify"],
+        UNFLUSHED: ["-c", _LIBRARY, str(source), str(out)],
+    }
+    return [sys.executable, *arguments[side]]
+
+
+def measure(side: str, source: Path, out: Path) -> dict[str, float]:
+    """Seconds of wall time and the peak of anonymous memory, in bytes, of one merge."""
+    shutil.rmtree(out, ignore_errors=True)
+    os.sync()  # nobody pays for what another has left to write
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    with tempfile.TemporaryFile() as log:
+        start = time.perf_counter()
+        process = subprocess.Popen(command(side, source, out), env=environment, stdout=log, stderr=log)
+        peak = 0
+        while process.poll() is None:
+            peak = max(peak, anonymous(process.pid))
+            time.sleep(0.01)
+        seconds = time.perf_counter() - start
+        if process.returncode:
+            log.seek(0)
+            raise SystemExit(f"error: {side} failed on {source}:\n{log.read().decode()[-3000:]}")
+    return {"seconds": seconds, "peak": peak}
+
+
+def anonymous(pid: int) -> int:
+    """``RssAnon`` of a process, in bytes; 0 when it has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:")), 0)
+
+
+def same(ours: Path, theirs: Path) -> bool:
+    """Whether two folders hold the same tensors, bit by bit."""
+    names = sorted(path.name for path in theirs.iterdir())
+    if names != sorted(path.name for path in ours.iterdir()):
+        return False
+    for name in (name for name in names if name.endswith(".bin")):
+        a, b = (torch.load(folder / name, weights_only=True, mmap=True) for folder in (ours, theirs))
+        if list(a) != list(b) or not all(torch.equal(a[key], b[key]) and a[key].dtype == b[key].dtype for key in a):
+            return False
+    return True
+
+
+def check_generator(folder: Path) -> None:
+    """The generator's files of the tests' small model against those of a real engine. Exits where they differ."""
+    from tests.checkpoint import plain_deepspeed
+
+    real = plain_deepspeed.checkpoints()
+    for stage in STAGES:
+        case = real / f"zero{stage}-bf16" / f"global_step{plain_deepspeed.STEPS}"
+        made = folder / f"small{stage}"
+        write_checkpoint(made, Model.of_checkpoint(case), stage=stage)
+        differences = differences_of(made / "global_step1", case)
+        if differences:
+            raise SystemExit("error: the generated files are not like a real engine's:\n" + "\n".join(differences))
+
+
+def compare(millions: int, stage: int, *, rounds: int, folder: Path) -> dict[str, Any]:
+    source = folder / "checkpoint"
+    model = decoder(millions * 10**6)
+    write_checkpoint(source, model, stage=stage)
+    found: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
+    outs = {side: folder / side.replace(", ", "-").replace(" ", "-") for side in SIDES}
+    load_before = os.getloadavg()
+    for turn in range(rounds):
+        order = SIDES if turn % 2 == 0 else SIDES[::-1]
+        for side in order:
+            found[side].append(measure(side, source, outs[side]))
+            if side not in (THEIRS, OURS) or turn + 1 < rounds:
+                shutil.rmtree(outs[side])
+    equal = same(outs[OURS], outs[THEIRS])
+    for path in folder.iterdir():
+        shutil.rmtree(path)
+    return {
+        "parameters": model.numel,
+        "stage": stage,
+        "bit_equal": equal,
+        "seconds": {side: statistics.median(r["seconds"] for r in runs) for side, runs in found.items()},
+        "peak_bytes": {side: max(r["peak"] for r in runs) for side, runs in found.items()},
+        "wall_ratio": {
+            side: interval([a["seconds"] / b["seconds"] for a, b in zip(found[side], found[THEIRS], strict=True)])
+            for side in SIDES[1:]
+        },
+        "load_before": load_before,
+        "load_after": os.getloadavg(),
+        "runs": found,
+    }
+
+
+def verdict(results: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
+    """Each limit, and whether it was kept."""
+    largest = max(r["parameters"] for r in results)
+    kept = {f"wall <= {WALL}, {side}": all(r["wall_ratio"][side]["median"] <= WALL for r in results)
+            for side in (OURS, UNFLUSHED)}  # fmt: skip
+    kept[f"peak <= {PEAK} at the largest"] = all(
+        r["peak_bytes"][OURS] <= PEAK * r["peak_bytes"][THEIRS] for r in results if r["parameters"] == largest
+    )
+    for stage in sorted({r["stage"] for r in results}):
+        peaks = [r["peak_bytes"][OURS] for r in results if r["stage"] == stage]
+        kept[f"ZeRO-{stage}: peaks within {FLAT - 1:.0%}"] = max(peaks) <= FLAT * min(peaks)
+    kept["bit-equal"] = all(r["bit_equal"] for r in results)
+    return kept
+
+
+def show(results: Sequence[Mapping[str, Any]]) -> None:
+    for r in results:
+        print(f"ZeRO-{r['stage']}, {r['parameters'] / 1e6:,.0f} M parameters, bit-equal: {r['bit_equal']}")
+        for side in SIDES:
+            ratio = "" if side == THEIRS else f"   {r['wall_ratio'][side]['median']:.2f} of theirs"
+            print(f"  {side:18} {r['seconds'][side]:7.2f} s  {r['peak_bytes'][side] / 2**20:8.0f} MiB{ratio}")
+
+
+def parse() -> argparse.Namespace:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--millions", type=int, nargs="+", default=[300, 1200], help="parameters of the models")
+    p.add_argument("--stages", type=int, nargs="+", default=list(STAGES), choices=STAGES)
+    p.add_argument("--rounds", type=int, default=3, help="merges of each side")
+    p.add_argument("--folder", type=Path, help="where the checkpoints are written; default: the system's temporary one")
+    p.add_argument("--out", type=Path, default=RESULTS, help="folder of the result file")
+    return p.parse_args()
+
+
+def main() -> int:
+    arguments = parse()
+    results = []
+    with tempfile.TemporaryDirectory(prefix="merge-", dir=arguments.folder) as folder:
+        check_generator(Path(folder))
+        for path in Path(folder).iterdir():
+            shutil.rmtree(path)
+        for millions in arguments.millions:
+            for stage in arguments.stages:
+                results.append(compare(millions, stage, rounds=arguments.rounds, folder=Path(folder)))
+                show(results[-1:])
+    kept = verdict(results)
+    for limit, ok in kept.items():
+        print(f"{limit:34} {'kept' if ok else 'MISSED'}")
+    record = {"limits": {"wall": WALL, "peak": PEAK, "flat": FLAT}, "verdict": kept, "results": results}
+    print(f"Written: {os.path.relpath(write_result('merge', record, folder=arguments.out))}")
+    return 0 if all(kept.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

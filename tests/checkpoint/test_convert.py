@@ -1,0 +1,362 @@
+"""Merging: bit-equal to DeepSpeed's script and to what the engine held, complete or absent."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.checkpoint import plain_deepspeed
+from tests.checkpoint.plain_deepspeed import ZERO, AwkwardModel
+from tests.checkpoint.support import make_backend, save
+from tests.checkpoint.test_saver import fill, small_disk  # noqa: F401 - a fixture
+from tests.engines.launch import Outcome, tensors, want
+from tests.engines.users import OddModel
+from unigen_ds.checkpoint.convert import merge, open_source
+from unigen_ds.checkpoint.writers import Entry, write_safetensors, write_torch
+from unigen_ds.core.errors import CheckpointError, ConfigError
+from unigen_ds.core.shards import Shard
+
+runs = want("layouts")
+pytestmark = pytest.mark.timeout(3600)
+ROOT = Path(__file__).resolve().parents[2]
+TAG = f"global_step{plain_deepspeed.STEPS}"
+
+
+@pytest.fixture(scope="module")
+def plain() -> Path:
+    return plain_deepspeed.checkpoints()
+
+
+def source_of(plain: Path, case: str) -> Path:
+    return plain / case / ("iter_6.pth" if case == "mmengine" else TAG)
+
+
+def load(out: Path) -> dict[str, Tensor]:
+    """All tensors of a merged folder."""
+    found: dict[str, Tensor] = {}
+    for path in sorted(out.iterdir()):
+        if path.suffix in (".bin", ".safetensors"):
+            found |= load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
+    return found
+
+
+def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    """Names, dtypes, shapes and bits."""
+    return set(a) == set(b) and all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)
+
+
+def theirs(source: Path, out: Path, **arguments: object) -> dict[str, Tensor]:
+    from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_state_dict
+
+    convert_zero_checkpoint_to_state_dict(str(source.parent), str(out), tag=source.name, **arguments)
+    return load(out)
+
+
+# ---- against DeepSpeed's script ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", ZERO)
+def test_plain_deepspeed_is_merged_as_its_own_script_does_it(plain, tmp_path, case):
+    wanted = theirs(source_of(plain, case), tmp_path / "theirs")
+    merge(source_of(plain, case), tmp_path / "ours", verify=True)
+    found = load(tmp_path / "ours")
+    if case.startswith("zero1"):  # it leaves frozen parameters out there
+        assert found.keys() - wanted.keys() == {"frozen.weight", "frozen.bias"}
+        found = {name: found[name] for name in wanted}
+    assert equal(found, wanted)
+    assert list(found) == list(wanted)
+
+
+@pytest.mark.parametrize("arguments", [
+    {"max_shard_size": "3KB"}, {"max_shard_size": "1KB"}, {"exclude_frozen_parameters": True}, {"dtype": "bf16"},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("case", ["zero2", "zero3-bf16"])
+def test_its_files_too(plain, tmp_path, case, arguments):
+    theirs(source_of(plain, case), tmp_path / "theirs", **arguments)
+    ours = {"exclude_frozen_parameters": "exclude_frozen"}
+    given = {ours.get(key, key): torch.bfloat16 if value == "bf16" else value for key, value in arguments.items()}
+    merged = merge(source_of(plain, case), tmp_path / "ours", **given)
+    files = sorted(path.name for path in (tmp_path / "theirs").iterdir())
+    assert sorted(path.name for path in (tmp_path / "ours").iterdir()) == files == sorted(merged.files)
+    for name in (name for name in files if name.endswith(".json")):
+        assert (tmp_path / "ours" / name).read_text() == (tmp_path / "theirs" / name).read_text()
+    for name in (name for name in files if name.endswith(".bin")):
+        a, b = (torch.load(tmp_path / side / name, weights_only=True) for side in ("ours", "theirs"))
+        assert list(a) == list(b) and equal(a, b)
+
+
+@pytest.mark.parametrize("case", [*ZERO, "zero0"])
+def test_the_model_takes_it(plain, tmp_path, case):
+    """Strictly: tied names, buffers, frozen parameters; and the tied ones are one tensor still."""
+    merge(source_of(plain, case), tmp_path / "out")
+    state = torch.load(tmp_path / "out" / "pytorch_model.bin")
+    model = AwkwardModel()
+    model.load_state_dict(state)
+    assert torch.equal(model.head.weight, model.emb.weight) and torch.equal(model.calls, torch.arange(5))
+    assert state["head.weight"].data_ptr() == state["emb.weight"].data_ptr()
+
+
+def test_safetensors_have_every_name(plain, tmp_path):
+    """DeepSpeed's script fails on tied weights there."""
+    source = source_of(plain, "zero3")
+    merge(source, tmp_path / "one")
+    merged = merge(source, tmp_path / "many", safe_serialization=True, max_shard_size="2KB", verify=True)
+    assert equal(load(tmp_path / "many"), load(tmp_path / "one"))
+    AwkwardModel().load_state_dict(load(tmp_path / "many"))
+    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
+    for name, file in index["weight_map"].items():
+        assert name in load_file(tmp_path / "many" / file)
+    assert index["metadata"]["total_size"] == merged.nbytes and len(merged.files) > 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("safe", [False, True])
+def test_dtypes(plain, tmp_path, dtype, safe):
+    """Floating-point tensors are cast, others are not."""
+    source = source_of(plain, "zero2")
+    merge(source, tmp_path / "whole")
+    merge(source, tmp_path / "cast", dtype=dtype, safe_serialization=safe, verify=True)
+    whole = {n: t.to(dtype) if t.is_floating_point() else t for n, t in load(tmp_path / "whole").items()}
+    assert equal(load(tmp_path / "cast"), whole) and whole["calls"].dtype == torch.int64
+
+
+# ---- this project's checkpoints --------------------------------------------------------------------------------------
+
+ENGINES = ["zero1@2-bf16", "zero2@2-fp32", "zero3@2-bf16", "FULL_SHARD@2-fp32", "FULL_SHARD@2-bf16", "NO_SHARD@2-fp32"]
+
+
+def run_of(name: str) -> Outcome:
+    return runs().outcome(f"layouts/{name}")
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_every_engines_weights(tmp_path, name):
+    """What the engine held; tied names too, so that a fresh model takes it strictly."""
+    run = run_of(name)
+    merge(run.checkpoints[-1], tmp_path / "out", verify=True)
+    found = load(tmp_path / "out")
+    assert set(found) == {*run.held, "head.weight"}
+    for key, value in run.held.items():
+        assert torch.equal(found[key], value.to(found[key].dtype)), key
+    model = OddModel(vocab=len(found["emb.weight"]))
+    model.load_state_dict(found)
+    assert torch.equal(model.head.weight, found["emb.weight"])
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_the_average(tmp_path, name):
+    run = run_of(name)
+    merge(run.checkpoints[-1], tmp_path / "weights")
+    merge(run.checkpoints[-1], tmp_path / "average", ema=True, verify=True)
+    weights, found = load(tmp_path / "weights"), load(tmp_path / "average")
+    averages = {name: value for (kind, name), value in tensors(run.checkpoints[-1]).items() if kind == "ema"}
+    for key, value in found.items():
+        name = "emb.weight" if key == "head.weight" else key
+        assert torch.equal(value.flatten(), averages.get(name, weights[key]).flatten()), key
+    assert not torch.equal(found["emb.weight"], weights["emb.weight"]) and found.keys() == weights.keys()
+
+
+@pytest.mark.parametrize("name", ["zero2@2-fp32", "FULL_SHARD@2-fp32"])
+def test_without_the_manifest(tmp_path, name):
+    """What the files themselves tell; DCP's do not know which names are tied."""
+    run = run_of(name)
+    copy = shutil.copytree(run.checkpoints[-1], tmp_path / "copy")
+    (copy / "manifest.json").unlink()
+    merge(copy, tmp_path / "out")
+    found = load(tmp_path / "out")
+    assert found.keys() >= run.held.keys() - {"head.weight"}
+    assert all(torch.equal(found[key], run.held[key].to(found[key].dtype)) for key in found if key in run.held)
+
+
+def test_a_single_checkpoint(tmp_path):
+    backend = make_backend(updates=2)
+    average = [Shard(s.name, s.shape, s.flat_start, s.data * 2) for s in backend.master_shards()]
+    path = save(tmp_path, backend=backend, hook_shards={"ema": average})
+    for ema, factor in ((False, 1), (True, 2)):
+        merge(path, tmp_path / f"out-{ema}", ema=ema)
+        found = load(tmp_path / f"out-{ema}")
+        assert equal(found, {s.name: s.data.cpu().view(s.shape) * factor for s in backend.master_shards()})
+
+
+def test_a_damaged_checkpoint_is_refused(tmp_path):
+    path = save(tmp_path)
+    os.truncate(path / "model.safetensors", 100)
+    with pytest.raises(CheckpointError, match=r"model.safetensors has 100 bytes"):
+        merge(path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_checkpoint_itself_is_no_output(tmp_path):
+    path = save(tmp_path)
+    before = (path / "model.safetensors").read_bytes()
+    with pytest.raises(ConfigError, match="is the checkpoint itself"):
+        merge(path, path, safe_serialization=True)
+    assert (path / "model.safetensors").read_bytes() == before
+
+
+# ---- the files -------------------------------------------------------------------------------------------------------
+
+
+def entries_of(state: dict[str, Tensor]) -> list[Entry]:
+    """As they are; names of one tensor are tied."""
+    first: dict[int, str] = {}
+    return [
+        Entry(name, tuple(t.shape), t.dtype, first.setdefault(id(t), name), lambda a, b, t=t: [t.reshape(-1)[a:b]])
+        for name, t in state.items()
+    ]
+
+
+def odd_tensors() -> dict[str, Tensor]:
+    tied = torch.randn(3, 5)
+    return {
+        "scalar": torch.tensor(2.5), "empty": torch.empty(0, 4), "flags": torch.tensor([True, False, True]),
+        "bf16": torch.randn(7).bfloat16(), "long": torch.arange(3), "byte": torch.arange(5, dtype=torch.uint8),
+        "double": torch.randn(2, 2, dtype=torch.float64), "tied.a": tied, "tied.b": tied, "naïve": torch.ones(1),
+        "nan": torch.tensor([float("nan"), -0.0]), "large": torch.randn(5_000_000),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_the_archive_is_what_torch_writes(tmp_path, mmap):
+    """The same pickle byte for byte, checksums that hold, storages aligned for mapping."""
+    state = odd_tensors()
+    written: list[int] = []
+    write_torch(tmp_path / "model.bin", entries_of(state), written.append)
+    found = torch.load(tmp_path / "model.bin", weights_only=True, mmap=mmap)
+    assert list(found) == list(state) and sum(written) == sum(t.nbytes for n, t in state.items() if n != "tied.b")
+    for name, tensor in state.items():
+        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape
+        assert torch.equal(found[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
+    assert found["tied.a"].data_ptr() == found["tied.b"].data_ptr() and found["large"].data_ptr() % 64 == 0
+    real = io.BytesIO()
+    torch.save(state, real)
+    with zipfile.ZipFile(tmp_path / "model.bin") as ours, zipfile.ZipFile(real) as torchs:
+        assert ours.testzip() is None
+        assert ours.read("model/data.pkl") == torchs.read("archive/data.pkl")
+
+
+def test_safetensors_of_any_kind(tmp_path):
+    state = odd_tensors()
+    write_safetensors(tmp_path / "model.safetensors", entries_of(state), lambda nbytes: None)
+    found = load_file(tmp_path / "model.safetensors")
+    assert found.keys() == state.keys()
+    for name, tensor in state.items():
+        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape
+        assert torch.equal(found[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
+
+
+def test_pieces_are_bounded():
+    """However large the tensor, and a cast costs no more."""
+    large = torch.zeros(1).expand(10**9)  # 4 GB that are not there
+    entry = Entry("x", (10**9,), torch.bfloat16, "x", lambda start, stop: [large[start:stop]])
+    for number, piece in enumerate(entry.pieces()):
+        assert piece.nbytes <= 16 << 20 and piece.dtype == torch.bfloat16
+        if number == 3:
+            break
+
+
+# ---- complete or absent ----------------------------------------------------------------------------------------------
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from unigen_ds.checkpoint.convert import merge
+
+def die(what, done, total):
+    if what == sys.argv[3] and done > total // 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+merge(Path(sys.argv[1]), Path(sys.argv[2]), max_shard_size="1KB", verify=True, progress=die)
+"""
+
+
+@pytest.mark.parametrize("when", ["writing", "verifying"])
+def test_killed_half_way_it_leaves_no_output(plain, tmp_path, when):
+    source, out = source_of(plain, "zero2"), tmp_path / "out"
+    ended = subprocess.run([sys.executable, "-c", KILLED, str(source), str(out), when], cwd=ROOT)
+    assert ended.returncode == -signal.SIGKILL
+    assert not out.exists() and len(list(tmp_path.iterdir())) == 1
+    merge(source, out, max_shard_size="1KB")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]  # what was left is swept
+    assert equal(load(out), theirs(source, tmp_path / "theirs"))
+
+
+def test_an_output_that_exists_is_replaced_at_the_end(plain, tmp_path):
+    """Files of others stay; shards of the older merge go; until then every old byte is there."""
+    out = tmp_path / "out"
+    merge(source_of(plain, "zero3"), out, max_shard_size="1KB")
+    (out / "config.json").write_text("{}")
+    (out / "model.safetensors").write_text("of another format")
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    seen = []
+
+    def look(what: str, done: int, total: int) -> None:
+        seen.append({path.name: path.read_bytes() for path in out.iterdir() if path.is_file()} == before)
+
+    merge(source_of(plain, "zero2"), out, verify=True, progress=look)
+    assert seen and all(seen)
+    assert sorted(os.listdir(out)) == ["config.json", "model.safetensors", "pytorch_model.bin"]
+    assert equal(torch.load(out / "pytorch_model.bin"), theirs(source_of(plain, "zero2"), tmp_path / "theirs"))
+
+
+def test_an_error_half_way_changes_nothing(plain, tmp_path):
+    merge(source_of(plain, "zero3"), tmp_path / "out")
+    before = (tmp_path / "out" / "pytorch_model.bin").read_bytes()
+
+    def fail(what: str, done: int, total: int) -> None:
+        raise OSError(errno.EIO, "the disk is gone")
+
+    with pytest.raises(CheckpointError, match=r"could not write .*the disk is gone.* nothing was changed"):
+        merge(source_of(plain, "zero2"), tmp_path / "out", progress=fail)
+    assert os.listdir(tmp_path / "out") == ["pytorch_model.bin"]
+    assert (tmp_path / "out" / "pytorch_model.bin").read_bytes() == before
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_full_disk(small_disk, tmp_path, exists):  # noqa: F811
+    path = save(tmp_path, backend=make_backend(width=12_000))  # 190 KiB of weights
+    if exists:
+        merge(path, small_disk / "out", dtype=torch.bfloat16)
+    fill(small_disk, leave=150 * 1024)
+    before = load(small_disk / "out") if exists else {}
+    with pytest.raises(CheckpointError, match=r"No space left on device.*Remedy: free disk space \(0\.2 MiB"):
+        merge(path, small_disk / "out")
+    assert sorted(os.listdir(small_disk)) == (["ballast", "out"] if exists else ["ballast"])
+    assert not exists or equal(load(small_disk / "out"), before)
+
+
+@pytest.mark.parametrize("safe", [False, True])
+def test_verify_finds_one_bit(plain, tmp_path, safe):
+    """Flipped in the staged file after it was written, and before it is compared."""
+    out = tmp_path / "out"
+
+    def flip(what: str, done: int, total: int) -> None:
+        if what == "writing" and done == total:
+            return
+        (staged,) = tmp_path.glob(".out.merging-*/*model*")
+        if what == "verifying" and not flipped:
+            content = staged.read_bytes()
+            value = open_source(source_of(plain, "zero2")).reader.read("master", "norm.bias", 0, 13)
+            at = content.index(value.numpy().tobytes())
+            with staged.open("r+b") as stream:
+                stream.seek(at)
+                stream.write(bytes([content[at] ^ 1]))
+            flipped.append(at)
+
+    flipped: list[int] = []
+    with pytest.raises(CheckpointError, match=r"norm\.bias in .*, read back, differs from the checkpoint"):
+        merge(source_of(plain, "zero2"), out, safe_serialization=safe, verify=True, progress=flip)
+    assert flipped and os.listdir(tmp_path) == []

@@ -1,0 +1,225 @@
+"""Directories without a manifest: what they tell, what they cannot, and nothing in them is executed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file as load_safetensors
+
+from tests.checkpoint import plain_deepspeed
+from tests.checkpoint.plain_deepspeed import ACCUMULATE, MICRO, STEPS, ZERO
+from unigen_ds.checkpoint.foreign import open_foreign, parse_assume
+from unigen_ds.checkpoint.layouts.torch_file import load_file
+from unigen_ds.core.errors import CheckpointError, ConfigError
+from unigen_ds.core.progress import Geometry
+
+pytestmark = pytest.mark.timeout(900)
+ROOT = Path(__file__).resolve().parents[2]
+MODEL_FILE = "mp_rank_00_model_states.pt"
+
+
+@pytest.fixture(scope="module")
+def written() -> Path:
+    return plain_deepspeed.checkpoints()
+
+
+@pytest.fixture
+def copy(written, tmp_path) -> Path:
+    """ZeRO-2, to be changed."""
+    return Path(shutil.copytree(written / "zero2", tmp_path / "copy")) / f"global_step{STEPS}"
+
+
+def change(folder: Path, **values: Any) -> None:
+    """Rewrite the model file with other values; None removes a key."""
+    state = {**torch.load(folder / MODEL_FILE, weights_only=False), **values}
+    torch.save({key: value for key, value in state.items() if value is not None}, folder / MODEL_FILE)
+
+
+@pytest.mark.parametrize("case", ZERO)
+def test_every_weight_is_the_engines(written, case):
+    found = open_foreign(written / case, tag="iter_6.pth" if case == "mmengine" else None)
+    held = load_safetensors(written / f"{case}.safetensors")
+    trained = {row["name"]: row for row in found.parameters if row["trainable"]}
+    assert trained.keys() == held.keys()
+    for name, value in held.items():
+        read = found.reader.read("master", name, 0, value.numel())
+        assert torch.equal(read, value.flatten()) and trained[name]["shape"] == list(value.shape)
+        assert found.reader.numel("exp_avg", name) == found.reader.numel("exp_avg_sq", name) == value.numel()
+        assert float(found.reader.read("step", name, 0, 1)) == STEPS
+
+
+@pytest.mark.parametrize("case", [*ZERO, "zero0"])
+def test_what_the_files_tell(written, case):
+    found = open_foreign(written / case, tag="iter_6.pth" if case == "mmengine" else None)
+    stage = 2 if case == "mmengine" else int(case[4])
+    assert found.layout == "deepspeed" and f"ZeRO stage {stage}" in found.writer
+    assert found.geometry == Geometry(MICRO, ACCUMULATE, 2)
+    assert (found.updates, found.skipped_updates, found.iteration) == (STEPS, 0, STEPS * ACCUMULATE)
+    assert found.sequences == STEPS * ACCUMULATE * MICRO * 2
+    rows = {row["name"]: row for row in found.parameters}
+    assert rows["emb.weight"]["tied"] == ["head.weight"] and "head.weight" not in rows
+    assert "gain" not in rows and "scratch" not in rows
+    if stage:
+        assert {name for name, row in rows.items() if not row["trainable"]} == {"frozen.weight", "frozen.bias"}
+        assert {name for name, row in rows.items() if row["group"] == "1"} == {"norm.weight", "norm.bias"}
+    said = " ".join(found.unknown)
+    for word in ("order of its data", "schedule", "EMA", "random generators"):
+        assert word in said
+    assert ("epoch" in said) == (case != "mmengine") and ("Moments" in said) == (stage == 0)
+
+
+def test_what_mmengine_stores_is_used(written):
+    found = open_foreign(written / "mmengine" / "iter_6.pth")
+    assert "run by mmengine 0.10.7" in found.writer
+    assert (found.epoch, found.iteration) == (1, 6)
+
+
+def test_what_mmengine_stores_is_data_and_no_class_is_imported(written):
+    code = (
+        "import sys; from pathlib import Path; from unigen_ds.checkpoint.foreign import open_foreign;"
+        " header = open_foreign(Path(sys.argv[1])).reader.header;"
+        " buffer = header['message_hub']['log_scalars']['train/loss'];"
+        " assert buffer.state['max_length'] == 1000000, vars(buffer);"
+        " assert header['meta']['dataset_meta'] == {'classes': ('a', 'b')};"
+        " sys.exit(any(m.split('.')[0] in ('mmengine', 'deepspeed') for m in sys.modules))"
+    )
+    folder = written / "mmengine" / "iter_6.pth"
+    ended = subprocess.run([sys.executable, "-c", code, str(folder)], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+
+
+# ---- the geometry ----------------------------------------------------------------------------------------------------
+
+
+def test_auto_is_not_known_until_it_is_assumed(copy):
+    change(copy, ds_config={"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"})
+    found = open_foreign(copy)
+    assert found.geometry is None and found.sequences is None and found.iteration is None
+    assert [text for text in found.unknown if "--assume" in text] == [
+        "batch_size is not stored; say it with --assume batch_size=N.",
+        "accumulative_counts is not stored; say it with --assume accumulative_counts=N.",
+    ]
+    found = open_foreign(copy, assume=parse_assume("batch_size=8, accumulative_counts=3"))
+    assert found.geometry == Geometry(8, 3, 2) and found.iteration == 9
+    assert not any("--assume" in text for text in found.unknown)
+
+
+def test_the_third_number_follows_from_the_total(copy):
+    change(copy, ds_config={"train_batch_size": 24, "train_micro_batch_size_per_gpu": 3})
+    assert open_foreign(copy).geometry == Geometry(3, 4, 2)
+
+
+def test_an_assumption_may_not_contradict_the_files(copy):
+    with pytest.raises(ConfigError, match=r"batch_size=8, but the checkpoint was written with batch_size=2"):
+        open_foreign(copy, assume={"batch_size": 8})
+    assert open_foreign(copy, assume={"batch_size": MICRO}).geometry == Geometry(MICRO, ACCUMULATE, 2)
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("batchsize=4", "did you mean 'batch_size'"), ("dp_size=0", "an integer N of at least 1"),
+    ("dp_size", "an integer N of at least 1"), ("dp_size=two", "an integer N of at least 1"),
+])  # fmt: skip
+def test_a_wrong_assumption_is_named(text, said):
+    with pytest.raises(ConfigError, match=said):
+        parse_assume(text)
+
+
+# ---- what is no such directory ---------------------------------------------------------------------------------------
+
+
+def test_the_tag_is_found(written, copy, tmp_path):
+    assert open_foreign(written / "zero2").directory == written / "zero2" / f"global_step{STEPS}"
+    assert open_foreign(copy.parent, tag=copy.name).directory == copy
+    (copy.parent / "latest").unlink()
+    (copy.parent / "last_checkpoint").write_text(f"/gone/since/{copy.name}")  # as mmengine writes it
+    assert open_foreign(copy.parent).directory == copy
+    with pytest.raises(CheckpointError, match=rf"no tag 'other'. Allowed: {copy.name}"):
+        open_foreign(copy.parent, tag="other")
+
+
+def test_a_folder_without_weights_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        open_foreign(tmp_path)
+    with pytest.raises(CheckpointError, match="is not a directory"):
+        open_foreign(tmp_path / "absent")
+
+
+@pytest.mark.parametrize("name", ["mp_rank_01_model_states.pt", "layer_00-model_states.pt"])
+def test_a_model_that_was_cut_otherwise_is_refused(copy, name):
+    (copy / name).write_bytes(b"")
+    with pytest.raises(CheckpointError, match=f"{name} is a part of a model that was cut by tensor"):
+        open_foreign(copy)
+
+
+def test_missing_optimizer_files_are_not_taken_for_a_run_without_zero(copy):
+    for path in copy.glob("*optim_states.pt"):
+        path.unlink()
+    with pytest.raises(CheckpointError, match="lacks DeepSpeed's model or optimizer files"):
+        open_foreign(copy)
+
+
+# ---- unpickling ------------------------------------------------------------------------------------------------------
+
+
+class Evil:
+    """Unpickled, it makes a file, by one of several ways."""
+
+    def __init__(self, path: Path, way: str) -> None:
+        self.path, self.way = path, way
+
+    def __reduce__(self) -> Any:
+        if self.way == "os.system":
+            return os.system, (f"touch '{self.path}'",)
+        if self.way == "subprocess.Popen":
+            return subprocess.Popen, (["touch", str(self.path)],)
+        return eval, (f"open({str(self.path)!r}, 'w')",)
+
+
+@pytest.mark.parametrize("way", ["os.system", "subprocess.Popen", "eval"])
+@pytest.mark.parametrize("where", ["client_state", "inside"])
+def test_a_call_is_refused_and_never_done(copy, tmp_path, way, where):
+    mark = tmp_path / "executed"
+    evil = Evil(mark, way)
+    change(copy, note=evil if where == "client_state" else {"message_hub": [("a", {"b": evil})]})
+    name = way.rpartition(".")[2]  # torch.save writes the modules' names of Python 2
+    with pytest.raises(CheckpointError, match=rf"{MODEL_FILE} is refused: it asks for a call of [\w.]*{name}"):
+        open_foreign(copy)
+    assert not mark.exists()
+    torch.load(copy / MODEL_FILE, weights_only=False)  # the payload is real: the ordinary way runs it
+    for _ in range(100):
+        if mark.exists():
+            break
+        subprocess.run(["sleep", "0.05"])
+    assert mark.exists()
+
+
+class Mine:
+    """A user's class in ``client_state``; loading it would say so."""
+
+    loaded = False
+
+    def __init__(self) -> None:
+        self.value = 3
+
+    def __setstate__(self, state: Any) -> None:
+        type(self).loaded = True
+
+
+def test_a_users_class_is_kept_as_data(copy):
+    import numpy as np
+
+    lists: defaultdict[str, list[int]] = defaultdict(list)
+    lists["a"].append(1)
+    change(copy, mine=Mine(), lists=lists, array=np.arange(3), path=Path("a/b"))
+    state = load_file(copy / MODEL_FILE)
+    assert state["mine"].state == {"value": 3} and not isinstance(state["mine"], Mine) and not Mine.loaded
+    assert state["lists"] == {"a": [1]}
+    assert open_foreign(copy).updates == STEPS

@@ -1,0 +1,114 @@
+"""Merge a checkpoint into plain weight files: ``python tools/zero_to_fp32.py CKPT OUT``; ``unigen-zero-to-fp32``.
+
+The command line, the defaults and the files are those of DeepSpeed's script of this name, and it takes more: ZeRO-1, 2
+and 3, FSDP and single checkpoints; of this project, of plain DeepSpeed, mmengine or xtuner; --ema, --dtype, --verify.
+
+CKPT is a checkpoint; or a work dir, or a folder of DeepSpeed's, whose newest one (or -t) is taken.
+OUT gets pytorch_model.bin, or model.safetensors; above --max-shard-size several, and an index. Then:
+
+    model.load_state_dict(torch.load("OUT/pytorch_model.bin"))
+
+Memory does not grow with the model. Exit status: 0 done, 1 the checkpoint or the disk fails, 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import Progress as Bar
+
+if not __package__:
+    import _path  # noqa: F401 - a script runs from a checkout without installation
+
+from unigen_ds.checkpoint.convert import DTYPES, Progress, merge
+from unigen_ds.core.errors import UnigenError
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="unigen-zero-to-fp32", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    p.add_argument("checkpoint", type=Path, metavar="CKPT", help="a checkpoint, or a folder of checkpoints")
+    p.add_argument("out", type=Path, metavar="OUT", help="the folder to write to")
+    p.add_argument("-t", "--tag", help="name of the checkpoint below CKPT; default: what `latest` names there")
+    p.add_argument("--ema", action="store_true", help="the average of the weights instead of the weights")
+    p.add_argument("--dtype", default="fp32", choices=DTYPES, help="of floating-point tensors; default: fp32")
+    p.add_argument("--max-shard-size", "--max_shard_size", default="5GB", metavar="SIZE", help="default: 5GB")
+    p.add_argument(
+        "--safe-serialization", "--safe_serialization", action="store_true", help="safetensors, not torch.save"
+    )
+    p.add_argument(
+        "--exclude-frozen-parameters", "--exclude_frozen_parameters", action="store_true", help="leave them out"
+    )
+    p.add_argument("--verify", action="store_true", help="read the files back and compare every bit before OUT changes")
+    p.add_argument("-d", "--debug", action="store_true", help="show where an error came from")
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parser().parse_args(argv)
+    started = time.perf_counter()
+    try:
+        with shown() as progress:
+            merged = merge(
+                arguments.checkpoint,
+                arguments.out,
+                tag=arguments.tag,
+                ema=arguments.ema,
+                dtype=DTYPES[arguments.dtype],
+                max_shard_size=arguments.max_shard_size,
+                safe_serialization=arguments.safe_serialization,
+                exclude_frozen=arguments.exclude_frozen_parameters,
+                verify=arguments.verify,
+                progress=progress,
+            )
+    except UnigenError as error:
+        if arguments.debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+    print(
+        f"{merged.num_tensors} tensors, {merged.numel:,} elements, {merged.nbytes / 2**20:,.1f} MiB"
+        f" in {time.perf_counter() - started:.1f} s{', verified' if arguments.verify else ''}"
+    )
+    for file in merged.files:
+        print(arguments.out / file)
+    return 0
+
+
+@contextmanager
+def shown() -> Iterator[Progress]:
+    """A bar on a terminal; elsewhere one line for each tenth."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        tenths: dict[str, int] = {}
+
+        def line(what: str, done: int, total: int) -> None:
+            tenth = 10 * done // max(total, 1)
+            if tenth > tenths.get(what, 0):
+                tenths[what] = tenth
+                print(f"{what}: {10 * tenth} % of {total / 2**20:,.1f} MiB", file=sys.stderr, flush=True)
+
+        yield line
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Bar(*columns, TimeRemainingColumn(), console=console) as bar:
+        tasks = {}
+
+        def draw(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=total)
+            bar.update(tasks[what], completed=done)
+
+        yield draw
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,311 @@
+"""Merge a checkpoint into plain weight files under the model's own names: ``pytorch_model.bin`` or safetensors.
+
+In: a checkpoint of any layout, with or without a manifest. Out: a folder with the files that DeepSpeed's
+``zero_to_fp32`` would write (one file, or shards of at most ``max_shard_size`` and an index), which
+``model.load_state_dict(torch.load(file))`` takes. Tensors are streamed in bounded pieces (``writers.py``).
+
+The files are written beside ``out`` under a temporary name, flushed to disk, compared with the source if asked, and
+only then renamed: ``out`` appears complete or not at all. Where ``out`` is a folder already, its other files stay, and
+its older weight files are replaced one by one, the index last. What a killed merge leaves is swept by the next one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import split_state_dict_into_shards_factory
+
+from unigen_ds.checkpoint import store
+from unigen_ds.checkpoint.foreign import find_directory, open_foreign, stored_dtype
+from unigen_ds.checkpoint.layouts import open_reader, own_files
+from unigen_ds.checkpoint.layouts.base import Fetch, PieceReader, slices_of
+from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
+from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
+from unigen_ds.checkpoint.writers import Entry, Write, write_safetensors, write_torch
+from unigen_ds.core.errors import CheckpointError, ConfigError
+from unigen_ds.core.files import fsync_path
+from unigen_ds.core.shards import BUFFER, EMA, MASTER
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_STAGING = ".merging-"
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done (``'writing'``, ``'verifying'``), bytes done, bytes in all."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """The weights of a checkpoint, ready to be read."""
+
+    directory: Path
+    """Where its files lie."""
+    reader: PieceReader
+    average: PieceReader | None
+    """The EMA's tensors."""
+    frozen: frozenset[str]
+    tied: Mapping[str, str]
+    """Further name -> name of the tensor."""
+
+    def entries(self, *, dtype: torch.dtype, ema: bool = False, exclude_frozen: bool = False) -> list[Entry]:
+        """Buffers, parameters, then tied names. Floating-point tensors become ``dtype``, others stay as they are."""
+        if ema and self.average is None:
+            raise CheckpointError(
+                f"{self.directory} has no average of the weights (no {EMA}/)",
+                remedy="train with custom_hooks=[dict(type='EMAHook')], or merge the weights themselves: without --ema",
+            )
+        average = set(self.average.names(EMA)) if ema and self.average else set()
+        found: dict[str, Entry] = {}
+        for (kind, name), shape in self.reader.shapes.items():
+            if kind not in (MASTER, BUFFER) or (exclude_frozen and name in self.frozen):
+                continue
+            from_average = self.average is not None and name in average
+            reader, kind = (self.average, EMA) if self.average and from_average else (self.reader, kind)
+            stored = stored_dtype(reader, kind, name, shape)
+            target = dtype if stored.is_floating_point else stored
+            found[name] = Entry(name, shape, target, name, partial(reader.parts, kind, name))
+        for alias, name in self.tied.items():
+            if name in found:
+                found[alias] = Entry(alias, found[name].shape, found[name].dtype, name, found[name].parts)
+        return list(found.values())
+
+
+def open_source(checkpoint: Path, *, tag: str | None = None) -> Source:
+    """Open a checkpoint; of a work dir, or a folder of DeepSpeed's, the one its hint names, or ``tag``.
+
+    Raises ``CheckpointError`` where it is incomplete or of an unknown layout.
+    """
+    directory = find_directory(checkpoint, tag)
+    if not (directory / FILE_NAME).is_file():
+        found = open_foreign(directory, tag=".")
+        frozen = frozenset(row["name"] for row in found.parameters if not row["trainable"])
+        return Source(directory, found.reader, None, frozen, dict(found.reader.tied))
+    manifest = Manifest.read(directory)
+    problem = store.verify(directory, manifest)
+    if problem is not None:
+        raise CheckpointError(problem, remedy="take another checkpoint: unigen-checkpoints list shows them")
+    reader = open_reader(directory, manifest)
+    files = own_files(manifest, EMA)
+    average = SafetensorsReader(directory / EMA, files=files) if files else None
+    tied = {alias: row["name"] for row in manifest.parameters for alias in row.get("tied", ())}
+    frozen = frozenset(row["name"] for row in manifest.parameters if not row["trainable"])
+    return Source(directory, reader, average, frozen, {**reader.tied, **tied})
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What ``merge`` wrote."""
+
+    files: list[str]
+    num_tensors: int
+    numel: int
+    nbytes: int
+
+
+def merge(
+    checkpoint: Path,
+    out: Path,
+    *,
+    tag: str | None = None,
+    ema: bool = False,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: str | int = "5GB",
+    safe_serialization: bool = False,
+    exclude_frozen: bool = False,
+    verify: bool = False,
+    durable: bool = True,
+    progress: Progress | None = None,
+) -> Merged:
+    """Write the weights of ``checkpoint`` into the folder ``out``.
+
+    Args:
+        tag: name of the checkpoint's folder below ``checkpoint``.
+        ema: the average of the weights instead of the weights; buffers and frozen parameters are the model's.
+        max_shard_size: of a file, in bytes or as ``'5GB'``; a larger tensor gets a file of its own.
+        safe_serialization: safetensors instead of ``torch.save``.
+        verify: read the files back and compare every bit with the checkpoint before they replace anything.
+        durable: flush the files to disk. False is for measurements alone.
+
+    Raises:
+        CheckpointError: the checkpoint is incomplete, the disk is full, or the files read back differ.
+        ConfigError: ``max_shard_size`` or ``out`` cannot work.
+    """
+    source = open_source(checkpoint, tag=tag)
+    if out.exists() and (not out.is_dir() or out.resolve() == source.directory.resolve()):
+        what = "the checkpoint itself" if out.is_dir() else "a file"
+        raise ConfigError(f"the output {out} is {what}", allowed="a folder of its own, new or not")
+    entries = source.entries(dtype=dtype, ema=ema, exclude_frozen=exclude_frozen)
+    if not entries:
+        raise CheckpointError(f"{source.directory} holds no weights")
+    form = _SAFETENSORS if safe_serialization else _TORCH
+    split = _split(entries, form, max_shard_size)
+    by_name = {entry.name: entry for entry in entries}
+    shards = {file: [by_name[name] for name in names] for file, names in split.filename_to_tensors.items()}
+    try:
+        with _staged(out) as staging:
+            _write(staging, shards, form, durable=durable, progress=progress)
+            if split.is_sharded:
+                index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+                text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+                (staging / form.index).write_text(text, encoding="utf-8")
+            if verify:
+                _verify(staging, shards, progress=progress)
+            _publish(staging, out, form, durable=durable)
+    except OSError as error:
+        raise CheckpointError(
+            f"could not write {out}: {error}",
+            remedy=f"free disk space ({sum(map(form.size, shards.values())) / 2**20:,.1f} MiB are needed), fix the"
+            " permission, or name another folder; nothing was changed",
+        ) from error
+    files = [*shards, *([form.index] if split.is_sharded else [])]
+    return Merged(files, len(entries), sum(e.numel for e in entries), sum(map(form.size, shards.values())))
+
+
+@dataclass(frozen=True)
+class _Format:
+    """Names as DeepSpeed and Hugging Face have them."""
+
+    file: str
+    index: str
+    write: Write
+    shares: bool
+    """Whether tied names share their bytes."""
+
+    def size(self, entries: Sequence[Entry]) -> int:
+        if self.shares:
+            entries = list({entry.source: entry for entry in entries}.values())
+        return sum(entry.nbytes for entry in entries)
+
+    def is_own(self, name: str) -> bool:
+        """Whether an earlier merge in this format may have written the file."""
+        stem, ending = self.file.rsplit(".", 1)
+        return re.fullmatch(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.{ending}(\.index\.json)?", name) is not None
+
+
+_TORCH = _Format("pytorch_model.bin", "pytorch_model.bin.index.json", write_torch, shares=True)
+_SAFETENSORS = _Format("model.safetensors", "model.safetensors.index.json", write_safetensors, shares=False)
+
+
+def _split(entries: Sequence[Entry], form: _Format, max_shard_size: str | int) -> Any:
+    """Which tensor goes into which file: by the function of Hugging Face that DeepSpeed uses, so with its result."""
+    try:
+        return split_state_dict_into_shards_factory(
+            {entry.name: entry for entry in entries},
+            get_storage_size=lambda entry: entry.nbytes,
+            get_storage_id=lambda entry: entry.source if form.shares else None,
+            filename_pattern=form.file.replace(".", "{suffix}.", 1),
+            max_shard_size=max_shard_size,
+        )
+    except ValueError as error:
+        raise ConfigError(
+            f"--max-shard-size {max_shard_size!r} is no size", allowed="a number of bytes, or one with a unit, like 5GB"
+        ) from error
+
+
+def _write(
+    staging: Path, shards: Mapping[str, list[Entry]], form: _Format, *, durable: bool, progress: Progress | None
+) -> None:
+    done, total = 0, sum(map(form.size, shards.values()))
+
+    def advance(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if progress is not None:
+            progress("writing", done, total)
+
+    for file, entries in shards.items():
+        form.write(staging / file, entries, advance)
+        if durable:
+            fsync_path(staging / file)
+
+
+def _verify(staging: Path, shards: Mapping[str, list[Entry]], *, progress: Progress | None) -> None:
+    """Compare every bit of the files with the source. Raises ``CheckpointError`` naming the tensor that differs."""
+    done, total = 0, sum(entry.nbytes for entries in shards.values() for entry in entries)
+    for file, entries in shards.items():
+        written = _read_back(staging / file)
+        if set(written) != {entry.name for entry in entries}:
+            raise CheckpointError(f"{file}, read back, has other tensors than were written; nothing was changed")
+        for entry in entries:
+            shape, fetch = written[entry.name]
+            at, same = 0, shape == entry.shape
+            for piece in entry.pieces() if same else ():
+                found = fetch(at, at + piece.numel())
+                same = same and found.dtype == piece.dtype
+                same = same and torch.equal(found.view(torch.uint8), piece.view(torch.uint8))
+                at += piece.numel()
+                done += piece.nbytes
+                if progress is not None:
+                    progress("verifying", done, total)
+            if not same:
+                raise CheckpointError(f"{entry.name} in {file}, read back, differs from the checkpoint",
+                                      remedy="merge again; if it happens again, the disk is faulty")  # fmt: skip
+
+
+def _read_back(path: Path) -> dict[str, tuple[tuple[int, ...], Fetch]]:
+    if path.suffix == ".safetensors":
+        reader = SafetensorsReader(path.parent, files=[path.name])
+        return {name: (shape, partial(reader.read, kind, name)) for (kind, name), shape in reader.shapes.items()}
+    state = torch.load(path, weights_only=True, mmap=True, map_location="cpu")
+    return {name: (tuple(tensor.shape), slices_of(tensor)) for name, tensor in state.items()}
+
+
+@contextmanager
+def _staged(out: Path) -> Iterator[Path]:
+    """A folder on the disk of ``out``, held by a lock and gone at the end unless it was renamed."""
+    home = out if out.is_dir() else out.absolute().parent
+    home.mkdir(parents=True, exist_ok=True)
+    for left in home.glob(f".{out.name}{_STAGING}*"):
+        with _held(left) as free:
+            if free:
+                shutil.rmtree(left, ignore_errors=True)
+    staging = home / f".{out.name}{_STAGING}{os.getpid()}"
+    staging.mkdir()
+    with _held(staging):
+        try:
+            yield staging
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[bool]:
+    """Whether this process has got the folder for itself; the kernel lets go when the process dies."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield True
+    except BlockingIOError:
+        yield False
+    finally:
+        os.close(descriptor)
+
+
+def _publish(staging: Path, out: Path, form: _Format, *, durable: bool) -> None:
+    """Rename. Into a folder that exists: without its old index first, so that a mixture never looks complete."""
+    files = sorted(path.name for path in staging.iterdir())
+    if durable:
+        for folder in (staging / form.index, staging):
+            if folder.exists():
+                fsync_path(folder)
+    if not out.is_dir():
+        os.rename(staging, out)
+    else:
+        (out / form.index).unlink(missing_ok=True)
+        for name in sorted(files, key=lambda name: name == form.index):
+            os.replace(staging / name, out / name)
+        for path in [path for path in out.iterdir() if form.is_own(path.name) and path.name not in files]:
+            path.unlink()
+    if durable:
+        fsync_path(out)
+        fsync_path(out.absolute().parent)

@@ -1,0 +1,232 @@
+"""A checkpoint without our manifest: what its files tell, and what they cannot.
+
+In: a directory that plain DeepSpeed, mmengine or xtuner wrote. Out: ``Foreign``: a reader of its tensors, the
+parameter table, the geometry of the run from the stored ``ds_config`` (or from ``assume``, for what is not there), how
+far the run was, and one sentence for each thing that cannot be known. Nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unigen_ds.checkpoint import store
+from unigen_ds.checkpoint.layouts.base import PieceReader
+from unigen_ds.checkpoint.layouts.dcp import DCPReader
+from unigen_ds.checkpoint.layouts.deepspeed import DeepSpeedReader
+from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
+from unigen_ds.checkpoint.manifest import FILE_NAME
+from unigen_ds.core.errors import CheckpointError, ConfigError, nearest
+from unigen_ds.core.progress import Geometry
+from unigen_ds.core.shards import LOSS_SCALE, MASTER
+
+ASSUMABLE = ("batch_size", "accumulative_counts", "dp_size")
+HINTS = ("latest", store.HINT)
+"""Files that name the newest checkpoint of a folder: DeepSpeed's; mmengine's and ours."""
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A checkpoint of another trainer. None, wherever the files do not tell."""
+
+    directory: Path
+    """Where the files lie, the tag followed."""
+    layout: str
+    """As in a manifest: ``deepspeed`` | ``dcp`` | ``safetensors``."""
+    writer: str
+    """Who wrote it, in words."""
+    reader: PieceReader
+    parameters: list[dict[str, Any]]
+    """Name, shape, dtype, trainable, group, tied: as in a manifest."""
+    geometry: Geometry | None
+    updates: int | None
+    skipped_updates: int | None
+    iteration: int | None
+    epoch: int | None
+    unknown: tuple[str, ...]
+    """What cannot be known, one sentence each."""
+
+    @property
+    def sequences(self) -> int | None:
+        """Sequences that the run had trained on, if it never changed its geometry."""
+        if self.geometry is None or self.updates is None:
+            return None
+        return self.updates * self.geometry.global_batch_size
+
+
+def parse_assume(text: str) -> dict[str, int]:
+    """``'batch_size=4,dp_size=2'`` -> values. Raises ``ConfigError`` naming what is wrong."""
+    found: dict[str, int] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, value = (piece.strip() for piece in part.partition("="))
+        if name not in ASSUMABLE:
+            raise ConfigError(f"--assume names {name!r}", remedy=nearest(name, ASSUMABLE))
+        if not value.isdigit() or int(value) < 1:
+            raise ConfigError(f"--assume {part!r}", allowed=f"{name}=N with an integer N of at least 1")
+        found[name] = int(value)
+    return found
+
+
+def find_directory(directory: Path, tag: str | None = None) -> Path:
+    """The folder with the files: ``directory`` itself, or one below: of a tag, or what a hint there names.
+
+    Raises ``CheckpointError`` when there is none.
+    """
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} is not a directory", remedy="name a checkpoint")
+    hints = [path for path in (directory / name for name in HINTS) if path.is_file()]
+    if tag is None and ((directory / FILE_NAME).is_file() or not hints):
+        return directory
+    if tag is None:  # mmengine and this project write whole paths, which may have been true before a move
+        said = Path(hints[0].read_text(encoding="utf-8").strip())
+        tag = said.name if (directory / said.name).is_dir() else str(said)
+    if not (directory / tag).is_dir():
+        folders = sorted(path.name for path in directory.iterdir() if path.is_dir())
+        raise CheckpointError(
+            f"{directory} has no tag {tag!r}", allowed=", ".join(folders) or "it has no folder at all"
+        )
+    return directory / tag
+
+
+def open_foreign(directory: Path, *, tag: str | None = None, assume: Mapping[str, int] | None = None) -> Foreign:
+    """Read a checkpoint that has no manifest. No collective; nothing is written, nothing executed.
+
+    Args:
+        directory: the folder with the files, or the one above it with a hint (``HINTS``).
+        tag: name of the folder below, instead of what ``latest`` says.
+        assume: parts of the geometry that the files do not tell; see ``parse_assume``.
+
+    Raises:
+        CheckpointError: it is no checkpoint of a known layout, or is incomplete, or wants to run something.
+        ConfigError: an assumption contradicts the files.
+    """
+    folder = find_directory(directory, tag)
+    if any(folder.glob("*mp_rank_*_model_states.pt")):
+        return _deepspeed(folder, dict(assume or {}))
+    if (folder / ".metadata").is_file():
+        return _bare(folder, "dcp", DCPReader(folder), dict(assume or {}))
+    if any(folder.glob("*.safetensors")):
+        return _bare(folder, "safetensors", SafetensorsReader(folder), dict(assume or {}))
+    raise CheckpointError(
+        f"{folder} holds no checkpoint",
+        allowed="files of DeepSpeed (*_model_states.pt), PyTorch's DCP (.metadata) or safetensors",
+        remedy="name the folder that holds them, or the one above it and its tag (-t)",
+    )
+
+
+def _deepspeed(folder: Path, assume: dict[str, int]) -> Foreign:
+    reader = DeepSpeedReader(folder)
+    header = reader.header
+    meta = header.get("meta")
+    meta = meta if isinstance(meta, dict) else {}
+    by_mmengine = "mmengine" in meta or "message_hub" in header
+    geometry, unknown = _geometry(header, assume)
+    updates, epoch = _count(header.get("global_steps")), _count(meta.get("epoch"))
+    iteration = _count(meta.get("iter"))
+    if iteration is None and geometry is not None and updates is not None:
+        iteration = updates * geometry.accumulative_counts
+    writer = f"DeepSpeed {header.get('ds_version', 'of an unknown version')}, ZeRO stage {reader.zero_stage}"
+    if by_mmengine:
+        writer += f", run by mmengine {meta.get('mmengine', '')}".rstrip()
+    if updates is None:
+        unknown.append("How many updates it had done is not stored.")
+    if epoch is None:
+        unknown.append("The epoch is not stored.")
+    unknown += _unknown_everywhere(reader)
+    if reader.zero_stage == 0:
+        unknown.append("Which weights were frozen is not stored.")
+        unknown.append("Moments of the optimizer are not read: without ZeRO every optimizer stores its own form.")
+    return Foreign(
+        directory=folder,
+        layout="deepspeed",
+        writer=writer,
+        reader=reader,
+        parameters=_table(reader, frozen=reader.frozen, groups=reader.groups),
+        geometry=geometry,
+        updates=updates,
+        skipped_updates=_count(header.get("skipped_steps")),
+        iteration=iteration,
+        epoch=epoch,
+        unknown=tuple(unknown),
+    )
+
+
+def _bare(folder: Path, layout: str, reader: PieceReader, assume: dict[str, int]) -> Foreign:
+    """Tensors and nothing else."""
+    geometry, unknown = _geometry({}, assume)
+    unknown.append("How far it had trained is not stored: no updates, no epoch.")
+    unknown.append("Which weights were frozen, and which names are tied, is not stored.")
+    parameters = _table(reader, frozen=set(), groups={})
+    unknown += _unknown_everywhere(reader)
+    return Foreign(folder, layout, f"unknown, {layout} files", reader, parameters, geometry, None, None, None, None,
+                   tuple(unknown))  # fmt: skip
+
+
+def _table(reader: PieceReader, *, frozen: set[str], groups: Mapping[str, int]) -> list[dict[str, Any]]:
+    aliases: dict[str, list[str]] = {}
+    for alias, name in reader.tied.items():
+        aliases.setdefault(name, []).append(alias)
+    return [
+        {
+            "name": name,
+            "shape": list(shape),
+            "dtype": str(stored_dtype(reader, kind, name, shape)).removeprefix("torch."),
+            "trainable": name not in frozen,
+            "group": str(groups[name]) if name in groups else None,
+            "tied": aliases.get(name, []),
+        }
+        for (kind, name), shape in reader.shapes.items()
+        if kind == MASTER
+    ]
+
+
+def stored_dtype(reader: PieceReader, kind: str, name: str, shape: tuple[int, ...]) -> torch.dtype:
+    """The dtype of a tensor on disk; fp32 where it has no elements."""
+    return reader.read(kind, name, 0, 1).dtype if math.prod(shape) else torch.float32
+
+
+def _geometry(header: Mapping[str, Any], assume: dict[str, int]) -> tuple[Geometry | None, list[str]]:
+    """From the stored ``ds_config``, then from what is assumed; a sentence for each part that neither tells."""
+    config = header.get("ds_config")
+    config = config if isinstance(config, dict) else {}
+    found = {
+        "batch_size": _count(config.get("train_micro_batch_size_per_gpu"), least=1),
+        "accumulative_counts": _count(config.get("gradient_accumulation_steps"), least=1),
+        "dp_size": _count(header.get("dp_world_size"), least=1),
+    }
+    total = _count(config.get("train_batch_size"), least=1)
+    missing = [name for name in ASSUMABLE if found[name] is None]
+    if total is not None and len(missing) == 1:  # DeepSpeed derives it in the same way
+        found[missing[0]] = total // math.prod(value for value in found.values() if value is not None)
+    elif total is None and config and "gradient_accumulation_steps" not in config:
+        found["accumulative_counts"] = 1  # DeepSpeed's default
+    for name, value in assume.items():
+        stored = found.get(name)
+        if stored is not None and stored != value:
+            raise ConfigError(f"--assume {name}={value}, but the checkpoint was written with {name}={stored}",
+                              remedy=f"leave {name} out; the new run may still use another")  # fmt: skip
+        found[name] = value
+    unknown = [
+        f"{name} is not stored; say it with --assume {name}=N." for name in ASSUMABLE if found[name] is None
+    ]  # fmt: skip
+    known = {name: value for name, value in found.items() if value is not None}
+    return (Geometry(**known) if not unknown else None), unknown
+
+
+def _count(value: Any, *, least: int = 0) -> int | None:
+    """A stored number; None for what is absent or no whole number (``'auto'``)."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= least else None
+
+
+def _unknown_everywhere(reader: PieceReader) -> Iterator[str]:
+    yield "The order of its data, and how far in it the run was, is not stored: data begins anew, or where you say."
+    yield "The learning-rate schedule is not stored in a form that is known here: that of the config counts."
+    yield "An average of the weights (EMA) is not stored: one would begin with the weights."
+    yield "The state of the random generators is not stored."
+    if LOSS_SCALE not in reader.kinds():
+        yield "A dynamic loss scale is not stored: it would begin anew."
