@@ -48,7 +48,11 @@ def test_every_tensor_arrives_bit_equal_by_name(name):
     assert unequal(saved, loaded) == []
     kinds = Counter(kind for kind, _ in loaded)
     number = len(trained(name))
-    assert kinds == {"master": number + 4, "buffer": 2, **dict.fromkeys(("exp_avg", "exp_avg_sq", "step", "ema"), number)}
+    assert kinds == {
+        "master": number + 4,
+        "buffer": 2,
+        **dict.fromkeys(("exp_avg", "exp_avg_sq", "step", "ema"), number),
+    }
     assert {float(value) for (kind, _), value in loaded.items() if kind == "step"} == {float(cases.ELASTIC_SAVED)}
 
 
