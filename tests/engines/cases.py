@@ -49,6 +49,7 @@ class Phase:
     max_updates: int = UPDATES
     killed: bool = False
     """It must end by SIGKILL."""
+    data: str = "mixed.jsonl"
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,8 @@ class Job:
     phases: list[Phase] = field(default_factory=list)
     same_process: bool = False
     """All phases in the same processes, one after the other, each in its own work dir ``<name>/<number>``."""
+    resumes: str | None = None
+    """A job that must be done before; this one goes on from its last checkpoint, in its own work dir."""
 
 
 def config(engine: str, world: int, *, geometry: tuple[int, int] | None = None, **overrides: Any) -> dict[str, Any]:
@@ -137,16 +140,93 @@ def resume(*, full: bool) -> list[Job]:
     return jobs
 
 
-CHAIN = (("zero2", 2), ("FULL_SHARD", 1), ("zero3", 2), ("single", 1), ("HYBRID_SHARD", 4), ("zero1", 1))
+CHAIN = (
+    ("zero2", 2, (2, 3), 4),
+    ("FULL_SHARD", 3, (1, 4), 9),
+    ("zero3", 1, (6, 2), 14),
+    ("single", 1, (4, 3), 19),
+    ("zero2", 4, (3, 1), 26),
+)
+"""Engine, processes, cut of the 12 sequences of an update, last update."""
+PRIME_RECORDS, CHAIN_EPOCHS = 103, 3
+"""Filled up to 104 sequences, which 12 does not divide: updates span two epochs, and the third ends with update 26."""
 
 
 def chain() -> list[Job]:
-    """One run that goes from engine to engine and from process count to process count, three updates each."""
+    """One run that goes from engine to engine, process count to process count and cut to cut; and one process."""
     phases = []
-    for number, (engine, world) in enumerate(CHAIN):
-        overrides = {"resume": True} if number else {}
-        phases.append(Phase(world, config(engine, world, **overrides), 3 * (number + 1)))
-    return [Job("chain", phases)]
+    for number, (engine, world, geometry, last) in enumerate((*CHAIN, ("single", 1, (4, 3), CHAIN[-1][-1]))):
+        overrides = config(
+            engine,
+            world,
+            geometry=geometry,
+            train_dataloader__drop_last=False,
+            train_cfg__max_epochs=CHAIN_EPOCHS,
+            param_scheduler=CURVE,
+            resume=0 < number < len(CHAIN),
+        )
+        phases.append(Phase(world, overrides, last, data="prime.jsonl"))
+    return [Job("chain/elastic", phases[:-1]), Job("chain/single", phases[-1:])]
+
+
+SAVERS = (
+    ("single", 1), ("zero1", 2), ("zero2", 2), ("zero2", 4), ("zero3", 2), ("zero3", 4),
+    ("FULL_SHARD", 2), ("FULL_SHARD", 4), ("HYBRID_SHARD", 4),
+)  # fmt: skip
+LOADERS = (
+    ("single", 1), ("zero2", 1), ("zero2", 3), ("zero3", 2), ("zero3", 3),
+    ("FULL_SHARD", 1), ("FULL_SHARD", 3), ("HYBRID_SHARD", 4),
+)  # fmt: skip
+COVER = (
+    ("single@1", "zero3@3"), ("zero1@2", "FULL_SHARD@3"), ("zero2@2", "HYBRID_SHARD@4"), ("zero2@2", "single@1"),
+    ("zero2@4", "FULL_SHARD@1"), ("zero3@2", "zero2@3"), ("zero3@4", "single@1"), ("FULL_SHARD@2", "zero2@1"),
+    ("FULL_SHARD@4", "zero3@2"), ("HYBRID_SHARD@4", "zero2@3"),
+)  # fmt: skip
+"""What ``make test`` has time for: every saver, every loader, DeepSpeed and FSDP crossed both ways."""
+LOW_PAIRS = (
+    ("bf16", "zero1@2", "FULL_SHARD@3"), ("bf16", "FULL_SHARD@2", "zero3@3"),
+    ("fp16", "FULL_SHARD@2", "single@1"), ("fp16", "single@1", "FULL_SHARD@3"),
+)  # fmt: skip
+"""DeepSpeed computes in fp16 on a GPU only; its loss scale is looked at in ``tests/checkpoint``."""
+ELASTIC_SAVED, ELASTIC_UPDATES, OVERFLOW_AT = 3, 8, 2
+SAVER_CUT = {1: (6, 2), 2: (3, 2), 4: (3, 1)}
+LOADER_CUT = {1: (4, 3), 2: (2, 3), 3: (2, 2), 4: (1, 3)}
+"""Always 12 sequences an update. 8 updates are 96 sequences: less than an epoch, whatever the first cut."""
+
+
+def elastic(*, full: bool) -> list[Job]:
+    """A user's own model saved by one engine and loaded by another; ``SaveAtOnceHook`` saves what was loaded."""
+    names = [[f"{engine}@{world}" for engine, world in group] for group in (SAVERS, LOADERS)]
+    pairs = [("fp32", a, b) for a in names[0] for b in names[1]] if full else [("fp32", a, b) for a, b in COVER]
+    pairs += LOW_PAIRS
+    jobs = [Job("elastic/straight", [_elastic("fp32", "single@1", SAVER_CUT, ELASTIC_UPDATES)])]
+    for precision, saver in dict.fromkeys((precision, saver) for precision, saver, _ in pairs):
+        jobs.append(Job(f"elastic/{precision}-{saver}", [_elastic(precision, saver, SAVER_CUT, ELASTIC_SAVED)]))
+    for precision, saver, loader in pairs:
+        name = f"elastic/{precision}-{saver}"
+        phase = _elastic(precision, loader, LOADER_CUT, ELASTIC_UPDATES)
+        jobs.append(Job(f"{name}-to-{loader}", [phase], resumes=name))
+    return jobs
+
+
+def _elastic(precision: str, name: str, cut: dict[int, tuple[int, int]], updates: int) -> Phase:
+    engine, _, world = name.partition("@")
+    model: dict[str, Any] = {"model": {"type": "OddModel"}}
+    groups = [{"pattern": "connector", "lr": 5e-3, "weight_decay": 0.1}]
+    hooks = ["SaveAtOnceHook"]
+    if precision == "fp16":  # an overflow in update 2: the loss scale must not be the initial one
+        model = {"model__type": "FaultyModel", "model__bad_update": OVERFLOW_AT, "model__bad_rank": 0}
+        hooks.append("FaultHook")
+    overrides = config(
+        engine,
+        int(world),
+        geometry=cut[int(world)],
+        optim_wrapper__paramwise_cfg={"groups": groups},
+        optim_wrapper__precision=precision,
+        **model,
+    )
+    overrides["custom_hooks"] = [*overrides["custom_hooks"], *({"type": hook} for hook in hooks)]
+    return Phase(int(world), overrides, updates)
 
 
 BAD_UPDATE, BAD_UPDATES = 5, 8
@@ -301,6 +381,7 @@ GROUPS: dict[str, Callable[..., list[Job]]] = {
     "bf16": bf16,
     "resume": resume,
     "chain": lambda full: chain(),
+    "elastic": elastic,
     "faulty": faulty,
     "frozen": frozen,
     "odd": odd,

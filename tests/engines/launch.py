@@ -143,9 +143,9 @@ def relative(a: float | None, b: float | None) -> float:
 METRICS = ("loss", "loss/text", "loss/image", "grad_norm")
 
 
-def metric_deviation(run: Outcome, oracle: Outcome, *, updates: int | None = None) -> float:
-    """The largest relative deviation of losses and gradient norms over all updates (or the first ``updates``)."""
-    a, b = run.lines[:updates], oracle.lines[:updates]
+def metric_deviation(run: Outcome, oracle: Outcome, *, after: int = 0, updates: int | None = None) -> float:
+    """The largest relative deviation of losses and gradient norms over the updates ``after + 1 .. updates``."""
+    a, b = ([x for x in side.lines if after < x["update"] <= (updates or x["update"])] for side in (run, oracle))
     assert [line["update"] for line in a] == [line["update"] for line in b] and a, (run.folder, oracle.folder)
     return max(relative(x[key], y[key]) for x, y in zip(a, b, strict=True) for key in METRICS)
 

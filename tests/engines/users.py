@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
+from tests.engines.cases import PRIME_RECORDS
 from unigen_ds.core import dist
 from unigen_ds.core.batch import LossTerms, PackedBatch
 from unigen_ds.core.registry import HOOKS, MODELS
@@ -44,6 +45,7 @@ def write_mixed(folder: Path) -> Path:
             lines.append(json.dumps({"conversations": turns}))
         else:
             lines.append((draw if i % 13 < 11 else caption)[i])
+    (digits / "prime.jsonl").write_text("\n".join(lines[:PRIME_RECORDS]) + "\n", encoding="utf-8")
     path = digits / "mixed.jsonl"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
@@ -145,9 +147,21 @@ class RecordHook(Hook):
 
     def before_train_iter(self, run: Run, index: int, batch: PackedBatch) -> None:
         images = len(batch.vit_lengths) + len(batch.latent_shapes)
-        line = {"update": run.progress.updates + 1, "index": index, "images": images, "tokens": batch.num_tokens}
+        line = {
+            "update": run.progress.updates + 1, "index": index, "images": images, "tokens": batch.num_tokens,
+            "samples": batch.sample_ids,
+        }  # fmt: skip
         with (run.work_dir / f"record_{dist.rank()}.jsonl").open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(line) + "\n")
+
+
+@HOOKS.register_module()
+class SaveAtOnceHook(Hook):
+    """Saves what was loaded, before the first further update."""
+
+    def before_train(self, run: Run) -> None:
+        if run.progress.updates:
+            run.save_checkpoint("loaded.pth")
 
 
 @HOOKS.register_module()

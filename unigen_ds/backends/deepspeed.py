@@ -289,8 +289,7 @@ class DeepSpeedBackend(ShardedBackend):
     def load_loss_scale(self, scale: float, good_updates: int) -> None:
         scaler = getattr(self._zero, "loss_scaler", None)
         if self._cfg.precision == "fp16" and scaler is not None:
-            scaler.cur_scale = scale
-            scaler.last_overflow_iter = scaler.cur_iter - good_updates
+            set_loss_scale(scaler, scale, good_updates)
 
     def save_shards(self, directory: Path) -> dict[str, Any]:
         """DeepSpeed's own files, flat in ``directory``; without the scripts it copies along (ours does their work)."""
@@ -329,3 +328,9 @@ class DeepSpeedBackend(ShardedBackend):
 
         if torch.nn.functional.linear is patches.zero3_linear_wrap:  # ZeRO-3 replaces it for the whole process
             torch.nn.functional.linear = patches.InsertPostInitMethodToModuleSubClasses.linear_bk
+
+
+def set_loss_scale(scaler: Any, scale: float, good_updates: int) -> None:
+    """Let DeepSpeed's scaler stand where ``good_updates`` updates were good since the last that overflowed."""
+    scaler.cur_scale = scale
+    scaler.last_overflow_iter = scaler.cur_iter - good_updates - 1

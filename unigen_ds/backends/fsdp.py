@@ -157,15 +157,18 @@ class FSDPBackend(TorchOptimizerBackend):
         yield
 
     def backward(self, loss: Tensor) -> None:
-        """FSDP averages over the processes; the loop wants the sum (``set_gradient_divide_factor`` fails on gloo)."""
-        scale = float(self.dp_size) * (self._scale.scale if self._scale else 1.0)
+        """FSDP averages over the processes; the loop wants the sum (``set_gradient_divide_factor`` fails on gloo).
+
+        In fp16 the number of processes is multiplied in ``step``, in fp32: here it would bring overflows nearer.
+        """
+        scale = self._scale.scale if self._scale else float(self.dp_size)
         (loss * scale if scale != 1.0 else loss).backward()
 
     def step(self) -> StepResult:
         grads = self._gradients()
         local = [_local(grad) for grad in grads]
         if self._scale:
-            torch._foreach_mul_(local, 1.0 / self._scale.scale)
+            torch._foreach_mul_(local, self.dp_size / self._scale.scale)
         norm = _whole(get_total_norm(grads))
         applied = bool(torch.isfinite(norm))
         if applied:

@@ -147,7 +147,7 @@ class DeepSpeedReader(PieceReader):
     def _add_loss_scale(self, state: Mapping[str, Any]) -> None:
         scaler = getattr(state.get("loss_scaler"), "state", None) or {}
         if "cur_iter" in scaler:  # the dynamic one
-            good = scaler["cur_iter"] - max(scaler["last_overflow_iter"], 0)
+            good = scaler["cur_iter"] - scaler["last_overflow_iter"] - 1  # -1: none yet
             pair = torch.tensor([scaler["cur_scale"], good], dtype=torch.float64)
             self.add(LOSS_SCALE, LOSS_SCALE, 0, 2, slices_of(pair))
 
