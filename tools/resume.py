@@ -35,6 +35,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--backend", help="single | deepspeed[:zero1|zero2|zero3|...|FILE.json] | fsdp[:FULL_SHARD|...]")
     p.add_argument("--on-batch-change", choices=BATCH_CHOICES, help="as for tools/train.py")
     p.add_argument("--on-data-change", choices=DATA_CHOICES, help="as for tools/train.py")
+    p.add_argument("--assume", metavar="batch_size=N,accumulative_counts=N,dp_size=N",
+                   help="what a checkpoint of another trainer does not tell of itself")  # fmt: skip
     p.add_argument(
         "--cfg-options", nargs="+", action="extend", default=[], metavar="K=V", help="override config values"
     )
@@ -50,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     overrides = dict(map(parse_override, arguments.cfg_options))
     try:
-        for key in ("work_dir", "on_batch_change", "on_data_change"):
+        for key in ("work_dir", "assume", "on_batch_change", "on_data_change"):
             if getattr(arguments, key) is not None:
                 overrides[key] = getattr(arguments, key)
         config = load_config(arguments.config, overrides)
@@ -83,7 +85,7 @@ def start(arguments: argparse.Namespace, checkpoint: str, *, world_size: int) ->
     given = [arguments.config, "--resume", checkpoint]
     if arguments.write_config:
         given = [str(arguments.write_config)]
-    for flag in ("work_dir", "backend", "on_batch_change", "on_data_change"):
+    for flag in ("work_dir", "backend", "assume", "on_batch_change", "on_data_change"):
         if getattr(arguments, flag) is not None:
             given += ["--" + flag.replace("_", "-"), getattr(arguments, flag)]
     if arguments.cfg_options and not arguments.write_config:

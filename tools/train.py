@@ -38,6 +38,8 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--on-data-change", choices=DATA_CHOICES,
                    help="what a resume does with changed data (default: refuse)")  # fmt: skip
+    p.add_argument("--assume", metavar="batch_size=N,accumulative_counts=N,dp_size=N",
+                   help="what a checkpoint of another trainer does not tell of itself")  # fmt: skip
     p.add_argument(
         "--cfg-options", nargs="+", action="extend", default=[], metavar="K=V", help="override config values"
     )
@@ -54,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
     overrides = dict(map(parse_override, arguments.cfg_options))
     given = {"work_dir": arguments.work_dir, "resume": arguments.resume, "load_from": arguments.load_from,
              "launcher": arguments.launcher, "on_batch_change": arguments.on_batch_change,
-             "on_data_change": arguments.on_data_change}  # fmt: skip
+             "on_data_change": arguments.on_data_change, "assume": arguments.assume}  # fmt: skip
     overrides |= {key: value for key, value in given.items() if value is not None}
     try:
         config = load_config(arguments.config, overrides)

@@ -181,8 +181,8 @@ def test_another_model_is_refused(parameters, said):
 def test_weights_must_fit_by_shape():
     for changed in ({"shape": [6, 4]}, {"name": "gain"}):
         with pytest.raises(CheckpointError, match="does not fit the model"):
-            check_weights(make_manifest(), parameters=rows(**changed))
-    check_weights(make_manifest(), parameters=rows(trainable=False))
+            check_weights(make_manifest().parameters, parameters=rows(**changed))
+    check_weights(make_manifest().parameters, parameters=rows(trainable=False))
 
 
 def test_another_optimizer_is_refused():

@@ -28,6 +28,8 @@ from unigen_ds.core.shards import LOSS_SCALE, MASTER
 ASSUMABLE = ("batch_size", "accumulative_counts", "dp_size")
 HINTS = ("latest", store.HINT)
 """Files that name the newest checkpoint of a folder: DeepSpeed's; mmengine's and ours."""
+_DEEPSPEED, _SAFETENSORS = "*mp_rank_*_model_states.pt", "*.safetensors"
+_PATTERNS = (_DEEPSPEED, _SAFETENSORS)
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,11 @@ def find_directory(directory: Path, tag: str | None = None) -> Path:
     return directory / tag
 
 
+def is_known(folder: Path) -> bool:
+    """Whether the files are of a layout that ``open_foreign`` reads."""
+    return (folder / ".metadata").is_file() or any(any(folder.glob(pattern)) for pattern in _PATTERNS)
+
+
 def open_foreign(directory: Path, *, tag: str | None = None, assume: Mapping[str, int] | None = None) -> Foreign:
     """Read a checkpoint that has no manifest. No collective; nothing is written, nothing executed.
 
@@ -106,11 +113,11 @@ def open_foreign(directory: Path, *, tag: str | None = None, assume: Mapping[str
         ConfigError: an assumption contradicts the files.
     """
     folder = find_directory(directory, tag)
-    if any(folder.glob("*mp_rank_*_model_states.pt")):
+    if any(folder.glob(_DEEPSPEED)):
         return _deepspeed(folder, dict(assume or {}))
     if (folder / ".metadata").is_file():
         return _bare(folder, "dcp", DCPReader(folder), dict(assume or {}))
-    if any(folder.glob("*.safetensors")):
+    if any(folder.glob(_SAFETENSORS)):
         return _bare(folder, "safetensors", SafetensorsReader(folder), dict(assume or {}))
     raise CheckpointError(
         f"{folder} holds no checkpoint",

@@ -58,6 +58,7 @@ SCHEMA: dict[str, Any] = {
     "env": {"dist_timeout_s": 1, "num_threads": 1},
     "load_from": 1,
     "resume": 1,
+    "assume": 1,
     "on_batch_change": 1,
     "on_data_change": 1,
     "work_dir": 1,

@@ -189,6 +189,11 @@ class SequenceStream:
         return sum(self.window_count(first.first_epoch, w) for w in range(self.num_windows(first.first_epoch)))
 
     @property
+    def samples_per_sequence(self) -> float:
+        """Mean over an epoch; 1 where nothing is packed."""
+        return 1.0 if self.packer is None else self.order.epoch_size / self.sequences_per_epoch
+
+    @property
     def tokens_per_sequence(self) -> float:
         """Mean over an epoch of the first phase, so that appended data moves no limit in tokens; from lengths alone:
         condition dropout makes the true number a little smaller."""

@@ -46,6 +46,14 @@ def check_checkpoint(manifest: Manifest, proposal: Proposal) -> Iterable[Finding
     )
 
 
+def check_foreign(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
+    if proposal.unknown:
+        yield Finding(
+            "checkpoint.foreign", "warn", str(manifest.topology["engine"]), "read without a manifest",
+            " ".join(proposal.unknown),
+        )  # fmt: skip
+
+
 def check_disk(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
     if proposal.free_bytes is None:
         return
@@ -292,6 +300,7 @@ def check_log(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
 
 CHECKS: tuple[Callable[[Manifest, Proposal], Iterable[Finding]], ...] = (
     check_checkpoint,
+    check_foreign,
     check_model,
     check_batch,
     check_position,

@@ -52,6 +52,8 @@ class Proposal:
     """Where the next checkpoints go; None: not known."""
     hashed: bool = False
     """Whether the content of the checkpoint's files was compared, not only their sizes."""
+    unknown: Sequence[str] = ()
+    """What another trainer's checkpoint could not tell."""
 
 
 def refuse(findings: Iterable[Finding]) -> None:

@@ -16,7 +16,7 @@ def model_findings(
 ) -> list[Finding]:
     """The model and the optimizer, by parameter names: also asked of the real model once it is built."""
     number = f"{len(manifest.parameters)} parameters"
-    other, frozen = other_shapes(manifest, parameters), _other_training(manifest, parameters)
+    other, frozen = other_shapes(manifest.parameters, parameters), _other_training(manifest, parameters)
     kinds = optimizer_type(manifest.config), optimizer_type(config)
     groups = _groups(manifest.parameters), _groups(parameters)
     findings = [
@@ -60,19 +60,19 @@ def _groups(parameters: Sequence[Mapping[str, Any]]) -> str:
     return ", ".join(sorted({str(row["group"]) for row in parameters if row["group"]}))
 
 
-def check_weights(manifest: Manifest, *, parameters: Sequence[Mapping[str, Any]]) -> None:
+def check_weights(stored: Sequence[Mapping[str, Any]], *, parameters: Sequence[Mapping[str, Any]]) -> None:
     """Refuse weights that do not fit. Raises ``CheckpointError`` naming what differs.
 
     Engines compare numbers of elements when they load; a transposed matrix has as many.
     """
-    found = other_shapes(manifest, parameters)
+    found = other_shapes(stored, parameters)
     if found:
         raise CheckpointError(f"the checkpoint does not fit the model: {shown(found)}")
 
 
-def other_shapes(manifest: Manifest, parameters: Sequence[Mapping[str, Any]]) -> list[str]:
+def other_shapes(stored: Sequence[Mapping[str, Any]], parameters: Sequence[Mapping[str, Any]]) -> list[str]:
     """Parameters that are new, gone or reshaped, in words."""
-    was = {row["name"]: list(row["shape"]) for row in manifest.parameters}
+    was = {row["name"]: list(row["shape"]) for row in stored}
     now = {row["name"]: list(row["shape"]) for row in parameters}
     found = [f"{name} is new" for name in now if name not in was]
     found += [f"{name} is gone" for name in was if name not in now]

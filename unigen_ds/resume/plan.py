@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from unigen_ds.checkpoint import store
+from unigen_ds.checkpoint import foreign, store
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.core import dist
 from unigen_ds.core.errors import CheckpointError, ConfigError
@@ -35,6 +35,7 @@ class ResumePlan:
     mode: Mode
     checkpoint: Path | None = None
     manifest: Manifest | None = None
+    """None with a checkpoint: it is of another trainer (``checkpoint/foreign.py``)."""
     messages: Sequence[str] = ()
 
 
@@ -64,6 +65,9 @@ def _plan(work_dir: Path, *, resume: bool | str, load_from: str | None, hashes: 
     if named is None:
         return _newest(work_dir, hashes=hashes) if resume else ResumePlan("fresh")
     path = checkpoint_directory(named)
+    if not (path / FILE_NAME).is_file():
+        told = f"{path} has no manifest: it is read as another trainer's checkpoint."
+        return ResumePlan("resume" if resume else "weights", path, messages=(told,))
     manifest = _verified(path, hashes=hashes)
     if not resume:
         return ResumePlan("weights", path, manifest, (f"Loaded weights only from {path}; progress starts at zero.",))
@@ -94,13 +98,17 @@ def _newest(work_dir: Path, *, hashes: bool) -> ResumePlan:
 
 
 def checkpoint_directory(given: str) -> Path:
-    """The checkpoint directory that a path means: itself, or the one a file inside it belongs to."""
+    """The checkpoint directory that a path means: itself, the one a file inside it belongs to, or another trainer's."""
     path = Path(given).expanduser().resolve()
     if not path.exists():
         raise CheckpointError(f"checkpoint {given!r} does not exist (looked at {path})")
     for candidate in (path, path.parent, path.parent.parent):
         if (candidate / FILE_NAME).is_file():
             return candidate
+    whole = path.is_dir() and store.STAGING not in path.name and not path.name.endswith(store.DELETING)
+    found = foreign.find_directory(path) if whole else None
+    if found is not None and foreign.is_known(found) and not (found / FILE_NAME).is_file():
+        return found
     inside = store.list_checkpoints(path) if path.is_dir() else []
     hint = f"it holds {', '.join(f.path.name for f in inside)}: name one of them" if inside else None
     raise CheckpointError(f"{path} is not a checkpoint of this project: it has no {FILE_NAME}", remedy=hint)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from mmengine.config import Config
 
+from unigen_ds.core import dist
 from unigen_ds.core.errors import CheckpointError
 from unigen_ds.core.files import write_text_atomic
 from unigen_ds.core.paths import tool
@@ -63,14 +64,16 @@ def inspect_resume(config: Config, *, world_size: int | None = None, verify: boo
     work_dir, resume = Path(config["work_dir"]), config.get("resume") or True
     load_from = None if isinstance(resume, str) else config.get("load_from")
     plan = plan_resume(work_dir, resume=resume, load_from=load_from, hashes=verify)
-    if plan.manifest is None:
+    if plan.checkpoint is None:
         raise CheckpointError(
             f"{work_dir} holds no checkpoint", remedy="name one with --checkpoint, or the folder with --work-dir"
         )
-    with _announced(world_size or plan.manifest.geometry.dp_size):
+    saved = plan.manifest.geometry.dp_size if plan.manifest else dist.env_world_size()
+    with _announced(world_size or saved):
         backend, geometry = build_engine(config)
-        _, findings = check_resume(config, plan, backend=backend, geometry=geometry, hashed=verify)
-        cuts = equal_cuts(plan.manifest.geometry.global_batch_size, geometry.dp_size)
+        start, findings = check_resume(config, plan, backend=backend, geometry=geometry, hashed=verify)
+        assert start.manifest is not None, "a resume has a manifest"
+        cuts = equal_cuts(start.manifest.geometry.global_batch_size, geometry.dp_size)
         proposed = _nearest_cut(cuts, geometry.batch_size)
         memory = memory_plans(proposed or geometry, backend=backend, config=config)
     return Inspection(plan, geometry, findings, cuts, proposed, memory)

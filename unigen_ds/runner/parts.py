@@ -17,6 +17,7 @@ import torch
 from mmengine.config import Config
 
 from unigen_ds.backends.base import Backend
+from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core import dist, log
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.progress import Duration, Geometry, Ruler
@@ -71,6 +72,8 @@ class Parts:
     total_sequences: float
     loss_weights: Mapping[str, float]
     plan: ResumePlan
+    resumed: Manifest | None
+    """Of the checkpoint that the run goes on from; one made for it where another trainer wrote it."""
     parameters: list[dict[str, Any]]
     data_identity: dict[str, Any]
     max_updates: int | None = None
@@ -81,7 +84,6 @@ def build_parts(config: Config, *, max_updates: int | None = None) -> Parts:
     backend, geometry = build_engine(config)
     optimizer_cfg = build_optimizer_config(config)
     plan, start = _begin(config, backend, geometry)
-    manifest = plan.manifest if plan.mode == "resume" else None
     seed, data = seed_of(config), start.data
     seed_everything(seed, rank=dist.rank())
     model = build_model(config, data.processor)
@@ -90,7 +92,7 @@ def build_parts(config: Config, *, max_updates: int | None = None) -> Parts:
     parameters = parameter_table(named, groups)
     schedules = build_schedules(
         config,
-        manifest,
+        start.manifest,
         groups,
         ruler=start.ruler,
         total_sequences=start.total_sequences,
@@ -123,6 +125,7 @@ def build_parts(config: Config, *, max_updates: int | None = None) -> Parts:
         total_sequences=start.total_sequences,
         loss_weights=dict(config.get("loss_weights") or {}),
         plan=plan,
+        resumed=start.manifest,
         parameters=parameters,
         data_identity=data.stream.identity,
         max_updates=max_updates,
@@ -159,7 +162,7 @@ def _begin(config: Config, backend: Backend, geometry: Geometry) -> tuple[Resume
     log.setup(rank=dist.rank(), log_file=Path(config["work_dir"]) / "train.log")
     plan = dist.broadcast_object(plan)
     assert plan is not None
-    return plan, start or build_start(config, plan.manifest if plan.mode == "resume" else None, geometry=geometry)
+    return plan, start or build_start(config, plan, geometry=geometry)
 
 
 def config_text(config: Config) -> str:

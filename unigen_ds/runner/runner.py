@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from unigen_ds.checkpoint import saver, store
-from unigen_ds.checkpoint.layouts import open_reader, own_files, shard_folders
+from unigen_ds.checkpoint.layouts import own_files, shard_folders
 from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
 from unigen_ds.checkpoint.lock import WorkDirLock
 from unigen_ds.checkpoint.manifest import Manifest
@@ -24,6 +24,7 @@ from unigen_ds.data.stream import Cursor
 from unigen_ds.hooks.base import Hook, UpdateResult
 from unigen_ds.resume.finding import refuse
 from unigen_ds.resume.model_check import check_weights, model_findings
+from unigen_ds.runner.adopt import open_checkpoint
 from unigen_ds.runner.parts import Parts, build_parts
 from unigen_ds.runner.replay import LastUpdate, losses
 from unigen_ds.runner.updates import Update, counted
@@ -37,7 +38,7 @@ class Runner:
         self.config, self.work_dir, self.backend = parts.config, parts.work_dir, parts.backend
         self.ruler, self.geometry, self.total_sequences = parts.ruler, parts.geometry, parts.total_sequences
         self.hooks: Sequence[Hook] = sorted(parts.hooks, key=lambda hook: hook.priority)
-        manifest = parts.plan.manifest if parts.plan.mode == "resume" else None
+        manifest = parts.resumed
         self.progress = self.previous = manifest.progress if manifest else Progress()
         self.processor = parts.processor
         self.clock = Clock()
@@ -180,18 +181,16 @@ class Runner:
 
     def _restore(self) -> None:
         """Load what the plan says: weights; on resume also moments, hook states and, last, the random generators."""
-        plan = self._parts.plan
-        if plan.checkpoint is None or plan.manifest is None:
+        checkpoint, manifest = self._parts.plan.checkpoint, self._parts.resumed
+        if checkpoint is None:
             return
-        checkpoint, manifest = plan.checkpoint, plan.manifest
-        if plan.mode == "resume":
-            refuse(model_findings(manifest, parameters=self._parts.parameters, config=self._parts.plain_config))
-        else:
-            check_weights(manifest, parameters=self._parts.parameters)
-        reader = open_reader(checkpoint, manifest)
-        self.backend.load_tensors(reader, weights_only=plan.mode == "weights")
-        if plan.mode == "weights":
+        reader, stored = open_checkpoint(self._parts.plan)
+        check_weights(stored, parameters=self._parts.parameters)
+        if manifest is None:
+            self.backend.load_tensors(reader, weights_only=True)
             return
+        refuse(model_findings(manifest, parameters=self._parts.parameters, config=self._parts.plain_config))
+        self.backend.load_tensors(reader)
         self._restore_hooks(checkpoint, manifest)
         if not saver.restore_rng(checkpoint):
             seed = derive_seed(self._parts.data_identity["seed"], "resume", self.progress.updates)

@@ -17,6 +17,7 @@ from mmengine.config import Config
 from torch import nn
 
 from unigen_ds.backends.base import Backend
+from unigen_ds.checkpoint.foreign import open_foreign, parse_assume
 from unigen_ds.checkpoint.manifest import Manifest, current_versions
 from unigen_ds.core import dist, log
 from unigen_ds.core.optim import ParamGroup
@@ -27,6 +28,7 @@ from unigen_ds.resume import checklist
 from unigen_ds.resume.finding import Finding, Proposal, refuse
 from unigen_ds.resume.geometry import BATCH_CHOICES, DATA_CHOICES, check_choice
 from unigen_ds.resume.plan import ResumePlan, plan_resume
+from unigen_ds.runner.adopt import adopt, geometry_of
 from unigen_ds.runner.build import (
     Data,
     build_data,
@@ -44,6 +46,10 @@ from unigen_ds.runner.build import (
 class Start:
     """The data and the place in it, and the lengths that user units stand for."""
 
+    manifest: Manifest | None
+    """Of the checkpoint to resume from (made for it where another trainer wrote it); None on a fresh start."""
+    unknown: tuple[str, ...]
+    """What its files could not tell."""
     data: Data
     change: DataChange
     """What differs from the data of the checkpoint; false where nothing does, and on a fresh start."""
@@ -65,10 +71,16 @@ def open_run(config: Config) -> ResumePlan:
     return plan
 
 
-def build_start(config: Config, manifest: Manifest | None, *, geometry: Geometry) -> Start:
-    """``manifest``: of the checkpoint to resume from; None on a fresh start."""
+def build_start(config: Config, plan: ResumePlan, *, geometry: Geometry) -> Start:
+    """From the manifest that ``plan`` names, or from what can be known of another trainer's checkpoint."""
     choice = check_choice("on_data_change", config.get("on_data_change", "refuse"), DATA_CHOICES)
     check_choice("on_batch_change", config.get("on_batch_change", "refuse"), BATCH_CHOICES)
+    manifest = plan.manifest if plan.mode == "resume" else None
+    unknown: tuple[str, ...] = ()
+    if plan.mode == "resume" and plan.checkpoint and manifest is None:
+        foreign = open_foreign(plan.checkpoint, assume=parse_assume(config.get("assume") or ""))
+        manifest = adopt(foreign, config, build_data(config, geometry=geometry_of(foreign), ruler=None).stream)
+        unknown = foreign.unknown
     data = build_data(config, geometry=geometry, ruler=manifest.ruler if manifest else None)
     change, cursor = DataChange(), Cursor()
     ruler = manifest.ruler if manifest else Ruler(geometry, data.stream.sequences_per_epoch)
@@ -79,7 +91,7 @@ def build_start(config: Config, manifest: Manifest | None, *, geometry: Geometry
             data = Data(data.processor, stream)
     limits = build_limits(config["train_cfg"], ruler)
     total = total_sequences(limits, geometry, data.stream.tokens_per_sequence)
-    return Start(data, change, cursor, ruler, limits, total)
+    return Start(manifest, unknown, data, change, cursor, ruler, limits, total)
 
 
 def check_resume(
@@ -91,9 +103,9 @@ def check_resume(
     hashed: bool = True,
 ) -> tuple[Start, list[Finding]]:
     """The start of a resume, and all findings of the checklist. Needs no process group and no device."""
-    assert plan.manifest is not None, "only a resume is checked"
-    manifest, plain = plan.manifest, plain_values(config)
-    start = build_start(config, manifest, geometry=geometry)
+    start, plain = build_start(config, plan, geometry=geometry), plain_values(config)
+    manifest = start.manifest
+    assert manifest is not None, "only a resume is checked"
     rows, groups = _parameters(config, plain, manifest, start)
     schedules = build_schedules(
         config,
@@ -116,6 +128,7 @@ def check_resume(
         on_data_change=config.get("on_data_change", "refuse"),
         free_bytes=_free_bytes(Path(config["work_dir"])),
         hashed=hashed,
+        unknown=start.unknown,
     )
     return start, checklist.run(manifest, proposal)
 

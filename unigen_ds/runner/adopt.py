@@ -1,0 +1,81 @@
+"""A checkpoint of another trainer as if it had a manifest: what its files tell, the config's word for the rest.
+
+The order of its data is not known, so the run goes on behind as many sequences as it had trained on, in the order of
+this project. Everything that could not be known is in ``Foreign.unknown`` and in the checklist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from unigen_ds.checkpoint.foreign import Foreign, open_foreign
+from unigen_ds.checkpoint.layouts import open_reader
+from unigen_ds.checkpoint.manifest import FileEntry, Manifest
+from unigen_ds.core.errors import ResumeBlocked
+from unigen_ds.core.progress import Geometry, Progress, Ruler
+from unigen_ds.core.shards import ShardReader
+from unigen_ds.data.stream import SequenceStream
+from unigen_ds.resume.plan import ResumePlan
+from unigen_ds.runner.build import build_limits, total_sequences
+from unigen_ds.schedule.schedule import Schedules
+
+
+def geometry_of(foreign: Foreign) -> Geometry:
+    """The cut it was trained with. Raises ``ResumeBlocked`` saying what to assume, or that it cannot be resumed."""
+    if foreign.geometry is None:
+        raise ResumeBlocked(
+            f"{foreign.directory} has no manifest, and its files do not tell the whole effective batch size:"
+            f" {' '.join(line for line in foreign.unknown if '--assume' in line)}"
+        )
+    if foreign.sequences is None:
+        raise ResumeBlocked(
+            f"{foreign.directory} has no manifest, and its files do not tell how far it had trained",
+            remedy="--load-from takes its weights and starts at zero",
+        )
+    return foreign.geometry
+
+
+def adopt(foreign: Foreign, config: Mapping[str, Any], stream: SequenceStream) -> Manifest:
+    """A manifest for ``--resume``. ``stream`` is built with the geometry of ``geometry_of``."""
+    geometry, sequences = geometry_of(foreign), foreign.sequences or 0
+    ruler = Ruler(geometry, stream.sequences_per_epoch)
+    cursor = stream.seek(sequences)
+    optimizer = config["optim_wrapper"]["optimizer"]
+    schedules = Schedules.from_cfg(
+        config.get("param_scheduler"),
+        ruler=ruler,
+        base=[{"name": "default", "lr": optimizer["lr"]}],
+        total_sequences=total_sequences(build_limits(config["train_cfg"], ruler), geometry, stream.tokens_per_sequence),
+    )
+    return Manifest(
+        commit=0,
+        parent=None,
+        progress=Progress(
+            sequences=sequences,
+            samples=round(sequences * stream.samples_per_sequence),
+            tokens=round(sequences * stream.tokens_per_sequence),
+            updates=foreign.updates or 0,
+            skipped_updates=foreign.skipped_updates or 0,
+            epoch=cursor.epoch,
+        ),
+        geometry=geometry,
+        ruler=ruler,
+        topology={"engine": foreign.writer, "dp_size": geometry.dp_size},
+        schedule=schedules.state_dict(),
+        loader={"cursor": cursor.state_dict(), **stream.identity},
+        parameters=foreign.parameters,
+        config={"optim_wrapper": {"optimizer": {"type": str(optimizer.get("type", "AdamW"))}}},
+        versions={},
+        layout=foreign.layout,
+        files=[FileEntry(p.name, p.stat().st_size, "") for p in sorted(foreign.directory.iterdir()) if p.is_file()],
+    )
+
+
+def open_checkpoint(plan: ResumePlan) -> tuple[ShardReader, list[dict[str, Any]]]:
+    """The tensors of the checkpoint that a plan names, and its parameter table, with or without a manifest."""
+    assert plan.checkpoint is not None, "nothing to load"
+    if plan.manifest is not None:
+        return open_reader(plan.checkpoint, plan.manifest), plan.manifest.parameters
+    foreign = open_foreign(plan.checkpoint)
+    return foreign.reader, foreign.parameters
