@@ -111,6 +111,8 @@ def agents(number: int, arguments: Sequence[str], *, per_node: int = 1) -> list[
 def test_two_nodes_under_torchrun(tmp_path, data, losses):
     arguments = [written_config(tmp_path, data), "--backend", "fsdp", "--max-updates", str(UPDATES)]
     assert_trained(tmp_path, together(agents(2, arguments), [{}, {}]), losses)
+    log = (tmp_path / "train.log").read_text(encoding="utf-8")
+    assert "FSDP2 FULL_SHARD (2 shard(s)) over 2 process(es)" in log and "rank 0 holds" in log
 
 
 def test_the_deepspeed_launcher(tmp_path, data, losses):
