@@ -125,6 +125,26 @@ def test_a_batch_change_after_which_the_newer_name_has_the_smaller_number(bench)
         assert two["lr"] == one["lr"] and two["loss"] == pytest.approx(one["loss"], rel=1e-5)
 
 
+WARMUP = {"type": "LinearLR", "start_factor": 0.1, "begin": 0}
+UNITS = {
+    "by epoch": [{**WARMUP, "by_epoch": True, "end": 0.9, "convert_to_iter_based": True}],
+    "by iteration": [{**WARMUP, "by_epoch": False, "end": 9}],
+    "by update": [{**WARMUP, "unit": "update", "end": 5}],
+}
+
+
+@pytest.mark.parametrize("kind", UNITS)
+def test_warm_up_goes_on_in_every_unit(bench, kind, tmp_path):
+    """Stopped in the middle of the warm-up; 8 x 2 -> 4 x 4 -> 16 x 1: the same rate at the same update."""
+    name = kind.replace(" ", "_")
+    bench.train(name + "_straight", 7, param_scheduler=UNITS[kind])
+    for updates, batch_size, counts in ((2, 8, 2), (4, 4, 4), (7, 16, 1)):
+        cut = {"train_dataloader__batch_size": batch_size, "optim_wrapper__accumulative_counts": counts}
+        bench.train(name, updates, resume=updates > 2, param_scheduler=UNITS[kind], **cut)
+    straight, changed = ([line["lr"] for line in bench.lines(n)] for n in (name + "_straight", name))
+    assert changed == straight and straight[0] < straight[2] < straight[-1]
+
+
 # ---- data -----------------------------------------------------------------------------------------------------------
 
 
