@@ -119,13 +119,38 @@ def _chunk(tensor: Any, index: Any) -> Any:
     raise CheckpointError(f"the checkpoint's .metadata has no chunk of {index.fqn} at {offset}")
 
 
+class _Window(io.RawIOBase):
+    """The bytes ``offset .. offset + length`` of a file as a file: a tensor is read straight into its memory."""
+
+    def __init__(self, path: Path, offset: int, length: int) -> None:
+        self._file, self._offset, self._length, self._at = path.open("rb", buffering=0), offset, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, to: int, whence: int = io.SEEK_SET) -> int:
+        self._at = to + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        self._file.seek(self._offset + self._at)
+        got = self._file.readinto(memoryview(buffer)[: max(self._length - self._at, 0)]) or 0
+        self._at += got
+        return got
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
 def _fetch(path: Path, offset: int, length: int) -> Fetch:
     def fetch(first: int, last: int) -> Tensor:
         try:
-            with path.open("rb") as stream:
-                stream.seek(offset)
-                block = stream.read(length)
-            return torch.load(io.BytesIO(block), weights_only=True, map_location="cpu").reshape(-1)[first:last]
+            with _Window(path, offset, length) as window:
+                return torch.load(window, weights_only=True, map_location="cpu").reshape(-1)[first:last]  # type: ignore[arg-type]
         except Exception as error:
             raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
 
