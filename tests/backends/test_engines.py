@@ -1,6 +1,6 @@
 """Two real processes under DeepSpeed and FSDP2 train as one does, and go on from each other's checkpoints.
 
-A quick look; ``make engines`` runs every engine, process count and precision.
+A quick look; ``make matrix`` runs every engine, process count and precision.
 """
 
 from __future__ import annotations
