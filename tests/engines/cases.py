@@ -235,8 +235,9 @@ BAD_UPDATE, BAD_UPDATES = 5, 8
 def faulty(*, full: bool) -> list[Job]:
     """Rank 1's gradient is not finite in update 5; a checkpoint after every update."""
     jobs = []
-    runs = [("single", 1, "fp32")] + [(e, 2, "fp32") for e in ENGINES] + [("zero1", 2, "bf16")]
-    runs += [(e, 2, "bf16") for e in ENGINES if e != "zero1"] if full else []
+    runs = [("single", 1, "fp32")] + [(e, 2, "fp32") for e in ENGINES]
+    runs += [("zero1", 2, "bf16"), ("zero2_offload", 2, "bf16")]
+    runs += [(e, 2, "bf16") for e in ENGINES if e not in ("zero1", "zero2_offload")] if full else []
     for engine, world, precision in runs:
         overrides = config(
             engine,

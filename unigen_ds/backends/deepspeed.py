@@ -171,6 +171,10 @@ class DeepSpeedBackend(ShardedBackend):
     def step(self) -> StepResult:
         self._engine.step()
         applied = bool(self._engine.was_step_applied())
+        if not applied and self.offloads_optimizer and hasattr(self._zero, "averaged_gradients"):
+            # with the optimizer in host memory DeepSpeed keeps the non-finite sums of a skipped update (in bf16 and
+            # fp16), and adds every later gradient to them
+            self._zero.averaged_gradients = {}
         norm = self._engine.get_global_grad_norm()
         return StepResult(grad_norm=float(norm) if applied and norm is not None else math.inf, applied=applied)
 
