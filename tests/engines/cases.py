@@ -94,6 +94,9 @@ def equivalence(*, full: bool) -> list[Job]:
     return jobs
 
 
+BF16_CUTS = ("bf16/single@1", "bf16/single_8x1")
+
+
 def bf16(*, full: bool) -> list[Job]:
     """The same in bf16."""
     low = {"optim_wrapper__precision": "bf16"}
@@ -310,7 +313,7 @@ def compiled(*, full: bool) -> list[Job]:
         ]
     jobs = [Job("compiled/plain", [Phase(1, config("single", 1, **_ONE_LAYER), COMPILED_UPDATES)])]
     for engine, world in (("single", 1), ("FULL_SHARD", 2), ("zero2", 2), ("zero3", 2)):
-        overrides = config(engine, world, model__compile=True, **_ONE_LAYER)
+        overrides = config(engine, world, model__compile=True, env={"dist_timeout_s": 800.0}, **_ONE_LAYER)
         jobs.append(Job(f"compiled/{engine}@{world}", [Phase(world, overrides, COMPILED_UPDATES)]))
     return jobs
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-CORES, LIMIT_S = 2, 240.0
+CORES, LIMIT_S = 2, 900.0
 PRELOADED = (
     "unigen_ds.runner", "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.checkpoint",
     "transformers.tokenization_utils_tokenizers", "deepspeed.runtime.zero.muon.muon_optimizer",

@@ -174,7 +174,8 @@ class DeepSpeedBackend(ShardedBackend):
         if not applied and self.offloads_optimizer and hasattr(self._zero, "averaged_gradients"):
             # with the optimizer in host memory DeepSpeed keeps the non-finite sums of a skipped update (in bf16 and
             # fp16), and adds every later gradient to them
-            self._zero.averaged_gradients = {}
+            for group in self._zero.averaged_gradients:
+                self._zero.averaged_gradients[group] = None
         norm = self._engine.get_global_grad_norm()
         return StepResult(grad_norm=float(norm) if applied and norm is not None else math.inf, applied=applied)
 
