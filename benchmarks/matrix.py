@@ -65,12 +65,12 @@ def near(launched: Launched, name: str, oracle: str, *, bound: float = BOUND) ->
 
 
 def judge_bf16(launched: Launched, name: str) -> Row:
-    """No farther from fp32 than one process's own bf16 is, in two cuts."""
-    run, fp32 = launched.outcome(name), launched.outcome("single@1")
+    """As in ``tests/engines/test_equivalence.py``."""
+    run, fp32, single = (launched.outcome(n) for n in (name, "single@1", "bf16/single@1"))
     cuts = [launched.outcome(cut) for cut in cases.BF16_CUTS]
     found, own = metric_deviation(run, fp32), max(metric_deviation(cut, fp32) for cut in cuts)
-    weights = weight_deviation(run.final, fp32.final).relative_l2
-    rounding = max(weight_deviation(cut.final, fp32.final).relative_l2 for cut in cuts)
+    weights = weight_deviation(run.final, single.final).relative_l2
+    rounding = weight_deviation(single.final, fp32.final).relative_l2
     figures = {
         "loss and norm": found,
         "bound: one process's bf16 to fp32": own,

@@ -96,20 +96,21 @@ def single_bf16() -> Outcome:
 
 
 @pytest.mark.parametrize("name", LOW)
-def test_bf16_adds_no_more_error_than_bf16_itself(single, name):
-    """The bound: an engine's bf16 losses, norms and weights are no farther from one process's fp32 than one process's
-    own bf16 is, cut into two iterations or into one.
+def test_bf16_adds_no_more_error_than_bf16_itself(single, single_bf16, name):
+    """The bound of losses and norms: an engine's bf16 is no farther from one process's fp32 than one process's own bf16
+    is, cut into two iterations or into one. Of weights: no farther from one process's bf16 than that is from fp32.
 
     Products are rounded to 8 bits, and how many rows are multiplied at once depends on the cut: the two cuts are 2.5e-3
-    and 3.4e-3 from fp32 in gradient norms. Weights with small gradients differ most: Adam divides by their size.
+    and 3.4e-3 from fp32 in gradient norms. Weights with small gradients differ most (0.35), because Adam divides by
+    the gradient's size; all engines differ from fp32 in the same ones, and from each other by a tenth of that.
     """
     run, cuts = runs().outcome(name), [runs().outcome(cut) for cut in cases.BF16_CUTS]
     assert all(line["applied"] for line in run.lines)
     own = max(metric_deviation(cut, single) for cut in cuts)
     assert 1e-4 < own < 0.1  # it really is bf16, and it trains
     assert metric_deviation(run, single) <= own
-    rounding = max(weight_deviation(cut.final, single.final).relative_l2 for cut in cuts)
-    assert weight_deviation(run.final, single.final).relative_l2 <= rounding
+    rounding = weight_deviation(single_bf16.final, single.final).relative_l2
+    assert weight_deviation(run.final, single_bf16.final).relative_l2 <= rounding
 
 
 def test_bf16_masters_are_not_rounded(single_bf16):
