@@ -15,10 +15,12 @@ import torch
 from safetensors.torch import load_file as load_safetensors
 
 from tests.checkpoint import plain_deepspeed
-from tests.checkpoint.plain_deepspeed import ACCUMULATE, MICRO, STEPS, ZERO
+from tests.checkpoint.plain_deepspeed import ACCUMULATE, MICRO, STEPS, ZERO, AwkwardModel
+from unigen_ds.backends.single import SingleBackend
 from unigen_ds.checkpoint.foreign import open_foreign, parse_assume
 from unigen_ds.checkpoint.layouts.torch_file import load_file
 from unigen_ds.core.errors import CheckpointError, ConfigError
+from unigen_ds.core.optim import OptimizerConfig, ParamGroup
 from unigen_ds.core.progress import Geometry
 
 pytestmark = pytest.mark.timeout(900)
@@ -74,6 +76,21 @@ def test_what_the_files_tell(written, case):
     for word in ("order of its data", "schedule", "EMA", "random generators"):
         assert word in said
     assert ("epoch" in said) == (case != "mmengine") and ("Moments" in said) == (stage == 0)
+
+
+@pytest.mark.parametrize("case", ["zero1-bf16", "zero3", "mmengine"])
+def test_another_engine_takes_it(written, case):
+    """Weights, moments and Adam step go into the ``single`` engine: this is what a later resume stands on."""
+    found = open_foreign(written / case, tag="iter_6.pth" if case == "mmengine" else None)
+    held = load_safetensors(written / f"{case}.safetensors")
+    backend = SingleBackend()
+    backend.prepare(
+        AwkwardModel(), [ParamGroup("default", 0.1, 0.0, tuple(held))], OptimizerConfig(), geometry=Geometry(1)
+    )
+    backend.load_tensors(found.reader)
+    masters = {shard.name: shard.data.cpu() for shard in backend.master_shards()}
+    for name, value in held.items():
+        assert torch.equal(masters[name], value.flatten()), name
 
 
 def test_what_mmengine_stores_is_used(written):

@@ -64,13 +64,15 @@ class Source:
                 f"{self.directory} has no average of the weights (no {EMA}/)",
                 remedy="train with custom_hooks=[dict(type='EMAHook')], or merge the weights themselves: without --ema",
             )
-        average = set(self.average.names(EMA)) if ema and self.average else set()
+        average = self.average if ema else None
+        averaged = set() if average is None else set(average.names(EMA))
         found: dict[str, Entry] = {}
         for (kind, name), shape in self.reader.shapes.items():
             if kind not in (MASTER, BUFFER) or (exclude_frozen and name in self.frozen):
                 continue
-            from_average = self.average is not None and name in average
-            reader, kind = (self.average, EMA) if self.average and from_average else (self.reader, kind)
+            reader = self.reader
+            if average is not None and name in averaged:
+                reader, kind = average, EMA
             stored = stored_dtype(reader, kind, name, shape)
             target = dtype if stored.is_floating_point else stored
             found[name] = Entry(name, shape, target, name, partial(reader.parts, kind, name))
