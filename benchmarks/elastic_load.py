@@ -64,7 +64,8 @@ class Load:
 
 
 REFERENCE = Load("own", "zero2", 2)
-OURS = [Load("ours", "zero2", 2), Load("ours", "fsdp", 1), Load("ours", "zero3", 2), Load("ours", "single", 1)]
+SAME = Load("ours", "zero2", 2)
+ELSEWHERE = [Load("ours", "fsdp", 1), Load("ours", "zero3", 2), Load("ours", "single", 1)]
 OWN = [Load("own", "fsdp", 1, "fsdp"), Load("own", "zero3", 2, "zero3"), Load("own", "single", 1, "single")]
 UNIVERSAL = Load("universal", "zero2", 1, "universal")
 SAVERS = {"zero2": 2, "zero3": 2, "fsdp": 1, "single": 1}
@@ -303,7 +304,7 @@ def run(folder: Path, *, rounds: int) -> dict[str, Any]:
     universal = folder / "universal"
     conversion = convert(folder / "zero2", universal / "universal")
     sums["universal"] = sums["zero2"]
-    loads = [REFERENCE, *OURS, *OWN, UNIVERSAL]
+    loads = [REFERENCE, SAME, *ELSEWHERE, *OWN, UNIVERSAL]
     results: dict[str, list[list[dict[str, Any]]]] = {load.name: [] for load in loads}
     for number in range(rounds):
         for load in loads if number % 2 == 0 else reversed(loads):
@@ -313,7 +314,7 @@ def run(folder: Path, *, rounds: int) -> dict[str, Any]:
     rows = {load.name: row(load, results, sums[load.source]) for load in loads}
     return {
         "limit": LIMIT,
-        "accepted": all(rows[load.name]["good"] for load in OURS),
+        "accepted": all(rows[load.name]["good"] for load in ELSEWHERE),
         "parameters": sum(p.numel() for p in LanguageModel().parameters()),
         "conversion_seconds": conversion,
         "rows": rows,
