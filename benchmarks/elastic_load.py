@@ -9,10 +9,14 @@ grows by at most its shard and one tensor.
 The engines' own ways: ``engine.load_checkpoint`` of DeepSpeed, ``torch.distributed.checkpoint.load`` in place for FSDP,
 ``torch.load`` and ``load_state_dict`` for one plain process. DeepSpeed's way to another topology stands beside:
 ``ds_to_universal``, then loading what that made. Every load has fresh processes; the files are read once before, so
-that all come from the page cache; all ways take turns, ``--rounds`` times. Time is that of the load alone, between two
-barriers. Memory is what ``RssAnon`` rises to above what the rank held before, sampled every 5 ms: mapped pages of the
-files do not count, because the kernel drops them at will. The shard is what loading must create, the two moments of
-what the rank owns. Every rank sums up what it has got, so that a load that left something out would be noticed.
+that all come from the page cache; all ways take turns, ``--rounds`` times.
+
+Time is that of the load alone, between two barriers. Memory is what ``RssAnon`` rises to above what the rank held
+before, sampled every 5 ms: mapped pages of the files do not count, because the kernel drops them at will. The shard is
+what loading must create, the two moments of what the rank owns. Every rank sums up what it has got, so that a load that
+left something out would be noticed.
+
+    python benchmarks/elastic_load.py [--rounds 3] [--folder /tmp/somewhere]    # 20 GB of disk, 10 GB of memory
 """
 
 from __future__ import annotations

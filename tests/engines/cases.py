@@ -37,7 +37,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 ALL = {**ENGINES, **OTHERS}
 
 GEOMETRY = {1: (4, 2), 2: (2, 2), 4: (1, 2), 8: (1, 1)}
-"""World size -> (batch_size, accumulative_counts): always 8 sequences an update, two iterations (8 processes: one)."""
+"""World size -> (batch_size, accumulative_counts): 8 sequences an update, up to 4 processes in two iterations."""
 
 
 @dataclass(frozen=True)
