@@ -142,7 +142,7 @@ def test_language_model_alone(model, processor, golden, tolerance, name):
     """``lm_long`` goes beyond the table of positions."""
     ids, expected = golden[f"{name}.ids"], golden[f"{name}.logits"]
     assert (ids.shape[1] > CONFIG["lm_max_position_embeddings"]) == (name == "lm_long")
-    batch = shared(documents(ids, torch.ones_like(ids), None, processor), processor)
+    batch = pack_documents([[TokenSplit(tuple(row), (-100,) * len(row))] for row in ids.tolist()], processor)
     logits = model.logits(batch).unflatten(0, ids.shape)[:, -expected.shape[1] :]
     _close(logits, expected, tolerance[f"{name}.logits"])
 
@@ -193,9 +193,10 @@ def test_packed_equals_alone(model, rows, processor):
 
 
 def test_every_parameter_takes_part_without_an_image(model, rows, processor):
-    text_only = [sample for row in rows for sample in row if len(sample) == 1 or isinstance(sample[0], DroppedImage)]
-    batch = pack_documents(text_only[:1], processor)
-    assert not batch.vit_lengths and batch.target_counts()["text"] > 0
+    samples = [sample for row in rows for sample in row]
+    text_only = [sample for sample in samples if not any(isinstance(split, LoadedTiles) for split in sample)]
+    batch = pack_documents(text_only, processor)
+    assert batch.target_counts()["text"] > 0
     model.zero_grad()
     model(batch).sums["text"].backward()
     assert all(p.grad is not None for p in model.parameters())

@@ -1,0 +1,88 @@
+"""The assistant's places of a conversation: those of public nanoVLM, and right for any template that appends."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Regex, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import PreTrainedTokenizerFast
+
+from tests.data.support import GOLDEN
+from unigen_ds.core.errors import DataError
+from unigen_ds.data.chat import chat_ids, next_token_labels
+
+NANOVLM = GOLDEN / "nanovlm"
+META = json.loads((NANOVLM / "golden.json").read_text(encoding="utf-8"))
+CONFIG = json.loads((NANOVLM / "config.json").read_text(encoding="utf-8"))
+SPLIT = json.loads((NANOVLM / "image_split.json").read_text(encoding="utf-8"))
+PIECE = re.compile(r"<[^<>\s]+>|[\s\S]")
+
+
+def golden_text(spaced: str) -> list[str]:
+    """Tokens of a text whose tokens are set apart by one space, a space itself among them."""
+    return re.findall(rf"({PIECE.pattern})(?: |$)", spaced)
+
+
+def character_tokenizer(template: str = CONFIG["lm_chat_template"]) -> PreTrainedTokenizerFast:
+    """One id a character, with the ids of the golden samples; tokens in angle brackets are whole."""
+    vocabulary = {
+        token: i
+        for sample in META["samples"]
+        for token, i in zip(golden_text(sample["text"]), sample["input_ids"], strict=True)
+    }
+    free = iter(sorted(set(range(1000)) - set(vocabulary.values())))
+    for character in map(chr, (10, *range(32, 127))):
+        vocabulary.setdefault(character, next(free))
+    inner = Tokenizer(WordLevel(vocabulary, unk_token="?"))
+    inner.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")  # type: ignore[assignment]
+    inner.add_special_tokens([AddedToken(t, special=True) for t in vocabulary if len(t) > 1])
+    return PreTrainedTokenizerFast(tokenizer_object=inner, chat_template=template, eos_token="<|im_end|>")
+
+
+def messages_of(text: str) -> list[dict[str, str]]:
+    found = re.findall(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>\n", text, re.DOTALL)
+    return [{"role": role, "content": content} for role, content in found]
+
+
+@pytest.mark.parametrize("sample", META["samples"], ids=lambda sample: sample["label_text"][:9])
+def test_ids_and_labels_of_the_public_code(sample: dict[str, Any]) -> None:
+    messages = messages_of("".join(golden_text(sample["text"])))
+    ids, said = chat_ids(character_tokenizer(), messages)
+    assert ids == sample["input_ids"]
+    assert next_token_labels(ids, said) == sample["labels"]
+
+
+def test_golden_template() -> None:
+    chat = SPLIT["chat"]
+    tokenizer = character_tokenizer()
+    text = tokenizer.apply_chat_template(chat["messages"], tokenize=False, add_generation_prompt=True)
+    assert text == chat["template_text"]
+    ids, said = chat_ids(tokenizer, chat["messages"])
+    assert tokenizer.decode([i for i, own in zip(ids, said, strict=True) if own]).replace(" ", "") == "hi<|im_end|>\n"
+
+
+def test_a_default_system_prompt_moves_the_mask_along() -> None:
+    template = "{% if messages and messages[0].role != 'system' %}SYS{% endif %}" + CONFIG["lm_chat_template"]
+    tokenizer = character_tokenizer(template)
+    ids, said = chat_ids(tokenizer, [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}])
+    assert tokenizer.decode(ids[:3]).replace(" ", "") == "SYS"
+    assert tokenizer.decode([i for i, own in zip(ids, said, strict=True) if own]).replace(" ", "") == "bc<|im_end|>\n"
+
+
+def test_a_template_that_rewrites_what_came_before_is_refused() -> None:
+    template = "{% for m in messages %}{{ m.content if loop.last else '-' }}{% endfor %}"
+    messages = [{"role": role, "content": role} for role in ("user", "assistant", "user")]
+    with pytest.raises(DataError, match="message 1"):
+        chat_ids(character_tokenizer(template), messages)
+
+
+def test_nothing_said() -> None:
+    assert chat_ids(character_tokenizer(), []) == ([], [])
+    assert next_token_labels([], []) == []
+    _, said = chat_ids(character_tokenizer(), [{"role": "user", "content": "a"}])
+    assert said and not any(said)
