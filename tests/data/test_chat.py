@@ -7,41 +7,12 @@ import re
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Regex, Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Split
-from transformers import PreTrainedTokenizerFast
 
-from tests.data.support import GOLDEN
+from tests.data.chat_support import CONFIG, META, NANOVLM, character_tokenizer, golden_text
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.chat import chat_ids, next_token_labels
 
-NANOVLM = GOLDEN / "nanovlm"
-META = json.loads((NANOVLM / "golden.json").read_text(encoding="utf-8"))
-CONFIG = json.loads((NANOVLM / "config.json").read_text(encoding="utf-8"))
 SPLIT = json.loads((NANOVLM / "image_split.json").read_text(encoding="utf-8"))
-PIECE = re.compile(r"<[^<>\s]+>|[\s\S]")
-
-
-def golden_text(spaced: str) -> list[str]:
-    """Tokens of a text whose tokens are set apart by one space, a space itself among them."""
-    return re.findall(rf"({PIECE.pattern})(?: |$)", spaced)
-
-
-def character_tokenizer(template: str = CONFIG["lm_chat_template"]) -> PreTrainedTokenizerFast:
-    """One id a character, with the ids of the golden samples; tokens in angle brackets are whole."""
-    vocabulary = {
-        token: i
-        for sample in META["samples"]
-        for token, i in zip(golden_text(sample["text"]), sample["input_ids"], strict=True)
-    }
-    free = iter(sorted(set(range(1000)) - set(vocabulary.values())))
-    for character in map(chr, (10, *range(32, 127))):
-        vocabulary.setdefault(character, next(free))
-    inner = Tokenizer(WordLevel(vocabulary, unk_token="?"))
-    inner.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")  # type: ignore[assignment]
-    inner.add_special_tokens([AddedToken(t, special=True) for t in vocabulary if len(t) > 1])
-    return PreTrainedTokenizerFast(tokenizer_object=inner, chat_template=template, eos_token="<|im_end|>")
 
 
 def messages_of(text: str) -> list[dict[str, str]]:

@@ -17,7 +17,9 @@ from unigen_ds.data.transforms import open_image
 
 NANOVLM = GOLDEN / "nanovlm"
 SPLIT = json.loads((NANOVLM / "image_split.json").read_text(encoding="utf-8"))
-ATOL = json.loads((GOLDEN / "tolerance.json").read_text(encoding="utf-8"))["nanovlm/image_split tiles"]["suggested_atol"]
+ATOL = json.loads((GOLDEN / "tolerance.json").read_text(encoding="utf-8"))["nanovlm/image_split tiles"][
+    "suggested_atol"
+]
 
 
 @pytest.mark.parametrize("number", range(len(SPLIT["cases"])))
@@ -31,7 +33,9 @@ def test_tiles_and_their_string(number: int) -> None:
     assert [side * tiling.tile_size for side in grid] == case["resized_hw"]
     tiles = tiling(image)
     assert len(tiles) == num_tiles(grid) == case["n_tiles"]
-    torch.testing.assert_close(tiles, load_file(NANOVLM / "image_split.safetensors")[f"tiles_{number}"], atol=ATOL, rtol=0)
+    torch.testing.assert_close(
+        tiles, load_file(NANOVLM / "image_split.safetensors")[f"tiles_{number}"], atol=ATOL, rtol=0
+    )
     side = tiling.tile_size // case["vit_patch_size"] // case["pixel_shuffle_factor"]
     assert side**2 == case["mp_image_token_length"]
     assert image_string([grid], tokens_per_tile=side**2) == case["image_string"]

@@ -1,8 +1,8 @@
 """A picture -> a grid of square tiles, and the tokens that stand around them: nanoVLM's image splitting.
 
-The longer side becomes a multiple of ``tile_size``, at most ``max_size``; the shorter one keeps the aspect ratio, rounded
-up to a multiple. A picture of more than one tile gets a small copy of the whole in front, the global tile. Pixels are in
-[0, 1]. Only ``grid`` is needed to plan a sequence, and it needs the picture's size alone.
+The longer side becomes a multiple of ``tile_size``, at most ``max_size``; the shorter one is scaled alike, then rounded
+up to a multiple. A picture of more than one tile gets a small copy of the whole in front, the global tile. Pixels are
+in [0, 1]. Only ``grid`` is needed to plan a sequence, and it needs the picture's size alone.
 
 Source: huggingface/nanoVLM (``custom_transforms.py``, ``processors.py``).
 """

@@ -1,7 +1,7 @@
 """A causal language model of Llama's kind (SmolLM2): RMSNorm, grouped-query attention, rotary positions, SwiGLU.
 
-Parameter names are those of transformers' Llama. Positions beyond ``max_position_embeddings`` are squeezed into it, each
-document by its own length (nanoVLM squeezes by the longest of the call, so there a neighbour changes a sample).
+Parameter names are those of transformers' Llama. Positions beyond ``max_position_embeddings`` are squeezed into it,
+each document by its own length (nanoVLM squeezes by the longest of the call: there a neighbour changes a sample).
 
 Shape suffixes: T tokens, D width, H heads, E head width.
 """

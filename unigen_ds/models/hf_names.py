@@ -53,7 +53,11 @@ _VIT = {
     "layer_norm_eps": "vit_ln_eps",
 }  # fmt: skip
 _FIXED = {"vit_cls_flag": False, "vit_dropout": 0.0, "lm_dropout": 0.0, "lm_attn_scaling": 1.0, "lm_use_tokens": False}
-_HEAD, _EMBEDDING, _FREQUENCIES = "decoder.head.weight", "decoder.token_embedding.weight", "decoder.rotary_embd.inv_freq"
+_HEAD, _EMBEDDING, _FREQUENCIES = (
+    "decoder.head.weight",
+    "decoder.token_embedding.weight",
+    "decoder.rotary_embd.inv_freq",
+)
 
 
 def vlm_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -72,7 +76,7 @@ def vlm_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_nanovlm(directory: Path) -> tuple[VLM, dict[str, Any]]:
-    """The model of such a directory, in fp32, and its ``config.json``. Raises ``CheckpointError`` or ``ConfigError``."""
+    """The model of such a directory, in fp32, and its ``config.json``. Raises ``CheckpointError``, ``ConfigError``."""
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         tensors = load_file(directory / "model.safetensors")
@@ -95,13 +99,12 @@ def load_nanovlm(directory: Path) -> tuple[VLM, dict[str, Any]]:
 def save_nanovlm(model: VLM, directory: Path, *, config: Mapping[str, Any]) -> None:
     """Write ``model`` as nanoVLM would. ``config``: its ``config.json``, whose sizes must be the model's."""
     arguments = vlm_arguments(config)
-    has = {"llm": model.llm_config, "vit": model.vit_config, "pixel_shuffle_factor": model.connector.factor}
-    for part in ("llm", "vit"):
-        wrong = {key: value for key, value in arguments[part].items() if has[part][key] != value}
+    for part, has in (("llm", model.llm_config), ("vit", model.vit_config)):
+        wrong = {key: value for key, value in arguments[part].items() if has[key] != value}
         if wrong:
-            raise ConfigError(f"config.json has {part} sizes {wrong}", allowed=f"the model's: {has[part]}")
-    if arguments["pixel_shuffle_factor"] != has["pixel_shuffle_factor"]:
-        raise ConfigError("config.json has another pixel shuffle factor than the model")
+            raise ConfigError(f"config.json has {part} sizes {wrong}", allowed=f"the model's: {has}")
+    if arguments["pixel_shuffle_factor"] != model.connector.factor:
+        raise ConfigError("config.json has another pixel shuffle factor", allowed=str(model.connector.factor))
     tensors = to_nanovlm(model.state_dict(), patch_size=model.vit_config["patch_size"])
     backbone = model.language_model.model
     index = torch.arange(0, backbone.head_width, 2, dtype=torch.float32)

@@ -53,7 +53,7 @@ SMOLLM2_360M: dict[str, Any] = {
 
 
 class PixelShuffleConnector(nn.Module):
-    """Squares of ``factor * factor`` neighbouring patches side by side in one vector, then a projection without bias."""
+    """Squares of ``factor * factor`` neighbouring patches, joined to one vector each, and projected without bias."""
 
     def __init__(self, width_in: int, width_out: int, *, side: int, factor: int) -> None:
         super().__init__()
@@ -79,6 +79,8 @@ class VLM(nn.Module):
         compile: ``torch.compile`` each decoder layer.
     """
 
+    processor = "VLMProcessor"
+    """The data processor that makes its batches."""
     forward_methods = ("logits", "next_token_logits")
     """Entry points beside ``forward``; a sharding engine must hook these too."""
 
@@ -163,8 +165,14 @@ class VLM(nn.Module):
             )
         text = self.language_model.model.embed_tokens(batch.text_ids)
         seen = self.vision_model(batch.vit_patches.to(text.dtype), batch.vit_position_ids, batch.vit_lengths)
+        image = self.connector(seen)
+        if len(image) != batch.vit_index.numel():
+            raise DataError(
+                f"{batch.vit_index.numel()} image places for {len(image)} image tokens",
+                remedy="make the batch with a VLMProcessor of the model's sizes",
+            )
         place_of = torch.argsort(torch.cat([batch.text_index, batch.vit_index]))
-        return torch.cat([text, self.connector(seen)])[place_of]
+        return torch.cat([text, image])[place_of]
 
     def shard_units(self) -> list[nn.Module]:
         """Modules an engine may shard and wrap one by one, in forward order; the root holds the rest."""
@@ -194,7 +202,7 @@ def _filled(part: str, given: Mapping[str, Any] | None, default: Mapping[str, An
 
 
 def _check(llm: Mapping[str, Any], vit: Mapping[str, Any], factor: int) -> int:
-    """Patches along a side of a tile."""
+    """Raise ``ConfigError`` where sizes do not fit; else the patches along a side of a tile."""
     for part, config in (("llm", llm), ("vit", vit)):
         width, heads = config["hidden_size"], config["num_attention_heads"]
         if width % heads or heads % config.get("num_key_value_heads", 1):
