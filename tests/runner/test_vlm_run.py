@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.data.chat_support import character_tokenizer
+from tests.data.chat_support import CONFIG as NANOVLM_CONFIG
+from tests.data.chat_support import NANOVLM, character_tokenizer
 from tests.data.support import image, picture, talk, text, write_jsonl
 from unigen_ds.core.config import load_config
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.metrics import read_lines
+from unigen_ds.models.hf_names import load_nanovlm, vlm_arguments
 from unigen_ds.runner import Runner
 
 CONFIG = """
@@ -74,6 +77,20 @@ def test_it_learns_and_goes_on_where_it_stopped(data, tmp_path) -> None:
     Runner.from_cfg(config(data, tmp_path / "cut"), max_updates=11).train()
     Runner.from_cfg(config(data, tmp_path / "cut", resume=True), max_updates=24).train()
     assert losses(tmp_path / "cut") == straight
+
+
+def test_it_begins_with_the_weights_of_a_published_directory(data, tmp_path) -> None:
+    published, _ = load_nanovlm(NANOVLM)
+    model = {"type": "VLM", **vlm_arguments(NANOVLM_CONFIG)}
+    tile = model["vit"]["image_size"]
+    changes = {"model": model, "processor": {"max_image_size": tile}, "train_dataloader__seq_length": 400}
+    changes["optim_wrapper__optimizer__lr"] = 0.0
+    runner = Runner.from_cfg(config(data, tmp_path / "x", load_from=str(NANOVLM), **changes), max_updates=1)
+    runner.train()
+    trained = dict(runner.backend.model.named_parameters())
+    assert len(trained) == len(list(published.parameters()))
+    for name, parameter in published.named_parameters():
+        assert torch.equal(trained[name], parameter), name
 
 
 @pytest.mark.parametrize("key", ["vit_transform", "text_dropout"])

@@ -59,6 +59,9 @@ _HEAD, _EMBEDDING, _FREQUENCIES = (
     "decoder.rotary_embd.inv_freq",
 )
 
+TIED = ("language_model.model.embed_tokens.weight", "language_model.lm_head.weight")
+"""Our names of the two embeddings that may be one tensor."""
+
 
 def vlm_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of ``VLM`` from nanoVLM's ``config.json``."""
@@ -87,8 +90,7 @@ def load_nanovlm(directory: Path) -> tuple[VLM, dict[str, Any]]:
     model = VLM(**vlm_arguments(config))
     state = from_nanovlm(tensors)
     if config["lm_tie_weights"]:
-        name = "language_model.model.embed_tokens.weight"
-        state.setdefault(name, state["language_model.lm_head.weight"])
+        state.setdefault(TIED[0], state[TIED[1]])
     try:
         model.load_state_dict(state)
     except RuntimeError as error:
