@@ -6,6 +6,7 @@ only moves the rotary position on. Every size, id and setting is read from the f
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -17,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from unigen_ds.core.batch import PackedBatch
-from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.collate import DroppedImage, Loaded, LoadedTiles, pack_documents
 from unigen_ds.data.samples import TiledSplit, TokenSplit
 from unigen_ds.data.transforms import patchify
@@ -190,6 +191,30 @@ def test_packed_equals_alone(model, rows, processor):
     assert len(samples) > len(rows)
     _close(packed, torch.cat(alone), 1e-5)
     assert not torch.allclose(packed, model.logits(shared(rows, processor)), atol=1e-3), "the public rows are shared"
+
+
+@pytest.mark.parametrize("settings", [{"activation_checkpointing": True}, {"freeze": ["vit", "llm"]}])
+def test_settings_change_no_number(model, rows, processor, settings):
+    other = VLM(**vlm_arguments(CONFIG), **settings)
+    other.load_state_dict(model.state_dict())
+    batch = shared(rows, processor)
+    for each in (model, other):
+        each.zero_grad()
+        each(batch).sums["text"].backward()
+    for name, parameter in other.named_parameters():
+        frozen = "freeze" in settings and not name.startswith("connector.")
+        expected = None if frozen else model.get_parameter(name).grad
+        assert parameter.grad is None if expected is None else torch.equal(parameter.grad, expected), name
+
+
+def test_tiles_of_another_size_are_refused(model, rows, processor):
+    """A batch made for other sizes is an error that says so, not wrong places."""
+    batch = shared(rows, processor)
+    with pytest.raises(DataError, match="patches"):
+        model(dataclasses.replace(batch, vit_lengths=(1, *batch.vit_lengths)))
+    one_less = dataclasses.replace(batch, vit_index=batch.vit_index[1:])
+    with pytest.raises(DataError, match="image places"):
+        model(one_less)
 
 
 def test_every_parameter_takes_part_without_an_image(model, rows, processor):
