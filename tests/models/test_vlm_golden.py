@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from unigen_ds.core.batch import PackedBatch
-from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.core.errors import CheckpointError, ConfigError, DataError
 from unigen_ds.data.collate import DroppedImage, Loaded, LoadedTiles, pack_documents
 from unigen_ds.data.samples import TiledSplit, TokenSplit
 from unigen_ds.data.transforms import patchify
@@ -218,9 +218,8 @@ def test_tiles_of_another_size_are_refused(model, rows, processor):
 
 
 def test_every_parameter_takes_part_without_an_image(model, rows, processor):
-    samples = [sample for row in rows for sample in row]
-    text_only = [sample for sample in samples if not any(isinstance(split, LoadedTiles) for split in sample)]
-    batch = pack_documents(text_only, processor)
+    texts = [[split for split in sample if isinstance(split, TokenSplit)] for row in rows for sample in row]
+    batch = pack_documents(texts, processor)
     assert batch.target_counts()["text"] > 0
     model.zero_grad()
     model(batch).sums["text"].backward()
@@ -240,6 +239,12 @@ def test_directory_in_and_out(tmp_path, golden):
 
 def test_directories_that_do_not_fit_are_refused(tmp_path):
     model, config = load_nanovlm(NANOVLM)
+    with pytest.raises(CheckpointError, match=r"config\.json and model\.safetensors"):
+        load_nanovlm(tmp_path)
+    save_nanovlm(model, tmp_path, config=config)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "lm_n_blocks": config["lm_n_blocks"] + 1}))
+    with pytest.raises(CheckpointError, match="do not fit"):
+        load_nanovlm(tmp_path)
     with pytest.raises(ConfigError, match="hidden_size"):
         save_nanovlm(model, tmp_path, config={**config, "lm_hidden_dim": 2 * config["lm_hidden_dim"]})
     for wrong in ({"vit_cls_flag": True}, {"lm_attn_scaling": 2.0}):

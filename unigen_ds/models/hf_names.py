@@ -90,7 +90,7 @@ def load_nanovlm(directory: Path) -> tuple[VLM, dict[str, Any]]:
     model = VLM(**vlm_arguments(config))
     state = from_nanovlm(tensors)
     if config["lm_tie_weights"]:
-        state.setdefault(TIED[0], state[TIED[1]])
+        state |= {name: state[stored] for name, stored in (TIED, TIED[::-1]) if name not in state and stored in state}
     try:
         model.load_state_dict(state)
     except RuntimeError as error:
