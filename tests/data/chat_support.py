@@ -6,6 +6,7 @@ import json
 import re
 
 from tokenizers import AddedToken, Regex, Tokenizer
+from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
@@ -37,5 +38,6 @@ def character_tokenizer(template: str = CONFIG["lm_chat_template"]) -> PreTraine
     vocabulary |= dict(zip(others, free, strict=False))
     inner = Tokenizer(WordLevel(vocabulary, unk_token="?"))
     inner.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")  # type: ignore[assignment]
+    inner.decoder = Fuse()  # type: ignore[assignment]
     inner.add_special_tokens([AddedToken(t, special=True) for t in vocabulary if len(t) > 1])
     return PreTrainedTokenizerFast(tokenizer_object=inner, chat_template=template, eos_token="<|im_end|>")

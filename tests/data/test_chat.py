@@ -21,8 +21,8 @@ def messages_of(text: str) -> list[dict[str, str]]:
 
 
 def shown(tokenizer: Any, ids: list[int], said: list[bool]) -> str:
-    """What the mask says that the assistant said; the tokenizer sets characters apart by spaces."""
-    return tokenizer.decode([i for i, own in zip(ids, said, strict=True) if own]).replace(" ", "")
+    """What the mask says that the assistant said."""
+    return tokenizer.decode([i for i, own in zip(ids, said, strict=True) if own])
 
 
 @pytest.mark.parametrize("sample", META["samples"], ids=lambda sample: sample["label_text"][:9])
@@ -38,6 +38,7 @@ def test_golden_template() -> None:
     tokenizer = character_tokenizer()
     text = tokenizer.apply_chat_template(chat["messages"], tokenize=False, add_generation_prompt=True)
     assert text == chat["template_text"]
+    assert tokenizer.decode(chat_ids(tokenizer, chat["messages"], reply=True)[0]) == text
     answers = "".join(m["content"] + "<|im_end|>\n" for m in chat["messages"] if m["role"] == "assistant")
     assert shown(tokenizer, *chat_ids(tokenizer, chat["messages"])) == answers
 
@@ -46,7 +47,7 @@ def test_a_default_system_prompt_moves_the_mask_along() -> None:
     template = "{% if messages and messages[0].role != 'system' %}SYS{% endif %}" + CONFIG["lm_chat_template"]
     tokenizer = character_tokenizer(template)
     ids, said = chat_ids(tokenizer, [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}])
-    assert tokenizer.decode(ids[:3]).replace(" ", "") == "SYS"
+    assert tokenizer.decode(ids[:3]) == "SYS"
     assert shown(tokenizer, ids, said) == "bc<|im_end|>\n"
 
 

@@ -1,4 +1,4 @@
-"""A vision-language model through the whole house: trained from a JSONL, packed, stopped, resumed, exported."""
+"""A vision-language model through the whole house: trained from a JSONL, packed, asked, stopped, resumed."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from tests.data.support import image, picture, talk, text, write_jsonl
 from unigen_ds.core.config import load_config
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.metrics import read_lines
+from unigen_ds.data.formats import Turn
+from unigen_ds.inference.chat import answer
 from unigen_ds.models.hf_names import load_nanovlm, vlm_arguments
 from unigen_ds.runner import Runner
 
@@ -70,13 +72,17 @@ def losses(work_dir: Path) -> dict[int, float]:
     return {line["update"]: line["loss"] for line in read_lines(work_dir / "metrics.jsonl") if "loss" in line}
 
 
-def test_it_learns_and_goes_on_where_it_stopped(data, tmp_path) -> None:
-    Runner.from_cfg(config(data, tmp_path / "straight"), max_updates=24).train()
+def test_it_learns_to_name_pictures_and_goes_on_where_it_stopped(data, tmp_path) -> None:
+    runner = Runner.from_cfg(config(data, tmp_path / "straight"))
+    runner.train()
     straight = losses(tmp_path / "straight")
-    assert len(straight) == 24 and straight[24] < 0.5 * straight[1]
+    assert straight[max(straight)] < 0.1 * straight[1]
+    shown = [[Turn("user", "image", str(data / f"{name}.png")), Turn("user", "text", "?")] for name in NAMES]
+    asked = [*shown, [Turn("user", "text", "hi")]]
+    assert answer(runner.backend.model, runner.processor, asked, max_new_tokens=8) == [*NAMES, "yo"]
     Runner.from_cfg(config(data, tmp_path / "cut"), max_updates=11).train()
     Runner.from_cfg(config(data, tmp_path / "cut", resume=True), max_updates=24).train()
-    assert losses(tmp_path / "cut") == straight
+    assert losses(tmp_path / "cut") == {update: loss for update, loss in straight.items() if update <= 24}
 
 
 def test_it_begins_with_the_weights_of_a_published_directory(data, tmp_path) -> None:

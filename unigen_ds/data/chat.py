@@ -17,20 +17,23 @@ from unigen_ds.core.errors import DataError
 IGNORED = -100
 
 
-def chat_ids(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> tuple[list[int], list[bool]]:
+def chat_ids(
+    tokenizer: Any, messages: Sequence[Mapping[str, str]], *, reply: bool = False
+) -> tuple[list[int], list[bool]]:
     """Ids of a conversation and, for each, whether the assistant said it.
 
     Args:
         tokenizer: a fast tokenizer of transformers with a chat template.
         messages: ``{"role": ..., "content": ...}``, as the template takes them.
+        reply: end with what invites the assistant to speak.
 
     Raises ``DataError`` where the template changes what came before when a message is added: then no mask is right.
     """
-    text = _render(tokenizer, messages)
+    text = _render(tokenizer, messages, reply=reply)
     bounds: list[int] = []  # begin, end, begin, end, ... of the assistant's parts in the text
     for number, message in enumerate(messages):
         if message["role"] == "assistant":
-            before = _render(tokenizer, messages[:number], add_generation_prompt=True)
+            before = _render(tokenizer, messages[:number], reply=True)
             after = _render(tokenizer, messages[: number + 1])
             if not (after.startswith(before) and text.startswith(after)):
                 raise DataError(
@@ -50,9 +53,7 @@ def next_token_labels(ids: Sequence[int], said: Sequence[bool]) -> list[int]:
     ] * bool(ids)
 
 
-def _render(tokenizer: Any, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = False) -> str:
-    if not messages and not add_generation_prompt:
+def _render(tokenizer: Any, messages: Sequence[Mapping[str, str]], *, reply: bool = False) -> str:
+    if not messages and not reply:
         return ""
-    return str(
-        tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=add_generation_prompt)
-    )
+    return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=reply))

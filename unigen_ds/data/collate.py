@@ -132,7 +132,7 @@ def load(
     loaded: list[Loaded] = []
     for place, split in enumerate(truncated.splits):
         if isinstance(split, TiledSplit):
-            loaded.append(_load_tiles(split, processor))
+            loaded.append(load_tiles(split, processor))
         elif not isinstance(split, ImageSplit):
             if place not in dropped:
                 loaded.append(split)
@@ -194,7 +194,8 @@ def _load_image(split: ImageSplit, processor: UnifiedProcessor, key: tuple[objec
     )
 
 
-def _load_tiles(split: TiledSplit, processor: UnifiedProcessor) -> LoadedTiles:
+def load_tiles(split: TiledSplit, processor: UnifiedProcessor) -> LoadedTiles:
+    """Decode and cut. Raises ``UnreadableImage``."""
     assert processor.tiling is not None, "planned without tiles"
     try:
         tiles = processor.tiling(open_image(split.path))

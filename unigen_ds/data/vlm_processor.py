@@ -66,8 +66,8 @@ class VLMProcessor(UnifiedProcessor):
         facts = ("vlm-plan-1", self.tokenizer.fingerprint, self.tiling, self.tokens_per_tile)
         return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
-    def plan(self, turns: Sequence[Turn], where: object = "") -> Sample:
-        """The splits of a conversation. ``where`` begins errors.
+    def plan(self, turns: Sequence[Turn], where: object = "", *, reply: bool = False) -> Sample:
+        """The splits of a conversation. ``where`` begins errors; with ``reply`` the assistant is to speak next.
 
         An image whose header cannot be read does not raise: its split carries the reason and one tile.
         """
@@ -81,7 +81,7 @@ class VLMProcessor(UnifiedProcessor):
             text = "\n".join(message.texts).replace(IMAGE_TOKEN, "")  # only an image may stand for an image
             content = image_string(grids, tokens_per_tile=self.tokens_per_tile) + text
             messages.append({"role": message.role, "content": content})
-        ids, said = chat_ids(self.tokenizer.chat, messages)
+        ids, said = chat_ids(self.tokenizer.chat, messages, reply=reply)
         return Sample(tuple(self._splits(ids, next_token_labels(ids, said), images, where)))
 
     def _splits(

@@ -11,14 +11,32 @@ from typing import Any
 
 import torch
 
-from unigen_ds.data.collate import Loaded, pack_documents
-from unigen_ds.data.processor import UnifiedProcessor
-from unigen_ds.data.samples import TokenSplit
+from unigen_ds.data.collate import Loaded, load_tiles, pack_documents
+from unigen_ds.data.formats import Turn
+from unigen_ds.data.samples import ImageSplit, Sample, TiledSplit, TokenSplit
+from unigen_ds.data.vlm_processor import VLMProcessor
+
+
+def answer(
+    model: Any, processor: VLMProcessor, conversations: Sequence[Sequence[Turn]], *, max_new_tokens: int = 64
+) -> list[str]:
+    """What the model says next in each conversation. Raises ``UnreadableImage`` for a picture that is none."""
+    prompts = [_loaded(processor.plan(turns, reply=True), processor) for turns in conversations]
+    said = generate(model, processor, prompts, max_new_tokens=max_new_tokens)
+    return [processor.tokenizer.decode(ids) for ids in said]
+
+
+def _loaded(sample: Sample, processor: VLMProcessor) -> list[Loaded]:
+    return [
+        load_tiles(split, processor) if isinstance(split, TiledSplit) else split
+        for split in sample.splits
+        if not isinstance(split, ImageSplit)  # a VLMProcessor plans none
+    ]
 
 
 @torch.no_grad()
 def generate(
-    model: Any, processor: UnifiedProcessor, prompts: Sequence[Sequence[Loaded]], *, max_new_tokens: int
+    model: Any, processor: VLMProcessor, prompts: Sequence[Sequence[Loaded]], *, max_new_tokens: int
 ) -> list[list[int]]:
     """The ids that follow each prompt, up to and with the first end id."""
     device = model.connector.proj.weight.device
