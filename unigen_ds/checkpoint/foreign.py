@@ -19,6 +19,7 @@ from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.layouts.base import PieceReader
 from unigen_ds.checkpoint.layouts.dcp import DCPReader
 from unigen_ds.checkpoint.layouts.deepspeed import DeepSpeedReader
+from unigen_ds.checkpoint.layouts.nanovlm import NanoVLMReader, is_nanovlm
 from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
 from unigen_ds.checkpoint.manifest import FILE_NAME
 from unigen_ds.core.errors import CheckpointError, ConfigError, nearest
@@ -39,7 +40,7 @@ class Foreign:
     directory: Path
     """Where the files lie, the tag followed."""
     layout: str
-    """As in a manifest: ``deepspeed`` | ``dcp`` | ``safetensors``."""
+    """As in a manifest: ``deepspeed`` | ``dcp`` | ``safetensors``; or ``nanovlm``."""
     writer: str
     """Who wrote it, in words."""
     reader: PieceReader
@@ -117,6 +118,8 @@ def open_foreign(directory: Path, *, tag: str | None = None, assume: Mapping[str
         return _deepspeed(folder, dict(assume or {}))
     if (folder / ".metadata").is_file():
         return _bare(folder, "dcp", DCPReader(folder), dict(assume or {}))
+    if is_nanovlm(folder):
+        return _bare(folder, "nanovlm", NanoVLMReader(folder), dict(assume or {}))
     if any(folder.glob(_SAFETENSORS)):
         return _bare(folder, "safetensors", SafetensorsReader(folder), dict(assume or {}))
     raise CheckpointError(

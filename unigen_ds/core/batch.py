@@ -49,7 +49,7 @@ class PackedBatch:
     vit_patches: Tensor
     """[V, channels * p * p] float32, (row, column, channel) inside a patch."""
     vit_index: Tensor
-    """[V] their places."""
+    """[V] their places; where patches are shuffled into fewer tokens, one place a token."""
     vit_position_ids: Tensor
     """[V] row * max_patches_per_side + column."""
     vit_lengths: tuple[int, ...]

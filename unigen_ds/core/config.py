@@ -37,6 +37,7 @@ SCHEMA: dict[str, Any] = {
     "processor": {
         "vit_transform": _COMPONENT, "vae_transform": _COMPONENT, "vit_augment": _COMPONENT, "text_dropout": 1,
         "vit_dropout": 1, "vae_dropout": 1, "timestep": 1, "ce_reweight": 1,
+        "max_image_size": 1, "resize_to_max_side_len": 1,
     },
     "train_dataloader": _DATALOADER,
     "val_dataloader": _DATALOADER,

@@ -21,7 +21,7 @@ from unigen_ds.core.seeding import generator
 from unigen_ds.data.datasets import PlannedDataset, source_names
 from unigen_ds.data.order import Draw
 from unigen_ds.data.processor import UnifiedProcessor
-from unigen_ds.data.samples import ImageSplit, Sample, Split, TextSplit, TokenSplit
+from unigen_ds.data.samples import ImageSplit, Sample, Split, TextSplit, TiledSplit, TokenSplit
 from unigen_ds.data.stream import Row
 from unigen_ds.data.transforms import UnreadableImage, open_image, patchify
 
@@ -41,11 +41,29 @@ class LoadedImage:
 
 
 @dataclass(frozen=True)
+class LoadedTiles:
+    """The patches of all tiles of one image."""
+
+    split: TiledSplit
+    vit_patches: Tensor
+
+
+@dataclass(frozen=True)
 class DroppedImage:
     """An image that condition dropout removed: no token, but its rotary position is used up."""
 
 
-Loaded = TextSplit | TokenSplit | LoadedImage | DroppedImage
+Loaded = TextSplit | TokenSplit | LoadedImage | LoadedTiles | DroppedImage
+
+
+@dataclass(frozen=True)
+class _VitPart:
+    """One entry of the four ViT fields of ``PackedBatch``."""
+
+    patches: Tensor
+    index: Tensor
+    position_ids: Tensor
+    lengths: tuple[int, ...]
 
 
 def collate(
@@ -103,17 +121,19 @@ def load(
     sample = dataset.sample(draw.index, pass_number=draw.pass_number)
     truncated = sample.truncated(seq_length)
     for split in truncated.splits:
-        if isinstance(split, ImageSplit) and split.error:
+        if isinstance(split, (ImageSplit, TiledSplit)) and split.error:
             raise _unreadable(split.path, split.error)
     planned = int(dataset.lengths()[0][draw.index])
     if sample.num_tokens != planned:
-        changed = next((s.path for s in sample.splits if isinstance(s, ImageSplit)), "")
+        changed = next((s.path for s in sample.splits if isinstance(s, (ImageSplit, TiledSplit))), "")
         raise _unreadable(changed, f"the sample has {sample.num_tokens} tokens, but {planned} when it was indexed")
     key = (seed, draw.pass_number, name)
     dropped = _dropped(truncated, processor, key)
     loaded: list[Loaded] = []
     for place, split in enumerate(truncated.splits):
-        if not isinstance(split, ImageSplit):
+        if isinstance(split, TiledSplit):
+            loaded.append(load_tiles(split, processor))
+        elif not isinstance(split, ImageSplit):
             if place not in dropped:
                 loaded.append(split)
         elif place in dropped:
@@ -135,7 +155,7 @@ def _dropped(sample: Sample, processor: UnifiedProcessor, key: tuple[object, ...
     return {
         place
         for place, (split, chance) in enumerate(zip(sample.splits, chances, strict=True))
-        if not isinstance(split, TokenSplit) and split.droppable and chance < processor.dropout[_kind(split)]
+        if isinstance(split, (TextSplit, ImageSplit)) and split.droppable and chance < processor.dropout[_kind(split)]
     }
 
 
@@ -174,6 +194,18 @@ def _load_image(split: ImageSplit, processor: UnifiedProcessor, key: tuple[objec
     )
 
 
+def load_tiles(split: TiledSplit, processor: UnifiedProcessor) -> LoadedTiles:
+    """Decode and cut. Raises ``UnreadableImage``."""
+    assert processor.tiling is not None, "planned without tiles"
+    try:
+        tiles = processor.tiling(open_image(split.path))
+    except UnreadableImage as error:
+        raise _unreadable(split.path, error.problem) from error
+    if len(tiles) != split.num_tiles:  # as above
+        raise _unreadable(split.path, f"image {split.path} has {len(tiles)} tiles, {split.num_tiles} when planned")
+    return LoadedTiles(split, torch.cat([patchify(tile, processor.vit_patch_size) for tile in tiles]))
+
+
 def _normal(shape: tuple[int, ...], key: tuple[object, ...]) -> Tensor:
     return torch.randn(shape, generator=generator(*key), dtype=torch.float32)
 
@@ -202,6 +234,7 @@ class _Builder:
         self._target_ids: list[int] = []
         self._target_index: list[int] = []
         self._target_weight: list[float] = []
+        self._vit_parts: list[_VitPart] = []
         self._images: list[tuple[LoadedImage, int]] = []
 
     def add_document(self, loaded: Sequence[Loaded]) -> None:
@@ -213,6 +246,9 @@ class _Builder:
             elif isinstance(split, LoadedImage):
                 self._add_image(split, position)
                 position += split.split.kind != "noise"
+            elif isinstance(split, LoadedTiles):
+                self._add_tiles(split, position)
+                position += split.split.num_tokens
             elif isinstance(split, TokenSplit):
                 self._add_tokens(split.ids, split.labels, position)
                 position += len(split.ids)
@@ -252,9 +288,24 @@ class _Builder:
         start, length = self.num_tokens, image.split.num_tokens
         self._text_ids += (self.processor.tokenizer.image_start_id, self.processor.tokenizer.image_end_id)
         self._text_index += (start, start + length - 1)
+        if image.vit_patches is not None:
+            number = len(image.vit_patches)
+            positions = _grid_positions(image.split.grid, self.processor.vit_max_patches_per_side)
+            index = torch.arange(start + 1, start + 1 + number)
+            self._vit_parts.append(_VitPart(image.vit_patches, index, positions, (number,)))
         self._images.append((image, start + 1))
         mode = NOISE if image.split.kind == "noise" else FULL
         self._add_split(length, mode, torch.full((length,), position))
+
+    def _add_tiles(self, tiles: LoadedTiles, position: int) -> None:
+        start, split, side = self.num_tokens, tiles.split, self.processor.vit_max_patches_per_side
+        text = [i for i, token in enumerate(split.ids) if token != split.image_id]
+        self._text_ids += [split.ids[i] for i in text]
+        self._text_index += [start + i for i in text]
+        index = _integers([start + i for i, token in enumerate(split.ids) if token == split.image_id])
+        positions = torch.arange(side * side).repeat(split.num_tiles)
+        self._vit_parts.append(_VitPart(tiles.vit_patches, index, positions, (side * side,) * split.num_tiles))
+        self._add_split(len(split.ids), CAUSAL, torch.arange(position, position + len(split.ids)))
 
     def batch(
         self, num_sequences: int, sample_ids: tuple[str, ...], skipped: tuple[dict[str, str], ...]
@@ -280,17 +331,13 @@ class _Builder:
         )
 
     def _vit(self) -> dict[str, Any]:
-        pairs = [(image, start) for image, start in self._images if image.vit_patches is not None]
-        p, table = self.processor.vit_patch_size, self.processor.vit_max_patches_per_side
-        patches = [image.vit_patches for image, _ in pairs if image.vit_patches is not None]
-        none = torch.empty(0, dtype=torch.int64)
+        parts, none = self._vit_parts, torch.empty(0, dtype=torch.int64)
+        width = self.processor.vit_channels * self.processor.vit_patch_size**2
         return {
-            "vit_patches": _joined(patches, torch.empty(0, self.processor.vit_channels * p * p)),
-            "vit_index": _joined(
-                [start + torch.arange(len(x)) for (_, start), x in zip(pairs, patches, strict=True)], none
-            ),
-            "vit_position_ids": _joined([_grid_positions(image.split.grid, table) for image, _ in pairs], none),
-            "vit_lengths": tuple(len(x) for x in patches),
+            "vit_patches": _joined([part.patches for part in parts], torch.empty(0, width)),
+            "vit_index": _joined([part.index for part in parts], none),
+            "vit_position_ids": _joined([part.position_ids for part in parts], none),
+            "vit_lengths": tuple(length for part in parts for length in part.lengths),
         }
 
     def _vae(self) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from unigen_ds.core.files import quick_digest, write_atomic
 from unigen_ds.core.log import logger
 from unigen_ds.data.formats import Place, parse_record, read_record, scan
 from unigen_ds.data.processor import UnifiedProcessor
-from unigen_ds.data.samples import ImageSplit, Sample, TextSplit, TokenSplit
+from unigen_ds.data.samples import ImageSplit, Sample, TextSplit, TiledSplit, TokenSplit
 
 FOLDER = ".unigen_index"
 _FORMAT = "unigen-index-1"
@@ -68,7 +68,7 @@ class Counts:
 
 def count(sample: Sample) -> tuple[int, ...]:
     """One row of ``Counts``."""
-    images = [split for split in sample.splits if isinstance(split, ImageSplit)]
+    images = [split for split in sample.splits if isinstance(split, (ImageSplit, TiledSplit))]
     text_targets = sum(len(s.ids) + 1 for s in sample.splits if isinstance(s, TextSplit) and s.loss)
     text_targets += sum(label >= 0 for s in sample.splits if isinstance(s, TokenSplit) for label in s.labels)
     return (
@@ -76,7 +76,7 @@ def count(sample: Sample) -> tuple[int, ...]:
         sample.num_tiles,
         sum(split.num_tokens for split in images),
         text_targets,
-        sum(split.num_tokens - 2 for split in images if split.kind == "noise"),
+        sum(s.num_tokens - 2 for s in sample.splits if isinstance(s, ImageSplit) and s.kind == "noise"),
         sum(bool(split.error) for split in images),
     )
 

@@ -19,6 +19,7 @@ from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.augment import Augment
 from unigen_ds.data.formats import Turn
 from unigen_ds.data.samples import ImageKind, ImageSplit, Sample, Split, TextSplit, TextTokenizer
+from unigen_ds.data.tiles import Tiling
 from unigen_ds.data.transforms import ImageTransform, UnreadableImage, image_size
 
 
@@ -42,6 +43,9 @@ class UnifiedProcessor:
         vit_augment: random changes of images that are understood, in training only.
         seed: of dropout, time steps and noise.
     """
+
+    tiling: Tiling | None = None
+    """How images are cut into tiles, in a processor whose samples have ``TiledSplit``s."""
 
     def __init__(
         self,
@@ -127,7 +131,7 @@ class UnifiedProcessor:
                 ids = tuple(self.tokenizer.encode(turn.value))
                 splits.append(TextSplit(ids, loss=generated, droppable=not generated))
                 continue
-            size, error = _header(turn.value)
+            size, error = image_header(turn.value)
             if generated:
                 splits.append(self._image(turn.value, "noise", size, error, where))
             if not generated or i + 1 < len(merged):
@@ -190,7 +194,8 @@ def _merged(turns: Sequence[Turn]) -> list[Turn]:
     return merged
 
 
-def _header(path: str) -> tuple[tuple[int, int] | None, str]:
+def image_header(path: str) -> tuple[tuple[int, int] | None, str]:
+    """(width, height), or None and why there is none."""
     try:
         return image_size(path), ""
     except UnreadableImage as error:

@@ -7,6 +7,7 @@ Token layout of a split, as in BAGEL's public packing code:
 * image: ``[image_start, patches..., image_end]``, one rotary position for all of it. ``vit`` (understanding) and
   ``vae`` (clean latent) are FULL and advance the position by one; ``noise`` (generation target) does not advance it.
 * tokens: ids as a user's own data set gives them, with explicit labels. Causal.
+* tiles: an image of a vision-language model, cut into tiles, with a token before each. Causal, as text is.
 """
 
 from __future__ import annotations
@@ -62,7 +63,24 @@ class ImageSplit:
         return self.grid[0] * self.grid[1] + 2
 
 
-Split = TextSplit | TokenSplit | ImageSplit
+@dataclass(frozen=True)
+class TiledSplit:
+    """An image cut into tiles (``tiles.Tiling``), not yet decoded, with all that stands between the tiles."""
+
+    path: str
+    ids: tuple[int, ...]
+    """Token ids; ``image_id`` at each place that a tile's token takes, tile by tile."""
+    image_id: int
+    num_tiles: int
+    error: str = ""
+    """As of ``ImageSplit``."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.ids)
+
+
+Split = TextSplit | TokenSplit | ImageSplit | TiledSplit
 
 
 @dataclass(frozen=True)
@@ -78,7 +96,8 @@ class Sample:
     @property
     def num_tiles(self) -> int:
         """Images that a vision tower must encode."""
-        return sum(isinstance(split, ImageSplit) and split.kind != "noise" for split in self.splits)
+        images = sum(isinstance(split, ImageSplit) and split.kind != "noise" for split in self.splits)
+        return images + sum(split.num_tiles for split in self.splits if isinstance(split, TiledSplit))
 
     def truncated(self, seq_length: int) -> Sample:
         """Cut to ``seq_length`` tokens: a text is shortened, an image stays whole or goes with all that follows."""

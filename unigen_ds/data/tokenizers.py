@@ -8,6 +8,7 @@ from typing import Any
 
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.registry import TOKENIZERS
+from unigen_ds.data.tiles import GLOBAL_TOKEN, IMAGE_TOKEN, TILE_TOKENS
 
 _SPECIAL = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>")
 
@@ -86,13 +87,46 @@ class PretrainedTokenizer(_Tokenizer):
         image_start: str = _SPECIAL[2],
         image_end: str = _SPECIAL[3],
     ) -> None:
-        from transformers import AutoTokenizer
-
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(path)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"tokenizer.path {path!r} cannot be read: {error}") from error
         names = (bos, eos, image_start, image_end)
-        present = tokenizer.get_vocab()
-        tokenizer.add_special_tokens({"additional_special_tokens": [n for n in names if n not in present]})
-        super().__init__(tokenizer, names)
+        super().__init__(_pretrained(path, names), names)
+
+
+@TOKENIZERS.register_module()
+class ChatTokenizer(_Tokenizer):
+    """A tokenizer with a chat template, for ``VLM``; tokens for images and their tiles are added in nanoVLM's order.
+
+    Args:
+        path: directory or hub name.
+        chat_template: Jinja text; None: the tokenizer's own.
+        bos, eos: the tokens that stand for the begin and the end of a message.
+    """
+
+    def __init__(
+        self, *, path: str, chat_template: str | None = None, bos: str = _SPECIAL[0], eos: str = _SPECIAL[1]
+    ) -> None:
+        tokenizer = _pretrained(path, (bos, eos, IMAGE_TOKEN, GLOBAL_TOKEN, *TILE_TOKENS))
+        if chat_template is not None:
+            tokenizer.chat_template = chat_template
+        if not tokenizer.chat_template:
+            raise ConfigError(f"tokenizer {path!r} has no chat template", remedy="give tokenizer.chat_template")
+        super().__init__(tokenizer, (bos, eos, GLOBAL_TOKEN, IMAGE_TOKEN))
+        self.image_id = self.image_end_id
+        self._fingerprint += "/" + hashlib.blake2b(str(tokenizer.chat_template).encode(), digest_size=8).hexdigest()
+
+    @property
+    def chat(self) -> Any:
+        """The tokenizer of transformers, for its chat template and offsets."""
+        return self._tokenizer
+
+
+def _pretrained(path: str, tokens: Sequence[str]) -> Any:
+    """The tokenizer at ``path``; those of ``tokens`` that it lacks are added as special ones."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"tokenizer.path {path!r} cannot be read: {error}") from error
+    present = tokenizer.get_vocab()
+    tokenizer.add_special_tokens({"additional_special_tokens": [token for token in tokens if token not in present]})
+    return tokenizer

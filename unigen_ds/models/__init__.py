@@ -2,3 +2,4 @@
 
 from unigen_ds.models.unified import UnifiedModel as UnifiedModel
 from unigen_ds.models.vae import PixelAutoencoder as PixelAutoencoder
+from unigen_ds.models.vlm import VLM as VLM

@@ -70,8 +70,8 @@ def _attend(bucket: Bucket, q_THE: Tensor, k_THE: Tensor, v_THE: Tensor) -> Tens
     return out.transpose(1, 2).flatten(0, 1).index_select(0, bucket.slot)
 
 
-def plan_attention(batch: PackedBatch, place_of: Tensor) -> AttentionPlan:
-    """Plan for the language model. ``place_of[t]`` is where token ``t`` of the batch stands in the hidden states."""
+def plan_attention(batch: PackedBatch, place_of: Tensor | None = None) -> AttentionPlan:
+    """Plan for the language model. ``place_of[t]`` is where token ``t`` stands in the hidden states; None: at ``t``."""
     modes_T = batch.split_modes[batch.split_ids]
 
     def mask(tokens: Tensor, valid: Tensor, uniform: bool) -> Tensor:

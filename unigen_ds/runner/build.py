@@ -29,6 +29,7 @@ from unigen_ds.data.loader import UpdateLoader
 from unigen_ds.data.order import GlobalOrder
 from unigen_ds.data.processor import UnifiedProcessor
 from unigen_ds.data.stream import Cursor, SequenceStream
+from unigen_ds.data.vlm_processor import VLMProcessor
 from unigen_ds.hooks import checkpoint as _checkpoint  # noqa: F401
 from unigen_ds.hooks import continuity as _continuity  # noqa: F401
 from unigen_ds.hooks import digits_report as _digits_report  # noqa: F401
@@ -42,10 +43,12 @@ from unigen_ds.hooks.signals import SignalHook
 from unigen_ds.hooks.skipped import SkippedSamplesHook
 from unigen_ds.hooks.timer import IterTimerHook
 from unigen_ds.models import unified as _unified  # noqa: F401
+from unigen_ds.models import vlm as _vlm  # noqa: F401
 from unigen_ds.optim.param_groups import build_param_groups
 from unigen_ds.resume.geometry import BATCH_CHOICES, check_choice, lr_factor
 from unigen_ds.schedule.schedule import Schedules
 
+_PROCESSORS = {"UnifiedProcessor": UnifiedProcessor, "VLMProcessor": VLMProcessor}
 _LIMITS = {"max_epochs": "epoch", "max_iters": "iteration", "max_updates": "update", "max_tokens": "token"}
 
 
@@ -108,17 +111,18 @@ def build_processor(config: Mapping[str, Any], *, seed: int) -> UnifiedProcessor
     for key in ("vit_transform", "vae_transform"):
         if given.get(key) is not None:
             given[key] = build(TRANSFORMS, given[key], where=f"processor.{key}")
-    augment = given.get("vit_augment") or ()
-    given["vit_augment"] = [
-        build(TRANSFORMS, spec, where=f"processor.vit_augment[{i}]") for i, spec in enumerate(augment)
-    ]
+    if augment := given.pop("vit_augment", None):
+        given["vit_augment"] = [
+            build(TRANSFORMS, spec, where=f"processor.vit_augment[{i}]") for i, spec in enumerate(augment)
+        ]
     model = config["model"]
-    sizes = MODELS.get(model["type"]).processor_sizes(model) if isinstance(model.get("type"), str) else {}
+    kind = MODELS.get(model["type"]) if isinstance(model.get("type"), str) else None
+    sizes = kind.processor_sizes(model) if kind else {}
     both = sorted(set(sizes) & set(given))
     if both:
         raise ConfigError(f"processor sets {', '.join(both)}", remedy="leave it out: the model's config fixes it")
     try:
-        return UnifiedProcessor(tokenizer, seed=seed, **sizes, **given)
+        return _PROCESSORS[getattr(kind, "processor", "UnifiedProcessor")](tokenizer, seed=seed, **sizes, **given)
     except TypeError as error:
         raise ConfigError(f"processor: {error}") from error
 

@@ -1,0 +1,43 @@
+"""A tiny tokenizer with a chat template: the characters and the special tokens of the golden conversations."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from tokenizers import AddedToken, Regex, Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import PreTrainedTokenizerFast
+
+from tests.data.support import GOLDEN
+
+NANOVLM = GOLDEN / "nanovlm"
+META = json.loads((NANOVLM / "golden.json").read_text(encoding="utf-8"))
+CONFIG = json.loads((NANOVLM / "config.json").read_text(encoding="utf-8"))
+PIECE = re.compile(r"<[^<>\s]+>|[\s\S]")
+
+
+def golden_text(spaced: str) -> list[str]:
+    """Tokens of a text whose tokens are set apart by one space, a space itself among them."""
+    return re.findall(rf"({PIECE.pattern})(?: |$)", spaced)
+
+
+def character_tokenizer(template: str = CONFIG["lm_chat_template"]) -> PreTrainedTokenizerFast:
+    """One id a character, with the ids of the golden samples; tokens in angle brackets are whole."""
+    vocabulary = {
+        token: i
+        for sample in META["samples"]
+        for token, i in zip(golden_text(sample["text"]), sample["input_ids"], strict=True)
+    }
+    extra = CONFIG["vlm_extra_tokens"].values()
+    vocabulary |= {token: META["image_token_id"] + i for i, token in enumerate(extra)}
+    free = sorted(set(range(CONFIG["lm_base_vocab_size"])) - set(vocabulary.values()))
+    others = [character for character in map(chr, (10, *range(32, 127))) if character not in vocabulary]
+    vocabulary |= dict(zip(others, free, strict=False))
+    inner = Tokenizer(WordLevel(vocabulary, unk_token="?"))
+    inner.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")  # type: ignore[assignment]
+    inner.decoder = Fuse()  # type: ignore[assignment]
+    inner.add_special_tokens([AddedToken(t, special=True) for t in vocabulary if len(t) > 1])
+    return PreTrainedTokenizerFast(tokenizer_object=inner, chat_template=template, eos_token="<|im_end|>")

@@ -1,0 +1,68 @@
+"""Image splitting against public nanoVLM (``tests/golden/nanovlm/image_split.*``)."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from tests.data.support import GOLDEN
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.data.tiles import TILE_TOKENS, Tiling, image_string, num_tiles
+from unigen_ds.data.transforms import open_image
+
+NANOVLM = GOLDEN / "nanovlm"
+SPLIT = json.loads((NANOVLM / "image_split.json").read_text(encoding="utf-8"))
+ATOL = json.loads((GOLDEN / "tolerance.json").read_text(encoding="utf-8"))["nanovlm/image_split tiles"][
+    "suggested_atol"
+]
+
+
+@pytest.mark.parametrize("number", range(len(SPLIT["cases"])))
+def test_tiles_and_their_string(number: int) -> None:
+    case = SPLIT["cases"][number]
+    tiling = Tiling(case["splitted_image_size"], case["max_img_size"], case["resize_to_max_side_len"])
+    image = open_image(NANOVLM / case["png"])
+    assert (image.height, image.width) == (case["height"], case["width"])
+    grid = tiling.grid(*image.size)
+    assert list(grid) == case["grid"]
+    assert [side * tiling.tile_size for side in grid] == case["resized_hw"]
+    tiles = tiling(image)
+    assert len(tiles) == num_tiles(grid) == case["n_tiles"]
+    torch.testing.assert_close(
+        tiles, load_file(NANOVLM / "image_split.safetensors")[f"tiles_{number}"], atol=ATOL, rtol=0
+    )
+    side = tiling.tile_size // case["vit_patch_size"] // case["pixel_shuffle_factor"]
+    assert side**2 == case["mp_image_token_length"]
+    assert image_string([grid], tokens_per_tile=side**2) == case["image_string"]
+
+
+@pytest.mark.parametrize("case", SPLIT["image_strings"], ids=lambda case: str(case["grids"]))
+def test_strings_of_several_images(case: dict) -> None:
+    grids = [tuple(grid) for grid in case["grids"]]
+    assert image_string(grids, tokens_per_tile=case["mp_image_token_length"]) == case["image_string"]
+
+
+def test_names_of_the_tokens() -> None:
+    config = json.loads((NANOVLM / "config.json").read_text(encoding="utf-8"))
+    assert list(TILE_TOKENS) == [v for k, v in config["vlm_extra_tokens"].items() if not k.endswith("image_token")]
+
+
+def test_any_size_gives_as_many_tiles_as_planned() -> None:
+    draw = random.Random(0)
+    for _ in range(40):
+        tiling = Tiling(8, 8 * draw.randint(1, 8), draw.random() < 0.5)
+        width, height = draw.randint(1, 120), draw.randint(1, 120)
+        rows, columns = tiling.grid(width, height)
+        assert max(rows, columns) * 8 <= tiling.max_size
+        assert tiling(Image.new("L", (width, height))).shape == (num_tiles((rows, columns)), 3, 8, 8)
+
+
+@pytest.mark.parametrize("sizes", [(16, 24), (16, 0), (16, 144), (0, 16)])
+def test_sizes_that_cannot_be_cut(sizes: tuple[int, int]) -> None:
+    with pytest.raises(ConfigError, match="multiple of the tile"):
+        Tiling(*sizes)

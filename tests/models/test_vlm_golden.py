@@ -1,0 +1,277 @@
+"""The vision-language model against numbers from the public nanoVLM code (``tests/golden/README.md``), in fp32.
+
+Public packing lets the samples of a row see each other; here a row is then one document, and a pad between samples
+only moves the rotary position on. Every size, id and setting is read from the files of ``UNIGEN_GOLDEN``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from unigen_ds.core.batch import PackedBatch
+from unigen_ds.core.errors import CheckpointError, ConfigError, DataError
+from unigen_ds.data.collate import DroppedImage, Loaded, LoadedTiles, pack_documents
+from unigen_ds.data.samples import TiledSplit, TokenSplit
+from unigen_ds.data.transforms import patchify
+from unigen_ds.data.vlm_processor import VLMProcessor
+from unigen_ds.inference.chat import generate
+from unigen_ds.models import VLM
+from unigen_ds.models.hf_names import load_nanovlm, save_nanovlm, to_nanovlm, vlm_arguments
+
+ROOT = Path(os.environ.get("UNIGEN_GOLDEN", Path(__file__).parent.parent / "golden"))
+NANOVLM = ROOT / "nanovlm"
+META = json.loads((NANOVLM / "golden.json").read_text())
+CONFIG = json.loads((NANOVLM / "config.json").read_text())
+Document = list[Loaded]
+
+
+class Ids:
+    """The ids that packing needs, as the files have them."""
+
+    bos_id, eos_id, pad_id = META["im_start_id"], META["eos_token_id"], META["pad_token_id"]
+    image_id = image_end_id = META["image_token_id"]
+    image_start_id = META["global_image_token_id"]
+
+
+@pytest.fixture(scope="module")
+def tolerance() -> dict[str, float]:
+    """Absolute tolerance by quantity, as stated beside the vectors."""
+    stated = json.loads((ROOT / "tolerance.json").read_text())
+    own = {k.removeprefix("nanovlm/"): v for k, v in stated.items() if k.startswith("nanovlm/")}
+    return {name: value.get("suggested_atol", 0) for name, value in own.items()}
+
+
+@pytest.fixture(scope="module")
+def golden() -> dict[str, Tensor]:
+    return load_file(NANOVLM / "golden.safetensors")
+
+
+@pytest.fixture(scope="module")
+def model() -> VLM:
+    return load_nanovlm(NANOVLM)[0]
+
+
+@pytest.fixture(scope="module")
+def processor() -> VLMProcessor:
+    sizes = VLM.processor_sizes(vlm_arguments(CONFIG))
+    made = VLMProcessor(Ids(), **sizes, max_image_size=CONFIG["max_img_size"])  # type: ignore[arg-type]
+    assert made.tokens_per_tile == CONFIG["mp_image_token_length"]
+    return made
+
+
+def documents(
+    ids: Tensor, mask: Tensor, tiles: Tensor | None, processor: VLMProcessor, targets: Tensor | None = None
+) -> list[list[Document]]:
+    """Row by row its samples: the runs of real tokens. Pads that follow a sample are in front of the next."""
+    left = list(tiles) if tiles is not None else []
+    rows = []
+    for row in range(len(ids)):
+        samples: list[Document] = []
+        gap: Document = []
+        labels = (targets if targets is not None else torch.full_like(ids, -100))[row].tolist()
+        pieces = torch.split(torch.arange(ids.shape[1]), run_lengths(mask[row]))
+        for places in (piece.tolist() for piece in pieces):
+            if not mask[row, places[0]]:
+                gap = [DroppedImage()] * len(places)
+                continue
+            samples.append([*gap, *splits(ids[row, places].tolist(), [labels[p] for p in places], left, processor)])
+        rows.append(samples)
+    assert not left, "tiles that no image token stands for"
+    return rows
+
+
+def run_lengths(mask: Tensor) -> list[int]:
+    return torch.unique_consecutive(mask, return_counts=True)[1].tolist()
+
+
+def splits(ids: list[int], labels: list[int], left: list[Tensor], processor: VLMProcessor) -> Document:
+    """Text before the image, all its tiles (taken from ``left``), text behind."""
+    places = [i for i, token in enumerate(ids) if token == Ids.image_id]
+    if not places:
+        return [TokenSplit(tuple(ids), tuple(labels))]
+    first, last = places[0] - 1, places[-1] + 1
+    number = len(places) // processor.tokens_per_tile
+    taken, left[:number] = left[:number], []
+    patches = torch.cat([patchify(tile, processor.vit_patch_size) for tile in taken])
+    return [
+        TokenSplit(tuple(ids[:first]), tuple(labels[:first])),
+        LoadedTiles(TiledSplit("", tuple(ids[first:last]), Ids.image_id, number), patches),
+        TokenSplit(tuple(ids[last:]), tuple(labels[last:])),
+    ]
+
+
+def shared(rows: list[list[Document]], processor: VLMProcessor) -> PackedBatch:
+    """The public packing: the samples of a row are one document."""
+    return pack_documents([[split for sample in row for split in sample] for row in rows], processor)
+
+
+@pytest.fixture(scope="module")
+def rows(golden, processor) -> list[list[Document]]:
+    return documents(golden["input_ids"], golden["attention_mask"], golden["images"], processor, golden["targets"])
+
+
+def _close(actual, expected, atol):
+    torch.testing.assert_close(actual, expected, atol=atol, rtol=0)
+
+
+@torch.no_grad()
+def test_vision_and_connector(model, rows, processor, golden, tolerance):
+    batch = shared(rows, processor)
+    seen = model.vision_model(batch.vit_patches, batch.vit_position_ids, batch.vit_lengths)
+    _close(seen, golden["mid.vit_out"].flatten(0, 1), tolerance["mid.vit_out"])
+    _close(model.connector(seen), golden["mid.mp_out"].flatten(0, 1), tolerance["mid.mp_out"])
+
+
+@torch.no_grad()
+def test_logits(model, rows, processor, golden, tolerance):
+    expected = golden["out.logits"][golden["attention_mask"] == 1]
+    _close(model.logits(shared(rows, processor)), expected, tolerance["logits (attention_mask==1)"])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["lm", "lm_long"])
+def test_language_model_alone(model, processor, golden, tolerance, name):
+    """``lm_long`` goes beyond the table of positions."""
+    ids, expected = golden[f"{name}.ids"], golden[f"{name}.logits"]
+    assert (ids.shape[1] > CONFIG["lm_max_position_embeddings"]) == (name == "lm_long")
+    batch = pack_documents([[TokenSplit(tuple(row), (-100,) * len(row))] for row in ids.tolist()], processor)
+    logits = model.logits(batch).unflatten(0, ids.shape)[:, -expected.shape[1] :]
+    _close(logits, expected, tolerance[f"{name}.logits"])
+
+
+def test_loss_and_gradients(model, rows, processor, golden, tolerance):
+    batch = shared(rows, processor)
+    count = batch.target_counts()["text"]
+    assert count == META["n_targets"]
+    model.zero_grad()
+    loss = model(batch).sums["text"] / count
+    _close(loss, torch.tensor(META["loss"]), tolerance["loss"])
+    loss.backward()
+    ours = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert len(ours) == len(list(model.parameters()))
+    grads = to_nanovlm(ours, patch_size=CONFIG["vit_patch_size"])
+    assert set(grads) == set(META["grad_norm"])
+    for name in META["grad_full"]:
+        _close(grads[name], golden["grad." + name], tolerance["grad (full tensors)"])
+    for name, norm in META["grad_norm"].items():
+        if norm > 1e-3:
+            assert abs(grads[name].norm().item() / norm - 1) < tolerance["grad_norm (relative, norms > 1e-3)"], name
+
+
+@pytest.mark.parametrize("case", sorted(META["generate"]))
+def test_greedy_generation(model, processor, golden, tolerance, case):
+    name, settings = f"gen_{case}", META["generate"][case]
+    ids, mask = golden[f"{name}.input_ids"], golden[f"{name}.attention_mask"]
+    prompts = [row[0] for row in documents(ids, mask, golden.get(f"{name}.images"), processor)]
+    said = generate(model, processor, prompts, max_new_tokens=settings["max_new_tokens"])
+    for row, (ours, theirs) in enumerate(zip(said, golden[f"{name}.generated_ids"].tolist(), strict=True)):
+        end = theirs.index(Ids.eos_id) + 1 if Ids.eos_id in theirs else len(theirs)
+        assert ours == theirs[:end]
+        longer = [prompts[row] + [TokenSplit(tuple(ours[:n]), (-100,) * n)] for n in range(len(ours))]
+        with torch.no_grad():
+            logits = model.next_token_logits(pack_documents(longer, processor))
+        _close(logits, golden[f"{name}.logits"][:end, row], tolerance[f"{name}.logits"])
+
+
+def test_packed_equals_alone(model, rows, processor):
+    """Sample by sample: logits in the pack are those of the sample in a batch of its own, without its neighbours."""
+    samples = [sample for row in rows for sample in row]
+    with torch.no_grad():
+        packed = model.logits(pack_documents(samples, processor))
+        alone = [model.logits(pack_documents([sample], processor)) for sample in samples]
+    assert len(samples) > len(rows)
+    _close(packed, torch.cat(alone), 1e-5)
+    assert not torch.allclose(packed, model.logits(shared(rows, processor)), atol=1e-3), "the public rows are shared"
+
+
+@pytest.mark.parametrize("settings", [{"activation_checkpointing": True}, {"freeze": ["vit", "llm"]}])
+def test_settings_change_no_number(model, rows, processor, settings):
+    other = VLM(**vlm_arguments(CONFIG), **settings)
+    other.load_state_dict(model.state_dict())
+    batch = shared(rows, processor)
+    for each in (model, other):
+        each.zero_grad()
+        each(batch).sums["text"].backward()
+    for name, parameter in other.named_parameters():
+        frozen = "freeze" in settings and not name.startswith("connector.")
+        expected = None if frozen else model.get_parameter(name).grad
+        assert parameter.grad is None if expected is None else torch.equal(parameter.grad, expected), name
+
+
+def test_tiles_of_another_size_are_refused(model, rows, processor):
+    """A batch made for other sizes is an error that says so, not wrong places."""
+    batch = shared(rows, processor)
+    with pytest.raises(DataError, match="patches"):
+        model(dataclasses.replace(batch, vit_lengths=(1, *batch.vit_lengths)))
+    one_less = dataclasses.replace(batch, vit_index=batch.vit_index[1:])
+    with pytest.raises(DataError, match="image places"):
+        model(one_less)
+
+
+def test_every_parameter_takes_part_without_an_image(model, rows, processor):
+    texts = [[split for split in sample if isinstance(split, TokenSplit)] for row in rows for sample in row]
+    batch = pack_documents(texts, processor)
+    assert batch.target_counts()["text"] > 0
+    model.zero_grad()
+    model(batch).sums["text"].backward()
+    assert all(p.grad is not None for p in model.parameters())
+    assert all(not p.grad.any() for p in model.vision_model.parameters())
+    empty = pack_documents([[TokenSplit((Ids.pad_id,), (-100,))]], processor)
+    loss = model(empty).sums["text"]
+    assert loss.item() == 0.0 and loss.requires_grad
+
+
+def test_directory_in_and_out(tmp_path, golden):
+    model, config = load_nanovlm(NANOVLM)
+    save_nanovlm(model, tmp_path, config=config)
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / name).read_bytes() == (NANOVLM / name).read_bytes(), name
+
+
+def test_directories_that_do_not_fit_are_refused(tmp_path):
+    model, config = load_nanovlm(NANOVLM)
+    with pytest.raises(CheckpointError, match=r"config\.json and model\.safetensors"):
+        load_nanovlm(tmp_path)
+    save_nanovlm(model, tmp_path, config=config)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "lm_n_blocks": config["lm_n_blocks"] + 1}))
+    with pytest.raises(CheckpointError, match="do not fit"):
+        load_nanovlm(tmp_path)
+    with pytest.raises(ConfigError, match="hidden_size"):
+        save_nanovlm(model, tmp_path, config={**config, "lm_hidden_dim": 2 * config["lm_hidden_dim"]})
+    for wrong in ({"vit_cls_flag": True}, {"lm_attn_scaling": 2.0}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            vlm_arguments({**config, **wrong})
+
+
+def test_default_trio() -> None:
+    """SigLIP2-base-patch16-512, factor 4, SmolLM2-360M: 512 x 512 pixels are 64 tokens, 768 numbers become 960."""
+    with torch.device("meta"):
+        model = VLM()
+    assert model.connector.proj.weight.shape == (960, 768 * 4**2)
+    assert model.connector(torch.empty(32 * 32, 768, device="meta")).shape == (64, 960)
+    processor = VLMProcessor(Ids(), **VLM.processor_sizes({}))  # type: ignore[arg-type]
+    assert processor.tokens_per_tile == 64
+    vision = sum(p.numel() for p in model.vision_model.parameters())
+    language = sum(p.numel() for p in model.language_model.parameters())
+    assert (round(vision / 1e6), round(language / 1e6)) == (86, 362)
+
+
+def test_wrong_sizes_are_refused() -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"llm": {"hidden": 8}}, "unknown hidden"),
+        ({"llm": {"num_attention_heads": 7}}, "multiple of the heads"),
+        ({"pixel_shuffle_factor": 5}, "pixel_shuffle_factor 5"),
+        ({"freeze": ["vae"]}, "'vae'"),
+    ]
+    for arguments, said in cases:
+        with torch.device("meta"), pytest.raises(ConfigError, match=said):
+            VLM(**arguments)

@@ -1,0 +1,111 @@
+"""A vision-language model through the whole house: trained from a JSONL, packed, asked, stopped, resumed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.data.chat_support import CONFIG as NANOVLM_CONFIG
+from tests.data.chat_support import NANOVLM, character_tokenizer
+from tests.data.support import image, picture, talk, text, write_jsonl
+from unigen_ds.core.config import load_config
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.metrics import read_lines
+from unigen_ds.data.formats import Turn
+from unigen_ds.inference.chat import answer
+from unigen_ds.models.hf_names import load_nanovlm, vlm_arguments
+from unigen_ds.runner import Runner
+
+CONFIG = """
+model = dict(
+    type="VLM",
+    llm=dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2),
+    vit=dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, image_size=16,
+             patch_size=4),
+    pixel_shuffle_factor=2,
+)
+tokenizer = dict(type="ChatTokenizer", path={tokenizer!r})
+processor = dict(max_image_size=32)
+train_dataloader = dict(batch_size=2, seq_length=160, packing=dict(type="WindowPacking", window=32, max_tiles=12),
+                        dataset=dict(type="UnifiedGenerationDataset", data_path={data!r}))
+optim_wrapper = dict(optimizer=dict(type="AdamW", lr=5e-3), precision="fp32")
+train_cfg = dict(max_epochs=30)
+backend = dict(type="single")
+default_hooks = dict(logger=dict(type="LoggerHook", interval=1), checkpoint=dict(type="CheckpointHook", interval=-1))
+randomness = dict(seed=1)
+work_dir = {work_dir!r}
+"""
+NAMES = ("red", "blue", "dark")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """Conversations about three pictures, among them some without any."""
+    folder = tmp_path_factory.mktemp("vlm")
+    character_tokenizer().save_pretrained(folder / "tokenizer")
+    for number, name in enumerate(NAMES):
+        picture(folder / f"{name}.png", 12 + 10 * number, 14, seed=number)
+    records = [
+        talk(image("user", f"{NAMES[i % 3]}.png"), text("user", "?"), text("assistant", NAMES[i % 3]))
+        if i % 4
+        else talk(text("user", "hi"), text("assistant", "yo"))
+        for i in range(16)
+    ]
+    write_jsonl(folder / "train.jsonl", records)
+    return folder
+
+
+def config(data: Path, work_dir: Path, **overrides: Any) -> Any:
+    path = work_dir.with_suffix(".py")
+    paths = {"tokenizer": str(data / "tokenizer"), "data": str(data / "train.jsonl"), "work_dir": str(work_dir)}
+    body = CONFIG
+    for key, value in paths.items():
+        body = body.replace(f"{{{key}!r}}", repr(value))
+    path.write_text(body, encoding="utf-8")
+    return load_config(path, {key.replace("__", "."): value for key, value in overrides.items()})
+
+
+def losses(work_dir: Path) -> dict[int, float]:
+    return {line["update"]: line["loss"] for line in read_lines(work_dir / "metrics.jsonl") if "loss" in line}
+
+
+def test_it_learns_to_name_pictures_and_goes_on_where_it_stopped(data, tmp_path) -> None:
+    runner = Runner.from_cfg(config(data, tmp_path / "straight"))
+    runner.train()
+    straight = losses(tmp_path / "straight")
+    assert straight[max(straight)] < 0.1 * straight[1]
+    shown = [[Turn("user", "image", str(data / f"{name}.png")), Turn("user", "text", "?")] for name in NAMES]
+    asked = [*shown, [Turn("user", "text", "hi")]]
+    assert answer(runner.backend.model, runner.processor, asked, max_new_tokens=8) == [*NAMES, "yo"]
+    Runner.from_cfg(config(data, tmp_path / "cut"), max_updates=11).train()
+    Runner.from_cfg(config(data, tmp_path / "cut", resume=True), max_updates=24).train()
+    assert losses(tmp_path / "cut") == {update: loss for update, loss in straight.items() if update <= 24}
+
+
+def test_it_begins_with_the_weights_of_a_published_directory(data, tmp_path) -> None:
+    published, _ = load_nanovlm(NANOVLM)
+    model = {"type": "VLM", **vlm_arguments(NANOVLM_CONFIG)}
+    tile = model["vit"]["image_size"]
+    changes = {"model": model, "processor": {"max_image_size": tile}, "train_dataloader__seq_length": 400}
+    changes["optim_wrapper__optimizer__lr"] = 0.0
+    runner = Runner.from_cfg(config(data, tmp_path / "x", load_from=str(NANOVLM), **changes), max_updates=1)
+    runner.train()
+    trained = dict(runner.backend.model.named_parameters())
+    assert len(trained) == len(list(published.parameters()))
+    for name, parameter in published.named_parameters():
+        assert torch.equal(trained[name], parameter), name
+
+
+@pytest.mark.parametrize("key", ["vit_transform", "text_dropout"])
+def test_settings_of_another_model_are_refused(data, tmp_path, key) -> None:
+    value = 0.1 if key == "text_dropout" else {"type": "ImageTransform", "max_size": 8, "min_size": 8, "stride": 4}
+    with pytest.raises(ConfigError, match=key):
+        Runner.from_cfg(config(data, tmp_path / "x", **{f"processor__{key}": value}))
+
+
+def test_a_vocabulary_that_is_too_small_is_refused(data, tmp_path) -> None:
+    with pytest.raises(ConfigError, match="vocab_size"):
+        Runner.from_cfg(config(data, tmp_path / "x", model__llm__vocab_size=50))

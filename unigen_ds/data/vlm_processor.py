@@ -1,0 +1,118 @@
+"""Turns of a conversation -> a ``Sample`` for a vision-language model, by nanoVLM's rules: chat template, tiled images.
+
+The images of a message stand in front of its text. The assistant's text carries loss, its end token included; no image
+does. Everything is causal, every token has a rotary position of its own. Planning reads image headers alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from unigen_ds.core.errors import DataError
+from unigen_ds.data.chat import chat_ids, next_token_labels
+from unigen_ds.data.formats import Turn
+from unigen_ds.data.processor import UnifiedProcessor, image_header
+from unigen_ds.data.samples import Sample, Split, TiledSplit, TokenSplit
+from unigen_ds.data.tiles import IMAGE_TOKEN, Tiling, image_string, num_tiles
+from unigen_ds.data.tokenizers import ChatTokenizer
+
+
+@dataclass
+class _Message:
+    role: str
+    texts: list[str] = field(default_factory=list)
+    images: list[str] = field(default_factory=list)
+
+
+class VLMProcessor(UnifiedProcessor):
+    """The model's view of a conversation.
+
+    Args:
+        tokenizer: with a chat template and the tokens of images.
+        tile_size: pixels of a side of a tile, the ViT's image size.
+        vit_patch_size: pixels of a side of one ViT patch.
+        pixel_shuffle_factor: sides of a square of patches that become one token.
+        max_image_size: pixels of the longer side of an image at most; a multiple of ``tile_size``, up to 8 of it.
+        resize_to_max_side_len: bring small images to ``max_image_size``, too.
+        ce_reweight: weigh each text target by 1 / sqrt(targets of its text) instead of 1.
+        seed: of the sample's randomness; there is none yet.
+    """
+
+    tokenizer: ChatTokenizer
+
+    def __init__(
+        self,
+        tokenizer: ChatTokenizer,
+        *,
+        tile_size: int,
+        vit_patch_size: int,
+        pixel_shuffle_factor: int,
+        max_image_size: int | None = None,
+        resize_to_max_side_len: bool = False,
+        ce_reweight: bool = False,
+        seed: int = 0,
+    ) -> None:
+        side = tile_size // vit_patch_size
+        super().__init__(
+            tokenizer, vit_patch_size=vit_patch_size, vit_max_patches_per_side=side, ce_reweight=ce_reweight, seed=seed
+        )
+        self.tokens_per_tile = (side // pixel_shuffle_factor) ** 2
+        self.tiling: Tiling = Tiling(tile_size, max_image_size or 4 * tile_size, resize_to_max_side_len)
+
+    @property
+    def fingerprint(self) -> str:
+        facts = ("vlm-plan-1", self.tokenizer.fingerprint, self.tiling, self.tokens_per_tile)
+        return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+
+    def plan(self, turns: Sequence[Turn], where: object = "", *, reply: bool = False) -> Sample:
+        """The splits of a conversation. ``where`` begins errors; with ``reply`` the assistant is to speak next.
+
+        An image whose header cannot be read does not raise: its split carries the reason and one tile.
+        """
+        messages, images = [], []
+        for message in _messages(turns, where):
+            grids = []
+            for path in message.images:
+                size, error = image_header(path)
+                grids.append(self.tiling.grid(*size) if size else (1, 1))
+                images.append((path, num_tiles(grids[-1]), error))
+            text = "\n".join(message.texts).replace(IMAGE_TOKEN, "")  # only an image may stand for an image
+            content = image_string(grids, tokens_per_tile=self.tokens_per_tile) + text
+            messages.append({"role": message.role, "content": content})
+        ids, said = chat_ids(self.tokenizer.chat, messages, reply=reply)
+        return Sample(tuple(self._splits(ids, next_token_labels(ids, said), images, where)))
+
+    def _splits(
+        self, ids: Sequence[int], labels: Sequence[int], images: Sequence[tuple[str, int, str]], where: object
+    ) -> Iterator[Split]:
+        """The ids cut at images: each from its first tile's own token to its last image token."""
+        image_id = self.tokenizer.image_id
+        places = [place for place, token in enumerate(ids) if token == image_id]
+        if len(places) != self.tokens_per_tile * sum(number for _, number, _ in images):
+            raise DataError(f"{where}: the chat template drops or repeats what a message says")
+        done, used = 0, 0
+        for path, number, error in images:
+            first, last = places[used] - 1, places[used + number * self.tokens_per_tile - 1] + 1
+            if done < first:
+                yield TokenSplit(tuple(ids[done:first]), tuple(labels[done:first]))
+            yield TiledSplit(path, tuple(ids[first:last]), image_id, number, error)
+            done, used = last, used + number * self.tokens_per_tile
+        if done < len(ids):
+            yield TokenSplit(tuple(ids[done:]), tuple(labels[done:]))
+
+
+def _messages(turns: Sequence[Turn], where: object) -> list[_Message]:
+    """Neighbouring turns of a role are one message."""
+    messages: list[_Message] = []
+    for turn in turns:
+        if turn.role == "assistant" and turn.kind == "image":
+            raise DataError(
+                f"{where}: an image is to be generated, but this model only understands images",
+                remedy="leave such records out, or train a UnifiedModel",
+            )
+        if not messages or messages[-1].role != turn.role:
+            messages.append(_Message(turn.role))
+        (messages[-1].texts if turn.kind == "text" else messages[-1].images).append(turn.value)
+    return messages

@@ -1,0 +1,173 @@
+"""nanoVLM's published directory, in and out: ``config.json`` and ``model.safetensors`` under its own names.
+
+What differs from ours: names; query, key and value stand in one tensor; the patch embedding is a convolution; the table
+of positions has a leading 1; the rotary frequencies are stored; of tied embeddings only ``decoder.head.weight`` is, and
+the file's metadata says so. Reading and writing again gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from unigen_ds.core.errors import CheckpointError, ConfigError
+from unigen_ds.core.files import write_atomic, write_text_atomic
+from unigen_ds.models.vlm import VLM
+
+_PREFIXES = (
+    ("vision_encoder.patch_embedding.conv.", "vision_model.embeddings.patch_embedding."),
+    ("vision_encoder.patch_embedding.position_embedding", "vision_model.embeddings.position_embedding.weight"),
+    ("vision_encoder.layer_norm.", "vision_model.post_layernorm."),
+    ("vision_encoder.blocks.", "vision_model.encoder.layers."),
+    ("decoder.token_embedding.", "language_model.model.embed_tokens."),
+    ("decoder.head.", "language_model.lm_head."),
+    ("decoder.norm.", "language_model.model.norm."),
+    ("decoder.blocks.", "language_model.model.layers."),
+    ("MP.", "connector."),
+)
+_INSIDE = {
+    "vision_encoder.blocks.": ((".ln1.", ".layer_norm1."), (".ln2.", ".layer_norm2."), (".attn.", ".self_attn.")),
+    "decoder.blocks.": (
+        (".attn.out_proj.", ".self_attn.o_proj."),
+        (".attn.", ".self_attn."),
+        (".norm1.", ".input_layernorm."),
+        (".norm2.", ".post_attention_layernorm."),
+    ),
+}
+_LLM = {
+    "vocab_size": "lm_vocab_size", "hidden_size": "lm_hidden_dim", "intermediate_size": "lm_inter_dim",
+    "num_hidden_layers": "lm_n_blocks", "num_attention_heads": "lm_n_heads", "num_key_value_heads": "lm_n_kv_heads",
+    "rms_norm_eps": "lm_rms_eps", "rope_theta": "lm_re_base",
+    "max_position_embeddings": "lm_max_position_embeddings", "tie_word_embeddings": "lm_tie_weights",
+}  # fmt: skip
+_VIT = {
+    "hidden_size": "vit_hidden_dim", "intermediate_size": "vit_inter_dim", "num_hidden_layers": "vit_n_blocks",
+    "num_attention_heads": "vit_n_heads", "image_size": "vit_img_size", "patch_size": "vit_patch_size",
+    "layer_norm_eps": "vit_ln_eps",
+}  # fmt: skip
+_FIXED = {"vit_cls_flag": False, "vit_dropout": 0.0, "lm_dropout": 0.0, "lm_attn_scaling": 1.0, "lm_use_tokens": False}
+_HEAD, _EMBEDDING, _FREQUENCIES = (
+    "decoder.head.weight",
+    "decoder.token_embedding.weight",
+    "decoder.rotary_embd.inv_freq",
+)
+
+TIED = ("language_model.model.embed_tokens.weight", "language_model.lm_head.weight")
+"""Our names of the two embeddings that may be one tensor."""
+
+
+def vlm_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of ``VLM`` from nanoVLM's ``config.json``."""
+    for key, value in _FIXED.items():
+        if config.get(key, value) != value:
+            raise ConfigError(f"nanoVLM config: {key} is {config[key]!r}", allowed=repr(value))
+    try:
+        return {
+            "llm": {ours: config[theirs] for ours, theirs in _LLM.items()},
+            "vit": {ours: config[theirs] for ours, theirs in _VIT.items()},
+            "pixel_shuffle_factor": config["mp_pixel_shuffle_factor"],
+        }
+    except KeyError as error:
+        raise ConfigError(f"nanoVLM config: {error.args[0]} is missing") from error
+
+
+def load_nanovlm(directory: Path) -> tuple[VLM, dict[str, Any]]:
+    """The model of such a directory, in fp32, and its ``config.json``. Raises ``CheckpointError``, ``ConfigError``."""
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        tensors = load_file(directory / "model.safetensors")
+    except (OSError, ValueError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{directory} cannot be read: {error}", allowed="a folder with nanoVLM's config.json and model.safetensors"
+        ) from error
+    model = VLM(**vlm_arguments(config))
+    state = from_nanovlm(tensors)
+    if config["lm_tie_weights"]:
+        state |= {name: state[stored] for name, stored in (TIED, TIED[::-1]) if name not in state and stored in state}
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        raise CheckpointError(f"{directory}: weights and config.json do not fit: {error}") from error
+    return model, config
+
+
+def save_nanovlm(model: VLM, directory: Path, *, config: Mapping[str, Any]) -> None:
+    """Write ``model`` as nanoVLM would. ``config``: its ``config.json``, whose sizes must be the model's."""
+    arguments = vlm_arguments(config)
+    for part, has in (("llm", model.llm_config), ("vit", model.vit_config)):
+        wrong = {key: value for key, value in arguments[part].items() if has[key] != value}
+        if wrong:
+            raise ConfigError(f"config.json has {part} sizes {wrong}", allowed=f"the model's: {has}")
+    if arguments["pixel_shuffle_factor"] != model.connector.factor:
+        raise ConfigError("config.json has another pixel shuffle factor", allowed=str(model.connector.factor))
+    tensors = to_nanovlm(model.state_dict(), patch_size=model.vit_config["patch_size"])
+    backbone = model.language_model.model
+    index = torch.arange(0, backbone.head_width, 2, dtype=torch.float32)
+    tensors[_FREQUENCIES] = 1.0 / (backbone.theta ** (index / backbone.head_width))
+    metadata = {}
+    if model.llm_config["tie_word_embeddings"]:
+        del tensors[_EMBEDDING]
+        metadata[_EMBEDDING] = _HEAD
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+    write_atomic(directory / "model.safetensors", lambda path: save_file(tensors, path, metadata))
+    write_text_atomic(directory / "config.json", json.dumps(config, indent=4))
+
+
+def from_nanovlm(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Our names and shapes."""
+    state: dict[str, Tensor] = {}
+    for theirs, tensor in tensors.items():
+        if theirs == _FREQUENCIES:
+            continue
+        name = _renamed(theirs, inwards=True)
+        if ".qkv_proj." in name:
+            for letter, part in zip("qkv", tensor.chunk(3), strict=True):
+                state[name.replace("qkv_proj", f"{letter}_proj")] = part
+        elif name.endswith("patch_embedding.weight"):
+            state[name] = tensor.permute(0, 2, 3, 1).flatten(1)
+        elif name.endswith("position_embedding.weight"):
+            state[name] = tensor.squeeze(0)
+        else:
+            state[name] = tensor
+    return state
+
+
+def to_nanovlm(state: Mapping[str, Tensor], *, patch_size: int) -> dict[str, Tensor]:
+    """Their names and shapes, of weights or of gradients."""
+    tensors: dict[str, Tensor] = {}
+    for ours, tensor in state.items():
+        name = _renamed(ours, inwards=False)
+        vision = name.startswith("vision_encoder.")
+        if vision and ".attn.q_proj." in name:
+            parts = [state[ours.replace("q_proj", f"{letter}_proj")] for letter in "qkv"]
+            tensors[name.replace("q_proj", "qkv_proj")] = torch.cat(parts)
+        elif vision and (".attn.k_proj." in name or ".attn.v_proj." in name):
+            continue
+        elif name.endswith("patch_embedding.conv.weight"):
+            tensors[name] = tensor.unflatten(1, (patch_size, patch_size, -1)).permute(0, 3, 1, 2)
+        elif name.endswith("patch_embedding.position_embedding"):
+            tensors[name] = tensor[None]
+        else:
+            tensors[name] = tensor
+    return tensors
+
+
+def _renamed(name: str, *, inwards: bool) -> str:
+    """Their name -> ours (``inwards``) or back."""
+    for theirs, ours in _PREFIXES:
+        old, new = (theirs, ours) if inwards else (ours, theirs)
+        if name.startswith(old):
+            rest = name.removeprefix(old)
+            for inner_theirs, inner_ours in _INSIDE.get(theirs, ()):
+                pair = (inner_theirs, inner_ours) if inwards else (inner_ours, inner_theirs)
+                rest = rest.replace(*pair)
+            return new + rest
+    raise CheckpointError(f"{name!r} is no name of {'nanoVLM' if inwards else 'VLM'}")

@@ -1,0 +1,220 @@
+"""A vision-language model as nanoVLM builds it: SigLIP2, pixel shuffle, one projection, a Llama-type language model.
+
+Images come as square tiles of ``vit.image_size``; each becomes ``(image_size / patch_size / pixel_shuffle_factor)**2``
+tokens that take the place of image tokens in a causal text. Text alone is trained, by cross-entropy.
+
+By default the trio of nanoVLM: SigLIP2-base-patch16-512, factor 4 and SmolLM2-360M, so 512 x 512 pixels are 64 tokens
+and 768 numbers become 960. Parameter names are those of transformers; ``hf_names`` knows nanoVLM's.
+
+Shape suffixes: T tokens, D width, V patches, I image tokens.
+Source: huggingface/nanoVLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unigen_ds.core.batch import LossTerms, PackedBatch
+from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.core.registry import MODELS
+from unigen_ds.models.decoder_lm import DecoderLM
+from unigen_ds.models.losses import text_loss_sum
+from unigen_ds.models.vision import VisionTransformer
+
+FREEZABLE = ("vit", "llm", "connector")
+_INIT_STD = 0.02
+
+SIGLIP2_BASE_512: dict[str, Any] = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "image_size": 512,
+    "patch_size": 16,
+    "num_channels": 3,
+    "layer_norm_eps": 1e-6,
+}
+SMOLLM2_360M: dict[str, Any] = {
+    "vocab_size": 49152 + 66,  # nanoVLM's image, global-image and row / column tokens
+    "hidden_size": 960,
+    "intermediate_size": 2560,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 15,
+    "num_key_value_heads": 5,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 100_000.0,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
+
+
+class PixelShuffleConnector(nn.Module):
+    """Squares of ``factor * factor`` neighbouring patches, joined to one vector each, and projected without bias."""
+
+    def __init__(self, width_in: int, width_out: int, *, side: int, factor: int) -> None:
+        super().__init__()
+        self.side, self.factor = side, factor
+        self.proj = nn.Linear(width_in * factor**2, width_out, bias=False)
+
+    def forward(self, x_VD: Tensor) -> Tensor:
+        tiles, coarse, f = len(x_VD) // self.side**2, self.side // self.factor, self.factor
+        blocks = x_VD.reshape(tiles, coarse, f, coarse, f, x_VD.shape[-1]).transpose(2, 3)
+        return self.proj(blocks.reshape(tiles * coarse**2, f * f * x_VD.shape[-1]))
+
+
+@MODELS.register_module()
+class VLM(nn.Module):
+    """``forward(PackedBatch) -> LossTerms`` with the term ``text``.
+
+    Args:
+        llm: sizes under Llama's names; what is left out is SmolLM2-360M's.
+        vit: sizes under SigLIP's names; what is left out is SigLIP2-base-patch16-512's.
+        pixel_shuffle_factor: sides of a square of patches that become one token.
+        freeze: any of ``vit``, ``llm``, ``connector``: gets no gradient and stays bit-identical.
+        activation_checkpointing: re-compute each decoder layer in the backward pass.
+        compile: ``torch.compile`` each decoder layer.
+    """
+
+    processor = "VLMProcessor"
+    """The data processor that makes its batches."""
+    forward_methods = ("logits", "next_token_logits")
+    """Entry points beside ``forward``; a sharding engine must hook these too."""
+
+    def __init__(
+        self,
+        *,
+        llm: Mapping[str, Any] | None = None,
+        vit: Mapping[str, Any] | None = None,
+        pixel_shuffle_factor: int = 4,
+        freeze: Sequence[str] = (),
+        activation_checkpointing: bool = False,
+        compile: bool = False,
+    ) -> None:
+        super().__init__()
+        self.llm_config = _filled("llm", llm, SMOLLM2_360M)
+        self.vit_config = _filled("vit", vit, SIGLIP2_BASE_512)
+        side = _check(self.llm_config, self.vit_config, pixel_shuffle_factor)
+        self.vocab_size = self.llm_config["vocab_size"]
+        self.patches_per_tile = side * side
+        self.vision_model = VisionTransformer(**self.vit_config)
+        self.connector = PixelShuffleConnector(
+            self.vit_config["hidden_size"], self.llm_config["hidden_size"], side=side, factor=pixel_shuffle_factor
+        )
+        self.language_model = DecoderLM(self.llm_config)
+        self._initialise()
+        self._freeze(freeze)
+        self.language_model.model.activation_checkpointing = activation_checkpointing
+        if compile:
+            for layer in self.language_model.model.layers:
+                layer.compile()
+
+    @staticmethod
+    def processor_sizes(config: Mapping[str, Any]) -> dict[str, int]:
+        """The sizes of a data processor that this model's config fixes."""
+        vit = _filled("vit", config.get("vit"), SIGLIP2_BASE_512)
+        return {
+            "tile_size": vit["image_size"],
+            "vit_patch_size": vit["patch_size"],
+            "pixel_shuffle_factor": config.get("pixel_shuffle_factor", 4),
+        }
+
+    def _initialise(self) -> None:
+        """Language model and position table: Normal(0, 0.02). All else: Normal(0, 1 / fan-in). Biases zero."""
+        for name, parameter in self.named_parameters():
+            if parameter.ndim > 1:
+                wide = name.startswith("language_model.") or name.endswith("position_embedding.weight")
+                nn.init.normal_(parameter, std=_INIT_STD if wide else parameter.shape[1] ** -0.5)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+    def _freeze(self, parts: Sequence[str]) -> None:
+        modules = {"vit": self.vision_model, "llm": self.language_model, "connector": self.connector}
+        for part in parts:
+            if part not in modules:
+                raise ConfigError(f"model.freeze names {part!r}", allowed=", ".join(FREEZABLE))
+            modules[part].requires_grad_(False)
+
+    def forward(self, batch: PackedBatch) -> LossTerms:
+        """The sum of the cross-entropy over the text targets of one micro-batch."""
+        logits = self.language_model.lm_head(self._hidden_states(batch)[batch.text_target_index])
+        return LossTerms({"text": text_loss_sum(logits, batch.text_target_ids, batch.text_target_weight)})
+
+    def logits(self, batch: PackedBatch) -> Tensor:
+        """``[T, vocabulary]``: for every token what follows it."""
+        return self.language_model.lm_head(self._hidden_states(batch))
+
+    def next_token_logits(self, batch: PackedBatch) -> Tensor:
+        """Logits ``[documents, vocabulary]`` of the token that follows each document."""
+        last = torch.tensor(batch.document_lengths, device=batch.document_ids.device).cumsum(0) - 1
+        return self.language_model.lm_head(self._hidden_states(batch)[last])
+
+    def _hidden_states(self, batch: PackedBatch) -> Tensor:
+        return self.language_model.model(self._embed(batch), batch)
+
+    def _embed(self, batch: PackedBatch) -> Tensor:
+        """Input embeddings ``[T, D]``. The vision tower runs on no patch at all if need be: every parameter then takes
+        part in every micro-batch with a zero gradient, which ZeRO and FSDP need.
+        """
+        if any(length != self.patches_per_tile for length in batch.vit_lengths):
+            raise DataError(
+                f"images of {sorted(set(batch.vit_lengths))} patches", allowed=f"tiles of {self.patches_per_tile}"
+            )
+        text = self.language_model.model.embed_tokens(batch.text_ids)
+        seen = self.vision_model(batch.vit_patches.to(text.dtype), batch.vit_position_ids, batch.vit_lengths)
+        image = self.connector(seen)
+        if len(image) != batch.vit_index.numel():
+            raise DataError(
+                f"{batch.vit_index.numel()} image places for {len(image)} image tokens",
+                remedy="make the batch with a VLMProcessor of the model's sizes",
+            )
+        place_of = torch.argsort(torch.cat([batch.text_index, batch.vit_index]))
+        return torch.cat([text, image])[place_of]
+
+    def shard_units(self) -> list[nn.Module]:
+        """Modules an engine may shard and wrap one by one, in forward order; the root holds the rest."""
+        return [*self.vision_model.encoder.layers, *self.language_model.model.layers]
+
+    def flops(self, batch: PackedBatch) -> float:
+        """Floating point operations of forward and backward on this micro-batch: 6 a weight and token, plus scores."""
+        layers = self.language_model.model.layers
+        weights = sum(p.numel() for p in layers.parameters())
+        vit_weights = sum(p.numel() for p in self.vision_model.encoder.parameters())
+        scores = sum(length**2 for length in batch.document_lengths) * 2 * self.llm_config["hidden_size"]
+        head = self.language_model.lm_head.weight.numel() * batch.text_target_index.numel()
+        return 6.0 * (
+            weights * batch.num_tokens
+            + vit_weights * len(batch.vit_patches)
+            + self.connector.proj.weight.numel() * batch.vit_index.numel()
+            + head
+            + scores * len(layers)
+        )
+
+
+def _filled(part: str, given: Mapping[str, Any] | None, default: Mapping[str, Any]) -> dict[str, Any]:
+    unknown = sorted(set(given or ()) - set(default))
+    if unknown:
+        raise ConfigError(f"model.{part}: unknown {', '.join(unknown)}", allowed=", ".join(sorted(default)))
+    return {**default, **(given or {})}
+
+
+def _check(llm: Mapping[str, Any], vit: Mapping[str, Any], factor: int) -> int:
+    """Raise ``ConfigError`` where sizes do not fit; else the patches along a side of a tile."""
+    for part, config in (("llm", llm), ("vit", vit)):
+        width, heads = config["hidden_size"], config["num_attention_heads"]
+        if width % heads or heads % config.get("num_key_value_heads", 1):
+            raise ConfigError(
+                f"model.{part}: hidden_size {width}, {heads} heads, {config.get('num_key_value_heads', heads)} "
+                "key/value heads",
+                allowed="hidden_size a multiple of the heads, the heads a multiple of the key/value heads",
+            )
+    side = vit["image_size"] // vit["patch_size"]
+    if factor < 1 or side % factor or vit["image_size"] % vit["patch_size"]:
+        raise ConfigError(
+            f"model: image_size {vit['image_size']}, patch_size {vit['patch_size']}, pixel_shuffle_factor {factor}",
+            allowed="image_size a multiple of patch_size * pixel_shuffle_factor",
+        )
+    return side
