@@ -24,6 +24,7 @@ if not __package__:
 
 import torch
 
+from unigen_ds.checkpoint.convert import DTYPES
 from unigen_ds.core import log
 from unigen_ds.core.config import load_config
 from unigen_ds.core.errors import ConfigError, DataError, UnigenError
@@ -33,7 +34,6 @@ from unigen_ds.inference.inferencer import BAGEL_FLOW, Generated
 from unigen_ds.inference.sampler import RENORMS, FlowSettings
 from unigen_ds.runner.trained import open_inferencer
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 RESULTS = "results.jsonl"
 
 

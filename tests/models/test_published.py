@@ -117,9 +117,13 @@ def parts(tmp_path: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("copy_init_moe", [False, True])
 def test_from_a_language_model_a_vision_tower_and_an_autoencoder(
-    parts: dict[str, str], model: UnifiedModel, copy_init_moe: bool, caplog: pytest.LogCaptureFixture
+    parts: dict[str, str],
+    model: UnifiedModel,
+    copy_init_moe: bool,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    logging.getLogger("unigen_ds").propagate = True
+    monkeypatch.setattr(logging.getLogger("unigen_ds"), "propagate", True)
     with caplog.at_level(logging.INFO, "unigen_ds"):
         made = UnifiedModel(pretrained=parts, copy_init_moe=copy_init_moe, latent_patch_size=2, max_latent_size=8)
     state, published = made.state_dict(), model.state_dict()

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -239,37 +239,53 @@ def write_published(model: Any, out: Path, *, source: Path | None = None, dtype:
         out: a new folder.
         source: a published directory whose other files (configs, tokenizer) are copied byte for byte.
         dtype: of the weights; None: the model's.
+
+    Raises ``ConfigError`` where ``out`` exists or ``source`` is of another size, ``CheckpointError`` on a full disk.
     """
     if out.exists():
         raise ConfigError(f"{out} exists", allowed="a new folder")
-    state = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     if dtype is not None:
         state = {name: t.to(dtype) if t.is_floating_point() else t for name, t in state.items()}
     vae = {name.removeprefix(_PREFIX["vae"]): t for name, t in state.items() if name.startswith(_PREFIX["vae"])}
     if not vae:
         raise ConfigError("this model's autoencoder has no weights", allowed="FluxAutoencoder, for ae.safetensors")
+    rest = {name: tensor for name, tensor in state.items() if not name.startswith(_PREFIX["vae"])}
+    configs = _configs(model.sizes)
+    if source is not None:
+        _check_source(source, configs)
     staging = out.with_name(f".{out.name}.writing-{os.getpid()}")
-    staging.mkdir(parents=True)
     try:
-        for name, config in zip((LLM_CONFIG, VIT_CONFIG), _configs(model.sizes), strict=True):
+        staging.mkdir(parents=True)
+        for name, config in configs.items():
             (staging / name).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         for path in source.iterdir() if source else ():
             if path.is_file() and path.name not in (WEIGHTS, VAE_WEIGHTS):
                 shutil.copyfile(path, staging / path.name)
-        rest = {name: t for name, t in state.items() if not name.startswith(_PREFIX["vae"])}
         for file, tensors in ((WEIGHTS, rest), (VAE_WEIGHTS, vae)):
-            whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
-            save_file(whole, staging / file, metadata={"format": "pt"})
+            save_file(tensors, staging / file, metadata={"format": "pt"})
         for path in (*staging.iterdir(), staging):
             fsync_path(path)
         os.rename(staging, out)
-    except BaseException:
+        fsync_path(out.absolute().parent)
+    except (OSError, SafetensorError) as error:
+        remedy = "free disk space, fix the permission, or name another folder"
+        raise CheckpointError(f"could not write {out}: {error}", remedy=remedy) from error
+    finally:
         shutil.rmtree(staging, ignore_errors=True)
-        raise
-    fsync_path(out.absolute().parent)
 
 
-def _configs(sizes: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _check_source(source: Path, configs: Mapping[str, Mapping[str, Any]]) -> None:
+    for file, config in configs.items():
+        stated = _read_json(source / file)
+        other = [
+            f"{key} {stated[key]}, not {value}" for key, value in config.items() if stated.get(key, value) != value
+        ]
+        if other:
+            raise ConfigError(f"{source / file} is of another model: {', '.join(other)}")
+
+
+def _configs(sizes: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     llm = {
         "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",
@@ -281,4 +297,4 @@ def _configs(sizes: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     }
     vit = {"model_type": "siglip_vision_model", "hidden_act": "gelu_pytorch_tanh", **sizes["vit"]}
     vit["num_hidden_layers"] += _VIT_UNUSED_LAYERS
-    return llm, vit
+    return {LLM_CONFIG: llm, VIT_CONFIG: vit}

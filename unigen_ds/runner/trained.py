@@ -14,6 +14,7 @@ from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.checkpoint.writers import Entry
 from unigen_ds.core.errors import CheckpointError
 from unigen_ds.core.log import logger
+from unigen_ds.data.processor import UnifiedProcessor
 from unigen_ds.inference.inferencer import InterleaveInferencer
 from unigen_ds.models.published import FILES
 from unigen_ds.models.unified import UnifiedModel
@@ -22,16 +23,10 @@ from unigen_ds.runner.build import build_model, build_processor, import_custom, 
 _VAE_LARGEST, _VIT_SMALLEST = 1024, 224  # pixels, as BAGEL's own transforms have them
 
 
-def open_inferencer(
-    path: Path,
-    *,
-    raw: bool = False,
-    tag: str | None = None,
-    config: Mapping[str, Any] | None = None,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-) -> InterleaveInferencer:
-    """Load for inference.
+def open_model(
+    path: Path, *, raw: bool = False, tag: str | None = None, config: Mapping[str, Any] | None = None
+) -> tuple[nn.Module, UnifiedProcessor]:
+    """The model on the CPU in fp32, and its processor.
 
     Args:
         path: a published directory, a checkpoint, or a work dir.
@@ -41,22 +36,28 @@ def open_inferencer(
 
     Raises ``CheckpointError`` where weights are missing, unexpected or of another shape.
     """
-    is_published = all((path / name).is_file() for name in FILES)
-    if is_published:
+    if all((path / name).is_file() for name in FILES):
         config = published_config(path)
         processor = build_processor(config, seed=0)
-        model = build_model(config, processor)
-    else:
-        source = open_source(path, tag=tag)
-        if config is None:
-            config = _stored_config(source.directory)
-        import_custom(config)
-        processor = build_processor(config, seed=seed_of(config))
-        uncompiled = {key: value for key, value in config["model"].items() if key != "compile"}
-        model = build_model({**config, "model": uncompiled}, processor)
-        ema = source.average is not None and not raw
-        _fill(model, source.entries(dtype=torch.float32, ema=ema), where=source.directory)
-        logger().info(f"{source.directory}: {'the average of the weights (EMA)' if ema else 'the weights'}")
+        return build_model(config, processor), processor
+    source = open_source(path, tag=tag)
+    if config is None:
+        config = _stored_config(source.directory)
+    import_custom(config)
+    processor = build_processor(config, seed=seed_of(config))
+    uncompiled = {key: value for key, value in config["model"].items() if key != "compile"}
+    model = build_model({**config, "model": uncompiled}, processor)
+    ema = source.average is not None and not raw
+    _fill(model, source.entries(dtype=torch.float32, ema=ema), where=source.directory)
+    logger().info(f"{source.directory}: {'the average of the weights (EMA)' if ema else 'the weights'}")
+    return model, processor
+
+
+def open_inferencer(
+    path: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, **source: Any
+) -> InterleaveInferencer:
+    """``open_model``, which takes ``source``, ready to draw and read."""
+    model, processor = open_model(path, **source)
     return InterleaveInferencer(model.to(device=device, dtype=dtype).eval().requires_grad_(False), processor)
 
 
