@@ -168,7 +168,8 @@ def test_unified_generate_draws_what_its_parts_draw(
 
 def test_thinking_comes_first_and_is_drawn_from(inferencer: InterleaveInferencer, golden: dict[str, Tensor]) -> None:
     flow, prompt = FlowSettings(num_timesteps=3, text_scale=3.0, image_scale=2.0), words(golden["t2i.prompt_ids"])
-    made = inferencer.unified_generate(prompt, think=True, size=(32, 32), flow=flow, max_length=6)
+    side = 2 * inferencer.processor.vae_downsample
+    made = inferencer.unified_generate(prompt, think=True, size=(side, side), flow=flow, max_length=6)
     encode, contexts = inferencer.processor.tokenizer.encode, Contexts()
     for context in (contexts.full, contexts.without_text, contexts.without_image):
         inferencer.extend_text(context, encode(THINK_THEN_DRAW))

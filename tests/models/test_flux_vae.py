@@ -66,9 +66,10 @@ def test_a_padded_pack_as_the_public_code_encodes_it(vae: FluxAutoencoder) -> No
     images, noise = golden["padded_images"], golden["vae_noise"]
     close("padded_latent", vae.encode(images, noise), golden["padded_latent"])
     shapes = json.loads((BAGEL / "train.json").read_text())["vae_image_shapes"]
-    _, height, width = min(shapes)
+    number, (_, height, width) = min(enumerate(shapes), key=lambda pair: pair[1][1] * pair[1][2])
+    if (height, width) == images.shape[-2:]:
+        return  # all images have one size: nothing is padded
     h, w = height // vae.downsample, width // vae.downsample
-    number = shapes.index(min(shapes))
     alone = vae.encode(images[number : number + 1, :, :height, :width], noise[number : number + 1, :, :h, :w])
     assert (alone[0] - golden["padded_latent"][number, :, :h, :w]).abs().max() > 0.1
 

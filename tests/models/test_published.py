@@ -81,7 +81,9 @@ def test_nothing_that_does_not_fit_is_silent(directory: Path) -> None:
     save_file(weights, directory / FILES[2])
     with pytest.raises(CheckpointError) as caught:
         UnifiedModel(pretrained=str(directory))
-    for text in ("missing: llm2vae.bias", "unexpected: other.weight", "reshaped: vae2llm.bias (47,) for (48,)"):
+    width = len(weights["vae2llm.bias"])
+    reshaped = f"reshaped: vae2llm.bias ({width},) for ({width + 1},)"
+    for text in ("missing: llm2vae.bias", "unexpected: other.weight", reshaped):
         assert text in str(caught.value)
 
 
@@ -125,7 +127,8 @@ def test_from_a_language_model_a_vision_tower_and_an_autoencoder(
 ) -> None:
     monkeypatch.setattr(logging.getLogger("unigen_ds"), "propagate", True)
     with caplog.at_level(logging.INFO, "unigen_ds"):
-        made = UnifiedModel(pretrained=parts, copy_init_moe=copy_init_moe, latent_patch_size=2, max_latent_size=8)
+        sizes = {key: model.sizes[key] for key in ("latent_patch_size", "max_latent_size")}
+        made = UnifiedModel(pretrained=parts, copy_init_moe=copy_init_moe, **sizes)
     state, published = made.state_dict(), model.state_dict()
     for name, tensor in published.items():
         if name.startswith(("vit_model.", "vae.")):
@@ -147,3 +150,5 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
         UnifiedModel(pretrained={"other": "x"})
     with pytest.raises(ConfigError, match=r"model.llm is not given"):
         UnifiedModel()
+    with pytest.raises(ConfigError, match="no effect without"):
+        UnifiedModel(copy_init_moe=True)

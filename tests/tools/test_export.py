@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from unigen_ds.models.published import FILES
 from unigen_ds.runner import Runner
 from unigen_ds.runner.trained import open_model
 
-BAGEL = Path(os.environ.get("UNIGEN_GOLDEN", Path(__file__).parent.parent / "golden")) / "bagel"
+BAGEL = Path(__file__).parent.parent / "golden" / "bagel"
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from unigen_ds.models.published import FILES
 from unigen_ds.runner import Runner
 from unigen_ds.runner.trained import open_inferencer
 
-BAGEL = Path(os.environ.get("UNIGEN_GOLDEN", Path(__file__).parent.parent / "golden")) / "bagel"
+BAGEL = Path(__file__).parent.parent / "golden" / "bagel"
 FAST = ["--num-timesteps", "3", "--device", "cpu"]
 
 

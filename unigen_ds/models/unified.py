@@ -190,6 +190,8 @@ class UnifiedModel(nn.Module):
         copy_init_moe: bool = False,
     ) -> None:
         super().__init__()
+        if copy_init_moe and not pretrained:
+            raise ConfigError("model.copy_init_moe has no effect without model.pretrained")
         source = open_pretrained(pretrained) if pretrained else None
         given = {"latent_patch_size": latent_patch_size, "max_latent_size": max_latent_size}
         self.sizes = sizes = model_sizes(source, {"llm": llm, "vit": vit, "vae": vae, **given})
