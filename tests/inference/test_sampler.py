@@ -18,7 +18,7 @@ from unigen_ds.data.collate import LoadedImage, pack_documents
 from unigen_ds.data.digits import draw_prompt
 from unigen_ds.data.processor import UnifiedProcessor
 from unigen_ds.data.samples import ImageSplit, TextSplit
-from unigen_ds.inference.sampler import FlowSettings, draw, read
+from unigen_ds.inference.sampler import RENORMS, FlowSettings, draw, read
 from unigen_ds.models.flow import sampling_timesteps, unpatchify_latent
 from unigen_ds.runner import Runner
 
@@ -42,14 +42,15 @@ def drawn(trained: Any, prompts: list[str], *, seed: int = 0, **flow: Any) -> li
     return draw(model, processor, prompts, size=SIZE, flow=FlowSettings(num_timesteps=4, **flow), seed=seed)
 
 
-def test_an_image_does_not_depend_on_how_many_are_drawn_together(trained: Any) -> None:
-    together = drawn(trained, PROMPTS, text_scale=2.0)
+@pytest.mark.parametrize("renorm", RENORMS)
+def test_an_image_does_not_depend_on_how_many_are_drawn_together(trained: Any, renorm: str) -> None:
+    together = drawn(trained, PROMPTS, text_scale=2.0, renorm=renorm)
     assert [image.shape for image in together] == [(1, *SIZE)] * 3
     for number in (1, 2):
-        for one, other in zip(drawn(trained, PROMPTS[:number], text_scale=2.0), together, strict=False):
+        for one, other in zip(drawn(trained, PROMPTS[:number], text_scale=2.0, renorm=renorm), together, strict=False):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
     assert (together[0] - together[1]).abs().max() > 0.1, "each place has its own noise"
-    other_seed = drawn(trained, PROMPTS[:1], text_scale=2.0, seed=1)
+    other_seed = drawn(trained, PROMPTS[:1], text_scale=2.0, renorm=renorm, seed=1)
     assert (other_seed[0] - together[0]).abs().max() > 0.1
 
 
@@ -151,6 +152,8 @@ def test_what_cannot_work_is_refused(trained: Any) -> None:
     model, processor, images = trained
     with pytest.raises(ConfigError, match="num_timesteps"):
         FlowSettings(num_timesteps=1)
+    with pytest.raises(ConfigError, match="text_channel"):
+        FlowSettings(renorm="other")
     with pytest.raises(ConfigError, match="multiples of 2"):
         draw(model, processor, PROMPTS, size=(8, 7), flow=FlowSettings(), seed=0)
     blind = UnifiedProcessor(processor.tokenizer)

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from unigen_ds.core.batch import CAUSAL, FULL, NOISE, PackedBatch
 from unigen_ds.models import UnifiedModel, flow
+from unigen_ds.models.vae import encode_by_size
 
 ROOT = Path(os.environ.get("UNIGEN_GOLDEN", Path(__file__).parent.parent / "golden"))
 BAGEL = ROOT / "bagel"
@@ -174,3 +175,23 @@ def test_packed_equals_alone(model, batch, golden):
     other, _ = model.hidden_states(dataclasses.replace(batch, text_ids=changed_ids), noisy, t_L)
     torch.testing.assert_close(other[place_of][first], base[place_of][first], atol=2e-6, rtol=0)
     assert not torch.allclose(other[place_of][~first], base[place_of][~first], atol=1e-3)
+
+
+def test_an_image_is_encoded_as_if_it_were_alone(batch, golden):
+    """The public code pads all images of a pack to the largest; here the padding does not reach the latents."""
+    model = UnifiedModel(pretrained=str(BAGEL))
+    together = encode_by_size(model.vae, batch, model.latent_patch_size)
+    counts = [rows * columns for rows, columns in batch.latent_shapes]
+    for number, (shape, patches) in enumerate(zip(batch.latent_shapes, together.split(counts), strict=True)):
+        one = dataclasses.replace(
+            batch,
+            vae_images=batch.vae_images[number : number + 1],
+            vae_noise=batch.vae_noise[number : number + 1],
+            latent_shapes=(shape,),
+        )
+        alone = encode_by_size(model.vae, one, model.latent_patch_size)
+        torch.testing.assert_close(patches, alone, atol=1e-5, rtol=0)
+    padded = flow.patchify_latents(golden["padded_latent"], batch.latent_shapes, model.latent_patch_size)
+    assert (together - padded).abs().max() > 0.1 or len({*batch.latent_shapes}) == 1
+    terms = model(batch)
+    assert all(torch.isfinite(value) for value in terms.sums.values())

@@ -24,6 +24,8 @@ from unigen_ds.data.samples import ImageSplit, TextSplit, TokenSplit
 from unigen_ds.data.transforms import patchify
 from unigen_ds.models.flow import sampling_timesteps, unpatchify_latent
 
+RENORMS = ("none", "global", "channel", "text_channel")
+
 
 @dataclass(frozen=True)
 class FlowSettings:
@@ -36,10 +38,41 @@ class FlowSettings:
     """Guidance (Ho and Salimans, 2022): ``v = v_without + text_scale * (v_with_text - v_without)``; 1 is none."""
     interval: tuple[float, float] = (0.0, 1.0)
     """Guidance acts where ``lo < t <= hi``."""
+    image_scale: float = 1.0
+    """Guidance by the images of the context, on top of that by the text (without it there is none); 1 is none."""
+    renorm: str = "none"
+    """One of ``RENORMS``. Shrink the guided velocity to the length of the plain one: over everything, per patch, or
+    per patch before the image guidance."""
+    renorm_min: float = 0.0
+    """Shrink to this share at the most."""
 
     def __post_init__(self) -> None:
         if self.num_timesteps < 2:
             raise ConfigError(f"num_timesteps is {self.num_timesteps}", allowed="at least 2")
+        if self.renorm not in RENORMS:
+            raise ConfigError(f"renorm is {self.renorm!r}", allowed=", ".join(RENORMS))
+
+    def guides(self, t: float) -> bool:
+        """Whether there is guidance at time ``t``."""
+        low, high = self.interval
+        return self.text_scale != 1.0 and low < t <= high
+
+
+def guide(v: Tensor, without_text: Tensor, without_image: Tensor | None, flow: FlowSettings) -> Tensor:
+    """The guided velocity, ``[L, C]`` as the three given ones. Renormalised it is never longer than ``v``."""
+
+    def shrunk(guided: Tensor, dim: int | None) -> Tensor:
+        plain, now = (torch.linalg.vector_norm(x, dim=dim, keepdim=True) for x in (v, guided))
+        return guided * (plain / (now + 1e-8)).clamp(flow.renorm_min, 1.0)
+
+    guided = without_text + flow.text_scale * (v - without_text)
+    if flow.renorm == "text_channel":
+        guided = shrunk(guided, -1)
+    if without_image is not None:
+        guided = without_image + flow.image_scale * (guided - without_image)
+    if flow.renorm in ("global", "channel"):
+        guided = shrunk(guided, None if flow.renorm == "global" else -1)
+    return guided
 
 
 @torch.no_grad()
@@ -56,12 +89,9 @@ def draw(
 
     The first noise of image i depends on (seed, i) alone, not on how many are drawn together.
     """
-    stride = processor.vae_downsample
-    grid = (size[0] // stride, size[1] // stride)
-    if grid[0] * stride != size[0] or grid[1] * stride != size[1]:
-        raise ConfigError(f"image size {tuple(size)}", allowed=f"multiples of {stride}")
+    grid = image_grid(processor, size)
     width = processor.latent_channels * processor.latent_patch_size**2
-    target = _noise_image(processor, grid, width)
+    target = noise_image(processor, grid)
     device = model.llm2vae.weight.device
     texts = [TextSplit(tuple(processor.tokenizer.encode(prompt)), loss=False) for prompt in prompts]
     guided = pack_documents([[text, target] for text in texts], processor).to(device)
@@ -69,7 +99,8 @@ def draw(
     x_LC = torch.cat(
         [torch.randn(grid[0] * grid[1], width, generator=generator(seed, i, "draw")) for i in range(len(prompts))]
     ).to(device)
-    for t, following in zip(*_steps(flow), strict=True):
+    steps = times(flow)
+    for t, following in zip(steps, steps[1:], strict=False):
         x_LC = x_LC - (t - following) * _velocity(model, guided, unguided, x_LC, t, flow)
     return [
         model.vae.decode(unpatchify_latent(part, grid, processor.latent_patch_size)[None])[0]
@@ -77,20 +108,29 @@ def draw(
     ]
 
 
-def _steps(flow: FlowSettings) -> tuple[list[float], list[float]]:
-    times = sampling_timesteps(flow.num_timesteps, flow.timestep_shift).tolist()
-    return times[:-1], times[1:]
+def times(flow: FlowSettings) -> list[float]:
+    """From 1 to 0; a step is made from each to the next."""
+    return sampling_timesteps(flow.num_timesteps, flow.timestep_shift).tolist()
+
+
+def image_grid(processor: UnifiedProcessor, size: Sequence[int]) -> tuple[int, int]:
+    """(rows, columns) of latent patches of an image of (height, width) pixels."""
+    stride, largest = processor.vae_downsample, processor.max_latent_size
+    rows, columns = size[0] // stride, size[1] // stride
+    if (rows * stride, columns * stride) != tuple(size) or not (0 < rows <= largest and 0 < columns <= largest):
+        raise ConfigError(f"image size {tuple(size)}", allowed=f"multiples of {stride}, up to {largest * stride}")
+    return rows, columns
 
 
 def _velocity(
     model: Any, guided: PackedBatch, unguided: PackedBatch, x_LC: Tensor, t: float, flow: FlowSettings
 ) -> Tensor:
     with_text = model.velocity(guided, x_LC, t)
-    low, high = flow.interval
-    if flow.text_scale == 1.0 or not low < t <= high:
+    if not flow.guides(t):
         return with_text
-    without = model.velocity(unguided, x_LC, t)
-    return without + flow.text_scale * (with_text - without)
+    images = len(guided.latent_shapes)
+    pairs = zip(with_text.chunk(images), model.velocity(unguided, x_LC, t).chunk(images), strict=True)
+    return torch.cat([guide(v, without, None, flow) for v, without in pairs])
 
 
 @torch.no_grad()
@@ -99,7 +139,7 @@ def read(
 ) -> list[str]:
     """The text that the model greedily says of each image."""
     device = model.llm2vae.weight.device
-    seen = [_vit_image(processor, image) for image in images]
+    seen = [vit_image(processor, image) for image in images]
     said: list[list[int]] = [[] for _ in images]
     open_ones = list(range(len(images)))
     for _ in range(max_new_tokens):
@@ -118,22 +158,23 @@ def read(
     return [processor.tokenizer.decode(ids) for ids in said]
 
 
-def _vit_image(processor: UnifiedProcessor, image: Image.Image) -> LoadedImage:
+def vit_image(processor: UnifiedProcessor, image: Image.Image | Tensor) -> LoadedImage:
+    """An image to be understood: a picture, or ``[C, H, W]`` in [-1, 1] of its final size."""
     if processor.vit_transform is None:
         raise ConfigError("this processor has no vit_transform, so it cannot read images")
-    pixels = processor.vit_transform(image)
+    pixels = image if isinstance(image, Tensor) else processor.vit_transform(image)
     p = processor.vit_patch_size
     grid = (pixels.shape[1] // p, pixels.shape[2] // p)
     return LoadedImage(ImageSplit("", "vit", grid), vit_patches=patchify(pixels, p))
 
 
-def _noise_image(processor: UnifiedProcessor, grid: tuple[int, int], width: int) -> LoadedImage:
+def noise_image(processor: UnifiedProcessor, grid: tuple[int, int]) -> LoadedImage:
     """The place of an image to be drawn; its tensors are replaced by the sampler's own."""
     side, p = processor.vae_downsample, processor.latent_patch_size
     return LoadedImage(
         ImageSplit("", "noise", grid),
         vae_image=torch.zeros(processor.vae_channels, grid[0] * side, grid[1] * side),
         vae_noise=torch.zeros(processor.latent_channels, grid[0] * p, grid[1] * p),
-        flow_noise=torch.zeros(grid[0] * grid[1], width),
+        flow_noise=torch.zeros(grid[0] * grid[1], processor.latent_channels * p * p),
         timestep=0.0,
     )

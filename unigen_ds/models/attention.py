@@ -21,6 +21,9 @@ from torch.nn import functional as F
 
 from unigen_ds.core.batch import CAUSAL, NOISE, PackedBatch
 
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(queries, keys, values) of the present tokens -> what they attend to; every layer calls it once, in order."""
+
 _MIN_FILL = 0.75  # a document joins a bucket when it fills this share of its padded length
 
 

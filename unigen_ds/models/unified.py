@@ -23,7 +23,7 @@ from unigen_ds.core.batch import LossTerms, PackedBatch
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.registry import AUTOENCODERS, MODELS, build
 from unigen_ds.models import flow
-from unigen_ds.models.attention import AttentionPlan, plan_attention
+from unigen_ds.models.attention import Attend, plan_attention
 from unigen_ds.models.layers import (
     MLPConnector,
     PositionTable,
@@ -34,6 +34,8 @@ from unigen_ds.models.layers import (
     rotate,
 )
 from unigen_ds.models.losses import image_loss_sum, text_loss_sum
+from unigen_ds.models.published import load_pretrained, model_sizes, open_pretrained
+from unigen_ds.models.vae import encode_by_size
 from unigen_ds.models.vision import VisionModel
 
 FREEZABLE = ("vae", "vit", "llm", "connector")
@@ -66,7 +68,7 @@ class MoTAttention(nn.Module):
     def _route(self, x: Tensor, num_und: int, name: str) -> Tensor:
         return route(x, num_und, getattr(self, name), getattr(self, name + "_moe_gen"))
 
-    def forward(self, x_TD: Tensor, num_und: int, rotary: tuple[Tensor, Tensor], attend: AttentionPlan) -> Tensor:
+    def forward(self, x_TD: Tensor, num_und: int, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         q, k, v = (
             self._route(x_TD, num_und, name).unflatten(-1, (-1, self.head_width))
             for name in ("q_proj", "k_proj", "v_proj")
@@ -93,7 +95,7 @@ class MoTLayer(nn.Module):
     def _route(self, x: Tensor, num_und: int, name: str) -> Tensor:
         return route(x, num_und, getattr(self, name), getattr(self, name + "_moe_gen"))
 
-    def forward(self, x_TD: Tensor, num_und: int, rotary: tuple[Tensor, Tensor], attend: AttentionPlan) -> Tensor:
+    def forward(self, x_TD: Tensor, num_und: int, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         normed = self._route(x_TD, num_und, "input_layernorm")
         x_TD = x_TD + self.dropout(self.self_attn(normed, num_und, rotary, attend))
         normed = self._route(x_TD, num_und, "post_attention_layernorm")
@@ -124,7 +126,7 @@ class MoTBackbone(nn.Module):
         self.theta = config["rope_theta"]
         self.activation_checkpointing = False
 
-    def forward(self, x_TD: Tensor, num_und: int, position_ids: Tensor, attend: AttentionPlan) -> Tensor:
+    def forward(self, x_TD: Tensor, num_und: int, position_ids: Tensor, attend: Attend) -> Tensor:
         rotary = rotary_tables(position_ids, head_width=self.head_width, theta=self.theta)
         for layer in self.layers:
             if self.activation_checkpointing and torch.is_grad_enabled():
@@ -158,12 +160,15 @@ class UnifiedModel(nn.Module):
         llm: sizes under Qwen2's names, plus ``dropout``. ``vocab_size`` is filled from the tokenizer when absent.
         vit: sizes under SigLIP's names (``hidden_size``, ..., ``image_size``, ``patch_size``, ``num_channels``).
         vae: ``dict(type=...)`` of an autoencoder, always frozen.
-        latent_patch_size: side of a latent patch, in latent pixels.
-        max_latent_size: side of the latent position table, in patches.
+        latent_patch_size: side of a latent patch, in latent pixels; 2 where ``pretrained`` does not tell.
+        max_latent_size: side of the latent position table, in patches; 64 where ``pretrained`` does not tell.
         timestep_shift: of the training time steps; 1 leaves them alone.
         freeze: any of ``vae``, ``vit``, ``llm``, ``connector``: gets no gradient and stays bit-identical.
         activation_checkpointing: re-compute each decoder layer in the backward pass.
         compile: ``torch.compile`` each decoder layer.
+        pretrained: a published directory, or ``dict(llm=..., vit=..., vae=...)`` of directories: initial weights, and
+            every size that is not given.
+        copy_init_moe: gen experts that ``pretrained`` lacks start as copies of the und experts.
     """
 
     forward_methods = ("velocity", "next_token_logits")
@@ -172,25 +177,32 @@ class UnifiedModel(nn.Module):
     def __init__(
         self,
         *,
-        llm: Mapping[str, Any],
-        vit: Mapping[str, Any],
-        vae: Mapping[str, Any],
-        latent_patch_size: int = 2,
-        max_latent_size: int = 64,
+        llm: Mapping[str, Any] | None = None,
+        vit: Mapping[str, Any] | None = None,
+        vae: Mapping[str, Any] | None = None,
+        latent_patch_size: int | None = None,
+        max_latent_size: int | None = None,
         timestep_shift: float = 1.0,
         freeze: Sequence[str] = ("vae",),
         activation_checkpointing: bool = False,
         compile: bool = False,
+        pretrained: str | Mapping[str, str] | None = None,
+        copy_init_moe: bool = False,
     ) -> None:
         super().__init__()
-        config = {**_LLM_DEFAULTS, **llm}
+        if copy_init_moe and not pretrained:
+            raise ConfigError("model.copy_init_moe has no effect without model.pretrained")
+        source = open_pretrained(pretrained) if pretrained else None
+        given = {"latent_patch_size": latent_patch_size, "max_latent_size": max_latent_size}
+        self.sizes = sizes = model_sizes(source, {"llm": llm, "vit": vit, "vae": vae, **given})
+        sizes["llm"] = config = {**_LLM_DEFAULTS, **sizes["llm"]}
         _check_llm(config)
-        width = config["hidden_size"]
-        self.latent_patch_size, self.timestep_shift = latent_patch_size, timestep_shift
-        self.max_latent_size = max_latent_size
+        width, vit = config["hidden_size"], sizes["vit"]
+        self.latent_patch_size, self.timestep_shift = sizes["latent_patch_size"], timestep_shift
+        self.max_latent_size = sizes["max_latent_size"]
         self.vocab_size = config["vocab_size"]
-        self.vae = build(AUTOENCODERS, vae, where="model.vae")
-        self.latent_width = self.vae.latent_channels * latent_patch_size**2
+        self.vae = build(AUTOENCODERS, sizes["vae"], where="model.vae")
+        self.latent_width = self.vae.latent_channels * self.latent_patch_size**2
         self.language_model = MoTForCausalLM(config)
         self.vit_model = VisionModel(**vit)
         side = vit["image_size"] // vit["patch_size"]
@@ -199,8 +211,10 @@ class UnifiedModel(nn.Module):
         self.vae2llm = nn.Linear(self.latent_width, width)
         self.llm2vae = nn.Linear(width, self.latent_width)
         self.time_embedder = TimestepEmbedder(width)
-        self.latent_pos_embed = PositionTable(max_latent_size, width)
+        self.latent_pos_embed = PositionTable(self.max_latent_size, width)
         self._initialise()
+        if source is not None:
+            load_pretrained(self, source, copy_init_moe=copy_init_moe)
         self._freeze(freeze)
         self.language_model.model.activation_checkpointing = activation_checkpointing
         if compile:
@@ -210,8 +224,11 @@ class UnifiedModel(nn.Module):
     @staticmethod
     def processor_sizes(config: Mapping[str, Any]) -> dict[str, int]:
         """The sizes of a data processor that this model's config fixes."""
-        vae = build(AUTOENCODERS, config["vae"], where="model.vae")
-        vit, patch = config["vit"], config.get("latent_patch_size", 2)
+        pretrained = config.get("pretrained")
+        sizes = model_sizes(open_pretrained(pretrained) if pretrained else None, config)
+        with torch.device("meta"):
+            vae = build(AUTOENCODERS, sizes["vae"], where="model.vae")
+        vit, patch = sizes["vit"], sizes["latent_patch_size"]
         return {
             "vit_patch_size": vit["patch_size"],
             "vit_max_patches_per_side": vit["image_size"] // vit["patch_size"],
@@ -219,7 +236,7 @@ class UnifiedModel(nn.Module):
             "latent_patch_size": patch,
             "vae_spatial_downsample": vae.downsample,
             "vae_downsample": vae.downsample * patch,
-            "max_latent_size": config.get("max_latent_size", 64),
+            "max_latent_size": sizes["max_latent_size"],
         }
 
     def _initialise(self) -> None:
@@ -248,8 +265,7 @@ class UnifiedModel(nn.Module):
     def forward(self, batch: PackedBatch) -> LossTerms:
         """Sums of the loss terms over the targets of one micro-batch."""
         with torch.no_grad():
-            latents = self.vae.encode(batch.vae_images, batch.vae_noise)
-            clean_LC = flow.patchify_latents(latents, batch.latent_shapes, self.latent_patch_size)
+            clean_LC = encode_by_size(self.vae, batch, self.latent_patch_size)
         return self.loss_terms(batch, clean_LC)
 
     def loss_terms(self, batch: PackedBatch, clean_LC: Tensor) -> LossTerms:
@@ -264,11 +280,16 @@ class UnifiedModel(nn.Module):
         image = image_loss_sum(velocity, (batch.flow_noise - clean_LC)[target])
         return LossTerms({"text": text, "image": image})
 
-    def hidden_states(self, batch: PackedBatch, latents_LC: Tensor, t_L: Tensor) -> tuple[Tensor, Tensor]:
-        """Final hidden states in expert order, and where each of the ``T`` tokens stands among them."""
+    def hidden_states(
+        self, batch: PackedBatch, latents_LC: Tensor, t_L: Tensor, *, attend: Attend | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Final hidden states in expert order, and where each of the ``T`` tokens stands among them.
+
+        ``attend`` replaces the attention within the batch: for inference on top of cached tokens.
+        """
         x_TD, order, num_und = self._embed(batch, latents_LC, t_L)
         place_of = torch.argsort(order)
-        attend = plan_attention(batch, place_of)
+        attend = attend or plan_attention(batch, place_of)
         backbone = self.language_model.model
         return backbone(x_TD, num_und, batch.position_ids[order], attend), place_of
 

@@ -150,7 +150,7 @@ def build_model(config: Mapping[str, Any], processor: UnifiedProcessor) -> nn.Mo
     """The model on the CPU in fp32: the same weights on every rank and process count."""
     spec = dict(config["model"])
     vocabulary = len(processor.tokenizer)  # type: ignore[arg-type]
-    if isinstance(spec.get("llm"), Mapping) and "vocab_size" not in spec["llm"]:
+    if isinstance(spec.get("llm"), Mapping) and "vocab_size" not in spec["llm"] and not spec.get("pretrained"):
         spec["llm"] = {**spec["llm"], "vocab_size": vocabulary}
     torch.manual_seed(seed_of(config))
     model = build(MODELS, spec, where="model")

@@ -1,0 +1,192 @@
+"""Sampling, understanding and editing against numbers from the public BAGEL code, in fp32."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from torch import Tensor
+
+from unigen_ds.core.seeding import generator
+from unigen_ds.data.processor import UnifiedProcessor
+from unigen_ds.data.transforms import ImageTransform
+from unigen_ds.inference.inferencer import THINK_THEN_DRAW, Context, Contexts, InterleaveInferencer, to_picture
+from unigen_ds.inference.sampler import FlowSettings
+from unigen_ds.models import UnifiedModel
+
+ROOT = Path(os.environ.get("UNIGEN_GOLDEN", Path(__file__).parent.parent / "golden"))
+BAGEL = ROOT / "bagel"
+META, CASES = (json.loads((BAGEL / name).read_text()) for name in ("golden.json", "infer.json"))
+
+
+class Ids:
+    """A tokenizer whose texts are numbers (another word is its length): the vectors come without one."""
+
+    bos_id, eos_id = META["special_ids"]["bos_token_id"], META["special_ids"]["eos_token_id"]
+    image_start_id, image_end_id = META["special_ids"]["start_of_image"], META["special_ids"]["end_of_image"]
+    pad_id, fingerprint = eos_id, "ids"
+
+    def encode(self, text: str) -> list[int]:
+        return [int(word) if word.isdigit() else len(word) for word in text.split()]
+
+    def decode(self, ids: list[int]) -> str:
+        return " ".join(str(i) for i in ids if i not in (self.bos_id, self.eos_id))
+
+
+@pytest.fixture(scope="module")
+def golden() -> dict[str, Tensor]:
+    return load_file(BAGEL / "infer.safetensors")
+
+
+@pytest.fixture(scope="module")
+def inferencer() -> InterleaveInferencer:
+    model = UnifiedModel(pretrained=str(BAGEL)).eval()
+    processor = UnifiedProcessor(
+        Ids(),
+        vae_transform=ImageTransform(*META["vae_transform"]),
+        vit_transform=ImageTransform(*META["vit_transform"]),
+        **UnifiedModel.processor_sizes({"pretrained": str(BAGEL)}),
+    )
+    return InterleaveInferencer(model, processor)
+
+
+def close(kind: str, name: str, actual: Tensor, expected: Tensor) -> None:
+    atol = json.loads((ROOT / "tolerance.json").read_text())[f"bagel/{kind}.*.{name}"]["suggested_atol"]
+    torch.testing.assert_close(actual.float(), expected.float(), atol=atol, rtol=0)
+
+
+def settings(case: dict[str, Any]) -> FlowSettings:
+    return FlowSettings(
+        num_timesteps=case["num_timesteps"],
+        timestep_shift=case["timestep_shift"],
+        text_scale=case["cfg_text_scale"],
+        image_scale=case["cfg_img_scale"],
+        interval=tuple(case["cfg_interval"]),
+        renorm=case["cfg_renorm_type"],
+        renorm_min=case["cfg_renorm_min"],
+    )
+
+
+def compare_drawing(
+    inferencer: InterleaveInferencer, contexts: Contexts, golden: dict[str, Tensor], kind: str, name: str
+) -> None:
+    case, stride = CASES[kind][name], inferencer.processor.vae_downsample
+    assert (len(contexts.full.cache), contexts.full.position) == (case["context"]["kv_len"], case["context"]["rope"])
+    steps: list[tuple[float, Tensor, Tensor]] = []
+    height, width = case["image_shapes"]
+    grid = (height // stride, width // stride)
+    noise = golden[f"{kind}.init_noise"]
+    x = inferencer.denoise(contexts, noise, grid, flow=settings(case), on_step=lambda *step: steps.append(step))
+    prefix = f"{kind}.{name}"
+    close(kind, "t", torch.tensor([step[0] for step in steps]), golden[f"{prefix}.t"])
+    close(kind, "x_t", torch.stack([step[1] for step in steps]), golden[f"{prefix}.x_t"])
+    close(kind, "v_t", torch.stack([step[2] for step in steps]), golden[f"{prefix}.v_t"])
+    close(kind, "latent", x, golden[f"{prefix}.latent"])
+    if f"{prefix}.image" in golden:
+        image = inferencer.decode(x, grid)
+        close(kind, "image", image, golden[f"{prefix}.image"])
+        picture = torch.from_numpy(np.array(to_picture(image)))
+        close(kind, "image_uint8", picture, golden[f"{prefix}.image_uint8"])
+
+
+@pytest.mark.parametrize("name", CASES["t2i"])
+def test_text_to_image(inferencer: InterleaveInferencer, golden: dict[str, Tensor], name: str) -> None:
+    contexts = Contexts()
+    for context in (contexts.full, contexts.without_image):
+        inferencer.extend_text(context, golden["t2i.prompt_ids"].tolist())
+    compare_drawing(inferencer, contexts, golden, "t2i", name)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", CASES["edit"])
+def test_editing(inferencer: InterleaveInferencer, golden: dict[str, Tensor], name: str) -> None:
+    contexts = Contexts()
+    latent = inferencer.model.vae.encode(golden["edit.vae_image"][None], golden["edit.vae_noise"])
+    atol = json.loads((ROOT / "tolerance.json").read_text())["bagel/edit.vae_latent"]["suggested_atol"]
+    torch.testing.assert_close(latent, golden["edit.vae_latent"], atol=atol, rtol=0)
+    inferencer.extend_vae(contexts.full, golden["edit.vae_image"], golden["edit.vae_noise"][0])
+    inferencer.extend_vit(contexts.full, golden["edit.vit_image"])
+    contexts.without_text = contexts.full.copy()
+    for context in (contexts.full, contexts.without_image):
+        inferencer.extend_text(context, golden["edit.prompt_ids"].tolist())
+    compare_drawing(inferencer, contexts, golden, "edit", name)
+
+
+@pytest.mark.parametrize("name", CASES["und"])
+def test_understanding(inferencer: InterleaveInferencer, golden: dict[str, Tensor], name: str) -> None:
+    context, case = Context(), CASES["und"][name]
+    if case["has_image"]:
+        inferencer.extend_vit(context, golden[f"und.{name}.vit_image"])
+    inferencer.extend_text(context, golden[f"und.{name}.prompt_ids"].tolist())
+    before, logits = len(context.cache), []
+    head = inferencer.model.language_model.lm_head
+    handle = head.register_forward_hook(lambda module, inputs, output: logits.append(output))
+    ids = inferencer.write(context, max_length=case["max_length"])
+    handle.remove()
+    assert ids == golden[f"und.{name}.generated_ids"].tolist()
+    close("und", "logits", torch.stack(logits), golden[f"und.{name}.logits"])
+    assert len(context.cache) == before, "the context stays as it is"
+
+
+def words(ids: Tensor) -> str:
+    return " ".join(map(str, ids.tolist()))
+
+
+def test_from_pictures_to_answers(inferencer: InterleaveInferencer, golden: dict[str, Tensor]) -> None:
+    """The whole way: the picture is resized for the autoencoder first, then for the vision tower."""
+    for name, case in CASES["und"].items():
+        images = [Image.open(BAGEL / case["png"])] if case["has_image"] else []
+        prompt = words(golden[f"und.{name}.prompt_ids"])
+        made = inferencer.unified_generate(prompt, images=images, understand=True, max_length=case["max_length"])
+        assert made.text == words(golden[f"und.{name}.generated_ids"][1:]) and not made.images
+
+
+def test_unified_generate_draws_what_its_parts_draw(
+    inferencer: InterleaveInferencer, golden: dict[str, Tensor]
+) -> None:
+    case = CASES["edit"]["text_channel"]
+    picture, prompt = Image.open(BAGEL / case["png"]), words(golden["edit.prompt_ids"])
+    steps: list[Tensor] = []
+    flow = settings(case)
+    made = inferencer.unified_generate(
+        prompt, images=[picture], flow=flow, seed=3, on_step=lambda t, x, v: steps.append(x)
+    )
+    assert made.text == "" and made.images[0].size == tuple(reversed(case["image_shapes"]))
+    assert len(steps) == case["num_timesteps"] - 1
+    again = inferencer.unified_generate(prompt, images=[picture], flow=flow, seed=3)
+    assert made.images[0].tobytes() == again.images[0].tobytes()
+    other = inferencer.unified_generate(prompt, images=[picture], flow=flow, seed=4)
+    assert made.images[0].tobytes() != other.images[0].tobytes()
+
+
+def test_thinking_comes_first_and_is_drawn_from(inferencer: InterleaveInferencer, golden: dict[str, Tensor]) -> None:
+    flow, prompt = FlowSettings(num_timesteps=3, text_scale=3.0, image_scale=2.0), words(golden["t2i.prompt_ids"])
+    side = 2 * inferencer.processor.vae_downsample
+    made = inferencer.unified_generate(prompt, think=True, size=(side, side), flow=flow, max_length=6)
+    encode, contexts = inferencer.processor.tokenizer.encode, Contexts()
+    for context in (contexts.full, contexts.without_text, contexts.without_image):
+        inferencer.extend_text(context, encode(THINK_THEN_DRAW))
+    for context in (contexts.full, contexts.without_image):
+        inferencer.extend_text(context, encode(prompt))
+    thoughts = inferencer.write(contexts.full, max_length=6)[1:]
+    assert thoughts and encode(made.text) == thoughts
+    inferencer.extend_text(contexts.full, thoughts)
+    noise = torch.randn(4, len(golden["t2i.init_noise"][0]), generator=generator(0, 0, "draw"))
+    by_hand = inferencer.decode(inferencer.denoise(contexts, noise, (2, 2), flow=flow), (2, 2))
+    assert made.images[0].tobytes() == to_picture(by_hand).tobytes()
+    answer = inferencer.unified_generate(prompt, think=True, understand=True, max_length=6)
+    assert answer.text and not answer.images
+
+
+def test_temperature_samples(inferencer: InterleaveInferencer, golden: dict[str, Tensor]) -> None:
+    context = Context()
+    inferencer.extend_text(context, golden["t2i.prompt_ids"].tolist())
+    drawn = [inferencer.write(context, max_length=8, temperature=5.0, seed=seed) for seed in (0, 0, 1)]
+    assert drawn[0] == drawn[1] != drawn[2]

@@ -1,0 +1,154 @@
+"""The published directory in and out, and starting from a language model, a vision tower and an autoencoder."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from unigen_ds.core.errors import CheckpointError, ConfigError
+from unigen_ds.models import UnifiedModel
+from unigen_ds.models.published import FILES, write_published
+
+BAGEL = Path(os.environ.get("UNIGEN_GOLDEN", Path(__file__).parent.parent / "golden")) / "bagel"
+CONFIGS, WEIGHTS = FILES[:2], FILES[2:]
+
+
+@pytest.fixture(scope="module")
+def model() -> UnifiedModel:
+    return UnifiedModel(pretrained=str(BAGEL))
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A copy that a test may damage."""
+    (tmp_path / "published").mkdir()
+    for name in FILES:
+        shutil.copyfile(BAGEL / name, tmp_path / "published" / name)
+    (tmp_path / "published" / "tokenizer.json").write_text("{}")
+    return tmp_path / "published"
+
+
+def test_every_size_is_read_from_the_files(model: UnifiedModel) -> None:
+    stated = json.loads((BAGEL / "golden.json").read_text())
+    vae, other = stated["vae_params"], stated["bagel_config"]
+    assert model.sizes["vae"] == {
+        "type": "FluxAutoencoder",
+        "base_channels": vae["ch"],
+        "channel_multipliers": vae["ch_mult"],
+        "num_blocks": vae["num_res_blocks"],
+        "latent_channels": vae["z_channels"],
+        "channels": vae["in_channels"],
+    }
+    for key in ("latent_patch_size", "max_latent_size"):
+        assert model.sizes[key] == other[key]
+    sizes = UnifiedModel.processor_sizes({"pretrained": str(BAGEL)})
+    assert sizes["vit_max_patches_per_side"] == other["vit_max_num_patch_per_side"]
+    assert sizes["vae_downsample"] == vae["downsample"] * other["latent_patch_size"]
+
+
+def test_round_trip_is_bit_equal(model: UnifiedModel, directory: Path, tmp_path: Path) -> None:
+    write_published(model, tmp_path / "out", source=directory)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {*FILES, "tokenizer.json"}
+    for path in (tmp_path / "out").iterdir():
+        assert path.read_bytes() == (directory / path.name).read_bytes(), path.name
+
+
+def test_configs_are_written_where_there_is_no_source(model: UnifiedModel, tmp_path: Path) -> None:
+    write_published(model, tmp_path / "out", dtype=torch.bfloat16)
+    for name in CONFIGS:
+        written, read = (json.loads((place / name).read_text()) for place in (tmp_path / "out", BAGEL))
+        assert {key: read[key] for key in written} == written
+    again = UnifiedModel(pretrained=str(tmp_path / "out"))
+    assert again.sizes == model.sizes
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor.bfloat16().float())
+    with pytest.raises(ConfigError, match="exists"):
+        write_published(model, tmp_path / "out")
+
+
+def test_nothing_that_does_not_fit_is_silent(directory: Path) -> None:
+    weights = load_file(directory / FILES[2])
+    del weights["llm2vae.bias"]
+    weights["other.weight"] = torch.zeros(1)
+    weights["vae2llm.bias"] = weights["vae2llm.bias"][1:]
+    save_file(weights, directory / FILES[2])
+    with pytest.raises(CheckpointError) as caught:
+        UnifiedModel(pretrained=str(directory))
+    width = len(weights["vae2llm.bias"])
+    reshaped = f"reshaped: vae2llm.bias ({width},) for ({width + 1},)"
+    for text in ("missing: llm2vae.bias", "unexpected: other.weight", reshaped):
+        assert text in str(caught.value)
+
+
+def test_tables_may_be_absent(directory: Path, model: UnifiedModel) -> None:
+    weights = {n: t for n, t in load_file(directory / FILES[2]).items() if not n.endswith("pos_embed")}
+    save_file(weights, directory / FILES[2])
+    made = UnifiedModel(pretrained=str(directory), max_latent_size=model.max_latent_size)
+    torch.testing.assert_close(made.latent_pos_embed.pos_embed, model.latent_pos_embed.pos_embed, atol=1e-6, rtol=0)
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> dict[str, str]:
+    """The golden weights as three directories: a plain Qwen2 with a tied head, a whole SigLIP, an autoencoder."""
+    weights = load_file(BAGEL / FILES[2])
+    llm, vit = tmp_path / "llm", tmp_path / "vit"
+    for place, name in ((llm, CONFIGS[0]), (vit, CONFIGS[1])):
+        place.mkdir()
+        shutil.copyfile(BAGEL / name, place / "config.json")
+    plain = {
+        name.removeprefix("language_model."): tensor
+        for name, tensor in weights.items()
+        if name.startswith("language_model.model.") and "_moe_gen" not in name and "_norm." not in name
+    }
+    save_file(plain, llm / "model.safetensors")
+    tower = {n.removeprefix("vit_model."): t for n, t in weights.items() if n.startswith("vit_model.")}
+    name = "vision_model.embeddings.patch_embedding.weight"
+    side = json.loads((vit / "config.json").read_text())["patch_size"]
+    tower[name] = tower[name].unflatten(1, (side, side, -1)).permute(0, 3, 1, 2).contiguous()
+    tower |= {"vision_model.head.probe": torch.zeros(1), "text_model.embeddings.weight": torch.zeros(1)}
+    save_file(tower, vit / "model.safetensors")
+    return {"llm": str(llm), "vit": str(vit), "vae": str(BAGEL / FILES[3])}
+
+
+@pytest.mark.parametrize("copy_init_moe", [False, True])
+def test_from_a_language_model_a_vision_tower_and_an_autoencoder(
+    parts: dict[str, str],
+    model: UnifiedModel,
+    copy_init_moe: bool,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logging.getLogger("unigen_ds"), "propagate", True)
+    with caplog.at_level(logging.INFO, "unigen_ds"):
+        sizes = {key: model.sizes[key] for key in ("latent_patch_size", "max_latent_size")}
+        made = UnifiedModel(pretrained=parts, copy_init_moe=copy_init_moe, **sizes)
+    state, published = made.state_dict(), model.state_dict()
+    for name, tensor in published.items():
+        if name.startswith(("vit_model.", "vae.")):
+            assert torch.equal(state[name], tensor), name
+    und = "language_model.model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(state[und], published[und])
+    assert torch.equal(state["language_model.lm_head.weight"], published["language_model.model.embed_tokens.weight"])
+    assert torch.equal(state[und.replace("mlp", "mlp_moe_gen")], state[und]) == copy_init_moe
+    assert torch.equal(state["language_model.model.norm_moe_gen.weight"], published["language_model.model.norm.weight"]
+                       ) == copy_init_moe  # fmt: skip
+    assert "not used: " in caplog.text and "vision_model.head.probe" in caplog.text
+    assert ("copied from und: " in caplog.text) == copy_init_moe and "initialised: " in caplog.text
+
+
+def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"ema.safetensors cannot be read"):
+        UnifiedModel.processor_sizes({"pretrained": str(tmp_path)})
+    with pytest.raises(ConfigError, match=r"model.pretrained is"):
+        UnifiedModel(pretrained={"other": "x"})
+    with pytest.raises(ConfigError, match=r"model.llm is not given"):
+        UnifiedModel()
+    with pytest.raises(ConfigError, match="no effect without"):
+        UnifiedModel(copy_init_moe=True)

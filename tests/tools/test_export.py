@@ -1,0 +1,84 @@
+"""Train from a published directory, export, and what is exported loads: every way in and out in one run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.tiny import tiny_config
+from tools.export import main
+from unigen_ds.core.config import load_config
+from unigen_ds.data.tokenizers import WordTokenizer
+from unigen_ds.models import UnifiedModel
+from unigen_ds.models.published import FILES
+from unigen_ds.runner import Runner
+from unigen_ds.runner.trained import open_model
+
+BAGEL = Path(__file__).parent.parent / "golden" / "bagel"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("source")
+    for name in FILES:
+        shutil.copyfile(BAGEL / name, folder / name)
+    WordTokenizer(words=load_config("unified_digits").tokenizer["words"]).save_pretrained(str(folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Runner:
+    """Two updates on digits, enlarged for the vision tower and the autoencoder."""
+    folder = tmp_path_factory.mktemp("run")
+    config = tiny_config(folder / "run", folder / "digits", default_hooks__checkpoint__interval=2)
+    sizes = UnifiedModel.processor_sizes({"pretrained": str(source)})
+    config.model = {"type": "UnifiedModel", "pretrained": str(source)}
+    config.tokenizer = {"type": "PretrainedTokenizer", "path": str(source)}
+    config.processor = {
+        f"{part}_transform": {"type": "ImageTransform", "max_size": 2 * side, "min_size": side, "stride": side}
+        for part, side in (("vit", sizes["vit_patch_size"]), ("vae", sizes["vae_downsample"]))
+    }
+    runner = Runner.from_cfg(config, max_updates=2)
+    runner.train()
+    return runner
+
+
+def test_training_moves_all_but_the_autoencoder_and_the_tables(run: Runner, source: Path) -> None:
+    trained = run.backend.model.state_dict()
+    for name, tensor in load_file(source / FILES[3]).items():
+        assert torch.equal(trained[f"vae.{name}"], tensor), name
+    before = load_file(source / FILES[2])
+    still = {name for name, tensor in before.items() if torch.equal(trained[name], tensor)}
+    assert {"latent_pos_embed.pos_embed", "vit_pos_embed.pos_embed"} <= still
+    moved = "language_model.model.layers.0.mlp"
+    assert not any(name.startswith((f"{moved}.", f"{moved}_moe_gen.", "vae2llm", "connector")) for name in still)
+
+
+def test_what_is_exported_loads(run: Runner, source: Path, tmp_path: Path) -> None:
+    assert main([str(run.work_dir), str(tmp_path / "out"), "--source", str(source)]) == 0
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {path.name for path in source.iterdir()}
+    for name in ("tokenizer.json", *FILES[:2], FILES[3]):
+        assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
+    model, _ = open_model(tmp_path / "out")
+    for name, tensor in run.backend.model.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+
+
+def test_what_cannot_work_is_refused(run: Runner, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(run.work_dir), str(tmp_path)]) == 2
+    assert "exists" in capsys.readouterr().err
+    other = tmp_path / "other"
+    other.mkdir()
+    for name in FILES[:2]:
+        shutil.copyfile(BAGEL / name, other / name)
+    llm = json.loads((other / FILES[0]).read_text())
+    (other / FILES[0]).write_text(json.dumps({**llm, "hidden_size": 1}))
+    assert main([str(run.work_dir), str(tmp_path / "out"), "--source", str(other)]) == 2
+    assert "hidden_size 1, not" in capsys.readouterr().err
+    assert main([str(tmp_path), str(tmp_path / "out")]) == 1
+    assert not (tmp_path / "out").exists()

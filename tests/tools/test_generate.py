@@ -1,0 +1,134 @@
+"""``tools/generate.py``: pictures and texts from a training run's checkpoint and from a published directory."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from tests.tiny import tiny_config
+from tools.generate import main
+from unigen_ds.core.errors import CheckpointError
+from unigen_ds.data.tokenizers import WordTokenizer
+from unigen_ds.models.published import FILES
+from unigen_ds.runner import Runner
+from unigen_ds.runner.trained import open_inferencer
+
+BAGEL = Path(__file__).parent.parent / "golden" / "bagel"
+FAST = ["--num-timesteps", "3", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Runner:
+    folder = tmp_path_factory.mktemp("generate")
+    config = tiny_config(
+        folder / "run",
+        folder / "digits",
+        custom_hooks=[{"type": "EMAHook", "momentum": 0.5}],
+        default_hooks__checkpoint__interval=2,
+    )
+    runner = Runner.from_cfg(config, max_updates=2)
+    runner.train()
+    return runner
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("published")
+    for name in FILES:
+        shutil.copyfile(BAGEL / name, folder / name)
+    WordTokenizer(words=["a", "red", "cat"]).save_pretrained(str(folder))
+    return folder
+
+
+def rows(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+
+
+def test_weights_of_a_checkpoint_raw_and_averaged(run: Runner) -> None:
+    path = Path(run.work_dir)
+    raw, average = (open_inferencer(path, raw=raw).model.state_dict() for raw in (True, False))
+    trained = run.backend.model.state_dict()
+    assert all(torch.equal(raw[name], tensor) for name, tensor in trained.items())
+    name = "language_model.model.layers.0.mlp.up_proj.weight"
+    (folder,) = path.glob("iter_*/ema")
+    stored = {k: t for file in folder.glob("*.safetensors") for k, t in load_file(file).items()}
+    (key,) = (key for key in stored if f"|{name}|" in key or key == name)
+    assert torch.equal(average[name].flatten(), stored[key].flatten()) and not torch.equal(average[name], raw[name])
+
+
+def test_a_file_of_prompts(run: Runner, tmp_path: Path) -> None:
+    prompts, out = tmp_path / "prompts.txt", tmp_path / "out"
+    prompts.write_text("draw a three\n\ndraw a four\n")
+    words = [str(run.work_dir), "--prompts", str(prompts), "--out", str(out), *FAST]
+    assert main(words) == 0
+    assert [(row["prompt"], row["file"], row["seed"]) for row in rows(out)] == [
+        ("draw a three", "00000.png", 0),
+        ("draw a four", "00001.png", 1),
+    ]
+    first = (out / "00000.png").read_bytes()
+    assert main([*words, "--seed", "5"]) == 0
+    assert [row["file"] for row in rows(out)][2:] == ["00002.png", "00003.png"], "what is there stays"
+    assert (out / "00000.png").read_bytes() == first != (out / "00002.png").read_bytes()
+    with Image.open(out / "00003.png") as image:
+        assert image.size == (8, 8) and image.mode == "L"
+
+
+def test_a_loop_of_prompts(run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("draw a three\n\ndraw a four\n"))
+    assert main([str(run.work_dir), "--out", str(tmp_path / "out"), "--raw", *FAST]) == 0
+    assert [row["prompt"] for row in rows(tmp_path / "out")] == ["draw a three", "draw a four"]
+
+
+def test_a_published_directory_draws_edits_and_answers(
+    published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert main([str(published), "--prompt", "a cat", "--size", "32", "48", "--out", str(out), *FAST]) == 0
+    with Image.open(out / "00000.png") as image:
+        assert image.size == (48, 32) and image.mode == "RGB"
+    edit = tmp_path / "edit.jsonl"
+    edit.write_text(json.dumps({"prompt": "a red cat", "images": [str(out / "00000.png")]}) + "\n")
+    assert main([str(published), "--prompts", str(edit), "--think", "--max-length", "4", "--out", str(out), *FAST]) == 0
+    with Image.open(out / "00001.png") as image:
+        assert image.size[0] > image.size[1], "an edited picture has the shape of the one that was shown"
+    words = ["--understand", "--max-length", "6", "--prompt", "a cat", "--image", str(out / "00001.png")]
+    capsys.readouterr()
+    assert main([str(published), *words, "--out", str(out), *FAST]) == 0
+    last = rows(out)[-1]
+    assert last["file"] is None and last["text"] == capsys.readouterr().out.strip()
+    assert sorted(path.name for path in out.iterdir()) == ["00000.png", "00001.png", "results.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("content", "words", "status", "said"),
+    [
+        ("{}", [], 1, "prompts.jsonl:1 is no prompt"),
+        ('{"prompt": "a"}', ["--size", "30", "32"], 2, "multiples of 16"),
+        ('{"prompt": "a"}', ["--num-timesteps", "1"], 2, "at least 2"),
+        ('{"prompt": "a", "images": ["none.png"]}', [], 1, "none.png cannot be decoded"),
+    ],
+)
+def test_what_cannot_work_is_refused(
+    published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    content: str, words: list[str], status: int, said: str,
+) -> None:  # fmt: skip
+    (tmp_path / "prompts.jsonl").write_text(content)
+    given = ["--prompts", str(tmp_path / "prompts.jsonl"), "--out", str(tmp_path / "out")]
+    assert main([str(published), *given, "--device", "cpu", *words]) == status
+    assert said in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_another_model_is_refused(run: Runner, tmp_path: Path) -> None:
+    config = json.loads(json.dumps(run.config.to_dict() if hasattr(run.config, "to_dict") else dict(run.config)))
+    config["model"]["llm"]["num_hidden_layers"] += 1
+    with pytest.raises(CheckpointError, match=r"no language_model\.model\.layers\.2\."):
+        open_inferencer(Path(run.work_dir), config=config)
+    with pytest.raises(CheckpointError):
+        open_inferencer(tmp_path)

@@ -1,0 +1,57 @@
+"""Write a published directory: ``python tools/export.py MODEL OUT``; installed as ``unigen-export``.
+
+MODEL is a checkpoint of any layout or a work dir (its newest checkpoint) of a model with the FLUX autoencoder. OUT, a
+new folder, gets llm_config.json, vit_config.json, ema.safetensors and ae.safetensors under BAGEL's names; with --source
+the configs and all other files (the tokenizer) come from that published directory, byte for byte. The average of the
+weights (EMA) is written where there is one.
+
+Exit status: 0 done, 1 the checkpoint cannot be loaded, 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+if not __package__:
+    import _path  # noqa: F401 - a script runs from a checkout without installation
+
+from unigen_ds.checkpoint.convert import DTYPES
+from unigen_ds.core import log
+from unigen_ds.core.config import load_config
+from unigen_ds.core.errors import UnigenError
+from unigen_ds.models.published import write_published
+from unigen_ds.runner.trained import open_model
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="unigen-export", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    p.add_argument("model", type=Path, metavar="MODEL")
+    p.add_argument("out", type=Path, metavar="OUT")
+    p.add_argument("--source", type=Path, metavar="DIR", help="the published directory that the training began with")
+    p.add_argument("--raw", action="store_true", help="the weights themselves, not their average")
+    p.add_argument("--dtype", choices=DTYPES, default="fp32")
+    p.add_argument("--tag", help="name of the checkpoint's folder below MODEL")
+    p.add_argument("--config", help="of the training, where the checkpoint does not hold it")
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parser().parse_args(argv)
+    log.setup(rank=0)
+    try:
+        config = load_config(arguments.config) if arguments.config else None
+        model, _ = open_model(arguments.model, raw=arguments.raw, tag=arguments.tag, config=config)
+        write_published(model, arguments.out, source=arguments.source, dtype=DTYPES[arguments.dtype])
+        print(arguments.out)
+    except UnigenError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,209 @@
+"""Draw pictures and write texts: ``python tools/generate.py MODEL --prompt TEXT``; installed as ``unigen-generate``.
+
+MODEL is a checkpoint of any layout, a work dir (its newest checkpoint), or a published directory. The average of the
+weights (EMA) is used where there is one. Without --prompt and --prompts it asks for prompts until the input ends.
+
+Into the folder of --out go 00000.png, 00001.png, ... and results.jsonl, a line for each prompt; what is there already
+stays, and numbering goes on behind it. Prompt i of a call has the seed --seed + i.
+
+Exit status: 0 done, 1 the model cannot be loaded, 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if not __package__:
+    import _path  # noqa: F401 - a script runs from a checkout without installation
+
+import torch
+
+from unigen_ds.checkpoint.convert import DTYPES
+from unigen_ds.core import log
+from unigen_ds.core.config import load_config
+from unigen_ds.core.errors import ConfigError, DataError, UnigenError
+from unigen_ds.core.files import write_atomic
+from unigen_ds.data.transforms import open_image
+from unigen_ds.inference.inferencer import BAGEL_FLOW, Generated
+from unigen_ds.inference.sampler import RENORMS, FlowSettings
+from unigen_ds.runner.trained import open_inferencer
+
+RESULTS = "results.jsonl"
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt, with the pictures shown before it."""
+
+    prompt: str
+    images: tuple[str, ...] = ()
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="unigen-generate", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    p.add_argument("model", type=Path, metavar="MODEL")
+    source = p.add_mutually_exclusive_group()
+    source.add_argument("--prompt", help="one prompt")
+    source.add_argument(
+        "--prompts", type=Path, metavar="FILE", help='a prompt a line; .jsonl: {"prompt": ..., "images": [...]}'
+    )
+    p.add_argument("--image", action="append", default=[], metavar="FILE", help="shown first; may be repeated")
+    p.add_argument("--out", type=Path, default=Path("generated"), metavar="DIR", help="default: generated")
+    p.add_argument("--understand", action="store_true", help="answer in text, draw nothing")
+    p.add_argument("--think", action="store_true", help="let the model write down its thoughts first")
+    p.add_argument("--size", type=int, nargs=2, metavar=("HEIGHT", "WIDTH"), help="of the picture, in pixels")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--max-length", type=int, default=1000, metavar="N", help="tokens of a text; default: 1000")
+    p.add_argument("--temperature", type=float, default=0.0, help="of a text; 0, the default, takes the likeliest")
+    add_flow(p)
+    p.add_argument("--raw", action="store_true", help="the weights themselves, not their average")
+    p.add_argument("--tag", help="name of the checkpoint's folder below MODEL")
+    p.add_argument("--config", help="of the training, where the checkpoint does not hold it")
+    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    p.add_argument("--dtype", choices=DTYPES, help="default: bf16 on a GPU, fp32 on a CPU")
+    return p
+
+
+def add_flow(p: argparse.ArgumentParser) -> None:
+    """BAGEL's names for ``FlowSettings``."""
+    flow = BAGEL_FLOW
+    p.add_argument("--num-timesteps", type=int, default=flow.num_timesteps, metavar="N")
+    p.add_argument("--timestep-shift", type=float, default=flow.timestep_shift)
+    p.add_argument("--cfg-text-scale", type=float, default=flow.text_scale)
+    p.add_argument("--cfg-img-scale", type=float, default=flow.image_scale)
+    p.add_argument("--cfg-interval", type=float, nargs=2, default=flow.interval, metavar=("LOW", "HIGH"))
+    p.add_argument("--cfg-renorm-type", choices=RENORMS, default=flow.renorm)
+    p.add_argument("--cfg-renorm-min", type=float, default=flow.renorm_min)
+
+
+def flow_of(arguments: argparse.Namespace) -> FlowSettings:
+    low, high = arguments.cfg_interval
+    return FlowSettings(
+        num_timesteps=arguments.num_timesteps,
+        timestep_shift=arguments.timestep_shift,
+        text_scale=arguments.cfg_text_scale,
+        image_scale=arguments.cfg_img_scale,
+        interval=(low, high),
+        renorm=arguments.cfg_renorm_type,
+        renorm_min=arguments.cfg_renorm_min,
+    )
+
+
+def requests(arguments: argparse.Namespace) -> Iterator[Request]:
+    """From the command line, the file, or the terminal."""
+    shown = tuple(arguments.image)
+    if arguments.prompt is not None:
+        yield Request(arguments.prompt, shown)
+    elif arguments.prompts is not None:
+        yield from from_file(arguments.prompts, shown)
+    else:
+        while True:
+            try:
+                prompt = input("prompt> " if sys.stdin.isatty() else "").strip()
+            except EOFError:
+                return
+            if prompt:
+                yield Request(prompt, shown)
+
+
+def from_file(path: Path, shown: tuple[str, ...]) -> Iterator[Request]:
+    """Empty lines are passed over. The whole file is read before the first prompt is answered."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--prompts {path} cannot be read: {error}") from error
+    found = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        if path.suffix != ".jsonl":
+            found.append(Request(line.strip(), shown))
+            continue
+        try:
+            row = json.loads(line)
+            found.append(Request(str(row["prompt"]), (*shown, *row.get("images", ()))))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(
+                f"{path}:{number} is no prompt: {line!r}", allowed='{"prompt": ..., "images": [...]}'
+            ) from error
+    yield from found
+
+
+class Output:
+    """The folder that pictures and ``results.jsonl`` go into."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            names = [path.stem for path in folder.glob("*.png")]
+            lines = (folder / RESULTS).read_text(encoding="utf-8").splitlines() if (folder / RESULTS).exists() else []
+        except OSError as error:
+            raise ConfigError(f"--out {folder} cannot be used: {error}") from error
+        self.next = max([len(lines), *(int(name) + 1 for name in names if name.isdigit())])
+
+    def add(self, request: Request, made: Generated, *, seed: int) -> dict[str, Any]:
+        """Write the picture, then its line."""
+        row: dict[str, Any] = {"prompt": request.prompt, "images": list(request.images), "seed": seed}
+        row |= {"text": made.text, "file": None}
+        if made.images:
+            row["file"] = f"{self.next:05d}.png"
+            write_atomic(self.folder / row["file"], lambda path: made.images[0].save(path, format="PNG"))
+        with (self.folder / RESULTS).open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(row, ensure_ascii=False) + "\n")
+        self.next += 1
+        return row
+
+
+def generate(arguments: argparse.Namespace) -> None:
+    flow, output = flow_of(arguments), Output(arguments.out)
+    dtype = arguments.dtype or ("fp32" if arguments.device == "cpu" else "bf16")
+    inferencer = open_inferencer(
+        arguments.model,
+        raw=arguments.raw,
+        tag=arguments.tag,
+        config=load_config(arguments.config) if arguments.config else None,
+        device=arguments.device,
+        dtype=DTYPES[dtype],
+    )
+    for number, request in enumerate(requests(arguments)):
+        seed = arguments.seed + number
+        made = inferencer.unified_generate(
+            request.prompt,
+            images=[open_image(path) for path in request.images],
+            understand=arguments.understand,
+            think=arguments.think,
+            size=arguments.size,
+            flow=flow,
+            max_length=arguments.max_length,
+            temperature=arguments.temperature,
+            seed=seed,
+        )
+        row = output.add(request, made, seed=seed)
+        print(
+            "  ".join(part for part in (row["file"] and str(arguments.out / row["file"]), row["text"]) if part),
+            flush=True,
+        )
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parser().parse_args(argv)
+    log.setup(rank=0)
+    try:
+        generate(arguments)
+    except UnigenError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,280 @@
+"""Texts and pictures in, a text or a picture out, with a KV cache: BAGEL's inference rules, number for number.
+
+Three contexts grow side by side: ``full`` holds everything, ``without_text`` all before the last text, and
+``without_image`` the texts alone; guidance compares what each says of the same noise. One conversation at a time; many
+short drawings at once are ``sampler.draw``'s.
+
+Shape suffixes: L latent patches, C their width, T tokens, D model width.
+Source: ByteDance-Seed/Bagel (Deng et al., 2025).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from unigen_ds.core.batch import PackedBatch
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.seeding import generator
+from unigen_ds.data.collate import Loaded, pack_documents
+from unigen_ds.data.processor import UnifiedProcessor
+from unigen_ds.data.samples import ImageSplit, TextSplit, TokenSplit
+from unigen_ds.inference.kv_cache import KVCache
+from unigen_ds.inference.sampler import FlowSettings, guide, image_grid, noise_image, times, vit_image
+from unigen_ds.models.flow import unpatchify_latent
+from unigen_ds.models.vae import encode_by_size
+
+BAGEL_FLOW = FlowSettings(
+    num_timesteps=50, timestep_shift=3.0, text_scale=4.0, image_scale=1.5, interval=(0.4, 1.0), renorm="global"
+)
+"""What the public code draws with."""
+
+THINK_THEN_ANSWER = (
+    "You should first think about the reasoning process in the mind and then provide the user with the answer. \n"
+    "The reasoning process is enclosed within <think> </think> tags, i.e. <think> reasoning process here </think> "
+    "answer here"
+)
+THINK_THEN_DRAW = (
+    "You should first think about the planning process in the mind and then generate the image. \n"
+    "The planning process is enclosed within <think> </think> tags, i.e. <think> planning process here </think> "
+    "image here"
+)
+"""The prompts that BAGEL was trained to think after, word for word."""
+
+OnStep = Callable[[float, Tensor, Tensor], None]
+"""Called in each Euler step with t, the noisy patches before it, and their velocity."""
+
+
+@dataclass
+class Context:
+    """Tokens that the model has seen, and the next rotary position."""
+
+    cache: KVCache = field(default_factory=KVCache)
+    position: int = 0
+
+    def copy(self) -> Context:
+        return Context(self.cache.copy(), self.position)
+
+
+@dataclass
+class Contexts:
+    """See the module docstring."""
+
+    full: Context = field(default_factory=Context)
+    without_text: Context = field(default_factory=Context)
+    without_image: Context = field(default_factory=Context)
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What came out: the text (the thoughts, before a picture; '' if none) and the pictures."""
+
+    text: str
+    images: list[Image.Image]
+
+
+class InterleaveInferencer:
+    """A model that draws and reads.
+
+    Args:
+        model: a ``UnifiedModel`` in evaluation mode.
+        processor: its tokenizer and image transforms.
+    """
+
+    def __init__(self, model: Any, processor: UnifiedProcessor) -> None:
+        self.model, self.processor = model, processor
+
+    @torch.no_grad()
+    def unified_generate(
+        self,
+        prompt: str,
+        *,
+        images: Sequence[Image.Image] = (),
+        understand: bool = False,
+        think: bool = False,
+        size: Sequence[int] | None = None,
+        flow: FlowSettings = BAGEL_FLOW,
+        max_length: int = 1000,
+        temperature: float = 0.0,
+        seed: int = 0,
+        on_step: OnStep | None = None,
+    ) -> Generated:
+        """A picture for ``prompt``; with ``images`` an edited one; with ``understand`` a text instead.
+
+        Args:
+            images: shown before the prompt.
+            understand: answer in text, and draw nothing.
+            think: let the model write down its thoughts first, and draw from them, too.
+            size: (height, width) of the picture; None: of the last of ``images``, else the largest square.
+            max_length: tokens of the text at most.
+            temperature: of the text; 0 takes the likeliest token.
+            seed: of every random number.
+        """
+        contexts = Contexts()
+        if think:
+            self._show_prompt(contexts, THINK_THEN_ANSWER if understand else THINK_THEN_DRAW)
+        for number, image in enumerate(images):
+            shown = self._show_image(contexts, image, draw=not understand, noise_key=(seed, number, "vae"))
+            size = size or (shown.height, shown.width)
+        self._add_text(contexts, prompt)
+        text = ""
+        if think or understand:
+            ids = self.write(contexts.full, max_length=max_length, temperature=temperature, seed=seed)
+            text = self.processor.tokenizer.decode(ids)
+        if understand:
+            return Generated(text, [])
+        if think:
+            self.extend_text(contexts.full, self.processor.tokenizer.encode(text))
+        grid = image_grid(self.processor, size or self._largest_square())
+        width = self.processor.latent_channels * self.processor.latent_patch_size**2
+        noise_LC = torch.randn(grid[0] * grid[1], width, generator=generator(seed, 0, "draw"))
+        x_LC = self.denoise(contexts, noise_LC, grid, flow=flow, on_step=on_step)
+        return Generated(text, [to_picture(self.decode(x_LC, grid))])
+
+    # --- contexts ---------------------------------------------------------------------------------------------
+
+    def _show_prompt(self, contexts: Contexts, prompt: str) -> None:
+        ids = self.processor.tokenizer.encode(prompt)
+        for context in (contexts.full, contexts.without_image):
+            self.extend_text(context, ids)
+        contexts.without_text = contexts.full.copy()
+
+    def _add_text(self, contexts: Contexts, text: str) -> None:
+        ids = self.processor.tokenizer.encode(text)
+        contexts.without_text = contexts.full.copy()
+        for context in (contexts.full, contexts.without_image):
+            self.extend_text(context, ids)
+
+    def _show_image(
+        self, contexts: Contexts, image: Image.Image, *, draw: bool, noise_key: tuple[object, ...]
+    ) -> Image.Image:
+        """BAGEL resizes for the autoencoder first, and makes the ViT's picture from that one."""
+        vae = self.processor.vae_transform
+        if vae is not None:
+            image = vae.resize(image)
+        if draw:
+            if vae is None:
+                raise ConfigError("this processor has no vae_transform, so it cannot draw from images")
+            pixels, side = vae(image), self.processor.vae_spatial_downsample
+            shape = (self.processor.latent_channels, pixels.shape[1] // side, pixels.shape[2] // side)
+            self.extend_vae(contexts.full, pixels, torch.randn(shape, generator=generator(*noise_key)))
+        self.extend_vit(contexts.full, image)
+        contexts.without_text = contexts.full.copy()
+        return image
+
+    def _largest_square(self) -> tuple[int, int]:
+        transform = self.processor.vae_transform
+        if transform is None:
+            raise ConfigError("this processor has no vae_transform, so it cannot draw")
+        return transform.largest_side, transform.largest_side
+
+    def extend_text(self, context: Context, ids: Sequence[int]) -> None:
+        """Add a text, between the begin and the end token."""
+        self._extend(context, TextSplit(tuple(ids), loss=False))
+
+    def extend_vit(self, context: Context, image: Image.Image | Tensor) -> None:
+        """Add an image that is understood: a picture, or ``[C, H, W]`` in [-1, 1] of its final size."""
+        self._extend(context, vit_image(self.processor, image))
+
+    def extend_vae(self, context: Context, pixels: Tensor, noise: Tensor) -> None:
+        """Add a clean image ``[C, H, W]`` in [-1, 1], sampled by the autoencoder with ``noise``."""
+        stride = self.processor.vae_downsample
+        grid = (pixels.shape[1] // stride, pixels.shape[2] // stride)
+        place = noise_image(self.processor, grid)
+        split = ImageSplit("", "vae", grid)
+        self._extend(context, replace(place, split=split, vae_image=pixels, vae_noise=noise))
+
+    def _extend(self, context: Context, split: Loaded) -> Tensor:
+        """Add one split; returns the hidden state ``[D]`` of its last token."""
+        batch = self._pack(context, split)
+        patch = self.processor.latent_patch_size
+        hidden_TD = self._hidden(context, batch, encode_by_size(self.model.vae, batch, patch), t=0.0, keep=True)
+        context.position = int(batch.position_ids[-1]) + 1
+        return hidden_TD[-1]
+
+    def _pack(self, context: Context, split: Loaded) -> PackedBatch:
+        batch = pack_documents([[split]], self.processor)
+        batch = replace(batch, position_ids=batch.position_ids + context.position)
+        return batch.to(self.model.llm2vae.weight.device)
+
+    def _hidden(self, context: Context, batch: PackedBatch, latents_LC: Tensor, *, t: float, keep: bool) -> Tensor:
+        """Hidden states ``[T, D]`` of one split after the context, in the order of its tokens."""
+        is_text = not (batch.vit_index.numel() or batch.latent_index.numel())
+        t_L = torch.full(batch.timesteps.shape, t, device=latents_LC.device)
+        attend = context.cache.attend(causal=is_text, keep=keep)
+        hidden_TD, place_of = self.model.hidden_states(batch, latents_LC, t_L, attend=attend)
+        return hidden_TD[place_of]
+
+    # --- text -------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def write(self, context: Context, *, max_length: int, temperature: float = 0.0, seed: int = 0) -> list[int]:
+        """Ids that follow the context, which stays as it is. As in the public code the begin token is the first and
+        counts; the end token is left out.
+        """
+        tokenizer, context = self.processor.tokenizer, context.copy()
+        random = generator(seed, "write")
+        ids: list[int] = []
+        token = tokenizer.bos_id
+        while len(ids) < max_length:
+            ids.append(token)
+            logits = self.model.language_model.lm_head(self._extend(context, TokenSplit((token,), (-100,))))
+            if temperature > 0.0:
+                chances = torch.softmax(logits.float().cpu() / temperature, dim=-1)
+                token = int(torch.multinomial(chances, 1, generator=random))
+            else:
+                token = int(logits.argmax())
+            if token == tokenizer.eos_id:
+                break
+        return ids
+
+    # --- pictures ---------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def denoise(
+        self,
+        contexts: Contexts,
+        noise_LC: Tensor,
+        grid: tuple[int, int],
+        *,
+        flow: FlowSettings,
+        on_step: OnStep | None = None,
+    ) -> Tensor:
+        """Euler steps from noise to latent patches ``[L, C]``."""
+        place = noise_image(self.processor, grid)
+        seen = (contexts.full, contexts.without_text, contexts.without_image)
+        batches = [self._pack(context, place) for context in seen]
+
+        def velocity(which: int, x_LC: Tensor, t: float) -> Tensor:
+            batch = batches[which]
+            hidden_TD = self._hidden(seen[which], batch, x_LC, t=t, keep=False)
+            return self.model.llm2vae(hidden_TD[batch.image_target_index])
+
+        x_LC = noise_LC.to(self.model.llm2vae.weight.device)
+        steps = times(flow)
+        for t, following in zip(steps, steps[1:], strict=False):
+            v = velocity(0, x_LC, t)
+            if flow.guides(t):
+                image = velocity(2, x_LC, t) if flow.image_scale > 1.0 else None
+                v = guide(v, velocity(1, x_LC, t), image, flow)
+            if on_step is not None:
+                on_step(t, x_LC, v)
+            x_LC = x_LC - (t - following) * v
+        return x_LC
+
+    @torch.no_grad()
+    def decode(self, x_LC: Tensor, grid: tuple[int, int]) -> Tensor:
+        """Latent patches -> image ``[C, H, W]`` in about [-1, 1]."""
+        image: Tensor = self.model.vae.decode(unpatchify_latent(x_LC, grid, self.processor.latent_patch_size)[None])[0]
+        return image
+
+
+def to_picture(image: Tensor) -> Image.Image:
+    """``[C, H, W]`` in [-1, 1] -> 8 bits, truncated as in the public code."""
+    pixels = (image.float() * 0.5 + 0.5).clamp(0, 1).mul(255).to(torch.uint8).permute(1, 2, 0).cpu().numpy()
+    return Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels)

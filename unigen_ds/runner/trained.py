@@ -1,0 +1,103 @@
+"""A checkpoint of any layout, or a published directory -> a model that draws and reads. Nothing is merged first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from unigen_ds.checkpoint.convert import open_source
+from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
+from unigen_ds.checkpoint.writers import Entry
+from unigen_ds.core.errors import CheckpointError
+from unigen_ds.core.log import logger
+from unigen_ds.data.processor import UnifiedProcessor
+from unigen_ds.inference.inferencer import InterleaveInferencer
+from unigen_ds.models.published import FILES
+from unigen_ds.models.unified import UnifiedModel
+from unigen_ds.runner.build import build_model, build_processor, import_custom, seed_of
+
+_VAE_LARGEST, _VIT_SMALLEST = 1024, 224  # pixels, as BAGEL's own transforms have them
+
+
+def open_model(
+    path: Path, *, raw: bool = False, tag: str | None = None, config: Mapping[str, Any] | None = None
+) -> tuple[nn.Module, UnifiedProcessor]:
+    """The model on the CPU in fp32, and its processor.
+
+    Args:
+        path: a published directory, a checkpoint, or a work dir.
+        raw: the weights themselves, also where there is an average of them (EMA).
+        tag: name of the checkpoint's folder below ``path``.
+        config: of the training; None: the one that the checkpoint holds.
+
+    Raises ``CheckpointError`` where weights are missing, unexpected or of another shape.
+    """
+    if all((path / name).is_file() for name in FILES):
+        config = published_config(path)
+        processor = build_processor(config, seed=0)
+        return build_model(config, processor), processor
+    source = open_source(path, tag=tag)
+    if config is None:
+        config = _stored_config(source.directory)
+    import_custom(config)
+    processor = build_processor(config, seed=seed_of(config))
+    uncompiled = {key: value for key, value in config["model"].items() if key != "compile"}
+    model = build_model({**config, "model": uncompiled}, processor)
+    ema = source.average is not None and not raw
+    _fill(model, source.entries(dtype=torch.float32, ema=ema), where=source.directory)
+    logger().info(f"{source.directory}: {'the average of the weights (EMA)' if ema else 'the weights'}")
+    return model, processor
+
+
+def open_inferencer(
+    path: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, **source: Any
+) -> InterleaveInferencer:
+    """``open_model``, which takes ``source``, ready to draw and read."""
+    model, processor = open_model(path, **source)
+    return InterleaveInferencer(model.to(device=device, dtype=dtype).eval().requires_grad_(False), processor)
+
+
+def published_config(directory: Path) -> dict[str, Any]:
+    """What is needed of a config, for a published directory with its tokenizer: BAGEL's image sizes."""
+    model = {"type": "UnifiedModel", "pretrained": str(directory)}
+    sizes = UnifiedModel.processor_sizes(model)
+    latent, patch = sizes["vae_downsample"], sizes["vit_patch_size"]
+    vae = min(_VAE_LARGEST, sizes["max_latent_size"] * latent)
+    vit = sizes["vit_max_patches_per_side"] * patch
+    transforms = {
+        "vae_transform": {"max_size": vae, "min_size": vae // 2, "stride": latent},
+        "vit_transform": {"max_size": vit, "min_size": min(_VIT_SMALLEST, vit), "stride": patch},
+    }
+    return {
+        "model": model,
+        "tokenizer": {"type": "PretrainedTokenizer", "path": str(directory)},
+        "processor": {name: {"type": "ImageTransform", **given} for name, given in transforms.items()},
+    }
+
+
+def _stored_config(directory: Path) -> dict[str, Any]:
+    if not (directory / FILE_NAME).is_file():
+        raise CheckpointError(f"{directory} does not hold its config", remedy="name it: --config CONFIG")
+    return Manifest.read(directory).config
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, entries: list[Entry], *, where: Path) -> None:
+    own = model.state_dict()
+    shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
+    stored = {entry.name: tuple(entry.shape) for entry in entries}
+    wrong = [f"no {name}" for name in shapes if name not in stored]
+    wrong += [f"unexpected {name}" for name in stored if name not in shapes]
+    wrong += [f"{n} {stored[n]} for {shapes[n]}" for n in shapes if stored.get(n, shapes[n]) != shapes[n]]
+    if wrong:
+        more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+        raise CheckpointError(f"{where} does not fit the model: {', '.join(wrong[:8])}{more}")
+    for entry in entries:
+        flat, at = own[entry.name].view(-1), 0
+        for piece in entry.pieces():
+            flat[at : at + piece.numel()].copy_(piece)
+            at += piece.numel()
