@@ -216,7 +216,7 @@ def load_pretrained(model: nn.Module, source: Pretrained, *, copy_init_moe: bool
         told = "; ".join(f"{kind}: {_named(names)}" for kind, names in wrong.items() if names)
         raise CheckpointError(f"{source.where} does not fit the model: {told}")
     for name, tensor in own.items():
-        if name in stored:
+        if name in stored and not tensor.is_meta:  # a model without memory is only asked for its names and shapes
             tensor.copy_(stored[name].read())
     copied = [name for name in missing if copy_init_moe and "_moe_gen" in name]
     for name in copied:
