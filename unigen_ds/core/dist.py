@@ -52,6 +52,11 @@ def env_world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def joined() -> bool:
+    """Whether this process is in a process group: collectives work."""
+    return td.is_initialized()
+
+
 def init(*, timeout_s: float = 1800.0) -> None:
     """Join the process group that the environment describes; nothing to do for a single plain process."""
     if td.is_initialized() or "WORLD_SIZE" not in os.environ:

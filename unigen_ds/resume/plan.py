@@ -10,7 +10,7 @@ CKPT                   None                the same
 False                  CKPT                weights only, progress from zero; refused as a fresh run is
 =====================  ==================  ==========================================================
 
-Rank 0 looks at the files (a checkpoint is read whole, for its hashes) and every rank gets the same answer.
+Called on rank 0, which tells the others: a checkpoint is read whole, for its hashes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from typing import Literal
 
 from unigen_ds.checkpoint import foreign, store
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
-from unigen_ds.core import dist
 from unigen_ds.core.errors import CheckpointError, ConfigError
 
 Mode = Literal["fresh", "resume", "weights"]
@@ -40,15 +39,11 @@ class ResumePlan:
 
 
 def plan_resume(work_dir: Path, *, resume: bool | str, load_from: str | None, hashes: bool = True) -> ResumePlan:
-    """Decide by the table above. Reads files only; without ``hashes`` their sizes, not their content. Collective.
+    """Decide by the table above. Reads files only; without ``hashes`` their sizes, not their content.
 
     Raises ``ConfigError`` for a fresh start over existing checkpoints, and ``CheckpointError`` when checkpoints exist
     but none is usable, or the one named is not.
     """
-    return dist.on_main(lambda: _plan(work_dir, resume=resume, load_from=load_from, hashes=hashes))
-
-
-def _plan(work_dir: Path, *, resume: bool | str, load_from: str | None, hashes: bool) -> ResumePlan:
     if isinstance(resume, str) and load_from is not None:
         raise ConfigError(
             f"both resume={resume!r} and load_from={load_from!r} name a checkpoint",

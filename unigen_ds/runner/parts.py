@@ -148,20 +148,27 @@ def build_engine(config: Mapping[str, Any]) -> tuple[Backend, Geometry]:
 def _begin(config: Config, backend: Backend, geometry: Geometry) -> tuple[ResumePlan, Start]:
     """Rank 0 looks at the files and, on a resume, goes through the checklist; then the processes join."""
     env = config.get("env") or {}
-    plan: ResumePlan | None = None
-    start: Start | None = None
-    dist.check_port()
-    if dist.env_rank() == 0:
-        plan = open_run(config)
-        if plan.mode == "resume":
-            start, findings = check_resume(config, plan, backend=backend, geometry=geometry)
-            report(findings)
+    looked: list[tuple[ResumePlan, Start | None]] = []
+
+    def look() -> ResumePlan:
+        if not looked:
+            plan, start = open_run(config), None
+            if plan.mode == "resume":
+                start, findings = check_resume(config, plan, backend=backend, geometry=geometry)
+                report(findings)
+            looked.append((plan, start))
+        return looked[0][0]
+
+    if not dist.joined():
+        dist.check_port()
+        if dist.env_rank() == 0:
+            look()
     if env.get("num_threads") is not None:
         torch.set_num_threads(env["num_threads"])
     dist.init(timeout_s=env.get("dist_timeout_s", 1800.0))
     log.setup(rank=dist.rank(), log_file=Path(config["work_dir"]) / "train.log")
-    plan = dist.broadcast_object(plan)
-    assert plan is not None
+    plan = dist.on_main(look)
+    start = looked[0][1] if looked else None
     return plan, start or build_start(config, plan, geometry=geometry)
 
 

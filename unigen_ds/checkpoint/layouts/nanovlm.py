@@ -6,6 +6,7 @@ A tensor is read when it is asked for, and renamed and reshaped then: no rank ho
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -15,7 +16,6 @@ from torch import Tensor
 from unigen_ds.checkpoint.layouts.base import Fetch, PieceReader
 from unigen_ds.core.errors import CheckpointError
 from unigen_ds.core.shards import MASTER
-from unigen_ds.models.hf_names import TIED, from_nanovlm
 
 _WEIGHTS, _CONFIG = "model.safetensors", "config.json"
 
@@ -33,6 +33,8 @@ class NanoVLMReader(PieceReader):
     """A ``ShardReader`` over ``model.safetensors``; of tied embeddings the one stored serves both names."""
 
     def __init__(self, directory: Path) -> None:
+        from unigen_ds.models.hf_names import TIED, from_nanovlm  # models are imported only where they are needed
+
         super().__init__(unique=True)
         path = directory / _WEIGHTS
         try:
@@ -47,13 +49,13 @@ class NanoVLMReader(PieceReader):
         for theirs, state in ours.items():
             for name, tensor in state.items():
                 target = self.tied.get(name, name)
-                fetch = _fetch(path, theirs, name)
+                fetch = _fetch(path, theirs, name, from_nanovlm)
                 self.add(MASTER, target, 0, tensor.numel(), fetch, source=str(path), shape=tuple(tensor.shape))
 
 
-def _fetch(path: Path, theirs: str, ours: str) -> Fetch:
+def _fetch(path: Path, theirs: str, ours: str, rename: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Fetch:
     def fetch(start: int, stop: int) -> Tensor:
         with safe_open(path, framework="pt") as stream:
-            return from_nanovlm({theirs: stream.get_tensor(theirs)})[ours].reshape(-1)[start:stop]
+            return rename({theirs: stream.get_tensor(theirs)})[ours].reshape(-1)[start:stop]
 
     return fetch
