@@ -189,6 +189,8 @@ def main() -> None:
     torch.set_num_threads(1)
     build_shm_op()  # compiled at the very first start; else every process would ask ninja
     jobs, out = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), Path(sys.argv[2])
+    # a compiler that was killed leaves half a library in torch's shared cache, on which every later process fails
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str((out / "compiled_code").resolve())
     users.write_mixed(out / "data")
     gc.freeze()  # else every collection of a process would go through, and so copy, all that was imported
     Pool(jobs, out).run()
