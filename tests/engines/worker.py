@@ -173,7 +173,7 @@ def _train(phase: dict[str, Any], work_dir: Path, out: Path, *, resume: str | No
     data = {"type": "UnifiedGenerationDataset", "data_path": str(out / "data" / "digits" / phase["data"])}
     overrides = {"train_cfg__max_epochs": 2, **phase["config"], "train_dataloader__dataset": data}
     if resume is not None:
-        overrides["resume"] = resume
+        overrides["load_from" if "load_cfg" in overrides else "resume"] = resume
     Runner.from_cfg(tiny_config(work_dir, out, **overrides), max_updates=phase["max_updates"]).train()
     dist.barrier()
 
