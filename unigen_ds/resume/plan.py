@@ -64,7 +64,9 @@ def plan_resume(
         raise ConfigError(
             f"load_cfg is set, but {'the run is resumed' if resume else 'load_from is not'}",
             allowed="load_cfg with load_from alone, which takes weights; a resume is exact",
-            remedy="take load_cfg out (--cfg-options load_cfg=null)",
+            remedy="leave both out (--cfg-options load_cfg=null load_from=null)"
+            if resume
+            else "leave it out, or set load_from",
         )
     partial = LoadConfig.from_cfg(load_cfg)
     existing = store.list_checkpoints(work_dir)
