@@ -62,11 +62,9 @@ def plan_resume(
         )
     if load_cfg and (resume or load_from is None):
         raise ConfigError(
-            f"load_cfg is set, but {'the run is resumed' if resume else 'load_from is not'}",
-            allowed="load_cfg with load_from alone, which takes weights; a resume is exact",
-            remedy="leave both out (--cfg-options load_cfg=null load_from=null)"
-            if resume
-            else "leave it out, or set load_from",
+            f"load_cfg is set, but {'the run is resumed, which is exact' if resume else 'load_from is not'}",
+            allowed="load_cfg with load_from and without resume",
+            remedy="--cfg-options load_cfg=null load_from=null",
         )
     partial = LoadConfig.from_cfg(load_cfg)
     existing = store.list_checkpoints(work_dir)
