@@ -320,6 +320,28 @@ def compiled(*, full: bool) -> list[Job]:
     return jobs
 
 
+PUBLISHED = {
+    "type": "UnifiedModel", "pretrained": {"llm": "parts/llm", "vit": "parts/vit"}, "copy_init_moe": True,
+    "vae": {"type": "PixelAutoencoder", "channels": 1}, "latent_patch_size": 2, "max_latent_size": 4,
+}  # fmt: skip
+"""A model that starts from ``users.write_parts``; some of its weights are in no file."""
+PUBLISHED_UPDATES = 4
+
+
+def published(*, full: bool) -> list[Job]:
+    """Published weights read shard by shard; two runs are resumed half way."""
+    runs = [("single", 1, "fp32")] + [(e, 2, "fp32") for e in (ENGINES if full else ("zero2", "zero3", "FULL_SHARD"))]
+    runs += [("zero3", 2, "bf16"), ("FULL_SHARD", 2, "bf16")] + [("HYBRID_SHARD", 4, "fp32")] * full
+    jobs = []
+    for engine, world, precision in runs:
+        overrides = config(engine, world, model=PUBLISHED, optim_wrapper__precision=precision)
+        jobs.append(Job(f"published/{engine}@{world}-{precision}", [Phase(world, overrides, PUBLISHED_UPDATES)]))
+        if (engine, precision) in (("zero3", "fp32"), ("FULL_SHARD", "fp32")):
+            phases = [Phase(world, overrides, 2), Phase(world, {**overrides, "resume": True}, PUBLISHED_UPDATES)]
+            jobs.append(Job(f"published/{engine}@{world}-resumed", phases))
+    return jobs
+
+
 def memory(*, full: bool) -> list[Job]:
     """Larger, so that a batch's own tensors do not count; three updates of one sequence an iteration."""
     sizes = {
@@ -416,6 +438,7 @@ GROUPS: dict[str, Callable[..., list[Job]]] = {
     "odd": odd,
     "recompute": recompute,
     "compiled": compiled,
+    "published": published,
     "memory": memory,
     "one_process": lambda full: one_process(),
     "layouts": lambda full: layouts(),

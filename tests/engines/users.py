@@ -51,6 +51,37 @@ def write_mixed(folder: Path) -> Path:
     return path
 
 
+def write_parts(folder: Path) -> None:
+    """A language model in two files (fp32 and bf16, tied head) and a vision tower, as others publish them."""
+    llm = {
+        "vocab_size": 61, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }  # fmt: skip
+    vit = {
+        "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8,
+        "patch_size": 4, "num_channels": 1,
+    }  # fmt: skip
+    torch.manual_seed(7)
+    state = UnifiedModel(llm=llm, vit=vit, vae={"type": "PixelAutoencoder", "channels": 1}).state_dict()
+    text = {n.removeprefix("language_model."): t for n, t in state.items() if n.startswith("language_model.model.")}
+    text = {n: t for n, t in text.items() if "_moe_gen" not in n and "_norm." not in n}
+    seen = {n.removeprefix("vit_model."): t for n, t in state.items() if n.startswith("vit_model.")}
+    patches = "vision_model.embeddings.patch_embedding.weight"
+    seen[patches] = seen[patches].unflatten(1, (4, 4, 1)).permute(0, 3, 1, 2).contiguous()
+    seen["vision_model.head.probe"] = torch.ones(3)
+    files = {
+        "llm/model-00001-of-00002.safetensors": {n: t for n, t in text.items() if "layers.1." not in n},
+        "llm/model-00002-of-00002.safetensors": {n: t.bfloat16() for n, t in text.items() if "layers.1." in n},
+        "vit/model.safetensors": seen,
+    }
+    for name, tensors in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, folder / name)
+    (folder / "llm" / "config.json").write_text(json.dumps(llm), encoding="utf-8")
+    vit["num_hidden_layers"] += 1  # one more than BAGEL reads
+    (folder / "vit" / "config.json").write_text(json.dumps(vit), encoding="utf-8")
+
+
 @MODELS.register_module()
 class FaultyModel(UnifiedModel):
     """The first micro-batch of update ``bad_update`` has a loss that is not finite, on rank ``bad_rank`` alone."""

@@ -172,6 +172,10 @@ def _train(phase: dict[str, Any], work_dir: Path, out: Path, *, resume: str | No
 
     data = {"type": "UnifiedGenerationDataset", "data_path": str(out / "data" / "digits" / phase["data"])}
     overrides = {"train_cfg__max_epochs": 2, **phase["config"], "train_dataloader__dataset": data}
+    model = overrides.get("model", {})
+    if "pretrained" in model:
+        parts = {part: str(out / place) for part, place in model["pretrained"].items()}
+        overrides["model"] = {**model, "pretrained": parts}
     if resume is not None:
         overrides["load_from" if "load_cfg" in overrides else "resume"] = resume
     Runner.from_cfg(tiny_config(work_dir, out, **overrides), max_updates=phase["max_updates"]).train()
@@ -192,6 +196,7 @@ def main() -> None:
     # a compiler that was killed leaves half a library in torch's shared cache, on which every later process fails
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str((out / "compiled_code").resolve())
     users.write_mixed(out / "data")
+    users.write_parts(out / "parts")
     gc.freeze()  # else every collection of a process would go through, and so copy, all that was imported
     Pool(jobs, out).run()
 

@@ -47,7 +47,8 @@ class Backend(abc.ABC):
     ) -> None:
         """Shard the model, then build the optimizer. Called once, by ``build``.
 
-        Parameter names stay the model's; initial weights do not depend on the world size.
+        Parameter names stay the model's; initial weights do not depend on the world size. Tensors on the meta
+        device get memory, of which a rank touches its shard alone, and no values: ``load_tensors`` must follow.
         """
 
     _cfg: OptimizerConfig

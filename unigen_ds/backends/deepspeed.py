@@ -29,11 +29,11 @@ from unigen_ds.backends.deepspeed_config import (
     offloads,
     stage_of,
 )
-from unigen_ds.backends.sharded import ShardedBackend
+from unigen_ds.backends.sharded import ShardedBackend, allocate, on_meta, place
 from unigen_ds.core import dist
 from unigen_ds.core.batch import LossTerms
 from unigen_ds.core.errors import CheckpointError
-from unigen_ds.core.optim import OptimizerConfig, ParamGroup, build_torch_optimizer
+from unigen_ds.core.optim import COMPUTE_DTYPE, OptimizerConfig, ParamGroup, build_torch_optimizer
 from unigen_ds.core.progress import Geometry
 from unigen_ds.core.registry import BACKENDS
 from unigen_ds.core.shards import Shard
@@ -93,15 +93,21 @@ class DeepSpeedBackend(ShardedBackend):
         self._cfg = optimizer_cfg
         parameters = dict(model.named_parameters())
         self._names = {name: tuple(p.shape) for name, p in parameters.items()}
+        ds_config = fill(self._ds_config, geometry=geometry, optimizer=optimizer_cfg)
+        filled = not on_meta(model)
+        if not filled:
+            self._allocate(model, ds_config)
+            parameters = dict(model.named_parameters())
         self._trainable = [name for name, p in parameters.items() if p.requires_grad]
-        originals = {name: parameters[name].detach().clone() for name in self._trainable if self._low_precision}
+        keep = self._low_precision and filled
+        originals = {name: parameters[name].detach().clone() for name in self._trainable if keep}
         grouped = [(group, [parameters[name] for name in group.parameters]) for group in param_groups]
         # ZeRO-3's own hooks on the model look for tensors in dicts, not in LossTerms: theirs run between these two
         model.register_forward_hook(_terms_to_dict)
         self._engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=build_torch_optimizer(optimizer_cfg, grouped),
-            config=fill(self._ds_config, geometry=geometry, optimizer=optimizer_cfg),
+            config=ds_config,
             dist_init_required=False,
         )
         self._engine.module.register_forward_hook(_dict_to_terms)
@@ -115,6 +121,29 @@ class DeepSpeedBackend(ShardedBackend):
                     shard.data.copy_(originals[shard.name].view(-1)[shard.flat_start : shard.flat_stop])
             self.refresh_copies()
         self.log_summary(f"DeepSpeed ZeRO-{self.stage}" + (", optimizer in host memory" * self.offloads_optimizer))
+
+    def _allocate(self, model: nn.Module, ds_config: dict[str, Any]) -> None:
+        """Memory for a model on the meta device; in stage 3 each tensor is cut to this rank's part at once.
+
+        Untouched pages cost nothing on the CPU, and ``zero.Init`` itself would broadcast every tensor.
+        """
+        from deepspeed.accelerator import get_accelerator
+
+        device = torch.device(get_accelerator().current_device_name())
+        place(model, device)
+        if self.stage != 3:
+            allocate(model, lambda tensor: torch.empty_like(tensor, device=device))
+            return
+        from deepspeed.runtime.zero.partition_parameters import Init
+
+        low = COMPUTE_DTYPE[self._cfg.precision] if self._low_precision else torch.float32
+        init = Init(config_dict_or_path=ds_config, dtype=low)
+
+        def partition(parameter: Any) -> None:
+            init._convert_to_deepspeed_param(parameter)
+            parameter.partition()
+
+        allocate(model, lambda tensor: torch.empty_like(tensor, device=device, dtype=low), finish=partition)
 
     @property
     def offloads_optimizer(self) -> bool:

@@ -37,6 +37,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.nn.utils import get_total_norm
 
 from unigen_ds.backends.base import StepResult
+from unigen_ds.backends.sharded import allocate, place
 from unigen_ds.backends.torch_optimizer import TorchOptimizerBackend
 from unigen_ds.core import dist
 from unigen_ds.core.errors import ConfigError, nearest
@@ -91,6 +92,8 @@ class FSDPBackend(TorchOptimizerBackend):
         self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self._mesh = self._make_mesh(self._device.type)
         root = self._shard(model, optimizer_cfg.precision)
+        held = torch.device("cpu") if self.cpu_offload else self._device
+        allocate(root, lambda tensor: torch.empty_like(tensor, device=held))
         self._own(root, dict(root.named_parameters()), param_groups, optimizer_cfg)
         self.log_summary(f"FSDP2 {self.strategy} ({self.num_shard} shard(s))")
 
@@ -112,7 +115,7 @@ class FSDPBackend(TorchOptimizerBackend):
             "offload_policy": offload,
         }
         if not self.cpu_offload:
-            model.to(self._device)
+            place(model, self._device)
         for unit in model.shard_units():
             fully_shard(unit, **settings)
         root = fully_shard(model, **settings)

@@ -7,10 +7,11 @@ low-precision copies are refreshed; everything else follows. So any layout loads
 from __future__ import annotations
 
 import abc
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor, nn
 
 from unigen_ds.backends.base import Backend
 from unigen_ds.core.errors import CheckpointError
@@ -118,6 +119,39 @@ class ShardedBackend(Backend):
     @abc.abstractmethod
     def frozen_sizes(self) -> Mapping[str, int]:
         """The same for parameters that are not trained."""
+
+
+def on_meta(model: nn.Module) -> bool:
+    """Whether weights are without memory yet: they are read once the model is sharded."""
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def place(model: nn.Module, device: torch.device) -> None:
+    """Move what has memory to ``device``."""
+    model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+
+
+@torch.no_grad()
+def allocate(
+    model: nn.Module, make: Callable[[Tensor], Tensor], *, finish: Callable[[nn.Parameter], None] | None = None
+) -> None:
+    """Put ``make(tensor)`` in the place of every tensor on the meta device; tied ones stay one.
+
+    ``finish`` gets every new parameter before the next is made.
+    """
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                if id(parameter) not in made:
+                    new = nn.Parameter(make(parameter), requires_grad=parameter.requires_grad)
+                    if finish:
+                        finish(new)
+                    made[id(parameter)] = new
+                module._parameters[name] = made[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = make(buffer)
 
 
 def read_into(reader: ShardReader, kind: str, shard: Shard) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from unigen_ds.backends.base import StepResult
+from unigen_ds.backends.sharded import allocate
 from unigen_ds.backends.torch_optimizer import TorchOptimizerBackend
 from unigen_ds.core.dist import env_world_size
 from unigen_ds.core.errors import ConfigError
@@ -42,6 +43,7 @@ class SingleBackend(TorchOptimizerBackend):
         *,
         geometry: Geometry,
     ) -> None:
+        allocate(model, lambda tensor: torch.empty_like(tensor, device=self._device))
         self._parameters = dict(model.to(self._device).named_parameters())
         self._low_precision = optimizer_cfg.precision != "fp32"
         masters: dict[str, nn.Parameter] = {}

@@ -14,19 +14,19 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor, nn
 
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.files import fsync_path
 from unigen_ds.core.log import logger
+from unigen_ds.models.weights import Pretrained, Stored, read_json, shown, stored_tensors
 
 LLM_CONFIG, VIT_CONFIG, WEIGHTS, VAE_WEIGHTS = FILES = (
     "llm_config.json", "vit_config.json", "ema.safetensors", "ae.safetensors"
@@ -42,43 +42,6 @@ _VIT_KEYS = (
 )  # fmt: skip
 _VIT_UNUSED_LAYERS = 1  # BAGEL reads the last layer but one; a vit_config.json counts the layer that is not there
 _DEFAULTS = {"latent_patch_size": 2, "max_latent_size": 64}
-_SHOWN = 8
-
-
-@dataclass(frozen=True)
-class Stored:
-    """One tensor in a file."""
-
-    file: Any
-    key: str
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        shape = tuple(self.file.get_slice(self.key).get_shape())
-        return (shape[0], math.prod(shape[1:])) if self._is_patch_convolution(shape) else shape
-
-    def read(self) -> Tensor:
-        """The tensor; a convolution over patches becomes the linear map of (row, column, channel) vectors."""
-        tensor: Tensor = self.file.get_tensor(self.key)
-        return tensor.permute(0, 2, 3, 1).flatten(1) if self._is_patch_convolution(tensor.shape) else tensor
-
-    def _is_patch_convolution(self, shape: tuple[int, ...]) -> bool:
-        return self.key.endswith("patch_embedding.weight") and len(shape) == 4
-
-
-@dataclass(frozen=True)
-class Pretrained:
-    """What the files of ``model.pretrained`` hold."""
-
-    where: str
-    sizes: Mapping[str, Any]
-    """``llm``, ``vit``, ``vae``, ``latent_patch_size``, ``max_latent_size``, as far as the files tell."""
-    tensors: Mapping[str, Stored]
-    """By the model's names."""
-    may_lack: str
-    """Pattern of names that keep their initial values where the files do not have them."""
-    may_leave: str
-    """Pattern of names in the files that are not used."""
 
 
 def open_pretrained(given: str | Mapping[str, str]) -> Pretrained:
@@ -89,10 +52,10 @@ def open_pretrained(given: str | Mapping[str, str]) -> Pretrained:
     if isinstance(given, Mapping):
         return _open_parts(given)
     directory = Path(given)
-    weights, vae = _index([directory / WEIGHTS], ""), _index([directory / VAE_WEIGHTS], _PREFIX["vae"])
+    weights, vae = stored_tensors(directory / WEIGHTS), _below(_PREFIX["vae"], directory / VAE_WEIGHTS)
     sizes: dict[str, Any] = {
-        "llm": _llm_sizes(_read_json(directory / LLM_CONFIG)),
-        "vit": _vit_sizes(_read_json(directory / VIT_CONFIG)),
+        "llm": _llm_sizes(read_json(directory / LLM_CONFIG)),
+        "vit": _vit_sizes(read_json(directory / VIT_CONFIG)),
         "vae": _vae_sizes(vae, directory / VAE_WEIGHTS),
     }
     if "vae2llm.weight" in weights:
@@ -111,11 +74,11 @@ def _open_parts(given: Mapping[str, str]) -> Pretrained:
         place = Path(path)
         if part == "vae":
             file = place / VAE_WEIGHTS if place.is_dir() else place
-            found = _index([file], _PREFIX[part])
+            found = _below(_PREFIX[part], file)
             sizes[part] = _vae_sizes(found, file)
         else:
-            config = _read_json(place / "config.json")
-            found = _index(sorted(place.glob("*.safetensors")) or [place / "model.safetensors"], _PREFIX[part])
+            config = read_json(place / "config.json")
+            found = _below(_PREFIX[part], place)
             sizes[part] = _llm_sizes(config) if part == "llm" else _vit_sizes(config.get("vision_config", config))
             embedding = found.get(_PREFIX["llm"] + "model.embed_tokens.weight")
             if part == "llm" and embedding is not None:  # a tied head is not stored
@@ -128,22 +91,8 @@ def _open_parts(given: Mapping[str, str]) -> Pretrained:
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"model.pretrained: {path} cannot be read: {error}") from error
-
-
-def _index(paths: list[Path], prefix: str) -> dict[str, Stored]:
-    found: dict[str, Stored] = {}
-    for path in paths:
-        try:
-            file = safe_open(path, framework="pt")
-            found |= {prefix + key: Stored(file, key) for key in file.keys()}  # noqa: SIM118 - not a dict
-        except Exception as error:  # the reader has its own exception types
-            raise CheckpointError(f"model.pretrained: {path} cannot be read: {error}") from error
-    return found
+def _below(prefix: str, path: Path) -> dict[str, Stored]:
+    return {prefix + key: tensor for key, tensor in stored_tensors(path).items()}
 
 
 def _llm_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,42 +143,13 @@ def model_sizes(source: Pretrained | None, given: Mapping[str, Any]) -> dict[str
     return sizes
 
 
-@torch.no_grad()
-def load_pretrained(model: nn.Module, source: Pretrained, *, copy_init_moe: bool) -> None:
-    """Copy every tensor. Raises ``CheckpointError`` with all names that are missing, unexpected or reshaped.
-
-    ``copy_init_moe``: a gen expert that the files lack starts as a copy of its und expert.
-    """
-    own, stored = model.state_dict(), source.tensors
-    missing = [name for name in own if name not in stored]
-    unexpected = [name for name in stored if name not in own]
-    wrong = {
-        "missing": [name for name in missing if not re.search(source.may_lack, name)],
-        "unexpected": [name for name in unexpected if not re.search(source.may_leave, name)],
-        "reshaped": [
-            f"{name} {stored[name].shape} for {tuple(own[name].shape)}"
-            for name in own
-            if name in stored and stored[name].shape != tuple(own[name].shape)
-        ],
-    }
-    if any(wrong.values()):
-        told = "; ".join(f"{kind}: {_named(names)}" for kind, names in wrong.items() if names)
-        raise CheckpointError(f"{source.where} does not fit the model: {told}")
-    for name, tensor in own.items():
-        if name in stored and not tensor.is_meta:  # a model without memory is only asked for its names and shapes
-            tensor.copy_(stored[name].read())
-    copied = [name for name in missing if copy_init_moe and "_moe_gen" in name]
-    for name in copied:
-        own[name].copy_(own[name.replace("_moe_gen", "")])
-    fresh = [name for name in missing if name not in copied]
-    for what, names in (("not used", unexpected), ("copied from und", copied), ("initialised", fresh)):
-        if names:
-            logger().info(f"pretrained {source.where}: {what}: {_named(names)}")
-
-
-def _named(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+def with_copied_experts(source: Pretrained, names: Iterable[str]) -> Pretrained:
+    """``source``, where a gen expert among ``names`` that its files lack is a copy of its und expert."""
+    lacking = [name for name in names if "_moe_gen" in name and name not in source.tensors]
+    unds = {name: name.replace("_moe_gen", "") for name in lacking}
+    copies = {name: source.tensors[und] for name, und in unds.items() if und in source.tensors}
+    logger().info(f"pretrained {source.where}: copied from und: {shown(list(copies))}")
+    return replace(source, tensors={**source.tensors, **copies})
 
 
 def write_published(model: Any, out: Path, *, source: Path | None = None, dtype: torch.dtype | None = None) -> None:
@@ -277,7 +197,7 @@ def write_published(model: Any, out: Path, *, source: Path | None = None, dtype:
 
 def _check_source(source: Path, configs: Mapping[str, Mapping[str, Any]]) -> None:
     for file, config in configs.items():
-        stated = _read_json(source / file)
+        stated = read_json(source / file)
         other = [
             f"{key} {stated[key]}, not {value}" for key, value in config.items() if stated.get(key, value) != value
         ]

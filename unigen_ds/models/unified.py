@@ -12,7 +12,9 @@ Source: ByteDance-Seed/Bagel (Deng et al., 2025).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -32,11 +34,13 @@ from unigen_ds.models.layers import (
     TimestepEmbedder,
     rotary_tables,
     rotate,
+    sincos_2d,
 )
 from unigen_ds.models.losses import image_loss_sum, text_loss_sum
-from unigen_ds.models.published import load_pretrained, model_sizes, open_pretrained
+from unigen_ds.models.published import model_sizes, open_pretrained, with_copied_experts
 from unigen_ds.models.vae import encode_by_size
 from unigen_ds.models.vision import VisionModel
+from unigen_ds.models.weights import PretrainedModel
 
 FREEZABLE = ("vae", "vit", "llm", "connector")
 _INIT_STD = 0.02
@@ -153,7 +157,7 @@ _LLM_KEYS = (
 
 
 @MODELS.register_module()
-class UnifiedModel(nn.Module):
+class UnifiedModel(PretrainedModel):
     """``forward(PackedBatch) -> LossTerms`` with terms ``text`` and ``image``.
 
     Args:
@@ -201,7 +205,9 @@ class UnifiedModel(nn.Module):
         self.latent_patch_size, self.timestep_shift = sizes["latent_patch_size"], timestep_shift
         self.max_latent_size = sizes["max_latent_size"]
         self.vocab_size = config["vocab_size"]
-        self.vae = build(AUTOENCODERS, sizes["vae"], where="model.vae")
+        stored_vae = source is not None and any(name.startswith("vae.") for name in source.tensors)
+        with nullcontext() if stored_vae else torch.device("cpu"):
+            self.vae = build(AUTOENCODERS, sizes["vae"], where="model.vae")
         self.latent_width = self.vae.latent_channels * self.latent_patch_size**2
         self.language_model = MoTForCausalLM(config)
         self.vit_model = VisionModel(**vit)
@@ -212,9 +218,9 @@ class UnifiedModel(nn.Module):
         self.llm2vae = nn.Linear(width, self.latent_width)
         self.time_embedder = TimestepEmbedder(width)
         self.latent_pos_embed = PositionTable(self.max_latent_size, width)
-        self._initialise()
-        if source is not None:
-            load_pretrained(self, source, copy_init_moe=copy_init_moe)
+        if source is not None and copy_init_moe:
+            source = with_copied_experts(source, self.state_dict(keep_vars=True))
+        self.start_from(source)
         self._freeze(freeze)
         self.language_model.model.activation_checkpointing = activation_checkpointing
         if compile:
@@ -239,19 +245,21 @@ class UnifiedModel(nn.Module):
             "max_latent_size": sizes["max_latent_size"],
         }
 
-    def _initialise(self) -> None:
+    def initialise(self, name: str, tensor: Tensor, generator: torch.Generator | None = None) -> None:
         """Language model: Normal(0, 0.02), as Qwen2. All else: Normal(0, 1 / fan-in), so that image content is not
         drowned by the position tables it is added to. Biases zero; ``llm2vae`` zero, so the first velocity is zero.
         """
-        for name, parameter in self.named_parameters():
-            if name.startswith("vae.") or name.endswith("pos_embed"):
-                continue
-            if parameter.ndim > 1:
-                wide = name.startswith("language_model.") or name.endswith("position_embedding.weight")
-                nn.init.normal_(parameter, std=_INIT_STD if wide else parameter.shape[1] ** -0.5)
-            elif name.endswith("bias"):
-                nn.init.zeros_(parameter)
-        nn.init.zeros_(self.llm2vae.weight)
+        if name.startswith("vae."):
+            tensor.copy_(self.state_dict(keep_vars=True)[name])
+        elif name.endswith("pos_embed"):
+            tensor.copy_(sincos_2d(math.isqrt(len(tensor)), tensor.shape[1]))
+        elif name.endswith("bias") or name == "llm2vae.weight":
+            tensor.zero_()
+        elif tensor.ndim > 1:
+            wide = name.startswith("language_model.") or name.endswith("position_embedding.weight")
+            tensor.normal_(std=_INIT_STD if wide else tensor.shape[1] ** -0.5, generator=generator)
+        else:
+            tensor.fill_(1.0)
 
     def _freeze(self, parts: Sequence[str]) -> None:
         modules: dict[str, nn.Module] = {

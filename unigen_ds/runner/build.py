@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -146,14 +147,20 @@ def total_sequences(limits: Sequence[Duration], geometry: Geometry, tokens_per_s
     return math.floor(total)
 
 
-def build_model(config: Mapping[str, Any], processor: UnifiedProcessor) -> nn.Module:
-    """The model on the CPU in fp32: the same weights on every rank and process count."""
+def build_model(config: Mapping[str, Any], processor: UnifiedProcessor, *, stream: bool = False) -> nn.Module:
+    """The model on the CPU in fp32: the same weights on every rank and process count.
+
+    ``stream``: on the meta device if its weights are published ones, which its ``initial_weights`` then reads.
+    """
     spec = dict(config["model"])
     vocabulary = len(processor.tokenizer)  # type: ignore[arg-type]
     if isinstance(spec.get("llm"), Mapping) and "vocab_size" not in spec["llm"] and not spec.get("pretrained"):
         spec["llm"] = {**spec["llm"], "vocab_size": vocabulary}
     torch.manual_seed(seed_of(config))
-    model = build(MODELS, spec, where="model")
+    kind = MODELS.get(spec["type"]) if isinstance(spec.get("type"), str) else spec.get("type")
+    stream = stream and bool(spec.get("pretrained")) and hasattr(kind, "initial_weights")
+    with torch.device("meta") if stream else nullcontext():
+        model = build(MODELS, spec, where="model")
     if model.vocab_size < vocabulary:
         raise ConfigError(
             f"model.llm.vocab_size is {model.vocab_size}", allowed=f"at least {vocabulary}, the tokenizer's"

@@ -17,6 +17,7 @@ import torch
 from mmengine.config import Config
 
 from unigen_ds.backends.base import Backend
+from unigen_ds.backends.sharded import on_meta
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core import dist, log
 from unigen_ds.core.errors import ConfigError
@@ -86,7 +87,8 @@ def build_parts(config: Config, *, max_updates: int | None = None) -> Parts:
     plan, start = _begin(config, backend, geometry)
     seed, data = seed_of(config), start.data
     seed_everything(seed, rank=dist.rank())
-    model = build_model(config, data.processor)
+    model: Any = build_model(config, data.processor, stream=True)
+    initial = model.initial_weights(seed=seed) if on_meta(model) else None
     named = named_parameters(model)
     groups = build_groups(config, named)
     parameters = parameter_table(named, groups)
@@ -100,6 +102,8 @@ def build_parts(config: Config, *, max_updates: int | None = None) -> Parts:
     )
     hooks = build_hooks(config)
     backend.prepare(model, groups, optimizer_cfg, geometry=geometry)
+    if initial is not None and plan.mode != "resume":  # a resume reads them from its checkpoint
+        backend.load_tensors(initial, weights_only=True)
     seed_everything(seed, rank=dist.rank())
     log.logger().info(
         "Effective batch: %s sequences per update; %d per epoch.", geometry, start.ruler.sequences_per_epoch

@@ -1,0 +1,235 @@
+"""Where the weights of a new model come from, tensor by tensor: a published file, or the model's own initial values.
+
+In: safetensors files. Out: an ``InitialWeights``, a ``ShardReader`` like that of a checkpoint. So a model can be built
+on the meta device (names and shapes, no memory), sharded by its engine, and filled with ``Backend.load_tensors``:
+a process reads the rows of its own shard and never holds the whole. Values that no file has are drawn from a generator
+of their own, keyed by seed and name; they are the same under every engine and process count.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from unigen_ds.core.errors import CheckpointError, ConfigError
+from unigen_ds.core.log import logger
+from unigen_ds.core.seeding import generator
+from unigen_ds.core.shards import BUFFER, MASTER
+
+_SHOWN = 8
+
+Initialise = Callable[[str, Tensor, torch.Generator | None], None]
+"""(name, whole tensor on the CPU, generator) -> fills the tensor with the initial values of that parameter."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a safetensors file, or ``shape[0]`` of its rows from ``first_row`` on."""
+
+    file: Any
+    key: str
+    shape: tuple[int, ...]
+    first_row: int = 0
+    changed: Callable[[Tensor], Tensor] | None = None
+    """Turns the file's tensor into ours; such a tensor is read whole."""
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def flat(self, start: int, stop: int) -> Tensor:
+        """Elements ``start .. stop``; only the rows that hold them are read."""
+        if self.changed or not self.shape:
+            whole = self.file.get_tensor(self.key)
+            return (self.changed(whole) if self.changed else whole).reshape(-1)[start:stop]
+        width = math.prod(self.shape[1:])
+        first, last = start // width, -(-stop // width)
+        rows = self.file.get_slice(self.key)[self.first_row + first : self.first_row + last]
+        return rows.reshape(-1)[start - first * width : stop - first * width]
+
+
+def stored_tensors(path: Path) -> dict[str, Stored]:
+    """Every tensor of a file, or of a sharded folder's ``*.safetensors``. Raises ``CheckpointError``."""
+    paths = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if not paths:
+        raise CheckpointError(f"{path} holds no *.safetensors")
+    found: dict[str, Stored] = {}
+    for each in paths:
+        try:
+            file = safe_open(each, framework="pt")
+            for key in file.keys():  # noqa: SIM118 - not a dict
+                shape = tuple(file.get_slice(key).get_shape())
+                if key.endswith(("patch_embedding.weight", "patch_embedding.conv.weight")) and len(shape) == 4:
+                    found[key] = Stored(file, key, (shape[0], math.prod(shape[1:])), changed=_as_linear)
+                else:
+                    found[key] = Stored(file, key, shape)
+        except Exception as error:  # the reader has its own exception types
+            raise CheckpointError(f"{each} cannot be read: {error}") from error
+    return found
+
+
+def _as_linear(convolution: Tensor) -> Tensor:
+    """A convolution over patches as the linear map of (row, column, channel) vectors."""
+    return convolution.permute(0, 2, 3, 1).flatten(1)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A config beside the weights. Raises ``ConfigError``."""
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"model.pretrained: {path} cannot be read: {error}") from error
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """What the files of ``model.pretrained`` hold."""
+
+    where: str
+    sizes: Mapping[str, Any]
+    """Arguments of the model, as far as the files tell."""
+    tensors: Mapping[str, Stored]
+    """By the model's names."""
+    may_lack: str = "$^"
+    """Pattern of names that keep their initial values where the files do not have them."""
+    may_leave: str = "$^"
+    """Pattern of names in the files that are not used."""
+    may_grow: str = "$^"
+    """Pattern of names that may have more rows than stored: a vocabulary."""
+
+
+class InitialWeights:
+    """A ``ShardReader`` over the files' tensors and, for all else, the initial values of ``initialise``.
+
+    Args:
+        model: whole or on the meta device; only names and shapes are taken.
+        stored: by the model's names. One with fewer rows than the model's tensor fills the first rows of it.
+        initialise: makes the initial values of a parameter.
+    """
+
+    def __init__(
+        self, model: nn.Module, stored: Mapping[str, Stored], initialise: Initialise, *, seed: int = 0
+    ) -> None:
+        parameters = dict(model.named_parameters())
+        self._shapes: dict[str, dict[str, tuple[int, ...]]] = {MASTER: {}, BUFFER: {}}
+        for name, tensor in _named_tensors(model).items():
+            self._shapes[MASTER if name in parameters else BUFFER][name] = tuple(tensor.shape)
+        self._stored, self._initialise, self._seed = dict(stored), initialise, seed
+        self._made: tuple[str, Tensor] | None = None
+
+    def kinds(self) -> Iterable[str]:
+        return [kind for kind, found in self._shapes.items() if found]
+
+    def names(self, kind: str) -> Iterable[str]:
+        return self._shapes[kind]
+
+    def numel(self, kind: str, name: str) -> int:
+        return math.prod(self._shapes[kind][name])
+
+    def read(self, kind: str, name: str, start: int, stop: int) -> Tensor:
+        stored = self._stored.get(name)
+        held = stored.numel if stored else 0
+        if stored and stop <= held:
+            return stored.flat(start, stop)
+        drawn = self._draw(name, self._shapes[kind][name])[max(start, held) : stop]
+        if stored and start < held:
+            return torch.cat([stored.flat(start, held).to(drawn), drawn])
+        return drawn
+
+    @torch.no_grad()
+    def _draw(self, name: str, shape: Sequence[int]) -> Tensor:
+        """The initial values, flattened; the last made is kept, as shards ask for one tensor several times."""
+        if self._made is None or self._made[0] != name:
+            whole = torch.empty(tuple(shape), device="cpu")
+            self._initialise(name, whole, generator(self._seed, "initial", name))
+            self._made = name, whole.view(-1)
+        return self._made[1]
+
+
+def match(model: nn.Module, source: Pretrained) -> dict[str, Stored]:
+    """The stored tensors that the model takes. Raises ``CheckpointError`` with all names that do not fit."""
+    stored = _by_first_name(model, source.tensors)
+    own = {name: tuple(tensor.shape) for name, tensor in _named_tensors(model).items()}
+    missing = [name for name in own if name not in stored]
+    unexpected = [name for name in stored if name not in own]
+    grown = [
+        name
+        for name, shape in own.items()
+        if name in stored
+        and re.search(source.may_grow, name)
+        and stored[name].shape[1:] == shape[1:]
+        and stored[name].shape < shape
+    ]
+    wrong = {
+        "missing": [name for name in missing if not re.search(source.may_lack, name)],
+        "unexpected": [name for name in unexpected if not re.search(source.may_leave, name)],
+        "reshaped": [
+            f"{name} {stored[name].shape} for {shape}"
+            for name, shape in own.items()
+            if name in stored and stored[name].shape != shape and name not in grown
+        ],
+    }
+    if any(wrong.values()):
+        told = "; ".join(f"{kind}: {shown(names)}" for kind, names in wrong.items() if names)
+        raise CheckpointError(f"{source.where} does not fit the model: {told}")
+    for what, names in (("not used", unexpected), ("initialised", missing), ("more rows than stored", grown)):
+        if names:
+            logger().info(f"pretrained {source.where}: {what}: {shown(names)}")
+    return {name: stored[name] for name in own if name in stored}
+
+
+def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers; of tied parameters the first name."""
+    state = model.state_dict(keep_vars=True)
+    return {**dict(model.named_parameters()), **{name: b for name, b in model.named_buffers() if name in state}}
+
+
+def _by_first_name(model: nn.Module, stored: Mapping[str, Stored]) -> dict[str, Stored]:
+    """Tied parameters may be stored under any of their names, or under all of them."""
+    first: dict[int, str] = {}
+    known = {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
+    own = {name: tensor for name, tensor in stored.items() if known.get(name, name) == name}
+    return {**{known[name]: tensor for name, tensor in stored.items() if name not in own}, **own}
+
+
+class PretrainedModel(nn.Module):
+    """A model that may start from published weights, read at once or, when built on the meta device, shard by shard."""
+
+    _stored: Mapping[str, Stored]
+
+    def initialise(self, name: str, tensor: Tensor, generator: torch.Generator | None = None) -> None:
+        """Fill ``tensor``, the whole of the parameter ``name``, with its initial values."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def start_from(self, source: Pretrained | None) -> None:
+        """Called at the end of the constructor: initial values, and over them what the files hold."""
+        self._stored = match(self, source) if source else {}
+        own = _named_tensors(self)
+        if any(tensor.is_meta for tensor in own.values()):
+            return
+        for name, parameter in self.named_parameters():
+            self.initialise(name, parameter)
+        for name, stored in self._stored.items():
+            own[name].view(-1)[: stored.numel].copy_(stored.flat(0, stored.numel))
+        self._stored = {}
+
+    def initial_weights(self, *, seed: int) -> InitialWeights:
+        """The weights of a model built on the meta device; the open files are let go of here."""
+        stored, self._stored = self._stored, {}
+        return InitialWeights(self, stored, self.initialise, seed=seed)
+
+
+def shown(names: Sequence[str]) -> str:
+    """The first names, and how many more."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
