@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
+
+from unigen_ds.core.config import load_config
 
 UPDATES = 20
 LR = 2e-3
@@ -377,6 +378,27 @@ def one_process() -> list[Job]:
     return [Job("one_process", [Phase(2, config(e, 2), 6) for e in engines], same_process=True)]
 
 
+NEW_WORDS = ("red", "green", "blue", "upside", "down")
+
+
+def partial() -> list[Job]:
+    """A larger model with new words takes what it can use of a smaller one's checkpoint; nobody is trained further."""
+    words = [*load_config("unified_digits").tokenizer["words"], *NEW_WORDS]
+    load_cfg = {
+        "revise_keys": [(r"(^language_model.*)layers\.0\.", r"\1layers.1."), (r"^vae2llm\.", "another.")],
+        "allow": ["missing", "unexpected", "reshaped"],
+        "resize_vocab": True,
+    }
+    larger = {"tokenizer__words": words, "model__vit__intermediate_size": 48}
+    small = config("zero3", 2, model__llm__num_hidden_layers=1)
+    jobs = [Job("partial/source", [Phase(2, small, 1)])]
+    jobs.append(Job("partial/fresh", [Phase(1, config("single", 1, **larger), 0)]))
+    for engine, world in (("single", 1), ("zero2", 2), ("zero3", 2), ("FULL_SHARD", 2)):
+        phase = Phase(world, config(engine, world, **larger, load_cfg=load_cfg), 0)
+        jobs.append(Job(f"partial/{engine}@{world}", [phase], resumes="partial/source"))
+    return jobs
+
+
 def inspected() -> list[Job]:
     """One update, after which ``InspectHook`` says which private attributes of DeepSpeed are there."""
     jobs = []
@@ -401,29 +423,6 @@ def layouts() -> list[Job]:
             optim_wrapper__precision=precision,
         )
         jobs.append(Job(f"layouts/{engine}@{world}-{precision}", [Phase(world, overrides, 2)]))
-    return jobs
-
-
-NEW_WORDS = ("red", "green", "blue", "upside", "down")
-
-
-def partial() -> list[Job]:
-    """A larger model with new words takes what it can use of a smaller one's checkpoint; nobody is trained further."""
-    from tests.tiny import tiny_config
-
-    words = [*tiny_config(Path(), Path()).tokenizer["words"], *NEW_WORDS]
-    load_cfg = {
-        "revise_keys": [(r"(^language_model.*)layers\.0\.", r"\1layers.1."), (r"^vae2llm\.", "another.")],
-        "allow": ["missing", "unexpected", "reshaped"],
-        "resize_vocab": True,
-    }
-    larger = {"tokenizer__words": words, "model__vit__intermediate_size": 48}
-    small = config("zero3", 2, model__llm__num_hidden_layers=1)
-    jobs = [Job("partial/source", [Phase(2, small, 1)])]
-    jobs.append(Job("partial/fresh", [Phase(1, config("single", 1, **larger), 0)]))
-    for engine, world in (("single", 1), ("zero2", 2), ("zero3", 2), ("FULL_SHARD", 2)):
-        phase = Phase(world, config(engine, world, **larger, load_cfg=load_cfg), 0)
-        jobs.append(Job(f"partial/{engine}@{world}", [phase], resumes="partial/source"))
     return jobs
 
 
