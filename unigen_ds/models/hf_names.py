@@ -78,6 +78,13 @@ def vlm_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"nanoVLM config: {error.args[0]} is missing") from error
 
 
+def nanovlm_sizes(model: VLM) -> dict[str, Any]:
+    """What ``vlm_arguments`` reads of nanoVLM's ``config.json``, from a model."""
+    sizes = {theirs: model.llm_config[ours] for ours, theirs in _LLM.items()}
+    sizes |= {theirs: model.vit_config[ours] for ours, theirs in _VIT.items()}
+    return {**sizes, **_FIXED, "mp_pixel_shuffle_factor": model.connector.factor}
+
+
 def load_nanovlm(directory: Path) -> tuple[VLM, dict[str, Any]]:
     """The model of such a directory, in fp32, and its ``config.json``. Raises ``CheckpointError``, ``ConfigError``."""
     try:
