@@ -1,10 +1,10 @@
 """Write a published directory: ``python tools/export.py MODEL OUT``; installed as ``unigen-export``.
 
 MODEL is a checkpoint of any layout or a work dir (its newest checkpoint); OUT is a new folder. Of a UnifiedModel with
-the FLUX autoencoder it gets llm_config.json, vit_config.json, ema.safetensors and ae.safetensors under BAGEL's names; of
-a VLM config.json and model.safetensors under nanoVLM's, and the tokenizer. With --source the configs and all other files
-(the tokenizer) come from that published directory, byte for byte. The average of the weights (EMA) is written where
-there is one.
+the FLUX autoencoder it gets llm_config.json, vit_config.json, ema.safetensors and ae.safetensors under BAGEL's names;
+of a VLM config.json and model.safetensors under nanoVLM's, and the tokenizer. With --source the configs and all other
+files (the tokenizer) come from that published directory, byte for byte. The average of the weights (EMA) is written
+where there is one.
 
 Exit status: 0 done, 1 the checkpoint cannot be loaded, 2 wrong usage.
 """
