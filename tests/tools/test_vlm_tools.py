@@ -25,8 +25,9 @@ FAST = ["--max-length", "6", "--device", "cpu"]
 
 @pytest.fixture(scope="module")
 def run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runner:  # noqa: F811
-    average = [{"type": "EMAHook", "momentum": 0.1}]
-    runner = Runner.from_cfg(config(data, tmp_path_factory.mktemp("vlm") / "run", custom_hooks=average), max_updates=12)
+    """It has learned the pictures' names; the average, which lags behind, has not."""
+    average = [{"type": "EMAHook", "momentum": 0.01}]
+    runner = Runner.from_cfg(config(data, tmp_path_factory.mktemp("vlm") / "run", custom_hooks=average))
     runner.train()
     return runner
 
@@ -52,10 +53,9 @@ def test_it_answers_with_the_weights_or_their_average(run: Runner, data: Path, t
     asked = [Turn("user", "image", str(data / "red.png")), Turn("user", "text", "?")]
     shown = ["--prompt", "?", "--image", str(data / "red.png")]
     (average,) = answer(open_model(run.work_dir)[0], run.processor, [asked], max_new_tokens=6)
-    (raw,) = answer(run.backend.model, run.processor, [asked], max_new_tokens=6)
-    assert said(run.work_dir, tmp_path, *shown, "--raw") == raw != average
+    assert said(run.work_dir, tmp_path, *shown, "--raw") == "red" != average
     assert said(run.work_dir, tmp_path, *shown) == average
-    assert said(run.work_dir, tmp_path, *shown, "--dtype", "bf16", "--understand")
+    assert said(run.work_dir, tmp_path, *shown, "--raw", "--dtype", "bf16", "--understand") == "red"
 
 
 def test_what_is_exported_loads_and_says_the_same(run: Runner, data: Path, tmp_path: Path) -> None:  # noqa: F811
@@ -65,7 +65,7 @@ def test_what_is_exported_loads_and_says_the_same(run: Runner, data: Path, tmp_p
     assert all(torch.equal(tensor, trained[name]) for name, tensor in model.state_dict().items())
     assert processor.fingerprint == run.processor.fingerprint
     shown = ["--prompt", "?", "--image", str(data / "blue.png")]
-    assert said(tmp_path / "out", tmp_path, *shown) == said(run.work_dir, tmp_path, *shown, "--raw")
+    assert said(tmp_path / "out", tmp_path, *shown) == "blue"
     assert export([str(run.work_dir), str(tmp_path / "low"), "--dtype", "bf16"]) == 0
     assert {t.dtype for n, t in load_file(tmp_path / "low" / "model.safetensors").items() if "freq" not in n} == {
         torch.bfloat16
