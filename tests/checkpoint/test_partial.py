@@ -60,7 +60,7 @@ def test_names_are_revised_in_order_and_only_what_is_asked_is_read(tmp_path):
     keys = [(r"^module\.", ""), (r"^backbone\.(\w)", r"encoder.\1"), (r"^b$", "encoder.b")]
     found = compare(reader, rows("module.backbone.a", "module.b"), rows("encoder.a", "encoder.b"), revise_keys=keys)
     found.check(LoadConfig())
-    assert found.renamed == {"module.backbone.a": "encoder.a", "module.b": "encoder.b"}
+    assert found.renamed == {"encoder.a": "module.backbone.a", "encoder.b": "module.b"}
     fitted = FittedReader(reader, found)
     assert fitted.names(MASTER) == ["encoder.a", "encoder.b"] and fitted.numel(MASTER, "encoder.a") == 6
     assert torch.equal(fitted.read(MASTER, "encoder.a", 1, 4), weight.flatten()[1:4])

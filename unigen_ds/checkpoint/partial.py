@@ -106,8 +106,8 @@ class Fit:
 
     @property
     def renamed(self) -> dict[str, str]:
-        """Stored name -> the model's."""
-        return {stored: name for (_, name), (_, stored) in self.taken.items() if stored != name}
+        """The model's name -> the stored one."""
+        return {name: stored for (_, name), (_, stored) in self.taken.items() if stored != name}
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values, every name: ``load_report.json``."""
@@ -124,7 +124,7 @@ class Fit:
         """(kind of difference, one line about it with the first names); nothing where there is none."""
         reshaped = [f"{name} was {[*was]} and is {[*now]}" for name, (was, now) in self.reshaped.items()]
         resized = [f"{name} from {was[0]} to {now[0]} rows" for name, (was, now) in self.resized.items()]
-        renamed = [f"{stored} is {name}" for stored, name in self.renamed.items()]
+        renamed = [f"{stored} is {name}" for name, stored in self.renamed.items()]
         for kind, what, names in (
             ("renamed", "under another name", renamed),
             ("resized", "with a resized vocabulary", resized),
@@ -143,7 +143,7 @@ class Fit:
             grown = any(name.endswith(VOCABULARY) for name in self.reshaped)
             remedy = "load_cfg.revise_keys maps stored names to the model's; "
             remedy += "load_cfg.resize_vocab=True adds rows to a vocabulary, 'shrink' cuts some off; " if grown else ""
-            remedy += f"load_cfg.allow={[*refused]} leaves these as they are"
+            remedy += f"load_cfg.allow={[*refused]} leaves these as they are; {REPORT_FILE} has every name"
             raise CheckpointError(
                 f"the checkpoint does not fit the model: {'; '.join(refused.values())}", remedy=remedy
             )

@@ -16,7 +16,7 @@ from unigen_ds.checkpoint.layouts import own_files, shard_folders
 from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
 from unigen_ds.checkpoint.lock import WorkDirLock
 from unigen_ds.checkpoint.manifest import Manifest
-from unigen_ds.checkpoint.partial import REPORT_FILE, Fit, FittedReader, fit
+from unigen_ds.checkpoint.partial import DIFFERENCES, REPORT_FILE, FittedReader, fit
 from unigen_ds.core import dist
 from unigen_ds.core.clock import Clock
 from unigen_ds.core.files import write_text_atomic
@@ -204,21 +204,20 @@ class Runner:
         self._call("after_load_checkpoint", {**manifest.state_dict(), "path": str(checkpoint)})
 
     def _load_weights(self, reader: ShardReader, stored: Sequence[Mapping[str, Any]]) -> None:
-        """As ``load_cfg`` allows; what differs is said, and ``load_report.json`` has every name of it."""
+        """As ``load_cfg`` allows. What differs is said, or refused; ``load_report.json`` has every name of it."""
         buffers = {name: buffer.numel() for name, buffer in self.backend.buffers().items()}
         cfg = self._parts.plan.load_cfg
         found = fit(reader, stored, parameters=self._parts.parameters, buffers=buffers, cfg=cfg)
-        dist.on_main(lambda: self._report_weights(found))
-        found.check(cfg)
-        self.backend.load_tensors(FittedReader(reader, found), weights_only=True, keep=found.kept)
-
-    def _report_weights(self, found: Fit) -> None:
         report = {"checkpoint": str(self._parts.plan.checkpoint), **found.state_dict()}
-        write_text_atomic(self.work_dir / REPORT_FILE, json.dumps(report, indent=1) + "\n")
-        for kind, line in found.lines():
-            logger().log(INFO if kind in ("renamed", "resized") else WARNING, "Weights, %s: %s.", kind, line)
-        logger().info("Weights: %d of %d tensors of the model are the checkpoint's. Every name that differs: %s.",
-                      len(found.taken), len(found.taken) + len(found.kept), self.work_dir / REPORT_FILE)  # fmt: skip
+        dist.on_main(lambda: write_text_atomic(self.work_dir / REPORT_FILE, json.dumps(report, indent=1) + "\n"))
+        found.check(cfg)
+        if dist.is_main():
+            for kind, line in found.lines():
+                logger().log(WARNING if kind in DIFFERENCES else INFO, "Weights: %s.", line)
+            numbers = len(found.taken), len(found.kept)
+            logger().info("Weights: %d tensors are the checkpoint's, %d stay as initialised. All names that differ: %s.",
+                          *numbers, self.work_dir / REPORT_FILE)  # fmt: skip
+        self.backend.load_tensors(FittedReader(reader, found), weights_only=True, keep=found.kept)
 
     def _restore_hooks(self, checkpoint: Path, manifest: Manifest) -> None:
         states = saver.read_hook_states(checkpoint)
