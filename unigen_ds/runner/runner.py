@@ -215,7 +215,7 @@ class Runner:
             for kind, line in found.lines():
                 logger().log(WARNING if kind in DIFFERENCES else INFO, "Weights: %s.", line)
             numbers = len(found.taken), len(found.kept)
-            logger().info("Weights: %d tensors are the checkpoint's, %d stay as initialised. All names that differ: %s.",
+            logger().info("Weights: %d tensors are the checkpoint's, %d stay as initialised. What differs: %s.",
                           *numbers, self.work_dir / REPORT_FILE)  # fmt: skip
         self.backend.load_tensors(FittedReader(reader, found), weights_only=True, keep=found.kept)
 
