@@ -1,9 +1,10 @@
 """Write a published directory: ``python tools/export.py MODEL OUT``; installed as ``unigen-export``.
 
-MODEL is a checkpoint of any layout or a work dir (its newest checkpoint) of a model with the FLUX autoencoder. OUT, a
-new folder, gets llm_config.json, vit_config.json, ema.safetensors and ae.safetensors under BAGEL's names; with --source
-the configs and all other files (the tokenizer) come from that published directory, byte for byte. The average of the
-weights (EMA) is written where there is one.
+MODEL is a checkpoint of any layout or a work dir (its newest checkpoint); OUT is a new folder. Of a UnifiedModel with
+the FLUX autoencoder it gets llm_config.json, vit_config.json, ema.safetensors and ae.safetensors under BAGEL's names;
+of a VLM config.json and model.safetensors under nanoVLM's, and the tokenizer. With --source the configs and all other
+files (the tokenizer) come from that published directory, byte for byte. The average of the weights (EMA) is written
+where there is one.
 
 Exit status: 0 done, 1 the checkpoint cannot be loaded, 2 wrong usage.
 """
@@ -21,7 +22,7 @@ from unigen_ds.checkpoint.convert import DTYPES
 from unigen_ds.core import log
 from unigen_ds.core.config import load_config
 from unigen_ds.core.errors import UnigenError
-from unigen_ds.models.published import write_published
+from unigen_ds.runner.publish import publish
 from unigen_ds.runner.trained import open_model
 
 
@@ -44,8 +45,8 @@ def main(argv: list[str] | None = None) -> int:
     log.setup(rank=0)
     try:
         config = load_config(arguments.config) if arguments.config else None
-        model, _ = open_model(arguments.model, raw=arguments.raw, tag=arguments.tag, config=config)
-        write_published(model, arguments.out, source=arguments.source, dtype=DTYPES[arguments.dtype])
+        model, processor = open_model(arguments.model, raw=arguments.raw, tag=arguments.tag, config=config)
+        publish(model, processor, arguments.out, source=arguments.source, dtype=DTYPES[arguments.dtype])
         print(arguments.out)
     except UnigenError as error:
         print(f"error: {error}", file=sys.stderr)

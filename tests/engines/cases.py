@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from unigen_ds.core.config import load_config
+
 UPDATES = 20
 LR = 2e-3
 _WHOLE = {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0, "sub_group_size": 8000}
@@ -59,7 +61,8 @@ class Job:
     same_process: bool = False
     """All phases in the same processes, one after the other, each in its own work dir ``<name>/<number>``."""
     resumes: str | None = None
-    """A job that must be done before; this one goes on from its last checkpoint, in its own work dir."""
+    """A job that must be done before; this one goes on from its last checkpoint, in its own work dir, or takes its
+    weights where there is a ``load_cfg``."""
 
 
 def config(engine: str, world: int, *, geometry: tuple[int, int] | None = None, **overrides: Any) -> dict[str, Any]:
@@ -375,6 +378,27 @@ def one_process() -> list[Job]:
     return [Job("one_process", [Phase(2, config(e, 2), 6) for e in engines], same_process=True)]
 
 
+NEW_WORDS = ("red", "green", "blue", "upside", "down")
+
+
+def partial() -> list[Job]:
+    """A larger model with new words takes what it can use of a smaller one's checkpoint; nobody is trained further."""
+    words = [*load_config("unified_digits").tokenizer["words"], *NEW_WORDS]
+    load_cfg = {
+        "revise_keys": [(r"(^language_model.*)layers\.0\.", r"\1layers.1."), (r"^vae2llm\.", "another.")],
+        "allow": ["missing", "unexpected", "reshaped"],
+        "resize_vocab": True,
+    }
+    larger = {"tokenizer__words": words, "model__vit__intermediate_size": 48}
+    small = config("zero3", 2, model__llm__num_hidden_layers=1)
+    jobs = [Job("partial/source", [Phase(2, small, 1)])]
+    jobs.append(Job("partial/fresh", [Phase(1, config("single", 1, **larger), 0)]))
+    for engine, world in (("single", 1), ("zero2", 2), ("zero3", 2), ("FULL_SHARD", 2)):
+        phase = Phase(world, config(engine, world, **larger, load_cfg=load_cfg), 0)
+        jobs.append(Job(f"partial/{engine}@{world}", [phase], resumes="partial/source"))
+    return jobs
+
+
 def inspected() -> list[Job]:
     """One update, after which ``InspectHook`` says which private attributes of DeepSpeed are there."""
     jobs = []
@@ -418,6 +442,7 @@ GROUPS: dict[str, Callable[..., list[Job]]] = {
     "one_process": lambda full: one_process(),
     "layouts": lambda full: layouts(),
     "inspected": lambda full: inspected(),
+    "partial": lambda full: partial(),
 }
 
 

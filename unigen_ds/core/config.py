@@ -58,6 +58,7 @@ SCHEMA: dict[str, Any] = {
     "randomness": {"seed": 1},
     "env": {"dist_timeout_s": 1, "num_threads": 1},
     "load_from": 1,
+    "load_cfg": {"revise_keys": 1, "allow": 1, "resize_vocab": 1},
     "resume": 1,
     "assume": 1,
     "on_batch_change": 1,

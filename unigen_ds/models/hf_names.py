@@ -85,6 +85,13 @@ def vlm_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"nanoVLM config: {error.args[0]} is missing") from error
 
 
+def nanovlm_sizes(model: Any) -> dict[str, Any]:
+    """What ``vlm_arguments`` reads of nanoVLM's ``config.json``, from a model."""
+    sizes = {theirs: model.llm_config[ours] for ours, theirs in _LLM.items()}
+    sizes |= {theirs: model.vit_config[ours] for ours, theirs in _VIT.items()}
+    return {**sizes, **_FIXED, "mp_pixel_shuffle_factor": model.connector.factor}
+
+
 def open_pretrained_vlm(given: str | Mapping[str, str]) -> Pretrained:
     """``given``: nanoVLM's directory, or ``dict(vit=..., llm=...)`` of a SigLIP and a Llama-type directory.
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
@@ -20,11 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from unigen_ds.core.errors import CheckpointError, ConfigError
-from unigen_ds.core.files import fsync_path
+from unigen_ds.core.files import new_directory
 from unigen_ds.core.log import logger
 from unigen_ds.models.weights import Pretrained, Stored, read_json, shown, stored_tensors
 
@@ -162,8 +160,6 @@ def write_published(model: Any, out: Path, *, source: Path | None = None, dtype:
 
     Raises ``ConfigError`` where ``out`` exists or ``source`` is of another size, ``CheckpointError`` on a full disk.
     """
-    if out.exists():
-        raise ConfigError(f"{out} exists", allowed="a new folder")
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     if dtype is not None:
         state = {name: t.to(dtype) if t.is_floating_point() else t for name, t in state.items()}
@@ -174,9 +170,7 @@ def write_published(model: Any, out: Path, *, source: Path | None = None, dtype:
     configs = _configs(model.sizes)
     if source is not None:
         _check_source(source, configs)
-    staging = out.with_name(f".{out.name}.writing-{os.getpid()}")
-    try:
-        staging.mkdir(parents=True)
+    with new_directory(out) as staging:
         for name, config in configs.items():
             (staging / name).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         for path in source.iterdir() if source else ():
@@ -184,15 +178,6 @@ def write_published(model: Any, out: Path, *, source: Path | None = None, dtype:
                 shutil.copyfile(path, staging / path.name)
         for file, tensors in ((WEIGHTS, rest), (VAE_WEIGHTS, vae)):
             save_file(tensors, staging / file, metadata={"format": "pt"})
-        for path in (*staging.iterdir(), staging):
-            fsync_path(path)
-        os.rename(staging, out)
-        fsync_path(out.absolute().parent)
-    except (OSError, SafetensorError) as error:
-        remedy = "free disk space, fix the permission, or name another folder"
-        raise CheckpointError(f"could not write {out}: {error}", remedy=remedy) from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
 
 
 def _check_source(source: Path, configs: Mapping[str, Mapping[str, Any]]) -> None:
