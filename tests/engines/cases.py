@@ -15,7 +15,7 @@ from unigen_ds.core.config import load_config
 UPDATES = 20
 LR = 2e-3
 _WHOLE = {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0, "sub_group_size": 8000}
-"""By default ZeRO-3 keeps parameters under 100,000 elements gathered, and a group in one buffer: all of a tiny model's."""
+"""By default ZeRO-3 keeps parameters under 100,000 elements gathered: all of a tiny model's; and a group in one piece."""
 
 ENGINES: dict[str, dict[str, Any]] = {
     "zero1": {"type": "deepspeed", "config": "zero1"},
