@@ -268,6 +268,21 @@ def frozen(*, full: bool) -> list[Job]:
     return jobs
 
 
+PACKED_UPDATES = 2
+PACKED_CHAIN = (("zero1", "fp32"), ("zero2", "fp32"), ("FULL_SHARD", "fp32"), ("zero3", "fp32"), ("zero2", "bf16"))
+
+
+def packed(*, full: bool) -> list[Job]:
+    """NF4 and INT8 weights in frozen parts: one run that goes from engine to engine, two updates each; one process."""
+    quantized = {"model__freeze": ["vae", "vit", "llm"], "model__quantize": {"vit": "int8", "llm": "nf4"}}
+    phases = []
+    for number, (engine, precision) in enumerate(PACKED_CHAIN):
+        overrides = config(engine, 2, optim_wrapper__precision=precision, resume=number > 0, **quantized)
+        phases.append(Phase(2, overrides, PACKED_UPDATES * (number + 1)))
+    single = Phase(1, config("single", 1, **quantized), PACKED_UPDATES * len(PACKED_CHAIN))
+    return [Job("packed/engines", phases), Job("packed/single", [single])]
+
+
 def odd(*, full: bool) -> list[Job]:
     """A user's own model: odd sizes, tied weights, a frozen tower, a buffer, two groups; saved and resumed half way."""
     jobs = []
@@ -388,6 +403,7 @@ GROUPS: dict[str, Callable[..., list[Job]]] = {
     "elastic": elastic,
     "faulty": faulty,
     "frozen": frozen,
+    "packed": packed,
     "odd": odd,
     "recompute": recompute,
     "compiled": compiled,

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.files import fsync_path
 from unigen_ds.core.log import logger
+from unigen_ds.models.quantized import plain_state_dict
 
 LLM_CONFIG, VIT_CONFIG, WEIGHTS, VAE_WEIGHTS = FILES = (
     "llm_config.json", "vit_config.json", "ema.safetensors", "ae.safetensors"
@@ -233,7 +234,7 @@ def _named(names: list[str]) -> str:
 
 
 def write_published(model: Any, out: Path, *, source: Path | None = None, dtype: torch.dtype | None = None) -> None:
-    """Write ``model`` as a published directory; it appears complete or not at all.
+    """Write ``model`` as a published directory; it appears complete or not at all. Quantised weights are unpacked.
 
     Args:
         out: a new folder.
@@ -244,7 +245,7 @@ def write_published(model: Any, out: Path, *, source: Path | None = None, dtype:
     """
     if out.exists():
         raise ConfigError(f"{out} exists", allowed="a new folder")
-    state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in plain_state_dict(model).items()}
     if dtype is not None:
         state = {name: t.to(dtype) if t.is_floating_point() else t for name, t in state.items()}
     vae = {name.removeprefix(_PREFIX["vae"]): t for name, t in state.items() if name.startswith(_PREFIX["vae"])}
