@@ -128,6 +128,7 @@ def test_the_unpacked_weight_is_not_kept_between_the_passes(scheme: str) -> None
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_checkpointed_and_compiled(scheme: str) -> None:
+    """Traced as one graph, forward and backward; the compiler behind it would take 15 s here."""
     layer = nn.Sequential(QuantizedLinear(linear(24, 40), scheme), nn.GELU(), nn.Linear(24, 8))
     x = torch.randn(6, 40, requires_grad=True)
 
@@ -137,7 +138,7 @@ def test_checkpointed_and_compiled(scheme: str) -> None:
 
     plain = run(layer)
     again = run(lambda x: checkpoint(layer, x, use_reentrant=False))
-    compiled = run(torch.compile(layer, fullgraph=True))
+    compiled = run(torch.compile(layer, fullgraph=True, backend="aot_eager"))
     for expected, recomputed, fused in zip(plain, again, compiled, strict=True):
         assert torch.equal(expected, recomputed)
         torch.testing.assert_close(expected, fused, atol=1e-5, rtol=1e-5)
@@ -257,7 +258,9 @@ def straight(tmp_path_factory: pytest.TempPathFactory, data: Path) -> tuple[Runn
 
 @pytest.mark.parametrize(("scheme", "bound"), [("nf4", 0.2), ("int8", 0.02)])
 def test_the_error_of_a_models_output(scheme: str, bound: float, data: Path, tmp_path: Path) -> None:
-    """Relative L2 of the final hidden states of real digits; every linear layer of three parts packed."""
+    """Relative L2 of the final hidden states of real digits, every linear layer of three parts packed: 0.17 and 0.011
+    with random weights.
+    """
     parts = {"llm": scheme, "vit": scheme, "connector": scheme}
     plain_cfg, packed_cfg = (
         config(tmp_path, data, model__freeze=[*FREEZE, "connector"], model__quantize=quantize, **WIDER)
@@ -266,7 +269,7 @@ def test_the_error_of_a_models_output(scheme: str, bound: float, data: Path, tmp
     geometry = Geometry(4)
     made = build_data(plain_cfg, geometry=geometry, ruler=None)
     loader = build_loader(plain_cfg, made, geometry=geometry, dp_rank=0, cursor=Cursor())
-    batch: PackedBatch = next(iter(loader))[0]
+    batch: PackedBatch = next(iter(loader))[0].batch
     plain, packed = (build_model(cfg, made.processor).eval() for cfg in (plain_cfg, packed_cfg))
     t_L = torch.full(batch.timesteps.shape, 0.5)
     with torch.no_grad():
@@ -299,18 +302,17 @@ def test_a_resumed_run_is_bit_equal(straight: tuple[Runner, Path], data: Path, t
 
 
 @pytest.mark.parametrize(
-    ("quantize", "error", "told"),
-    [
-        ({}, ResumeBlocked, "model.structure"),
-        ({"llm": "int8", "vit": "int8"}, CheckpointError, r"q_proj\.packed: \d+ elements stored, \d+ needed"),
-    ],
+    ("quantize", "told"),
+    [({"vit": "int8"}, r"layers.0.self_attn.q_proj.weight is new"), ({**QUANTIZE, "llm": "int8"}, "llm was nf4")],
 )
-def test_a_resume_with_other_packing_is_refused(
-    straight: tuple[Runner, Path], data: Path, quantize: dict[str, str], error: type[Exception], told: str
+def test_other_packing_is_refused(
+    straight: tuple[Runner, Path], data: Path, tmp_path: Path, quantize: dict[str, str], told: str
 ) -> None:
     _, folder = straight
-    with pytest.raises(error, match=told):
+    with pytest.raises(ResumeBlocked, match=told):
         train(config(folder, data, model__quantize=quantize, resume=True), 6)
+    with pytest.raises(CheckpointError, match="does not fit the model"):
+        train(config(tmp_path, data, model__quantize=quantize, load_from=str(folder / "iter_4.pth")), 6)
 
 
 def test_a_checkpoint_opens_for_drawing(straight: tuple[Runner, Path]) -> None:

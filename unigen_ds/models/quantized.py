@@ -16,6 +16,7 @@ unpacked weight is kept in between), and packed weights are whole on every proce
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -143,6 +144,8 @@ def _linears(part: nn.Module) -> dict[str, nn.Linear]:
 
 def _import_bitsandbytes() -> None:
     """Its import registers ``torch.ops.bitsandbytes``."""
+    # else every process would be told of a package for a kernel of inference, which is not used here
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
         import bitsandbytes  # noqa: F401
     except ImportError as error:
