@@ -269,12 +269,15 @@ def frozen(*, full: bool) -> list[Job]:
 
 
 PACKED_UPDATES = 2
-PACKED_CHAIN = (("zero1", "fp32"), ("zero2", "fp32"), ("FULL_SHARD", "fp32"), ("zero3", "fp32"), ("zero2", "bf16"))
+PACKED_CHAIN = (("zero2", "fp32"), ("FULL_SHARD", "fp32"), ("zero3", "fp32"), ("zero1", "bf16"))
 
 
 def packed(*, full: bool) -> list[Job]:
     """NF4 and INT8 weights in frozen parts: one run that goes from engine to engine, two updates each; one process."""
-    quantized = {"model__freeze": ["vae", "vit", "llm"], "model__quantize": {"vit": "int8", "llm": "nf4"}}
+    quantized = {
+        "model__freeze": ["vae", "vit", "llm"], "model__quantize": {"vit": "int8", "llm": "nf4"},
+        "default_hooks__checkpoint__max_keep_ckpts": -1,
+    }  # fmt: skip
     phases = []
     for number, (engine, precision) in enumerate(PACKED_CHAIN):
         overrides = config(engine, 2, optim_wrapper__precision=precision, resume=number > 0, **quantized)

@@ -287,16 +287,23 @@ def test_other_parts_move_and_packed_bytes_do_not(straight: tuple[Runner, Path],
     frozen = ("language_model.", "vit_model.")
     assert {name for name in initial if name.startswith(frozen) or name.endswith("pos_embed")} == same
     assert sum(name.endswith((".packed", ".scales")) for name in same) > 30
-    losses = [line["loss"] for line in read_lines(folder / "metrics.jsonl")]
-    assert losses[-1] < losses[0]
+    assert losses(folder)[-1] < losses(folder)[0]
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in read_lines(folder / "metrics.jsonl") if "loss" in line]
+
+
+def test_activation_checkpointing_changes_nothing(straight: tuple[Runner, Path], data: Path, tmp_path: Path) -> None:
+    train(config(tmp_path, data, model__activation_checkpointing=True), 4)
+    assert losses(tmp_path) == losses(straight[1])
 
 
 def test_a_resumed_run_is_bit_equal(straight: tuple[Runner, Path], data: Path, tmp_path: Path) -> None:
     runner, folder = straight
     train(config(tmp_path, data), 2)
     resumed = train(config(tmp_path, data, resume=True), 4)
-    lines, expected = (read_lines(place / "metrics.jsonl") for place in (tmp_path, folder))
-    assert [line["loss"] for line in lines] == [line["loss"] for line in expected]
+    assert losses(tmp_path) == losses(folder)
     for name, tensor in runner.backend.model.state_dict().items():
         assert torch.equal(tensor, resumed.backend.model.state_dict()[name]), name
 
