@@ -15,7 +15,7 @@ from unigen_ds.core.config import load_config
 UPDATES = 20
 LR = 2e-3
 _WHOLE = {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0, "sub_group_size": 8000}
-"""By default ZeRO-3 keeps parameters under 100,000 elements gathered: all of a tiny model's; and a group in one piece."""
+"""By default ZeRO-3 keeps parameters under 100,000 elements gathered: all of a tiny model's; and groups whole."""
 
 ENGINES: dict[str, dict[str, Any]] = {
     "zero1": {"type": "deepspeed", "config": "zero1"},
@@ -271,6 +271,24 @@ def frozen(*, full: bool) -> list[Job]:
     return jobs
 
 
+PACKED_UPDATES = 2
+PACKED_CHAIN = (("zero2", "fp32"), ("FULL_SHARD", "fp32"), ("zero3", "fp32"), ("zero1", "bf16"))
+
+
+def packed(*, full: bool) -> list[Job]:
+    """NF4 and INT8 weights in frozen parts: one run that goes from engine to engine, two updates each; one process."""
+    quantized = {
+        "model__freeze": ["vae", "vit", "llm"], "model__quantize": {"vit": "int8", "llm": "nf4"},
+        "default_hooks__checkpoint__max_keep_ckpts": -1,
+    }  # fmt: skip
+    phases = []
+    for number, (engine, precision) in enumerate(PACKED_CHAIN):
+        overrides = config(engine, 2, optim_wrapper__precision=precision, resume=number > 0, **quantized)
+        phases.append(Phase(2, overrides, PACKED_UPDATES * (number + 1)))
+    single = Phase(1, config("single", 1, **quantized), PACKED_UPDATES * len(PACKED_CHAIN))
+    return [Job("packed/engines", phases), Job("packed/single", [single])]
+
+
 def odd(*, full: bool) -> list[Job]:
     """A user's own model: odd sizes, tied weights, a frozen tower, a buffer, two groups; saved and resumed half way."""
     jobs = []
@@ -434,6 +452,7 @@ GROUPS: dict[str, Callable[..., list[Job]]] = {
     "elastic": elastic,
     "faulty": faulty,
     "frozen": frozen,
+    "packed": packed,
     "odd": odd,
     "recompute": recompute,
     "compiled": compiled,

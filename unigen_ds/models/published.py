@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.files import new_directory
 from unigen_ds.core.log import logger
+from unigen_ds.models.quantized import plain_state_dict
 from unigen_ds.models.weights import Pretrained, Stored, read_json, shown, stored_tensors
 
 LLM_CONFIG, VIT_CONFIG, WEIGHTS, VAE_WEIGHTS = FILES = (
@@ -151,7 +152,7 @@ def with_copied_experts(source: Pretrained, names: Iterable[str]) -> Pretrained:
 
 
 def write_published(model: Any, out: Path, *, source: Path | None = None, dtype: torch.dtype | None = None) -> None:
-    """Write ``model`` as a published directory; it appears complete or not at all.
+    """Write ``model`` as a published directory; it appears complete or not at all. Quantised weights are unpacked.
 
     Args:
         out: a new folder.
@@ -160,7 +161,7 @@ def write_published(model: Any, out: Path, *, source: Path | None = None, dtype:
 
     Raises ``ConfigError`` where ``out`` exists or ``source`` is of another size, ``CheckpointError`` on a full disk.
     """
-    state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in plain_state_dict(model).items()}
     if dtype is not None:
         state = {name: t.to(dtype) if t.is_floating_point() else t for name, t in state.items()}
     vae = {name.removeprefix(_PREFIX["vae"]): t for name, t in state.items() if name.startswith(_PREFIX["vae"])}

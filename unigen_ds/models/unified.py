@@ -38,6 +38,7 @@ from unigen_ds.models.layers import (
 )
 from unigen_ds.models.losses import image_loss_sum, text_loss_sum
 from unigen_ds.models.published import model_sizes, open_pretrained, with_copied_experts
+from unigen_ds.models.quantized import num_weights, quantize_frozen
 from unigen_ds.models.vae import encode_by_size
 from unigen_ds.models.vision import VisionModel
 from unigen_ds.models.weights import PretrainedModel
@@ -168,6 +169,7 @@ class UnifiedModel(PretrainedModel):
         max_latent_size: side of the latent position table, in patches; 64 where ``pretrained`` does not tell.
         timestep_shift: of the training time steps; 1 leaves them alone.
         freeze: any of ``vae``, ``vit``, ``llm``, ``connector``: gets no gradient and stays bit-identical.
+        quantize: frozen part -> ``nf4`` or ``int8``: its linear layers keep packed weights (``quantized.py``).
         activation_checkpointing: re-compute each decoder layer in the backward pass.
         compile: ``torch.compile`` each decoder layer.
         pretrained: a published directory, or ``dict(llm=..., vit=..., vae=...)`` of directories: initial weights, and
@@ -188,6 +190,7 @@ class UnifiedModel(PretrainedModel):
         max_latent_size: int | None = None,
         timestep_shift: float = 1.0,
         freeze: Sequence[str] = ("vae",),
+        quantize: Mapping[str, str] | None = None,
         activation_checkpointing: bool = False,
         compile: bool = False,
         pretrained: str | Mapping[str, str] | None = None,
@@ -222,6 +225,7 @@ class UnifiedModel(PretrainedModel):
             source = with_copied_experts(source, self.state_dict(keep_vars=True))
         self.start_from(source)
         self._freeze(freeze)
+        quantize_frozen(self.parts(), quantize or {})
         self.language_model.model.activation_checkpointing = activation_checkpointing
         if compile:
             for layer in self.language_model.model.layers:
@@ -261,10 +265,13 @@ class UnifiedModel(PretrainedModel):
         else:
             tensor.fill_(1.0)
 
+    def parts(self) -> dict[str, nn.Module]:
+        """What ``freeze`` and ``quantize`` name."""
+        modules = (self.vae, self.vit_model, self.language_model, self.connector)
+        return dict(zip(FREEZABLE, modules, strict=True))
+
     def _freeze(self, parts: Sequence[str]) -> None:
-        modules: dict[str, nn.Module] = {
-            "vae": self.vae, "vit": self.vit_model, "llm": self.language_model, "connector": self.connector,
-        }  # fmt: skip
+        modules = self.parts()
         for part in (*parts, "vae"):
             if part not in modules:
                 raise ConfigError(f"model.freeze names {part!r}", allowed=", ".join(FREEZABLE))
@@ -331,11 +338,11 @@ class UnifiedModel(PretrainedModel):
     def flops(self, batch: PackedBatch) -> float:
         """Floating point operations of forward and backward on this micro-batch: 6 a weight and token, plus scores."""
         layers = self.language_model.model.layers
-        weights = sum(p.numel() for p in layers[0].parameters()) / 2  # one expert
+        weights = num_weights(layers[0]) / 2  # one expert
         width = self.language_model.model.norm.weight.numel()
         scores = sum(length**2 for length in batch.document_lengths) * 2 * width
         vit_layers = self.vit_model.vision_model.encoder.layers
-        vit_weights = sum(p.numel() for layer in vit_layers for p in layer.parameters())
+        vit_weights = num_weights(vit_layers)
         head = self.language_model.lm_head.weight.numel() * batch.text_target_index.numel()
         dense = weights * len(layers) * batch.num_tokens + vit_weights * batch.vit_index.numel() + head
         return 6.0 * (dense + scores * len(layers))

@@ -24,6 +24,7 @@ from unigen_ds.core.registry import MODELS
 from unigen_ds.models.decoder_lm import DecoderLM
 from unigen_ds.models.hf_names import EXTRA_TOKENS, open_pretrained_vlm
 from unigen_ds.models.losses import text_loss_sum
+from unigen_ds.models.quantized import num_weights, quantize_frozen
 from unigen_ds.models.vision import VisionTransformer
 from unigen_ds.models.weights import Pretrained, PretrainedModel
 
@@ -77,6 +78,7 @@ class VLM(PretrainedModel):
         vit: sizes under SigLIP's names; what is left out is SigLIP2-base-patch16-512's.
         pixel_shuffle_factor: sides of a square of patches that become one token; 4 where ``pretrained`` tells none.
         freeze: any of ``vit``, ``llm``, ``connector``: gets no gradient and stays bit-identical.
+        quantize: frozen part -> ``nf4`` or ``int8``: its linear layers keep packed weights (``quantized.py``).
         activation_checkpointing: re-compute each decoder layer in the backward pass.
         compile: ``torch.compile`` each decoder layer.
         pretrained: nanoVLM's directory, or ``dict(vit=..., llm=...)``, a SigLIP2 and a SmolLM2 directory (or one of
@@ -96,6 +98,7 @@ class VLM(PretrainedModel):
         vit: Mapping[str, Any] | None = None,
         pixel_shuffle_factor: int | None = None,
         freeze: Sequence[str] = (),
+        quantize: Mapping[str, str] | None = None,
         activation_checkpointing: bool = False,
         compile: bool = False,
         pretrained: str | Mapping[str, str] | None = None,
@@ -114,6 +117,7 @@ class VLM(PretrainedModel):
         self.language_model = DecoderLM(self.llm_config)
         self.start_from(source)
         self._freeze(freeze)
+        quantize_frozen(self.parts(), quantize or {})
         self.language_model.model.activation_checkpointing = activation_checkpointing
         if compile:
             for layer in self.language_model.model.layers:
@@ -134,8 +138,12 @@ class VLM(PretrainedModel):
         else:
             tensor.fill_(0.0 if name.endswith("bias") else 1.0)
 
+    def parts(self) -> dict[str, nn.Module]:
+        """What ``freeze`` and ``quantize`` name."""
+        return {"vit": self.vision_model, "llm": self.language_model, "connector": self.connector}
+
     def _freeze(self, parts: Sequence[str]) -> None:
-        modules = {"vit": self.vision_model, "llm": self.language_model, "connector": self.connector}
+        modules = self.parts()
         for part in parts:
             if part not in modules:
                 raise ConfigError(f"model.freeze names {part!r}", allowed=", ".join(FREEZABLE))
@@ -184,14 +192,14 @@ class VLM(PretrainedModel):
     def flops(self, batch: PackedBatch) -> float:
         """Floating point operations of forward and backward on this micro-batch: 6 a weight and token, plus scores."""
         layers = self.language_model.model.layers
-        weights = sum(p.numel() for p in layers.parameters())
-        vit_weights = sum(p.numel() for p in self.vision_model.encoder.parameters())
+        weights = num_weights(layers)
+        vit_weights = num_weights(self.vision_model.encoder)
         scores = sum(length**2 for length in batch.document_lengths) * 2 * self.llm_config["hidden_size"]
         head = self.language_model.lm_head.weight.numel() * batch.text_target_index.numel()
         return 6.0 * (
             weights * batch.num_tokens
             + vit_weights * len(batch.vit_patches)
-            + self.connector.proj.weight.numel() * batch.vit_index.numel()
+            + num_weights(self.connector) * batch.vit_index.numel()
             + head
             + scores * len(layers)
         )
