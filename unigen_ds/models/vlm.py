@@ -13,6 +13,7 @@ Source: huggingface/nanoVLM.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from unigen_ds.core.batch import LossTerms, PackedBatch
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.registry import MODELS
 from unigen_ds.models.decoder_lm import DecoderLM
+from unigen_ds.models.flops import attention_flops, linear_flops, trains
 from unigen_ds.models.losses import text_loss_sum
 from unigen_ds.models.vision import VisionTransformer
 
@@ -179,19 +181,28 @@ class VLM(nn.Module):
         return [*self.vision_model.encoder.layers, *self.language_model.model.layers]
 
     def flops(self, batch: PackedBatch) -> float:
-        """Floating point operations of forward and backward on this micro-batch: 6 a weight and token, plus scores."""
-        layers = self.language_model.model.layers
-        weights = sum(p.numel() for p in layers.parameters())
-        vit_weights = sum(p.numel() for p in self.vision_model.encoder.parameters())
-        scores = sum(length**2 for length in batch.document_lengths) * 2 * self.llm_config["hidden_size"]
-        head = self.language_model.lm_head.weight.numel() * batch.text_target_index.numel()
-        return 6.0 * (
-            weights * batch.num_tokens
-            + vit_weights * len(batch.vit_patches)
-            + self.connector.proj.weight.numel() * batch.vit_index.numel()
-            + head
-            + scores * len(layers)
+        """Floating point operations of forward and backward on this micro-batch (``flops.py``)."""
+        cost, llm, vit = self._row_flops, self.llm_config, self.vit_config
+        seen = attention_flops(batch.vit_lengths, vit["hidden_size"], grad=trains(self.vision_model))
+        read = attention_flops(batch.document_lengths, llm["hidden_size"], grad=True)
+        return (
+            cost["patch"] * len(batch.vit_patches)
+            + cost["image_token"] * batch.vit_index.numel()
+            + cost["token"] * batch.num_tokens
+            + cost["target"] * batch.text_target_index.numel()
+            + seen * vit["num_hidden_layers"]
+            + read * llm["num_hidden_layers"]
         )
+
+    @cached_property
+    def _row_flops(self) -> dict[str, float]:
+        vit, backbone = self.vision_model, self.language_model.model
+        return {
+            "patch": linear_flops(vit, input_grad=False),
+            "image_token": linear_flops(self.connector, input_grad=trains(vit)),
+            "token": linear_flops(backbone.layers, input_grad=True),
+            "target": linear_flops(self.language_model.lm_head, input_grad=True),
+        }
 
 
 def _filled(part: str, given: Mapping[str, Any] | None, default: Mapping[str, Any]) -> dict[str, Any]:
