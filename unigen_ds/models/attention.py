@@ -35,7 +35,7 @@ _MIN_FILL = 0.75  # a document joins a bucket when it fills this share of its pa
 class Bucket:
     """Documents attended together, padded to one length."""
 
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     mask: Tensor | None = None
     """[B, 1, N, N] bool, true where a row may look; None: a row sees all, or with ``is_causal`` what is not behind."""
     is_causal: bool = False

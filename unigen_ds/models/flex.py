@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -109,4 +110,5 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
 @cache
 def _attention(compiled: bool) -> Callable[..., Tensor]:
     """Compiled once, at the first plan on CUDA, for any number of tokens; on a CPU the dense reference, for tests."""
-    return torch.compile(flex_attention, dynamic=True) if compiled else flex_attention
+    attention: Callable[..., Any] = flex_attention
+    return torch.compile(attention, dynamic=True) if compiled else attention

@@ -33,8 +33,9 @@ def linear_flops(module: nn.Module, *, input_grad: bool) -> float:
     """
     total = 0.0
     for each in module.modules():
-        if hasattr(each, "in_features"):
-            total += 2.0 * each.in_features * each.out_features * (1 + input_grad + trains(each))
+        rows, columns = (getattr(each, name, None) for name in ("out_features", "in_features"))
+        if isinstance(rows, int) and isinstance(columns, int):
+            total += 2.0 * rows * columns * (1 + input_grad + trains(each))
             input_grad = input_grad or trains(each)
     return total
 
