@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.nn.attention.flex_attention
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.flop_counter import FlopCounterMode
@@ -195,6 +197,18 @@ def test_text_alone_and_equal_images_need_no_mask_and_no_copy() -> None:
     assert tiles.slot_T is None and [bucket.mask for bucket in tiles.buckets] == [None]
     mixed = plan_attention(packed(ONE_DOCUMENT), use_flex=False)
     assert mixed.slot_T is None and [bucket.is_causal for bucket in mixed.buckets] == [False]
+
+
+def test_one_compiled_graph_serves_micro_batches_of_any_size() -> None:
+    """As on CUDA, but for the last stage of the compiler: it makes no kernel with a backward pass for a CPU."""
+    compiled = torch.compile(torch.nn.attention.flex_attention.flex_attention, dynamic=True, backend="aot_eager")
+    before = counters["stats"]["unique_graphs"]
+    for number in (9, 4, 15):
+        batch = packed(random_documents(number, number, longest=30))
+        plan = plan_attention(batch, use_flex=True)
+        assert isinstance(plan, FlexPlan)
+        assert_same(dataclasses.replace(plan, attention=compiled), inputs(batch.num_tokens), seen(batch))
+    assert counters["stats"]["unique_graphs"] - before == 1
 
 
 @pytest.mark.gpu
