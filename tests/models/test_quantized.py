@@ -19,9 +19,10 @@ from unigen_ds.core.metrics import read_lines
 from unigen_ds.core.progress import Geometry
 from unigen_ds.data.stream import Cursor
 from unigen_ds.models import VLM, UnifiedModel
+from unigen_ds.models.flops import linear_flops
 from unigen_ds.models.hf_names import save_nanovlm
 from unigen_ds.models.published import FILES, write_published
-from unigen_ds.models.quantized import SCHEMES, QuantizedLinear, num_weights, plain_state_dict, quantize_frozen
+from unigen_ds.models.quantized import SCHEMES, QuantizedLinear, plain_state_dict, quantize_frozen
 from unigen_ds.runner import Runner
 from unigen_ds.runner.build import build_data, build_loader, build_model
 from unigen_ds.runner.trained import open_model
@@ -75,7 +76,7 @@ def test_the_memory_of_a_layer(scheme: str, share: float) -> None:
     plain = linear(256, 512, bias=False)
     packed = QuantizedLinear(plain, scheme)
     assert nbytes(packed) / nbytes(plain) == pytest.approx(share, rel=0.01)
-    assert num_weights(packed) == num_weights(plain) == 256 * 512
+    assert linear_flops(packed, input_grad=True) == linear_flops(plain.requires_grad_(False), input_grad=True)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -171,7 +172,7 @@ def test_every_linear_layer_of_the_part_but_the_output_head(build: Any) -> None:
         names = {name for name, layer in before.named_modules() if isinstance(layer, nn.Linear)} - {"lm_head"}
         found = {name: layer.scheme for name, layer in after.named_modules() if isinstance(layer, QuantizedLinear)}
         assert names and found == (dict.fromkeys(names, scheme) if scheme else {})
-        assert num_weights(after) == num_weights(before)
+        assert linear_flops(after, input_grad=True) == linear_flops(before, input_grad=True)
         for name in found:  # initial or pretrained weights are what is packed
             error = after.get_submodule(name).weight - before.get_submodule(name).weight
             assert error.norm() <= 0.12 * before.get_submodule(name).weight.norm()

@@ -56,7 +56,7 @@ SCHEMA: dict[str, Any] = {
     "custom_hooks": _COMPONENT,
     "visualizer": {"vis_backends": _COMPONENT},
     "randomness": {"seed": 1},
-    "env": {"dist_timeout_s": 1, "num_threads": 1},
+    "env": {"dist_timeout_s": 1, "num_threads": 1, "peak_tflops": 1},
     "load_from": 1,
     "load_cfg": {"revise_keys": 1, "allow": 1, "resize_vocab": 1},
     "resume": 1,

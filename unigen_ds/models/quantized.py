@@ -92,6 +92,7 @@ class QuantizedLinear(nn.Module):
     def __init__(self, linear: nn.Linear, scheme: str) -> None:
         super().__init__()
         self.scheme, self.shape = scheme, tuple(linear.weight.shape)
+        self.out_features, self.in_features = self.shape
         packed, scales = quantize(linear.weight.detach(), scheme)
         self.register_buffer("packed", packed)
         self.register_buffer("scales", scales.view(torch.int32))
@@ -108,7 +109,7 @@ class QuantizedLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
     def extra_repr(self) -> str:
-        return f"in_features={self.shape[1]}, out_features={self.shape[0]}, scheme={self.scheme}"
+        return f"in_features={self.in_features}, out_features={self.out_features}, scheme={self.scheme}"
 
 
 def quantize_frozen(parts: Mapping[str, nn.Module], schemes: Mapping[str, str]) -> None:
@@ -152,12 +153,6 @@ def _import_bitsandbytes() -> None:
         raise ConfigError(
             f"model.quantize needs bitsandbytes: {error}", remedy="pip install 'unigen_ds[quantize]'"
         ) from error
-
-
-def num_weights(module: nn.Module) -> int:
-    """Elements of all parameters, packed ones counted as the weights they stand for."""
-    packed = (math.prod(layer.shape) for layer in module.modules() if isinstance(layer, QuantizedLinear))
-    return sum(parameter.numel() for parameter in module.parameters()) + sum(packed)
 
 
 def plain_state_dict(model: nn.Module) -> dict[str, Tensor]:

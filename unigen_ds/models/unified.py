@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.registry import AUTOENCODERS, MODELS, build
 from unigen_ds.models import flow
 from unigen_ds.models.attention import Attend, plan_attention
+from unigen_ds.models.flops import attention_flops, encode_flops, linear_flops, trains
 from unigen_ds.models.layers import (
     MLPConnector,
     PositionTable,
@@ -38,7 +40,7 @@ from unigen_ds.models.layers import (
 )
 from unigen_ds.models.losses import image_loss_sum, text_loss_sum
 from unigen_ds.models.published import model_sizes, open_pretrained, with_copied_experts
-from unigen_ds.models.quantized import num_weights, quantize_frozen
+from unigen_ds.models.quantized import quantize_frozen
 from unigen_ds.models.vae import encode_by_size
 from unigen_ds.models.vision import VisionModel
 from unigen_ds.models.weights import PretrainedModel
@@ -336,16 +338,35 @@ class UnifiedModel(PretrainedModel):
         return [*self.vit_model.vision_model.encoder.layers, *self.language_model.model.layers]
 
     def flops(self, batch: PackedBatch) -> float:
-        """Floating point operations of forward and backward on this micro-batch: 6 a weight and token, plus scores."""
-        layers = self.language_model.model.layers
-        weights = num_weights(layers[0]) / 2  # one expert
-        width = self.language_model.model.norm.weight.numel()
-        scores = sum(length**2 for length in batch.document_lengths) * 2 * width
-        vit_layers = self.vit_model.vision_model.encoder.layers
-        vit_weights = num_weights(vit_layers)
-        head = self.language_model.lm_head.weight.numel() * batch.text_target_index.numel()
-        dense = weights * len(layers) * batch.num_tokens + vit_weights * batch.vit_index.numel() + head
-        return 6.0 * (dense + scores * len(layers))
+        """Floating point operations of forward and backward on this micro-batch (``flops.py``)."""
+        cost, backbone, vit = self._row_flops, self.language_model.model, self.sizes["vit"]
+        seen = attention_flops(batch.vit_lengths, vit["hidden_size"], grad=trains(self.vit_model))
+        read = attention_flops(batch.document_lengths, self.sizes["llm"]["hidden_size"], grad=True)
+        return (
+            cost["patch"] * batch.vit_index.numel()
+            + cost["latent"] * batch.latent_index.numel()
+            + cost["token"] * batch.num_tokens
+            + cost["text_target"] * batch.text_target_index.numel()
+            + cost["image_target"] * batch.image_target_index.numel()
+            + seen * vit["num_hidden_layers"]
+            + read * len(backbone.layers)
+            + sum(self._encode_flops(channels=batch.vae_images.shape[1], grid=grid) for grid in batch.latent_shapes)
+        )
+
+    @cached_property
+    def _row_flops(self) -> dict[str, float]:
+        vit, backbone = self.vit_model, self.language_model.model
+        return {
+            "patch": linear_flops(vit, input_grad=False) + linear_flops(self.connector, input_grad=trains(vit)),
+            "latent": linear_flops(self.vae2llm, input_grad=False) + linear_flops(self.time_embedder, input_grad=False),
+            "token": linear_flops(backbone.layers, input_grad=True) / 2,  # one of the two experts
+            "text_target": linear_flops(self.language_model.lm_head, input_grad=True),
+            "image_target": linear_flops(self.llm2vae, input_grad=True),
+        }
+
+    @cached_property
+    def _encode_flops(self) -> Callable[..., float]:
+        return cache(partial(encode_flops, self.sizes["vae"], patch=self.latent_patch_size))
 
 
 def _check_llm(config: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ Source: huggingface/nanoVLM.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,9 +23,10 @@ from unigen_ds.core.batch import LossTerms, PackedBatch
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.registry import MODELS
 from unigen_ds.models.decoder_lm import DecoderLM
+from unigen_ds.models.flops import attention_flops, linear_flops, trains
 from unigen_ds.models.hf_names import EXTRA_TOKENS, open_pretrained_vlm
 from unigen_ds.models.losses import text_loss_sum
-from unigen_ds.models.quantized import num_weights, quantize_frozen
+from unigen_ds.models.quantized import quantize_frozen
 from unigen_ds.models.vision import VisionTransformer
 from unigen_ds.models.weights import Pretrained, PretrainedModel
 
@@ -190,19 +192,28 @@ class VLM(PretrainedModel):
         return [*self.vision_model.encoder.layers, *self.language_model.model.layers]
 
     def flops(self, batch: PackedBatch) -> float:
-        """Floating point operations of forward and backward on this micro-batch: 6 a weight and token, plus scores."""
-        layers = self.language_model.model.layers
-        weights = num_weights(layers)
-        vit_weights = num_weights(self.vision_model.encoder)
-        scores = sum(length**2 for length in batch.document_lengths) * 2 * self.llm_config["hidden_size"]
-        head = self.language_model.lm_head.weight.numel() * batch.text_target_index.numel()
-        return 6.0 * (
-            weights * batch.num_tokens
-            + vit_weights * len(batch.vit_patches)
-            + num_weights(self.connector) * batch.vit_index.numel()
-            + head
-            + scores * len(layers)
+        """Floating point operations of forward and backward on this micro-batch (``flops.py``)."""
+        cost, llm, vit = self._row_flops, self.llm_config, self.vit_config
+        seen = attention_flops(batch.vit_lengths, vit["hidden_size"], grad=trains(self.vision_model))
+        read = attention_flops(batch.document_lengths, llm["hidden_size"], grad=True)
+        return (
+            cost["patch"] * len(batch.vit_patches)
+            + cost["image_token"] * batch.vit_index.numel()
+            + cost["token"] * batch.num_tokens
+            + cost["target"] * batch.text_target_index.numel()
+            + seen * vit["num_hidden_layers"]
+            + read * llm["num_hidden_layers"]
         )
+
+    @cached_property
+    def _row_flops(self) -> dict[str, float]:
+        vit, backbone = self.vision_model, self.language_model.model
+        return {
+            "patch": linear_flops(vit, input_grad=False),
+            "image_token": linear_flops(self.connector, input_grad=trains(vit)),
+            "token": linear_flops(backbone.layers, input_grad=True),
+            "target": linear_flops(self.language_model.lm_head, input_grad=True),
+        }
 
 
 def _sizes(source: Pretrained | None, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], int]:
