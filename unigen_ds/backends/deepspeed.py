@@ -29,7 +29,7 @@ from unigen_ds.backends.deepspeed_config import (
     offloads,
     stage_of,
 )
-from unigen_ds.backends.sharded import ShardedBackend, allocate, on_meta, place
+from unigen_ds.backends.sharded import ShardedBackend, allocate, blocks_given_back, on_meta, place
 from unigen_ds.core import dist
 from unigen_ds.core.batch import LossTerms
 from unigen_ds.core.errors import CheckpointError
@@ -88,7 +88,16 @@ class DeepSpeedBackend(ShardedBackend):
         # DeepSpeed compiles its CPU operator with ninja, which pip puts beside the interpreter
         os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
         dist.ensure_initialized()
-        import deepspeed  # 2 s, and it picks its accelerator when imported
+        import deepspeed  # noqa: F401 - 2 s, and it picks its accelerator when imported
+
+        with blocks_given_back():
+            self._prepare(model, param_groups, optimizer_cfg, geometry)
+        self.log_summary(f"DeepSpeed ZeRO-{self.stage}" + (", optimizer in host memory" * self.offloads_optimizer))
+
+    def _prepare(
+        self, model: nn.Module, param_groups: Sequence[ParamGroup], optimizer_cfg: OptimizerConfig, geometry: Geometry
+    ) -> None:
+        import deepspeed
 
         self._cfg = optimizer_cfg
         parameters = dict(model.named_parameters())
@@ -120,12 +129,11 @@ class DeepSpeedBackend(ShardedBackend):
                 for shard in self.master_shards():
                     shard.data.copy_(originals[shard.name].view(-1)[shard.flat_start : shard.flat_stop])
             self.refresh_copies()
-        self.log_summary(f"DeepSpeed ZeRO-{self.stage}" + (", optimizer in host memory" * self.offloads_optimizer))
 
     def _allocate(self, model: nn.Module, ds_config: dict[str, Any]) -> None:
         """Memory for a model on the meta device; in stage 3 each tensor is cut to this rank's part at once.
 
-        Untouched pages cost nothing on the CPU, and ``zero.Init`` itself would broadcast every tensor.
+        ``zero.Init`` itself would broadcast every tensor.
         """
         from deepspeed.accelerator import get_accelerator
 

@@ -7,6 +7,7 @@ low-precision copies are refreshed; everything else follows. So any layout loads
 from __future__ import annotations
 
 import abc
+import ctypes
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -18,6 +19,7 @@ from unigen_ds.core.errors import CheckpointError
 from unigen_ds.core.log import logger
 from unigen_ds.core.shards import BUFFER, EMA, LOSS_SCALE, MASTER, STEP, Shard, ShardReader
 
+_M_MMAP_THRESHOLD = -3
 _NOT_MOMENTS = {MASTER, BUFFER, EMA, STEP, LOSS_SCALE}
 
 
@@ -152,6 +154,23 @@ def allocate(
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = make(buffer)
+
+
+@contextmanager
+def blocks_given_back() -> Iterator[None]:
+    """Inside, freed blocks of 1 MiB and more go back to the system at once.
+
+    glibc keeps those below a threshold, which rises to 32 MiB; cut by small blocks in between, what is kept while a
+    model is sharded would amount to a second shard.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # another C library has other ways
+    if mallopt:
+        mallopt(_M_MMAP_THRESHOLD, 2**20)
+    try:
+        yield
+    finally:
+        if mallopt:
+            mallopt(_M_MMAP_THRESHOLD, 2**25)
 
 
 def read_into(reader: ShardReader, kind: str, shard: Shard) -> None:
