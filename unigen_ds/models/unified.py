@@ -35,7 +35,7 @@ from unigen_ds.models.layers import (
 )
 from unigen_ds.models.losses import image_loss_sum, text_loss_sum
 from unigen_ds.models.published import load_pretrained, model_sizes, open_pretrained
-from unigen_ds.models.vae import encode_by_size
+from unigen_ds.models.vae import encode_by_size, hold_as_buffers
 from unigen_ds.models.vision import VisionModel
 
 FREEZABLE = ("vae", "vit", "llm", "connector")
@@ -201,7 +201,7 @@ class UnifiedModel(nn.Module):
         self.latent_patch_size, self.timestep_shift = sizes["latent_patch_size"], timestep_shift
         self.max_latent_size = sizes["max_latent_size"]
         self.vocab_size = config["vocab_size"]
-        self.vae = build(AUTOENCODERS, sizes["vae"], where="model.vae")
+        self.vae: Any = hold_as_buffers(build(AUTOENCODERS, sizes["vae"], where="model.vae"))
         self.latent_width = self.vae.latent_channels * self.latent_patch_size**2
         self.language_model = MoTForCausalLM(config)
         self.vit_model = VisionModel(**vit)
