@@ -61,6 +61,20 @@ def _dict_to_terms(module: nn.Module, inputs: Any, output: Any) -> Any:
     return LossTerms(output) if isinstance(output, dict) else None
 
 
+def _pass_over_parts_without_parameters(module: nn.Module) -> None:
+    """ZeRO-3 hooks every module and demands that all ranks run the same ones in the same order.
+
+    An autoencoder of buffers runs once for each size of image, which differs from rank to rank: its inside is hidden.
+    """
+    from deepspeed.utils import set_z3_leaf_module
+
+    for child in module.children():
+        if next(child.parameters(), None) is None:
+            set_z3_leaf_module(child, True)
+        else:
+            _pass_over_parts_without_parameters(child)
+
+
 @BACKENDS.register_module(name="deepspeed")
 class DeepSpeedBackend(ShardedBackend):
     """``config``: a preset (``zero1``, ``zero2``, ``zero2_offload``, ``zero3``, ...), a JSON file, or a mapping."""
@@ -98,6 +112,8 @@ class DeepSpeedBackend(ShardedBackend):
         grouped = [(group, [parameters[name] for name in group.parameters]) for group in param_groups]
         # ZeRO-3's own hooks on the model look for tensors in dicts, not in LossTerms: theirs run between these two
         model.register_forward_hook(_terms_to_dict)
+        if self.stage == 3:
+            _pass_over_parts_without_parameters(model)
         self._engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=build_torch_optimizer(optimizer_cfg, grouped),
