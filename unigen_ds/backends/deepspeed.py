@@ -29,7 +29,7 @@ from unigen_ds.backends.deepspeed_config import (
     offloads,
     stage_of,
 )
-from unigen_ds.backends.sharded import ShardedBackend
+from unigen_ds.backends.sharded import ShardedBackend, tied_names
 from unigen_ds.core import dist
 from unigen_ds.core.batch import LossTerms
 from unigen_ds.core.errors import CheckpointError
@@ -324,6 +324,7 @@ class DeepSpeedBackend(ShardedBackend):
     def full_state_dict(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         masters = {shard.name: shard for shard in self.master_shards()}
         frozen = {shard.name: shard for shard in self.frozen_shards()}
+        tied = tied_names(self._engine.module)
         for name, shape in self._names.items():
             whole = torch.zeros(math.prod(shape), device=self.device)
             shard = masters.get(name) or frozen.get(name)
@@ -332,7 +333,8 @@ class DeepSpeedBackend(ShardedBackend):
             if self.dp_size > 1:
                 torch.distributed.all_reduce(whole)
             if dist.is_main():
-                yield name, whole.view(shape).to("cpu", dtype)
+                for each in (name, *(other for other, first in tied.items() if first == name)):
+                    yield each, whole.view(shape).to("cpu", dtype)
         for name, buffer in self.buffers().items():
             if dist.is_main():
                 yield name, buffer.detach().to("cpu", dtype if buffer.is_floating_point() else buffer.dtype)
