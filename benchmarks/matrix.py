@@ -24,8 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from shared.record import write_result
 
-from tests.engines import cases
+from tests.engines import cases, model_cases
 from tests.engines.formula import expected
+from tests.engines.groups import GROUPS, jobs_of
 from tests.engines.launch import (
     METRICS,
     Launched,
@@ -66,8 +67,10 @@ def near(launched: Launched, name: str, oracle: str, *, bound: float = BOUND) ->
 
 def judge_bf16(launched: Launched, name: str) -> Row:
     """As in ``tests/engines/test_equivalence.py``."""
-    run, fp32, single = (launched.outcome(n) for n in (name, "single@1", "bf16/single@1"))
-    cuts = [launched.outcome(cut) for cut in cases.BF16_CUTS]
+    group = name.partition("/")[0]
+    oracle = "single@1" if group == "bf16" else f"{group.removesuffix('-bf16')}/single@1"
+    run, fp32, single, other = (launched.outcome(n) for n in (name, oracle, f"{group}/single@1", f"{group}/single_8x1"))
+    cuts = (single, other)
     found, own = metric_deviation(run, fp32), max(metric_deviation(cut, fp32) for cut in cuts)
     weights = weight_deviation(run.final, single.final).relative_l2
     rounding = weight_deviation(single.final, fp32.final).relative_l2
@@ -141,6 +144,18 @@ def judge_frozen(launched: Launched, name: str) -> Row:
     return Row("", name, {**row.figures, "frozen": len(frozen), "moved": len(moved)}, row.good and not moved)
 
 
+def judge_parts(launched: Launched, name: str) -> Row:
+    """What is frozen did not move, and the rest is as with one process."""
+    _, part, _ = name.split("/")
+    model, _, which = part.partition("-")
+    prefix = model_cases.PARTS[model]["vit" if which == "rate" else which]
+    run = launched.outcome(name)
+    frozen = [n for n in run.initial if n.startswith(prefix)]
+    moved = [n for n in frozen if not run.held[n].equal(run.initial[n])]
+    row = near(launched, name, f"parts/{part}/single@1")
+    return Row("", name, {**row.figures, "frozen": len(frozen), "moved": len(moved)}, row.good and not moved)
+
+
 def judge_odd(launched: Launched, name: str) -> Row:
     row = near(launched, name, "odd/single@1")
     if not name.endswith("-resumed"):
@@ -198,15 +213,33 @@ TITLES: dict[str, tuple[str, Judge]] = {
     "compiled": ("Compiled layers against plain ones", lambda r, n: near(r, n, "compiled/plain", bound=1e-4)),
     "memory": ("Bytes of a rank in units of the fp32 weights, the fullest rank", judge_memory),
     "one_process": ("One engine after the other in the same two processes", judge_one_process),
+    "models": (
+        "The vision-language model, and the unified model with FLUX's autoencoder, in fp32 against one process",
+        lambda r, n: near(r, n, n.partition("/")[0] + "/single@1"),
+    ),
+    "models_bf16": ("The same in bf16", judge_bf16),
+    "parts": ("Each part of these models frozen alone, by ``freeze`` or by a learning rate of 0", judge_parts),
+    "models_recompute": (
+        "Activation checkpointing of the vision-language model on, against off: equal bits",
+        lambda r, n: near(r, n, n.replace("recompute-vlm", "vlm"), bound=0.0),
+    ),
+    "models_compiled": (
+        "Compiled layers of the vision-language model against plain ones",
+        lambda r, n: near(r, n, "compiled-vlm/plain", bound=1e-4),
+    ),
 }
-SKIPPED = ("/straight", "compiled/plain", "chain/single")
+ORACLES = {
+    "bf16": "equivalence", "one_process": "equivalence", "models_bf16": "models", "models_recompute": "models",
+}  # fmt: skip
+"""Groups that are compared with runs of another."""
+SKIPPED = ("/straight", "/plain", "chain/single")
 """Oracles without a row of their own."""
 
 
 def judged(launched: Launched, groups: list[str]) -> Iterator[Row]:
     """A row for every job; a job that failed, or has no result to compare, is a bad row with its reason."""
     for group in groups:
-        for job in cases.GROUPS[group](full=True):
+        for job in GROUPS[group](full=True):
             if job.name.endswith(SKIPPED):
                 continue
             seconds = launched.results[job.name]["seconds"]
@@ -253,9 +286,9 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, help="leave work dirs and logs there")
     arguments = parser.parse_args()
     groups = [group for group in TITLES if group in arguments.groups]
-    needed = {*groups, "equivalence"} if {"bf16", "one_process"} & {*groups} else {*groups}
+    needed = {*groups, *(oracle for group, oracle in ORACLES.items() if group in groups)}
     out, begun = arguments.keep or Path(tempfile.mkdtemp(prefix="matrix-")), time.monotonic()
-    launched = Launched(out, cases.jobs_of(needed, full=True), timeout_s=4 * 3600.0)
+    launched = Launched(out, jobs_of(needed, full=True), timeout_s=4 * 3600.0)
     rows = list(judged(launched, groups))
     minutes = (time.monotonic() - begun) / 60
     good = all(row.good for row in rows)

@@ -88,6 +88,8 @@ def test_the_given_mapping_stays_as_it_was():
         ({"scheduler": {"type": "WarmupLR"}}, ("scheduler", "WarmupLR", "param_scheduler")),
         ({"optimizer": {"type": "Lamb"}}, ("optimizer", "Lamb", "optim_wrapper.optimizer")),
         ({"bf16": {"check_grad_overflow": False}}, ("check_grad_overflow", "poison")),
+        ({"data_types": {"buffer_dtype": "bf16"}}, ("buffer_dtype", "bf16", "fp32")),
+        ({"torch_autocast": {"enabled": True}}, ("torch_autocast", "optim_wrapper.precision")),
         ({"zero_optimization": {"stage": 0}}, ("stage", "0", "1, 2 or 3")),
         ({"zero_optimization": {}}, ("stage", "None", "1, 2 or 3")),
     ],
@@ -100,6 +102,13 @@ def test_a_contradiction_names_both_values(extra, words):
         )
     for word in words:
         assert word in str(caught.value), (word, str(caught.value))
+
+
+def test_buffers_may_stay_as_they_are():
+    """What DeepSpeed does by default, said in so many words."""
+    section = {"data_types": {"buffer_dtype": "fp32"}, "torch_autocast": {"enabled": False}}
+    ours = filled({"zero_optimization": {"stage": 2}, **section})
+    assert {key: ours[key] for key in section} == section
 
 
 def test_an_auto_section_is_no_contradiction():

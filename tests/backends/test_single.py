@@ -389,3 +389,23 @@ def test_full_state_dict_is_what_the_model_loads():
     low = dict(backend.full_state_dict(torch.bfloat16))
     assert low["first.weight"].dtype == torch.bfloat16
     assert low["norm.num_calls"].dtype == torch.int64
+
+
+def test_a_tied_parameter_comes_whole_under_each_of_its_names():
+    """In bf16, too: not the rounded copy under the second name."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+            self.head.weight = self.embed.weight
+
+    model, backend = Tied(), SingleBackend()
+    weight = model.embed.weight.detach().clone()
+    groups = [ParamGroup("default", 1e-3, 0.0, ("embed.weight",))]
+    geometry = Geometry(batch_size=1, accumulative_counts=1, dp_size=1)
+    backend.prepare(model, groups, OptimizerConfig(precision="bf16"), geometry=geometry)
+    streamed = dict(backend.full_state_dict(torch.float32))
+    assert streamed.keys() == {"embed.weight", "head.weight"}
+    assert all(torch.equal(value, weight) for value in streamed.values())
+    assert not torch.equal(weight, weight.bfloat16().float())

@@ -52,8 +52,9 @@ def test_the_reader_gives_what_the_engine_held(name):
     run = run_of(name)
     reader = DeepSpeedReader(run.checkpoints[-1])
     names, buffers = set(reader.names("master")), set(reader.names("buffer"))
-    assert buffers == {"gain", "calls"} and names | buffers == set(run.held)
-    for key, value in run.held.items():
+    held = {key: value for key, value in run.held.items() if key != "head.weight"}  # tied to the embedding
+    assert buffers == {"gain", "calls"} and names | buffers == set(held)
+    for key, value in held.items():
         kind = "buffer" if key in buffers else "master"
         assert reader.numel(kind, key) == value.numel()
         assert torch.equal(reader.read(kind, key, 0, value.numel()).float(), value.flatten()), key

@@ -1,4 +1,4 @@
-"""The matrix of engines as plain values: engines, jobs, phases. What the tests and ``benchmarks/matrix.py`` run.
+"""The matrix of engines as plain values: engines, jobs, phases. ``groups.py`` names what is run.
 
 A job is a list of phases in one work dir; a phase is one start of ``world`` processes. All jobs of a launch share one
 import of torch and DeepSpeed (``worker.py``).
@@ -6,8 +6,7 @@ import of torch and DeepSpeed (``worker.py``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from unigen_ds.core.config import load_config
@@ -51,7 +50,8 @@ class Phase:
     max_updates: int = UPDATES
     killed: bool = False
     """It must end by SIGKILL."""
-    data: str = "mixed.jsonl"
+    data: str = "digits/mixed.jsonl"
+    """Below the folder of the launch's data, which ``{data}`` stands for in ``config``."""
 
 
 @dataclass(frozen=True)
@@ -127,23 +127,23 @@ def resume(*, full: bool) -> list[Job]:
         pairs += [("HYBRID_SHARD", 4, "fp32"), ("single", 1, "fp32"), ("single", 1, "bf16")]
     jobs = []
     for engine, world, precision in pairs:
-        base = config(
-            engine,
-            world,
-            model__llm__dropout=0.1,
-            train_dataloader__num_workers=2,
-            optim_wrapper__precision=precision,
-            default_hooks__checkpoint__interval=10,
-            param_scheduler=CURVE,
-            train_cfg__max_epochs=3,
-        )
-        hooks = base["custom_hooks"]
-        killed = {**base, "custom_hooks": [*hooks, {"type": "KillHook", "at_update": KILL_AT}]}
-        name = f"resume/{engine}@{world}-{precision}"
-        jobs.append(Job(f"{name}/straight", [Phase(world, base, RESUME_UPDATES)]))
-        again = Phase(world, {**base, "resume": True}, RESUME_UPDATES)
-        jobs.append(Job(f"{name}/killed", [Phase(world, killed, RESUME_UPDATES, killed=True), again]))
+        base = config(engine, world, model__llm__dropout=0.1, optim_wrapper__precision=precision)
+        jobs += killed_and_straight(f"resume/{engine}@{world}-{precision}", Phase(world, base, RESUME_UPDATES))
     return jobs
+
+
+def killed_and_straight(name: str, phase: Phase) -> list[Job]:
+    """The run of ``phase``, with two loader workers and a curve, never stopped and stopped once."""
+    changes = {
+        "train_dataloader__num_workers": 2,
+        "default_hooks__checkpoint__interval": 10,
+        "param_scheduler": CURVE,
+        "train_cfg__max_epochs": 3,
+    }
+    base = {**phase.config, **changes}
+    killed = {**base, "custom_hooks": [*base["custom_hooks"], {"type": "KillHook", "at_update": KILL_AT}]}
+    phases = [replace(phase, config=killed, killed=True), replace(phase, config={**base, "resume": True})]
+    return [Job(f"{name}/straight", [replace(phase, config=base)]), Job(f"{name}/killed", phases)]
 
 
 CHAIN = (
@@ -171,7 +171,7 @@ def chain() -> list[Job]:
             param_scheduler=CURVE,
             resume=0 < number < len(CHAIN),
         )
-        phases.append(Phase(world, overrides, last, data="prime.jsonl"))
+        phases.append(Phase(world, overrides, last, data="digits/prime.jsonl"))
     return [Job("chain/elastic", phases[:-1]), Job("chain/single", phases[-1:])]
 
 
@@ -340,7 +340,7 @@ def compiled(*, full: bool) -> list[Job]:
 
 
 PUBLISHED = {
-    "type": "UnifiedModel", "pretrained": {"llm": "parts/llm", "vit": "parts/vit"}, "copy_init_moe": True,
+    "type": "UnifiedModel", "pretrained": {"llm": "{data}/parts/llm", "vit": "{data}/parts/vit"}, "copy_init_moe": True,
     "vae": {"type": "PixelAutoencoder", "channels": 1}, "latent_patch_size": 2, "max_latent_size": 4,
 }  # fmt: skip
 """A model that starts from ``users.write_parts``; some of its weights are in no file."""
@@ -442,29 +442,3 @@ def layouts() -> list[Job]:
         )
         jobs.append(Job(f"layouts/{engine}@{world}-{precision}", [Phase(world, overrides, 2)]))
     return jobs
-
-
-GROUPS: dict[str, Callable[..., list[Job]]] = {
-    "equivalence": equivalence,
-    "bf16": bf16,
-    "resume": resume,
-    "chain": lambda full: chain(),
-    "elastic": elastic,
-    "faulty": faulty,
-    "frozen": frozen,
-    "packed": packed,
-    "odd": odd,
-    "recompute": recompute,
-    "compiled": compiled,
-    "published": published,
-    "memory": memory,
-    "one_process": lambda full: one_process(),
-    "layouts": lambda full: layouts(),
-    "inspected": lambda full: inspected(),
-    "partial": lambda full: partial(),
-}
-
-
-def jobs_of(groups: Iterable[str], *, full: bool) -> list[Job]:
-    """``full``: the whole matrix; else the part that ``make test`` has time for."""
-    return [job for name in GROUPS if name in set(groups) for job in GROUPS[name](full=full)]

@@ -19,7 +19,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.engines.cases import Job, jobs_of
+from tests.engines.cases import Job
+from tests.engines.groups import jobs_of
 from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.layouts import open_reader
 from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
@@ -155,7 +156,7 @@ def has_zero_gradient(name: str) -> bool:
 
     Not so in the language model, where a norm follows the projection.
     """
-    return name.startswith("vit_model.") and name.endswith("k_proj.bias")
+    return name.startswith(("vit_model.", "vision_model.")) and name.endswith("k_proj.bias")
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.engines import cases
+from tests.engines.groups import GROUPS
 from tests.engines.launch import metric_deviation, tensors, unequal, want, weight_deviation
 
 runs = want("faulty", "frozen", "packed", "odd", "recompute", "compiled")
@@ -13,7 +14,7 @@ pytestmark = pytest.mark.timeout(3600)
 
 
 def names(group: str) -> list[str]:
-    return [job.name for job in cases.GROUPS[group](full=False)]
+    return [job.name for job in GROUPS[group](full=False)]
 
 
 @pytest.mark.parametrize("name", names("faulty"))

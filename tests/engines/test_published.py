@@ -26,7 +26,7 @@ def test_every_engine_starts_from_the_same_weights(name):
 
 
 def test_they_are_those_of_the_files():
-    folder, state = runs().out / "parts", runs().outcome(SINGLE).initial
+    folder, state = runs().out / "data" / "parts", runs().outcome(SINGLE).initial
     for number in (1, 2):
         for key, stored in load_file(folder / "llm" / f"model-0000{number}-of-00002.safetensors").items():
             name = f"language_model.{key}"

@@ -8,13 +8,14 @@ from __future__ import annotations
 import pytest
 
 from tests.engines import cases
+from tests.engines.groups import GROUPS
 from tests.engines.launch import METRICS, tensors, unequal, want
 from unigen_ds.checkpoint.manifest import Manifest
 
 runs = want("resume", "odd")
 pytestmark = pytest.mark.timeout(3600)
 
-NAMES = sorted({job.name.rpartition("/")[0] for job in cases.resume(full=False)})
+NAMES = sorted({job.name.rpartition("/")[0] for job in GROUPS["resume"](full=False)})
 RESUMED = [job.name for job in cases.odd(full=False) if job.name.endswith("-resumed")]
 
 

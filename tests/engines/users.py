@@ -22,6 +22,7 @@ from unigen_ds.core.batch import LossTerms, PackedBatch
 from unigen_ds.core.registry import HOOKS, MODELS
 from unigen_ds.data.digits import write_digits
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
+from unigen_ds.models.flux_vae import FluxAutoencoder
 from unigen_ds.models.unified import UnifiedModel
 
 NUM_RECORDS = 104
@@ -180,10 +181,24 @@ class RecordHook(Hook):
         images = len(batch.vit_lengths) + len(batch.latent_shapes)
         line = {
             "update": run.progress.updates + 1, "index": index, "images": images, "tokens": batch.num_tokens,
-            "samples": batch.sample_ids,
+            "samples": batch.sample_ids, "text_targets": batch.text_target_index.numel(),
         }  # fmt: skip
         with (run.work_dir / f"record_{dist.rank()}.jsonl").open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(line) + "\n")
+
+
+@HOOKS.register_module()
+class EncodeHook(Hook):
+    """Per rank, after the last update: what the autoencoder makes of one picture, and its weights as they lie there."""
+
+    def after_train(self, run: Run) -> None:
+        vae = next(module for module in run.backend.model.modules() if isinstance(module, FluxAutoencoder))
+        draw = torch.Generator().manual_seed(0)
+        picture = torch.rand((1, 3, 16, 12), generator=draw) * 2 - 1
+        noise = torch.randn((1, vae.latent_channels, 8, 6), generator=draw)
+        with torch.no_grad():
+            found = {"latents": vae.encode(picture, noise), **vae.state_dict()}
+        save_file(found, run.work_dir / f"autoencoder_{dist.rank()}.safetensors")
 
 
 @HOOKS.register_module()

@@ -25,12 +25,14 @@ from typing import Any
 CORES, LIMIT_S = 2, 900.0
 PRELOADED = (
     "unigen_ds.runner", "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.checkpoint",
-    "transformers.tokenization_utils_tokenizers", "deepspeed.runtime.zero.muon.muon_optimizer",
+    "transformers.tokenization_utils_tokenizers", "transformers.models.auto.tokenization_auto",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
 )  # fmt: skip
 """What training would import sooner or later: 2 to 4 s of every process, were it not done before the fork."""
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # equality is proven on the CPU; and a CUDA context survives no fork
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["DS_ACCELERATOR"] = "cpu"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads would not survive the fork
 os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))  # ninja
 
 
@@ -170,12 +172,9 @@ def _train(phase: dict[str, Any], work_dir: Path, out: Path, *, resume: str | No
     from unigen_ds.core import dist
     from unigen_ds.runner import Runner
 
-    data = {"type": "UnifiedGenerationDataset", "data_path": str(out / "data" / "digits" / phase["data"])}
-    overrides = {"train_cfg__max_epochs": 2, **phase["config"], "train_dataloader__dataset": data}
-    model = overrides.get("model", {})
-    if "pretrained" in model:
-        parts = {part: str(out / place) for part, place in model["pretrained"].items()}
-        overrides["model"] = {**model, "pretrained": parts}
+    data = {"type": "UnifiedGenerationDataset", "data_path": str(out / "data" / phase["data"])}
+    given = json.loads(json.dumps(phase["config"]).replace("{data}", str(out / "data")))
+    overrides = {"train_cfg__max_epochs": 2, **given, "train_dataloader__dataset": data}
     if resume is not None:
         overrides["load_from" if "load_cfg" in overrides else "resume"] = resume
     Runner.from_cfg(tiny_config(work_dir, out, **overrides), max_updates=phase["max_updates"]).train()
@@ -186,7 +185,7 @@ def main() -> None:
     import torch
     from deepspeed.comm.torch import build_shm_op
 
-    from tests.engines import users
+    from tests.engines import pictures, users
 
     for name in PRELOADED:
         importlib.import_module(name)
@@ -196,7 +195,9 @@ def main() -> None:
     # a compiler that was killed leaves half a library in torch's shared cache, on which every later process fails
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str((out / "compiled_code").resolve())
     users.write_mixed(out / "data")
-    users.write_parts(out / "parts")
+    users.write_parts(out / "data" / "parts")
+    pictures.write_drawings(out / "data" / "drawings")
+    pictures.write_talks(out / "data" / "talks")
     gc.freeze()  # else every collection of a process would go through, and so copy, all that was imported
     Pool(jobs, out).run()
 

@@ -138,7 +138,10 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def full_state_dict(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Stream (name, CPU tensor) on rank 0, one parameter at a time; other ranks get nothing."""
+        """Stream (name, CPU tensor) on rank 0, one parameter at a time; other ranks get nothing.
+
+        The names are those of the model's ``state_dict``: a tied parameter comes under each of its names.
+        """
 
     def close(self) -> None:  # noqa: B027 - an engine without resources has nothing to do
         """Release resources. Not collective: safe after an error."""

@@ -29,7 +29,8 @@ from unigen_ds.backends.deepspeed_config import (
     offloads,
     stage_of,
 )
-from unigen_ds.backends.sharded import ShardedBackend, allocate, blocks_given_back, on_meta, place
+from unigen_ds.backends.memory import allocate, blocks_given_back, on_meta, place
+from unigen_ds.backends.sharded import ShardedBackend, tied_names
 from unigen_ds.core import dist
 from unigen_ds.core.batch import LossTerms
 from unigen_ds.core.errors import CheckpointError
@@ -59,6 +60,20 @@ def _terms_to_dict(module: nn.Module, inputs: Any, output: Any) -> Any:
 
 def _dict_to_terms(module: nn.Module, inputs: Any, output: Any) -> Any:
     return LossTerms(output) if isinstance(output, dict) else None
+
+
+def _pass_over_parts_without_parameters(module: nn.Module) -> None:
+    """ZeRO-3 hooks every module and demands that all ranks run the same ones in the same order.
+
+    An autoencoder of buffers runs once for each size of image, which differs from rank to rank: its inside is hidden.
+    """
+    from deepspeed.utils import set_z3_leaf_module
+
+    for child in module.children():
+        if next(child.parameters(), None) is None:
+            set_z3_leaf_module(child, True)
+        else:
+            _pass_over_parts_without_parameters(child)
 
 
 @BACKENDS.register_module(name="deepspeed")
@@ -113,6 +128,8 @@ class DeepSpeedBackend(ShardedBackend):
         grouped = [(group, [parameters[name] for name in group.parameters]) for group in param_groups]
         # ZeRO-3's own hooks on the model look for tensors in dicts, not in LossTerms: theirs run between these two
         model.register_forward_hook(_terms_to_dict)
+        if self.stage == 3:
+            _pass_over_parts_without_parameters(model)
         self._engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=build_torch_optimizer(optimizer_cfg, grouped),
@@ -347,6 +364,7 @@ class DeepSpeedBackend(ShardedBackend):
     def full_state_dict(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         masters = {shard.name: shard for shard in self.master_shards()}
         frozen = {shard.name: shard for shard in self.frozen_shards()}
+        tied = tied_names(self._engine.module)
         for name, shape in self._names.items():
             whole = torch.zeros(math.prod(shape), device=self.device)
             shard = masters.get(name) or frozen.get(name)
@@ -355,7 +373,8 @@ class DeepSpeedBackend(ShardedBackend):
             if self.dp_size > 1:
                 torch.distributed.all_reduce(whole)
             if dist.is_main():
-                yield name, whole.view(shape).to("cpu", dtype)
+                for each in (name, *(other for other, first in tied.items() if first == name)):
+                    yield each, whole.view(shape).to("cpu", dtype)
         for name, buffer in self.buffers().items():
             if dist.is_main():
                 yield name, buffer.detach().to("cpu", dtype if buffer.is_floating_point() else buffer.dtype)

@@ -72,6 +72,18 @@ def check_ds_config(config: Mapping[str, Any]) -> None:
                 f"the DeepSpeed config has a {section} ({given}), and so has ours ({owner})",
                 remedy=f"delete {section!r} from the JSON: {owner} is the one that counts, under every engine",
             )
+    buffers = (config.get("data_types") or {}).get("buffer_dtype", AUTO)
+    if buffers not in (AUTO, None, "fp32"):
+        raise ConfigError(
+            f"data_types.buffer_dtype is {buffers!r}: the autoencoder would be rounded, under this engine alone",
+            allowed="fp32",
+            remedy="delete it from the DeepSpeed config",
+        )
+    if (config.get("torch_autocast") or {}).get("enabled", AUTO) not in (AUTO, None, False):
+        raise ConfigError(
+            "the DeepSpeed config enables torch_autocast, which no other engine has",
+            remedy="delete it from the JSON and set optim_wrapper.precision",
+        )
     if (config.get("bf16") or {}).get("check_grad_overflow") is False:
         raise ConfigError(
             "bf16.check_grad_overflow is false: one non-finite gradient would poison all weights",

@@ -37,7 +37,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.nn.utils import get_total_norm
 
 from unigen_ds.backends.base import StepResult
-from unigen_ds.backends.sharded import allocate, place
+from unigen_ds.backends.memory import allocate, place
 from unigen_ds.backends.torch_optimizer import TorchOptimizerBackend
 from unigen_ds.core import dist
 from unigen_ds.core.errors import ConfigError, nearest

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from unigen_ds.backends.base import StepResult
-from unigen_ds.backends.sharded import allocate
+from unigen_ds.backends.memory import allocate
+from unigen_ds.backends.sharded import tied_names
 from unigen_ds.backends.torch_optimizer import TorchOptimizerBackend
 from unigen_ds.core.dist import env_world_size
 from unigen_ds.core.errors import ConfigError
@@ -137,6 +138,7 @@ class SingleBackend(TorchOptimizerBackend):
         return {"layout": "safetensors"}
 
     def full_state_dict(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        first = tied_names(self._model)
         for name, tensor in self._model.state_dict().items():
-            value = self._masters.get(name, tensor).detach()
+            value = self._masters.get(first.get(name, name), tensor).detach()
             yield name, value.to("cpu", dtype if value.is_floating_point() else value.dtype)

@@ -1,8 +1,5 @@
 """The FLUX autoencoder that BAGEL draws with: names and numbers of ``ae.safetensors``. Always frozen here.
 
-Its weights are buffers, not parameters: no engine shards or gathers them, so the ranks of a step may encode different
-numbers of images of different sizes without a collective going astray. The price is one whole copy on every rank.
-
 Shape suffixes: K images, C channels, H and W pixels, z latent channels.
 Source: Black Forest Labs, FLUX.1 (2024); Esser et al., 2024.
 """
@@ -177,10 +174,6 @@ class FluxAutoencoder(nn.Module):
         self.scale_factor, self.shift_factor = scale_factor, shift_factor
         self.encoder = Encoder(widths, base_channels, num_blocks, channels, latent_channels)
         self.decoder = Decoder(widths, num_blocks, channels, latent_channels)
-        for module in list(self.modules()):
-            for name, parameter in list(module.named_parameters(recurse=False)):
-                delattr(module, name)
-                module.register_buffer(name, parameter.detach())
 
     def posterior(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and log-variance ``[K, z, H / downsample, W / downsample]`` of images ``[K, C, H, W]`` in [-1, 1]."""

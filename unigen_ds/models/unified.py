@@ -41,7 +41,7 @@ from unigen_ds.models.layers import (
 from unigen_ds.models.losses import image_loss_sum, text_loss_sum
 from unigen_ds.models.published import model_sizes, open_pretrained, with_copied_experts
 from unigen_ds.models.quantized import quantize_frozen
-from unigen_ds.models.vae import encode_by_size
+from unigen_ds.models.vae import encode_by_size, hold_as_buffers
 from unigen_ds.models.vision import VisionModel
 from unigen_ds.models.weights import PretrainedModel
 
@@ -212,7 +212,7 @@ class UnifiedModel(PretrainedModel):
         self.vocab_size = config["vocab_size"]
         stored_vae = source is not None and any(name.startswith("vae.") for name in source.tensors)
         with nullcontext() if stored_vae else torch.device("cpu"):
-            self.vae = build(AUTOENCODERS, sizes["vae"], where="model.vae")
+            self.vae: Any = hold_as_buffers(build(AUTOENCODERS, sizes["vae"], where="model.vae"))
         self.latent_width = self.vae.latent_channels * self.latent_patch_size**2
         self.language_model = MoTForCausalLM(config)
         self.vit_model = VisionModel(**vit)

@@ -1,4 +1,9 @@
-"""Autoencoders between pixels and latents. ``encode(images, noise)`` and ``decode(latents)``; always frozen here."""
+"""Autoencoders between pixels and latents. ``encode(images, noise)`` and ``decode(latents)``; always frozen here.
+
+Their weights are held as buffers, not as parameters: no engine shards, gathers or rounds them, so the ranks of a step
+may encode different numbers of images of different sizes without a collective going astray, and latents are computed
+in fp32 in every precision. The price is one whole copy on every rank.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +15,15 @@ from torch import Tensor, nn
 from unigen_ds.core.batch import PackedBatch
 from unigen_ds.core.registry import AUTOENCODERS
 from unigen_ds.models.flow import patchify_latents
+
+
+def hold_as_buffers(module: nn.Module) -> nn.Module:
+    """Turn every parameter into a buffer of the same name; in place."""
+    for part in [*module.modules()]:
+        for name, parameter in [*part.named_parameters(recurse=False)]:
+            delattr(part, name)
+            part.register_buffer(name, parameter.detach())
+    return module
 
 
 def encode_by_size(vae: Any, batch: PackedBatch, patch: int) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from mmengine.config import Config
 
 from unigen_ds.backends.base import Backend
-from unigen_ds.backends.sharded import on_meta
+from unigen_ds.backends.memory import on_meta
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core import dist, log
 from unigen_ds.core.errors import ConfigError

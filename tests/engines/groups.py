@@ -1,0 +1,38 @@
+"""Which jobs there are, by group; ``full`` is the whole matrix, else the part that ``make test`` has time for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from tests.engines import cases, model_cases
+from tests.engines.cases import Job
+
+GROUPS: dict[str, Callable[..., list[Job]]] = {
+    "equivalence": cases.equivalence,
+    "bf16": cases.bf16,
+    "resume": lambda full: [*cases.resume(full=full), *model_cases.resume(full=full)],
+    "chain": lambda full: cases.chain(),
+    "elastic": cases.elastic,
+    "faulty": cases.faulty,
+    "frozen": cases.frozen,
+    "packed": cases.packed,
+    "odd": cases.odd,
+    "recompute": cases.recompute,
+    "compiled": cases.compiled,
+    "published": cases.published,
+    "memory": cases.memory,
+    "one_process": lambda full: cases.one_process(),
+    "layouts": lambda full: cases.layouts(),
+    "inspected": lambda full: cases.inspected(),
+    "partial": lambda full: cases.partial(),
+    "models": model_cases.models,
+    "models_bf16": model_cases.models_bf16,
+    "parts": model_cases.parts,
+    "models_recompute": model_cases.models_recompute,
+    "models_compiled": model_cases.models_compiled,
+}
+
+
+def jobs_of(groups: Iterable[str], *, full: bool) -> list[Job]:
+    """All jobs of some groups, in the order of ``GROUPS``."""
+    return [job for name in GROUPS if name in set(groups) for job in GROUPS[name](full=full)]

@@ -1,0 +1,135 @@
+"""Jobs of the models with pictures: the vision-language model, and the unified model with FLUX's autoencoder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.engines.cases import (
+    COMPILED_UPDATES,
+    ENGINES,
+    RESUME_UPDATES,
+    Job,
+    Phase,
+    config,
+    killed_and_straight,
+)
+from tests.engines.pictures import LONGEST
+
+MODEL_UPDATES, PARTS_UPDATES = 8, 3
+FEW = ("zero2", "zero3", "FULL_SHARD")
+"""Engines that stand for the others where time is short."""
+_TRANSFORM = {"type": "ImageTransform", "max_size": 16, "min_size": 8, "stride": 4}
+VLM: dict[str, Any] = {
+    "model": {
+        "type": "VLM",
+        "llm": {
+            "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "tie_word_embeddings": True,
+        },
+        "vit": {
+            "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
+            "image_size": 16, "patch_size": 4,
+        },
+        "pixel_shuffle_factor": 2,
+    },
+    "tokenizer": {"type": "ChatTokenizer", "path": "{data}/talks/tokenizer"},
+    "processor": {"max_image_size": 32},
+    "train_dataloader__seq_length": LONGEST,
+}  # fmt: skip
+FLUX: dict[str, Any] = {
+    "model__vae": {
+        "type": "FluxAutoencoder", "base_channels": 32, "channel_multipliers": [1, 1], "num_blocks": 1,
+        "latent_channels": 4,
+    },
+    "model__vit__image_size": 16,
+    "model__vit__num_channels": 3,
+    "processor": {"vit_transform": _TRANSFORM, "vae_transform": _TRANSFORM},
+}  # fmt: skip
+MODELS: dict[str, tuple[dict[str, Any], str]] = {
+    "vlm": (VLM, "talks/mixed.jsonl"),
+    "flux": (FLUX, "drawings/mixed.jsonl"),
+}
+PARTS = {
+    "vlm": {"vit": "vision_model.", "llm": "language_model.", "connector": "connector."},
+    "flux": {"vit": "vit_model.", "llm": "language_model.", "connector": "connector."},
+}
+"""What ``freeze`` names, and how the names of its parameters begin."""
+
+
+def phase(model: str, engine: str, world: int, updates: int = MODEL_UPDATES, **overrides: Any) -> Phase:
+    """One run of a model; ``EncodeHook`` writes what the autoencoder makes of one picture."""
+    settings, data = MODELS[model]
+    given = config(engine, world, **{**settings, **overrides})
+    if model == "flux":
+        given["custom_hooks"] = [*given["custom_hooks"], {"type": "EncodeHook"}]
+    return Phase(world, given, updates, data=data)
+
+
+def models(*, full: bool) -> list[Job]:
+    """Both models under every engine. ``make test`` does without some for ``flux``: ``equivalence`` has them."""
+    few = [("single", 1), *((engine, 2) for engine in FEW)]
+    runs = [("single", 1), *((engine, 2) for engine in ENGINES), ("HYBRID_SHARD", 4)]
+    if full:
+        few = runs
+        runs += [("zero3_offload", 2), ("FULL_SHARD_offload", 2), ("zero2", 4), ("zero3", 4), ("FULL_SHARD", 4)]
+    pairs = [("vlm", run) for run in runs] + [("flux", run) for run in few]
+    return [Job(f"{m}/{engine}@{world}", [phase(m, engine, world)]) for m, (engine, world) in pairs]
+
+
+def models_bf16(*, full: bool) -> list[Job]:
+    """The same in bf16, one process with two cuts among them. ``make test``: the one with the autoencoder."""
+    low = {"optim_wrapper__precision": "bf16"}
+    jobs = []
+    for m in MODELS if full else ("flux",):
+        jobs.append(Job(f"{m}-bf16/single@1", [phase(m, "single", 1, **low)]))
+        jobs.append(Job(f"{m}-bf16/single_8x1", [phase(m, "single", 1, geometry=(8, 1), **low)]))
+        engines = ENGINES if full else FEW
+        jobs += [Job(f"{m}-bf16/{engine}@2", [phase(m, engine, 2, **low)]) for engine in engines]
+    return jobs
+
+
+def parts(*, full: bool) -> list[Job]:
+    """Each part frozen alone; and the ViT of the vision-language model by a learning rate of 0."""
+    jobs = []
+    for m, names in PARTS.items():
+        for part in names:
+            runs = [("single", 1)]
+            runs += [(e, 2) for e in FEW] if full else []
+            runs += [("zero3" if m == "vlm" else "FULL_SHARD", 2)] if part == "llm" and not full else []
+            for engine, world in runs:
+                frozen = phase(m, engine, world, PARTS_UPDATES, model__freeze=[part])
+                jobs.append(Job(f"parts/{m}-{part}/{engine}@{world}", [frozen]))
+    rate = {"optim_wrapper__paramwise_cfg": {"groups": [{"pattern": "vision_model", "lr": 0.0}]}}
+    for engine, world in (("single", 1), ("zero2", 2), *((("FULL_SHARD", 2), ("zero3", 2)) if full else ())):
+        jobs.append(Job(f"parts/vlm-rate/{engine}@{world}", [phase("vlm", engine, world, PARTS_UPDATES, **rate)]))
+    return jobs
+
+
+def models_recompute(*, full: bool) -> list[Job]:
+    """Activation checkpointing of the vision-language model; off: ``models``."""
+    engines = ("single", *ENGINES) if full else ("single", "zero3")
+    runs = [(engine, 1 if engine == "single" else 2) for engine in engines]
+    on = {"model__activation_checkpointing": True}
+    return [Job(f"recompute-vlm/{engine}@{world}", [phase("vlm", engine, world, **on)]) for engine, world in runs]
+
+
+def models_compiled(*, full: bool) -> list[Job]:
+    """As ``cases.compiled``: one layer; ``make test`` does one update, uncut."""
+    runs = [("plain", "single", 1, False), ("single@1", "single", 1, True)]
+    runs += [(f"{e}@2", e, 2, True) for e in ("FULL_SHARD", "zero2", "zero3")] if full else []
+    jobs = []
+    for name, engine, world, on in runs:
+        more: dict[str, Any] = {"model__llm__num_hidden_layers": 1, "model__compile": on}
+        more |= {"env": {"dist_timeout_s": 800.0}} if full else {"geometry": (8, 1)}
+        made = phase("vlm", engine, world, COMPILED_UPDATES if full else 1, **more)
+        jobs.append(Job(f"compiled-vlm/{name}", [made]))
+    return jobs
+
+
+def resume(*, full: bool) -> list[Job]:
+    """Killed and resumed at the same topology, as ``cases.resume``."""
+    runs = [("vlm", "zero2"), *((("vlm", "FULL_SHARD"), ("flux", "zero3"), ("flux", "FULL_SHARD")) if full else ())]
+    jobs = []
+    for m, engine in runs:
+        jobs += killed_and_straight(f"resume/{m}-{engine}@2-fp32", phase(m, engine, 2, RESUME_UPDATES))
+    return jobs

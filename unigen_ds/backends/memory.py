@@ -1,0 +1,66 @@
+"""Memory for a model that was built on the meta device: names and shapes first, room for its shards later.
+
+An engine moves what is real (``place``), shards, and puts uninitialised tensors in the place of the rest
+(``allocate``); ``load_tensors`` then fills them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+_M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
+
+
+def on_meta(model: nn.Module) -> bool:
+    """Whether weights are without memory yet: they are read once the model is sharded."""
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def place(model: nn.Module, device: torch.device) -> None:
+    """Move what has memory to ``device``."""
+    model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+
+
+@torch.no_grad()
+def allocate(
+    model: nn.Module, make: Callable[[Tensor], Tensor], *, finish: Callable[[nn.Parameter], None] | None = None
+) -> None:
+    """Put ``make(tensor)`` in the place of every tensor on the meta device; tied ones stay one.
+
+    ``finish`` gets every new parameter before the next is made.
+    """
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                if id(parameter) not in made:
+                    new = nn.Parameter(make(parameter), requires_grad=parameter.requires_grad)
+                    if finish:
+                        finish(new)
+                    made[id(parameter)] = new
+                module._parameters[name] = made[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = make(buffer)
+
+
+@contextmanager
+def blocks_given_back() -> Iterator[None]:
+    """Inside, freed blocks of 1 MiB and more go back to the system at once.
+
+    glibc keeps those below a threshold, which rises to 32 MiB; cut by small blocks in between, what is kept while a
+    model is sharded would amount to a second shard.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # another C library has other ways
+    if mallopt:
+        mallopt(_M_MMAP_THRESHOLD, 2**20)
+    try:
+        yield
+    finally:
+        if mallopt:
+            mallopt(_M_MMAP_THRESHOLD, 2**25)
