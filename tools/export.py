@@ -1,9 +1,10 @@
 """Write a published directory: ``python tools/export.py MODEL OUT``; installed as ``unigen-export``.
 
-MODEL is a checkpoint of any layout or a work dir (its newest checkpoint) of a model with the FLUX autoencoder. OUT, a
-new folder, gets llm_config.json, vit_config.json, ema.safetensors and ae.safetensors under BAGEL's names; with --source
-the configs and all other files (the tokenizer) come from that published directory, byte for byte. The average of the
-weights (EMA) is written where there is one.
+MODEL is a checkpoint of any layout or a work dir (its newest checkpoint); OUT is a new folder. Of a UnifiedModel with
+the FLUX autoencoder it gets llm_config.json, vit_config.json, ema.safetensors and ae.safetensors under BAGEL's names;
+of a DecoderLM what transformers' AutoModelForCausalLM and AutoTokenizer load. With --source all files but the weights
+(of a DecoderLM: and the config) come from that published directory, byte for byte. The average of the weights (EMA) is
+written where there is one.
 
 Exit status: 0 done, 1 the checkpoint cannot be loaded, 2 wrong usage.
 """
@@ -21,6 +22,8 @@ from unigen_ds.checkpoint.convert import DTYPES
 from unigen_ds.core import log
 from unigen_ds.core.config import load_config
 from unigen_ds.core.errors import UnigenError
+from unigen_ds.models.decoder_lm import DecoderLM
+from unigen_ds.models.hf_directory import write_directory
 from unigen_ds.models.published import write_published
 from unigen_ds.runner.trained import open_model
 
@@ -34,6 +37,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--source", type=Path, metavar="DIR", help="the published directory that the training began with")
     p.add_argument("--raw", action="store_true", help="the weights themselves, not their average")
     p.add_argument("--dtype", choices=DTYPES, default="fp32")
+    p.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a DecoderLM's files; default: 5GB")
     p.add_argument("--tag", help="name of the checkpoint's folder below MODEL")
     p.add_argument("--config", help="of the training, where the checkpoint does not hold it")
     return p
@@ -44,8 +48,13 @@ def main(argv: list[str] | None = None) -> int:
     log.setup(rank=0)
     try:
         config = load_config(arguments.config) if arguments.config else None
-        model, _ = open_model(arguments.model, raw=arguments.raw, tag=arguments.tag, config=config)
-        write_published(model, arguments.out, source=arguments.source, dtype=DTYPES[arguments.dtype])
+        model, processor = open_model(arguments.model, raw=arguments.raw, tag=arguments.tag, config=config)
+        out, source, dtype = arguments.out, arguments.source, DTYPES[arguments.dtype]
+        if isinstance(model, DecoderLM):
+            size, tokenizer = arguments.max_shard_size, processor.tokenizer
+            write_directory(model, out, tokenizer=tokenizer, source=source, dtype=dtype, max_shard_size=size)
+        else:
+            write_published(model, out, source=source, dtype=dtype)
         print(arguments.out)
     except UnigenError as error:
         print(f"error: {error}", file=sys.stderr)

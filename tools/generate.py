@@ -1,7 +1,8 @@
 """Draw pictures and write texts: ``python tools/generate.py MODEL --prompt TEXT``; installed as ``unigen-generate``.
 
 MODEL is a checkpoint of any layout, a work dir (its newest checkpoint), or a published directory. The average of the
-weights (EMA) is used where there is one. Without --prompt and --prompts it asks for prompts until the input ends.
+weights (EMA) is used where there is one. Without --prompt and --prompts it asks for prompts until the input ends. A
+DecoderLM goes on with the prompt.
 
 Into the folder of --out go 00000.png, 00001.png, ... and results.jsonl, a line for each prompt; what is there already
 stays, and numbering goes on behind it. Prompt i of a call has the seed --seed + i.

@@ -174,8 +174,9 @@ def _train(phase: dict[str, Any], work_dir: Path, out: Path, *, resume: str | No
     overrides = {"train_cfg__max_epochs": 2, **phase["config"], "train_dataloader__dataset": data}
     model = overrides.get("model", {})
     if "pretrained" in model:
-        parts = {part: str(out / place) for part, place in model["pretrained"].items()}
-        overrides["model"] = {**model, "pretrained": parts}
+        given = model["pretrained"]
+        parts = {part: str(out / place) for part, place in given.items()} if isinstance(given, dict) else None
+        overrides["model"] = {**model, "pretrained": parts or str(out / given)}
     if resume is not None:
         overrides["resume"] = resume
     Runner.from_cfg(tiny_config(work_dir, out, **overrides), max_updates=phase["max_updates"]).train()
@@ -186,7 +187,7 @@ def main() -> None:
     import torch
     from deepspeed.comm.torch import build_shm_op
 
-    from tests.engines import users
+    from tests.engines import texts, users
 
     for name in PRELOADED:
         importlib.import_module(name)
@@ -197,6 +198,8 @@ def main() -> None:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str((out / "compiled_code").resolve())
     users.write_mixed(out / "data")
     users.write_parts(out / "parts")
+    texts.write_documents(out / "data" / "digits" / "text.jsonl")
+    texts.write_decoder(out / "decoder")
     gc.freeze()  # else every collection of a process would go through, and so copy, all that was imported
     Pool(jobs, out).run()
 

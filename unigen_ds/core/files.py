@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from safetensors import SafetensorError
+
+from unigen_ds.core.errors import CheckpointError, ConfigError
 
 _BLOCK = 1 << 20
 
@@ -42,6 +48,29 @@ def write_text_atomic(path: Path, text: str) -> None:
 
 def _write_text(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def new_directory(out: Path) -> Iterator[Path]:
+    """An empty folder to fill, which becomes ``out`` when the block ends: complete and on disk, or not at all.
+
+    Raises ``ConfigError`` where ``out`` exists, ``CheckpointError`` where it cannot be written (a full disk).
+    """
+    if out.exists():
+        raise ConfigError(f"{out} exists", allowed="a new folder")
+    staging = out.with_name(f".{out.name}.writing-{os.getpid()}")
+    try:
+        staging.mkdir(parents=True)
+        yield staging
+        for path in (*staging.iterdir(), staging):
+            fsync_path(path)
+        os.rename(staging, out)
+        fsync_path(out.absolute().parent)
+    except (OSError, SafetensorError) as error:
+        remedy = "free disk space, fix the permission, or name another folder"
+        raise CheckpointError(f"could not write {out}: {error}", remedy=remedy) from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
 
 
 def file_digest(path: Path) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from unigen_ds.core.batch import LossTerms, PackedBatch
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.registry import MODELS
-from unigen_ds.models.decoder_lm import DecoderLM
+from unigen_ds.models.llama import LlamaLM
 from unigen_ds.models.losses import text_loss_sum
 from unigen_ds.models.vision import VisionTransformer
 
@@ -104,7 +104,7 @@ class VLM(nn.Module):
         self.connector = PixelShuffleConnector(
             self.vit_config["hidden_size"], self.llm_config["hidden_size"], side=side, factor=pixel_shuffle_factor
         )
-        self.language_model = DecoderLM(self.llm_config)
+        self.language_model = LlamaLM(self.llm_config)
         self._initialise()
         self._freeze(freeze)
         self.language_model.model.activation_checkpointing = activation_checkpointing

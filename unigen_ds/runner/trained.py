@@ -16,6 +16,8 @@ from unigen_ds.core.errors import CheckpointError
 from unigen_ds.core.log import logger
 from unigen_ds.data.processor import UnifiedProcessor
 from unigen_ds.inference.inferencer import InterleaveInferencer
+from unigen_ds.inference.text import TextInferencer
+from unigen_ds.models.decoder_lm import DecoderLM
 from unigen_ds.models.published import FILES
 from unigen_ds.models.unified import UnifiedModel
 from unigen_ds.runner.build import build_model, build_processor, import_custom, seed_of
@@ -55,10 +57,11 @@ def open_model(
 
 def open_inferencer(
     path: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, **source: Any
-) -> InterleaveInferencer:
-    """``open_model``, which takes ``source``, ready to draw and read."""
+) -> InterleaveInferencer | TextInferencer:
+    """``open_model``, which takes ``source``, ready to draw and read; a ``DecoderLM`` goes on with a text."""
     model, processor = open_model(path, **source)
-    return InterleaveInferencer(model.to(device=device, dtype=dtype).eval().requires_grad_(False), processor)
+    model = model.to(device=device, dtype=dtype).eval().requires_grad_(False)
+    return (TextInferencer if isinstance(model, DecoderLM) else InterleaveInferencer)(model, processor)
 
 
 def published_config(directory: Path) -> dict[str, Any]:
