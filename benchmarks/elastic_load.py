@@ -22,15 +22,12 @@ left something out would be noticed.
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -41,6 +38,7 @@ os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", DS_ACCELERATOR="
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+from shared.processes import Memory, finish, launch
 from shared.record import RESULTS, interval, write_result
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -49,7 +47,7 @@ from unigen_ds.core import dist
 from unigen_ds.core.optim import OptimizerConfig, ParamGroup
 from unigen_ds.core.progress import Geometry
 
-LIMIT, SAMPLED_S = 1.2, 0.005
+LIMIT = 1.2
 WIDTH, LAYERS, VOCAB, TOKENS = 1024, 22, 32000, 16
 
 
@@ -177,36 +175,6 @@ def sums_of(backend: Any) -> dict[str, float]:
     return dict(zip(("master", "exp_avg", "exp_avg_sq"), dist.sum_floats(found), strict=True))
 
 
-class Memory(threading.Thread):
-    """The largest ``RssAnon`` of this process while it is entered, above what there was before. Bytes."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self._done = threading.Event()
-        self.before = self.highest = 0
-
-    @staticmethod
-    def now() -> int:
-        text = Path("/proc/self/status").read_text()
-        return 1024 * int(text.partition("RssAnon:")[2].split()[0])
-
-    def run(self) -> None:
-        while not self._done.wait(SAMPLED_S):
-            self.highest = max(self.highest, self.now())
-
-    def __enter__(self) -> Memory:
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # freed blocks that malloc keeps would hide what loading takes
-        self.before = self.highest = self.now()
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.highest = max(self.highest, self.now())
-        self._done.set()
-        self.join()
-
-
 def measured(load: Load, folder: Path) -> dict[str, Any]:
     """One rank of one load."""
     backend = make_backend(load.engine, load.world, universal=load.how == "universal")
@@ -233,30 +201,13 @@ def worker(task: Mapping[str, Any]) -> None:
     """A process that ``launch`` started."""
     torch.set_num_threads(1)
     folder, load = Path(task["folder"]), Load(**task["load"])
-    result = save(load.engine, load.world, folder) if task["save"] else measured(load, folder)
-    Path(task["result"].format(rank=dist.rank())).write_text(json.dumps(result))
-    sys.stdout.flush()
-    os._exit(0)  # exits of DeepSpeed sometimes abort
+    finish(task, save(load.engine, load.world, folder) if task["save"] else measured(load, folder))
 
 
-def launch(load: Load, folder: Path, *, save: bool = False) -> list[dict[str, Any]]:
+def start(load: Load, folder: Path, *, save: bool = False) -> list[dict[str, Any]]:
     """Fresh processes; every rank's result."""
-    with tempfile.TemporaryDirectory() as results:
-        task = {"folder": str(folder), "load": asdict(load), "save": save, "result": f"{results}/{{rank}}.json"}
-        port, processes = dist.free_port(), []
-        for rank in range(load.world):
-            ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": load.world, "LOCAL_WORLD_SIZE": load.world}
-            address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            variables = {key: str(value) for key, value in {**ranks, **address}.items() if load.world > 1}
-            command = [sys.executable, __file__, "--worker", json.dumps(task)]
-            log = open(Path(results) / f"{rank}.log", "w+")  # noqa: SIM115 - read below
-            env = {**os.environ, **variables}
-            processes.append((subprocess.Popen(command, env=env, stdout=log, stderr=log), log))
-        for process, log in processes:
-            if process.wait(timeout=1800):
-                log.seek(0)
-                raise SystemExit(f"{load.name} failed:\n{log.read()[-4000:]}")
-        return [json.loads((Path(results) / f"{rank}.json").read_text()) for rank in range(load.world)]
+    task = {"folder": str(folder), "load": asdict(load), "save": save}
+    return launch(__file__, task, world=load.world, name=load.name)
 
 
 def convert(folder: Path, out: Path) -> float:
@@ -303,7 +254,7 @@ def run(folder: Path, *, rounds: int) -> dict[str, Any]:
     load_before, sums = os.getloadavg(), {}
     for engine, world in SAVERS.items():
         (folder / engine).mkdir()
-        sums[engine] = launch(Load("save", engine, world), folder / engine, save=True)[0]
+        sums[engine] = start(Load("save", engine, world), folder / engine, save=True)[0]
         print(f"saved by {engine}@{world}", flush=True)
     universal = folder / "universal"
     conversion = convert(folder / "zero2", universal / "universal")
@@ -313,7 +264,7 @@ def run(folder: Path, *, rounds: int) -> dict[str, Any]:
     for number in range(rounds):
         for load in loads if number % 2 == 0 else reversed(loads):
             warm(folder / load.source)
-            results[load.name].append(launch(load, folder / load.source))
+            results[load.name].append(start(load, folder / load.source))
             print(f"round {number + 1}: {load.name} {results[load.name][-1][0]['seconds']:.2f} s", flush=True)
     rows = {load.name: row(load, results, sums[load.source]) for load in loads}
     return {

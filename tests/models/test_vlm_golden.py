@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from unigen_ds.core.batch import PackedBatch
@@ -25,7 +26,7 @@ from unigen_ds.data.transforms import patchify
 from unigen_ds.data.vlm_processor import VLMProcessor
 from unigen_ds.inference.chat import generate
 from unigen_ds.models import VLM
-from unigen_ds.models.hf_names import load_nanovlm, save_nanovlm, to_nanovlm, vlm_arguments
+from unigen_ds.models.hf_names import save_nanovlm, to_nanovlm, vlm_arguments
 
 ROOT = Path(os.environ.get("UNIGEN_GOLDEN", Path(__file__).parent.parent / "golden"))
 NANOVLM = ROOT / "nanovlm"
@@ -57,7 +58,7 @@ def golden() -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def model() -> VLM:
-    return load_nanovlm(NANOVLM)[0]
+    return VLM(pretrained=str(NANOVLM))
 
 
 @pytest.fixture(scope="module")
@@ -231,25 +232,60 @@ def test_every_parameter_takes_part_without_an_image(model, rows, processor):
 
 
 def test_directory_in_and_out(tmp_path, golden):
-    model, config = load_nanovlm(NANOVLM)
+    model, config = VLM(pretrained=str(NANOVLM)), CONFIG
     save_nanovlm(model, tmp_path, config=config)
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / name).read_bytes() == (NANOVLM / name).read_bytes(), name
 
 
 def test_directories_that_do_not_fit_are_refused(tmp_path):
-    model, config = load_nanovlm(NANOVLM)
-    with pytest.raises(CheckpointError, match=r"config\.json and model\.safetensors"):
-        load_nanovlm(tmp_path)
+    model, config = VLM(pretrained=str(NANOVLM)), CONFIG
+    with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
+        VLM(pretrained=str(tmp_path))
     save_nanovlm(model, tmp_path, config=config)
     (tmp_path / "config.json").write_text(json.dumps({**config, "lm_n_blocks": config["lm_n_blocks"] + 1}))
-    with pytest.raises(CheckpointError, match="do not fit"):
-        load_nanovlm(tmp_path)
+    with pytest.raises(CheckpointError, match=r"does not fit the model: missing: .*layers\.2\."):
+        VLM(pretrained=str(tmp_path))
     with pytest.raises(ConfigError, match="hidden_size"):
         save_nanovlm(model, tmp_path, config={**config, "lm_hidden_dim": 2 * config["lm_hidden_dim"]})
     for wrong in ({"vit_cls_flag": True}, {"lm_attn_scaling": 2.0}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             vlm_arguments({**config, **wrong})
+
+
+def test_from_a_vision_tower_and_a_language_model(tmp_path, caplog, monkeypatch):
+    """As nanoVLM's first model: its own parts, published under transformers' names; 66 more words, the rest random."""
+    whole = VLM(pretrained=str(NANOVLM))
+    parts = {part: tmp_path / part for part in ("vit", "llm")}
+    state = whole.state_dict()
+    seen = {name: t for name, t in state.items() if name.startswith("vision_model.")}
+    patches = "vision_model.embeddings.patch_embedding.weight"
+    seen[patches] = seen[patches].unflatten(1, (16, 16, 3)).permute(0, 3, 1, 2).contiguous()
+    seen |= {"logit_scale": torch.ones(1), "text_model.head.bias": torch.ones(1)}
+    text = {n.removeprefix("language_model."): t for n, t in state.items() if n.startswith("language_model.model.")}
+    words = text["model.embed_tokens.weight"][: CONFIG["lm_base_vocab_size"]].clone()
+    text["model.embed_tokens.weight"] = words
+    llm = {**whole.llm_config, "vocab_size": CONFIG["lm_base_vocab_size"], "model_type": "llama"}
+    for part, config, tensors in (("vit", {"vision_config": whole.vit_config}, seen), ("llm", llm, text)):
+        parts[part].mkdir()
+        (parts[part] / "config.json").write_text(json.dumps(config))
+        save_file(tensors, parts[part] / "model.safetensors")
+    given = {part: str(path) for part, path in parts.items()}
+    monkeypatch.setattr(logging.getLogger("unigen_ds"), "propagate", True)
+    with caplog.at_level(logging.INFO, "unigen_ds"):
+        made = VLM(pretrained=given, pixel_shuffle_factor=2)
+    assert (made.llm_config, made.vit_config) == (whole.llm_config, whole.vit_config)
+    for name, tensor in made.state_dict().items():
+        if name.endswith(("embed_tokens.weight", "lm_head.weight")):
+            assert torch.equal(tensor[: len(words)], words) and tensor[len(words) :].std() == pytest.approx(0.02, 0.1)
+        elif not name.startswith("connector."):
+            assert torch.equal(tensor, state[name]), name
+    assert made.language_model.lm_head.weight is made.language_model.model.embed_tokens.weight
+    for told in ("more rows than stored: language_model.model.embed_tokens.weight", "initialised: connector.proj",
+                 "not used: logit_scale"):  # fmt: skip
+        assert told in caplog.text
+    with pytest.raises(CheckpointError, match=r"reshaped: .*embed_tokens"):
+        VLM(pretrained=given, llm={"vocab_size": 50})
 
 
 def test_default_trio() -> None:

@@ -16,7 +16,8 @@ from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.metrics import read_lines
 from unigen_ds.data.formats import Turn
 from unigen_ds.inference.chat import answer
-from unigen_ds.models.hf_names import load_nanovlm, vlm_arguments
+from unigen_ds.models import VLM
+from unigen_ds.models.hf_names import vlm_arguments
 from unigen_ds.runner import Runner
 
 CONFIG = """
@@ -86,7 +87,7 @@ def test_it_learns_to_name_pictures_and_goes_on_where_it_stopped(data, tmp_path)
 
 
 def test_it_begins_with_the_weights_of_a_published_directory(data, tmp_path) -> None:
-    published, _ = load_nanovlm(NANOVLM)
+    published = VLM(pretrained=str(NANOVLM))
     model = {"type": "VLM", **vlm_arguments(NANOVLM_CONFIG)}
     tile = model["vit"]["image_size"]
     changes = {"model": model, "processor": {"max_image_size": tile}, "train_dataloader__seq_length": 400}

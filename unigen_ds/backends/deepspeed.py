@@ -134,9 +134,11 @@ class DeepSpeedBackend(ShardedBackend):
         if self.stage != 3:
             allocate(model, lambda tensor: torch.empty_like(tensor, device=device))
             return
+        from deepspeed.comm import init_distributed
         from deepspeed.runtime.zero.partition_parameters import Init
 
         low = COMPUTE_DTYPE[self._cfg.precision] if self._low_precision else torch.float32
+        init_distributed(dist_init_required=False)
         init = Init(config_dict_or_path=ds_config, dtype=low)
 
         def partition(parameter: Any) -> None:

@@ -1,25 +1,26 @@
-"""nanoVLM's published directory, in and out: ``config.json`` and ``model.safetensors`` under its own names.
+"""Published weights of a ``VLM``: nanoVLM's directory in and out, or its parts (a vision tower, a language model) in.
 
-What differs from ours: names; query, key and value stand in one tensor; the patch embedding is a convolution; the table
-of positions has a leading 1; the rotary frequencies are stored; of tied embeddings only ``decoder.head.weight`` is, and
-the file's metadata says so. Reading and writing again gives the same bytes.
+What differs in nanoVLM's from ours: names; query, key and value stand in one tensor; the patch embedding is a
+convolution; the table of positions has a leading 1; the rotary frequencies are stored; of tied embeddings only
+``decoder.head.weight`` is, and the file's metadata says so. Reading and writing again gives the same bytes.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.files import write_atomic, write_text_atomic
-from unigen_ds.models.vlm import VLM
+from unigen_ds.models.weights import Pretrained, Stored, read_json, stored_tensors
 
 _PREFIXES = (
     ("vision_encoder.patch_embedding.conv.", "vision_model.embeddings.patch_embedding."),
@@ -59,6 +60,12 @@ _HEAD, _EMBEDDING, _FREQUENCIES = (
     "decoder.rotary_embd.inv_freq",
 )
 
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+EXTRA_TOKENS = 66
+"""Image, global image and 8 x 8 rows and columns: the tokens that nanoVLM adds to a language model's."""
+_PART_PREFIX = {"vit": "", "llm": "language_model."}
+_PART_NAME = {"vit": "vision_model.", "llm": "language_model."}
+
 TIED = ("language_model.model.embed_tokens.weight", "language_model.lm_head.weight")
 """Our names of the two embeddings that may be one tensor."""
 
@@ -78,28 +85,62 @@ def vlm_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"nanoVLM config: {error.args[0]} is missing") from error
 
 
-def load_nanovlm(directory: Path) -> tuple[VLM, dict[str, Any]]:
-    """The model of such a directory, in fp32, and its ``config.json``. Raises ``CheckpointError``, ``ConfigError``."""
-    try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        tensors = load_file(directory / "model.safetensors")
-    except (OSError, ValueError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{directory} cannot be read: {error}", allowed="a folder with nanoVLM's config.json and model.safetensors"
-        ) from error
-    model = VLM(**vlm_arguments(config))
-    state = from_nanovlm(tensors)
-    if config["lm_tie_weights"]:
-        state |= {name: state[stored] for name, stored in (TIED, TIED[::-1]) if name not in state and stored in state}
-    try:
-        model.load_state_dict(state)
-    except RuntimeError as error:
-        raise CheckpointError(f"{directory}: weights and config.json do not fit: {error}") from error
-    return model, config
+def open_pretrained_vlm(given: str | Mapping[str, str]) -> Pretrained:
+    """``given``: nanoVLM's directory, or ``dict(vit=..., llm=...)`` of a SigLIP and a Llama-type directory.
+
+    Raises ``ConfigError`` or ``CheckpointError`` naming the file that is not as it must be.
+    """
+    if isinstance(given, Mapping):
+        return _open_parts(given)
+    directory = Path(given)
+    sizes = vlm_arguments(read_json(directory / CONFIG))
+    return Pretrained(str(directory), sizes, stored_nanovlm(directory / WEIGHTS))
 
 
-def save_nanovlm(model: VLM, directory: Path, *, config: Mapping[str, Any]) -> None:
-    """Write ``model`` as nanoVLM would. ``config``: its ``config.json``, whose sizes must be the model's."""
+def stored_nanovlm(path: Path) -> dict[str, Stored]:
+    """The tensors of nanoVLM's ``model.safetensors`` by our names."""
+    found: dict[str, Stored] = {}
+    for theirs, stored in stored_tensors(path).items():
+        if theirs == _FREQUENCIES:
+            continue
+        name, shape = _renamed(theirs, inwards=True), stored.shape
+        if ".qkv_proj." in name:
+            rows = shape[0] // 3
+            for at, letter in enumerate("qkv"):
+                part = replace(stored, shape=(rows, *shape[1:]), first_row=at * rows)
+                found[name.replace("qkv_proj", f"{letter}_proj")] = part
+        elif name.endswith("position_embedding.weight"):
+            found[name] = replace(stored, shape=shape[1:], changed=lambda table: table[0])
+        else:
+            found[name] = stored
+    return found
+
+
+def _open_parts(given: Mapping[str, str]) -> Pretrained:
+    if not given or set(given) - set(_PART_PREFIX):
+        raise ConfigError(f"model.pretrained is {dict(given)}", allowed="a directory, or dict(vit=, llm=)")
+    sizes: dict[str, Any] = {}
+    tensors: dict[str, Stored] = {}
+    for part, path in given.items():
+        config = read_json(Path(path) / CONFIG)
+        config = {**(config.get("rope_parameters") or {}), **config.get("vision_config", config)}
+        sizes[part] = {key: config[key] for key in (_VIT if part == "vit" else _LLM) if key in config}
+        tensors |= {_PART_PREFIX[part] + key: stored for key, stored in stored_tensors(Path(path)).items()}
+    if "vocab_size" in sizes.get("llm", {}):
+        sizes["llm"]["vocab_size"] += EXTRA_TOKENS
+    begun = "|".join(re.escape(_PART_NAME[part]) for part in given)
+    return Pretrained(
+        str(dict(given)),
+        sizes,
+        tensors,
+        may_lack=rf"^(?!{begun})",
+        may_leave=r"^vision_model\.head\.|^text_model\.|^logit_(scale|bias)$|inv_freq",
+        may_grow=r"embed_tokens\.weight$|lm_head\.weight$",
+    )
+
+
+def save_nanovlm(model: Any, directory: Path, *, config: Mapping[str, Any]) -> None:
+    """Write a ``VLM`` as nanoVLM would. ``config``: its ``config.json``, whose sizes must be the model's."""
     arguments = vlm_arguments(config)
     for part, has in (("llm", model.llm_config), ("vit", model.vit_config)):
         wrong = {key: value for key, value in arguments[part].items() if has[key] != value}
@@ -117,27 +158,8 @@ def save_nanovlm(model: VLM, directory: Path, *, config: Mapping[str, Any]) -> N
         metadata[_EMBEDDING] = _HEAD
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-    write_atomic(directory / "model.safetensors", lambda path: save_file(tensors, path, metadata))
-    write_text_atomic(directory / "config.json", json.dumps(config, indent=4))
-
-
-def from_nanovlm(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Our names and shapes."""
-    state: dict[str, Tensor] = {}
-    for theirs, tensor in tensors.items():
-        if theirs == _FREQUENCIES:
-            continue
-        name = _renamed(theirs, inwards=True)
-        if ".qkv_proj." in name:
-            for letter, part in zip("qkv", tensor.chunk(3), strict=True):
-                state[name.replace("qkv_proj", f"{letter}_proj")] = part
-        elif name.endswith("patch_embedding.weight"):
-            state[name] = tensor.permute(0, 2, 3, 1).flatten(1)
-        elif name.endswith("position_embedding.weight"):
-            state[name] = tensor.squeeze(0)
-        else:
-            state[name] = tensor
-    return state
+    write_atomic(directory / WEIGHTS, lambda path: save_file(tensors, path, metadata))
+    write_text_atomic(directory / CONFIG, json.dumps(config, indent=4))
 
 
 def to_nanovlm(state: Mapping[str, Tensor], *, patch_size: int) -> dict[str, Tensor]:

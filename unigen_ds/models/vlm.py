@@ -21,9 +21,11 @@ from torch import Tensor, nn
 from unigen_ds.core.batch import LossTerms, PackedBatch
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.registry import MODELS
+from unigen_ds.models.hf_names import EXTRA_TOKENS, open_pretrained_vlm
 from unigen_ds.models.llama import LlamaLM
 from unigen_ds.models.losses import text_loss_sum
 from unigen_ds.models.vision import VisionTransformer
+from unigen_ds.models.weights import Pretrained, PretrainedModel
 
 FREEZABLE = ("vit", "llm", "connector")
 _INIT_STD = 0.02
@@ -39,7 +41,7 @@ SIGLIP2_BASE_512: dict[str, Any] = {
     "layer_norm_eps": 1e-6,
 }
 SMOLLM2_360M: dict[str, Any] = {
-    "vocab_size": 49152 + 66,  # nanoVLM's image, global-image and row / column tokens
+    "vocab_size": 49152 + EXTRA_TOKENS,
     "hidden_size": 960,
     "intermediate_size": 2560,
     "num_hidden_layers": 32,
@@ -67,16 +69,19 @@ class PixelShuffleConnector(nn.Module):
 
 
 @MODELS.register_module()
-class VLM(nn.Module):
+class VLM(PretrainedModel):
     """``forward(PackedBatch) -> LossTerms`` with the term ``text``.
 
     Args:
         llm: sizes under Llama's names; what is left out is SmolLM2-360M's.
         vit: sizes under SigLIP's names; what is left out is SigLIP2-base-patch16-512's.
-        pixel_shuffle_factor: sides of a square of patches that become one token.
+        pixel_shuffle_factor: sides of a square of patches that become one token; 4 where ``pretrained`` tells none.
         freeze: any of ``vit``, ``llm``, ``connector``: gets no gradient and stays bit-identical.
         activation_checkpointing: re-compute each decoder layer in the backward pass.
         compile: ``torch.compile`` each decoder layer.
+        pretrained: nanoVLM's directory, or ``dict(vit=..., llm=...)``, a SigLIP2 and a SmolLM2 directory (or one of
+            them): initial weights, and every size that is not given. The language model's vocabulary grows by
+            nanoVLM's 66 tokens.
     """
 
     processor = "VLMProcessor"
@@ -89,14 +94,16 @@ class VLM(nn.Module):
         *,
         llm: Mapping[str, Any] | None = None,
         vit: Mapping[str, Any] | None = None,
-        pixel_shuffle_factor: int = 4,
+        pixel_shuffle_factor: int | None = None,
         freeze: Sequence[str] = (),
         activation_checkpointing: bool = False,
         compile: bool = False,
+        pretrained: str | Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
-        self.llm_config = _filled("llm", llm, SMOLLM2_360M)
-        self.vit_config = _filled("vit", vit, SIGLIP2_BASE_512)
+        source = open_pretrained_vlm(pretrained) if pretrained else None
+        given = {"llm": llm, "vit": vit, "pixel_shuffle_factor": pixel_shuffle_factor}
+        self.llm_config, self.vit_config, pixel_shuffle_factor = _sizes(source, given)
         side = _check(self.llm_config, self.vit_config, pixel_shuffle_factor)
         self.vocab_size = self.llm_config["vocab_size"]
         self.patches_per_tile = side * side
@@ -105,7 +112,7 @@ class VLM(nn.Module):
             self.vit_config["hidden_size"], self.llm_config["hidden_size"], side=side, factor=pixel_shuffle_factor
         )
         self.language_model = LlamaLM(self.llm_config)
-        self._initialise()
+        self.start_from(source)
         self._freeze(freeze)
         self.language_model.model.activation_checkpointing = activation_checkpointing
         if compile:
@@ -115,21 +122,17 @@ class VLM(nn.Module):
     @staticmethod
     def processor_sizes(config: Mapping[str, Any]) -> dict[str, int]:
         """The sizes of a data processor that this model's config fixes."""
-        vit = _filled("vit", config.get("vit"), SIGLIP2_BASE_512)
-        return {
-            "tile_size": vit["image_size"],
-            "vit_patch_size": vit["patch_size"],
-            "pixel_shuffle_factor": config.get("pixel_shuffle_factor", 4),
-        }
+        pretrained = config.get("pretrained")
+        _, vit, factor = _sizes(open_pretrained_vlm(pretrained) if pretrained else None, config)
+        return {"tile_size": vit["image_size"], "vit_patch_size": vit["patch_size"], "pixel_shuffle_factor": factor}
 
-    def _initialise(self) -> None:
+    def initialise(self, name: str, tensor: Tensor, generator: torch.Generator | None = None) -> None:
         """Language model and position table: Normal(0, 0.02). All else: Normal(0, 1 / fan-in). Biases zero."""
-        for name, parameter in self.named_parameters():
-            if parameter.ndim > 1:
-                wide = name.startswith("language_model.") or name.endswith("position_embedding.weight")
-                nn.init.normal_(parameter, std=_INIT_STD if wide else parameter.shape[1] ** -0.5)
-            elif name.endswith("bias"):
-                nn.init.zeros_(parameter)
+        if tensor.ndim > 1:
+            wide = name.startswith("language_model.") or name.endswith("position_embedding.weight")
+            tensor.normal_(std=_INIT_STD if wide else tensor.shape[1] ** -0.5, generator=generator)
+        else:
+            tensor.fill_(0.0 if name.endswith("bias") else 1.0)
 
     def _freeze(self, parts: Sequence[str]) -> None:
         modules = {"vit": self.vision_model, "llm": self.language_model, "connector": self.connector}
@@ -192,6 +195,15 @@ class VLM(nn.Module):
             + head
             + scores * len(layers)
         )
+
+
+def _sizes(source: Pretrained | None, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], int]:
+    """Sizes of the language model and of the vision tower, and the factor: as given, else as in the files."""
+    found = source.sizes if source else {}
+    llm = _filled("llm", given.get("llm"), {**SMOLLM2_360M, **found.get("llm", {})})
+    vit = _filled("vit", given.get("vit"), {**SIGLIP2_BASE_512, **found.get("vit", {})})
+    factor = given.get("pixel_shuffle_factor")
+    return llm, vit, found.get("pixel_shuffle_factor", 4) if factor is None else factor
 
 
 def _filled(part: str, given: Mapping[str, Any] | None, default: Mapping[str, Any]) -> dict[str, Any]:
