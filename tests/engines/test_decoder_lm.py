@@ -41,7 +41,6 @@ def test_training_is_that_of_one_process(name):
     deviation = weight_deviation(run.final, single.final)
     assert deviation.relative_l2 <= 1e-5, deviation.where
     before = {("master", key): tensor.flatten() for key, tensor in single.initial.items() if key != "lm_head.weight"}
-    assert weight_deviation(single.final, before, kinds=()).relative_l2 == 0
     assert not any(torch.equal(single.final[key], tensor) for key, tensor in before.items())
 
 
