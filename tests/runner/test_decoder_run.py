@@ -17,6 +17,7 @@ from unigen_ds.core.metrics import read_lines
 from unigen_ds.data.tokenizers import WordTokenizer
 from unigen_ds.models import DecoderLM
 from unigen_ds.runner import Runner
+from unigen_ds.runner.build import build_model, build_processor
 from unigen_ds.runner.trained import open_inferencer
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -88,5 +89,12 @@ def test_the_export_may_be_trained_on(run: Runner, tmp_path: Path, capsys: pytes
     assert names == {path.name for path in (tmp_path / "first").iterdir()} and "README.md" in names
     model = DecoderLM(pretrained=str(tmp_path / "again"))
     trained = dict(run.backend.full_state_dict(torch.float32))
-    assert all(torch.equal(tensor, trained[name]) for name, tensor in model.state_dict().items())
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in model.named_parameters())
     assert export(arguments) == 2 and "exists" in capsys.readouterr().err
+    grown = {**run._parts.plain_config, "model": {"type": "DecoderLM", "pretrained": str(tmp_path / "again")}}
+    WordTokenizer(words=[*WORDS, *"abcdef"]).save_pretrained(str(tmp_path / "tokenizer"))
+    grown["tokenizer"] = {**grown["tokenizer"], "path": str(tmp_path / "tokenizer")}
+    processor = build_processor(grown, seed=0)
+    with pytest.raises(ConfigError, match=r"vocab_size is 20.*at least 22"):
+        build_model(grown, processor)
+    assert build_model({**grown, "model": {**grown["model"], "llm": {"vocab_size": 22}}}, processor).vocab_size == 22

@@ -137,7 +137,6 @@ class SingleBackend(TorchOptimizerBackend):
         return {"layout": "safetensors"}
 
     def full_state_dict(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        first = {id(parameter): name for name, parameter in self._parameters.items()}  # of tied names
-        for name, tensor in self._model.state_dict(keep_vars=True).items():
-            value = self._masters.get(first.get(id(tensor), name), tensor).detach()
+        for name, tensor in self._model.state_dict().items():
+            value = self._masters.get(name, tensor).detach()
             yield name, value.to("cpu", dtype if value.is_floating_point() else value.dtype)

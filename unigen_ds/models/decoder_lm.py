@@ -80,7 +80,7 @@ class DecoderLM(PretrainedModel):
 
     @staticmethod
     def processor_sizes(config: Mapping[str, Any]) -> dict[str, int]:
-        """None: text has no sizes."""
+        """Of a data processor: text has none."""
         return {}
 
     def initialise(self, name: str, tensor: Tensor, generator: torch.Generator | None = None) -> None:
