@@ -1,6 +1,6 @@
 """A Llama of 300 M parameters, from nothing: ``decoder_lm_90m`` with 20 layers of width 1024, half its learning rate.
 
-Layers are computed again in the backward pass, so that it fits on a GPU of 24 GB.
+Layers are computed again in the backward pass: less memory, more time.
 """
 
 _base_ = "decoder_lm_90m.py"
