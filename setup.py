@@ -16,6 +16,7 @@ TOOLS = sorted(path.stem for path in (ROOT / "tools").glob("*.py") if not path.s
 
 DEMO = ["scikit-learn", "matplotlib"]
 TENSORBOARD = ["tensorboard"]
+QUANTIZE = ["bitsandbytes>=0.49"]
 
 setup(
     name="unigen_ds",
@@ -46,10 +47,11 @@ setup(
         "metrics": ["sacrebleu", "rouge-score", "nltk", "bert-score", "torchmetrics"],
         "diffusers": ["diffusers"],
         "peft": ["peft"],
-        "quant": ["torchao"],
+        "quantize": QUANTIZE,
         "test": [
             *DEMO,
             *TENSORBOARD,
+            *QUANTIZE,
             "mypy",
             "pre-commit",
             "psutil",

@@ -2,9 +2,10 @@
 
 MODEL is a checkpoint of any layout or a work dir (its newest checkpoint); OUT is a new folder. Of a UnifiedModel with
 the FLUX autoencoder it gets llm_config.json, vit_config.json, ema.safetensors and ae.safetensors under BAGEL's names;
-of a DecoderLM what transformers' AutoModelForCausalLM and AutoTokenizer load. With --source all files but the weights
-(of a DecoderLM: and the config) come from that published directory, byte for byte. The average of the weights (EMA) is
-written where there is one.
+of a VLM config.json and model.safetensors under nanoVLM's, and the tokenizer; of a DecoderLM what transformers'
+AutoModelForCausalLM and AutoTokenizer load. With --source the configs (not of a DecoderLM) and all other files (the
+tokenizer) come from that published directory, byte for byte. The average of the weights (EMA) is written where there is
+one.
 
 Exit status: 0 done, 1 the checkpoint cannot be loaded, 2 wrong usage.
 """
@@ -22,9 +23,7 @@ from unigen_ds.checkpoint.convert import DTYPES
 from unigen_ds.core import log
 from unigen_ds.core.config import load_config
 from unigen_ds.core.errors import UnigenError
-from unigen_ds.models.decoder_lm import DecoderLM
-from unigen_ds.models.hf_directory import write_directory
-from unigen_ds.models.published import write_published
+from unigen_ds.runner.publish import publish
 from unigen_ds.runner.trained import open_model
 
 
@@ -49,12 +48,14 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = load_config(arguments.config) if arguments.config else None
         model, processor = open_model(arguments.model, raw=arguments.raw, tag=arguments.tag, config=config)
-        out, source, dtype = arguments.out, arguments.source, DTYPES[arguments.dtype]
-        if isinstance(model, DecoderLM):
-            size, tokenizer = arguments.max_shard_size, processor.tokenizer
-            write_directory(model, out, tokenizer=tokenizer, source=source, dtype=dtype, max_shard_size=size)
-        else:
-            write_published(model, out, source=source, dtype=dtype)
+        publish(
+            model,
+            processor,
+            arguments.out,
+            source=arguments.source,
+            dtype=DTYPES[arguments.dtype],
+            max_shard_size=arguments.max_shard_size,
+        )
         print(arguments.out)
     except UnigenError as error:
         print(f"error: {error}", file=sys.stderr)

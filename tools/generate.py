@@ -1,8 +1,8 @@
 """Draw pictures and write texts: ``python tools/generate.py MODEL --prompt TEXT``; installed as ``unigen-generate``.
 
 MODEL is a checkpoint of any layout, a work dir (its newest checkpoint), or a published directory. The average of the
-weights (EMA) is used where there is one. Without --prompt and --prompts it asks for prompts until the input ends. A
-DecoderLM goes on with the prompt.
+weights (EMA) is used where there is one. Without --prompt and --prompts it asks for prompts until the input ends. A VLM
+answers in text, with or without --understand; a DecoderLM goes on with the prompt.
 
 Into the folder of --out go 00000.png, 00001.png, ... and results.jsonl, a line for each prompt; what is there already
 stays, and numbering goes on behind it. Prompt i of a call has the seed --seed + i.
@@ -30,7 +30,6 @@ from unigen_ds.core import log
 from unigen_ds.core.config import load_config
 from unigen_ds.core.errors import ConfigError, DataError, UnigenError
 from unigen_ds.core.files import write_atomic
-from unigen_ds.data.transforms import open_image
 from unigen_ds.inference.inferencer import BAGEL_FLOW, Generated
 from unigen_ds.inference.sampler import RENORMS, FlowSettings
 from unigen_ds.runner.trained import open_inferencer
@@ -179,7 +178,7 @@ def generate(arguments: argparse.Namespace) -> None:
         seed = arguments.seed + number
         made = inferencer.unified_generate(
             request.prompt,
-            images=[open_image(path) for path in request.images],
+            images=request.images,
             understand=arguments.understand,
             think=arguments.think,
             size=arguments.size,

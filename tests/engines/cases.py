@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from unigen_ds.core.config import load_config
+
 UPDATES = 20
 LR = 2e-3
-_WHOLE = {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0}
-"""By default ZeRO-3 keeps parameters under 100,000 elements gathered: all of a tiny model's."""
+_WHOLE = {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0, "sub_group_size": 8000}
+"""By default ZeRO-3 keeps parameters under 100,000 elements gathered: all of a tiny model's; and groups whole."""
 
 ENGINES: dict[str, dict[str, Any]] = {
     "zero1": {"type": "deepspeed", "config": "zero1"},
@@ -59,7 +61,8 @@ class Job:
     same_process: bool = False
     """All phases in the same processes, one after the other, each in its own work dir ``<name>/<number>``."""
     resumes: str | None = None
-    """A job that must be done before; this one goes on from its last checkpoint, in its own work dir."""
+    """A job that must be done before; this one goes on from its last checkpoint, in its own work dir, or takes its
+    weights where there is a ``load_cfg``."""
 
 
 def config(engine: str, world: int, *, geometry: tuple[int, int] | None = None, **overrides: Any) -> dict[str, Any]:
@@ -268,6 +271,24 @@ def frozen(*, full: bool) -> list[Job]:
     return jobs
 
 
+PACKED_UPDATES = 2
+PACKED_CHAIN = (("zero2", "fp32"), ("FULL_SHARD", "fp32"), ("zero3", "fp32"), ("zero1", "bf16"))
+
+
+def packed(*, full: bool) -> list[Job]:
+    """NF4 and INT8 weights in frozen parts: one run that goes from engine to engine, two updates each; one process."""
+    quantized = {
+        "model__freeze": ["vae", "vit", "llm"], "model__quantize": {"vit": "int8", "llm": "nf4"},
+        "default_hooks__checkpoint__max_keep_ckpts": -1,
+    }  # fmt: skip
+    phases = []
+    for number, (engine, precision) in enumerate(PACKED_CHAIN):
+        overrides = config(engine, 2, optim_wrapper__precision=precision, resume=number > 0, **quantized)
+        phases.append(Phase(2, overrides, PACKED_UPDATES * (number + 1)))
+    single = Phase(1, config("single", 1, **quantized), PACKED_UPDATES * len(PACKED_CHAIN))
+    return [Job("packed/engines", phases), Job("packed/single", [single])]
+
+
 def odd(*, full: bool) -> list[Job]:
     """A user's own model: odd sizes, tied weights, a frozen tower, a buffer, two groups; saved and resumed half way."""
     jobs = []
@@ -398,6 +419,27 @@ def one_process() -> list[Job]:
     return [Job("one_process", [Phase(2, config(e, 2), 6) for e in engines], same_process=True)]
 
 
+NEW_WORDS = ("red", "green", "blue", "upside", "down")
+
+
+def partial() -> list[Job]:
+    """A larger model with new words takes what it can use of a smaller one's checkpoint; nobody is trained further."""
+    words = [*load_config("unified_digits").tokenizer["words"], *NEW_WORDS]
+    load_cfg = {
+        "revise_keys": [(r"(^language_model.*)layers\.0\.", r"\1layers.1."), (r"^vae2llm\.", "another.")],
+        "allow": ["missing", "unexpected", "reshaped"],
+        "resize_vocab": True,
+    }
+    larger = {"tokenizer__words": words, "model__vit__intermediate_size": 48}
+    small = config("zero3", 2, model__llm__num_hidden_layers=1)
+    jobs = [Job("partial/source", [Phase(2, small, 1)])]
+    jobs.append(Job("partial/fresh", [Phase(1, config("single", 1, **larger), 0)]))
+    for engine, world in (("single", 1), ("zero2", 2), ("zero3", 2), ("FULL_SHARD", 2)):
+        phase = Phase(world, config(engine, world, **larger, load_cfg=load_cfg), 0)
+        jobs.append(Job(f"partial/{engine}@{world}", [phase], resumes="partial/source"))
+    return jobs
+
+
 def inspected() -> list[Job]:
     """One update, after which ``InspectHook`` says which private attributes of DeepSpeed are there."""
     jobs = []
@@ -433,6 +475,7 @@ GROUPS: dict[str, Callable[..., list[Job]]] = {
     "elastic": elastic,
     "faulty": faulty,
     "frozen": frozen,
+    "packed": packed,
     "odd": odd,
     "recompute": recompute,
     "compiled": compiled,
@@ -442,6 +485,7 @@ GROUPS: dict[str, Callable[..., list[Job]]] = {
     "one_process": lambda full: one_process(),
     "layouts": lambda full: layouts(),
     "inspected": lambda full: inspected(),
+    "partial": lambda full: partial(),
 }
 
 

@@ -8,7 +8,7 @@ import torch
 from tests.engines import cases
 from tests.engines.launch import metric_deviation, tensors, unequal, want, weight_deviation
 
-runs = want("faulty", "frozen", "odd", "recompute", "compiled")
+runs = want("faulty", "frozen", "packed", "odd", "recompute", "compiled")
 pytestmark = pytest.mark.timeout(3600)
 
 
@@ -49,6 +49,23 @@ def test_frozen_weights_stay_bit_identical(name):
         assert same == (parameter in frozen) or parameter.endswith("k_proj.bias"), parameter
     assert not any(("exp_avg", parameter) in run.final for parameter in frozen)
     assert metric_deviation(run, runs().outcome("frozen/single@1")) <= 1e-5
+
+
+def test_packed_weights_under_every_engine():
+    """Saved by each engine and resumed by the next: packed bytes never change, losses are those of one process."""
+    run, single = runs().outcome("packed/engines"), runs().outcome("packed/single")
+    wanted = {key: tensor for key, tensor in single.final.items() if key[0] == "buffer"}
+    assert {tensor.dtype for tensor in wanted.values()} == {torch.uint8, torch.int8, torch.int32}
+    assert len(run.checkpoints) == len(cases.PACKED_CHAIN)
+    for checkpoint in run.checkpoints:
+        found = tensors(checkpoint)
+        assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items()), checkpoint
+        assert not any(key[1].endswith("q_proj.weight") for key in found)
+    fp32 = cases.PACKED_UPDATES * sum(precision == "fp32" for _, precision in cases.PACKED_CHAIN)
+    assert metric_deviation(run, single, updates=fp32) <= 1e-5
+    assert 1e-5 < metric_deviation(run, single, after=fp32) < 0.1
+    assert any(not torch.equal(single.final["master", name], t.flatten()) for name, t in single.initial.items()
+               if name.startswith("connector."))  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [n for n in names("odd") if not n.endswith("-resumed")])

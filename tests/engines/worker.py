@@ -178,7 +178,7 @@ def _train(phase: dict[str, Any], work_dir: Path, out: Path, *, resume: str | No
         parts = {part: str(out / place) for part, place in given.items()} if isinstance(given, dict) else None
         overrides["model"] = {**model, "pretrained": parts or str(out / given)}
     if resume is not None:
-        overrides["resume"] = resume
+        overrides["load_from" if "load_cfg" in overrides else "resume"] = resume
     Runner.from_cfg(tiny_config(work_dir, out, **overrides), max_updates=phase["max_updates"]).train()
     dist.barrier()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -114,6 +115,13 @@ def test_load_from_alone_takes_weights_only(tmp_path):
 def test_two_names_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="both resume='a' and load_from='b'"):
         plan_resume(tmp_path, resume="a", load_from="b")
+
+
+@pytest.mark.parametrize("given", [{"resume": True}, {"resume": True, "load_from": "a"}, {"resume": "a"}, {}])
+def test_a_resume_is_exact(tmp_path, given):
+    """And without ``load_from`` there is nothing to load."""
+    with pytest.raises(ConfigError, match=r"load_cfg is set, but .*load_cfg=null"):
+        plan_resume(tmp_path, **{"resume": False, "load_from": None, **given}, load_cfg={"allow": ["missing"]})
 
 
 @pytest.mark.parametrize("resume", [True, False], ids=["resume", "weights"])
@@ -353,7 +361,30 @@ def test_weights_of_another_model_are_refused_by_name(bench, capsys):
     assert bench.command("misfit", "--load-from", str(start), model__llm__hidden_size=16) == 1
     last = (bench.folder / "misfit" / "train.log").read_text().splitlines()[-1]
     assert "does not fit the model" in last and ", 32] and is [" in last
+    assert "load_cfg.revise_keys" in last and "load_cfg.resize_vocab" in last and "load_cfg.allow=['reshaped']" in last
     assert not list((bench.folder / "misfit").glob("iter_*"))
+
+
+def test_a_larger_model_takes_what_is_allowed_and_says_what_it_leaves(bench, capsys):
+    start = bench.folder / "short" / "iter_12.pth"
+    larger = {"model__llm__num_hidden_layers": 3, "load_cfg__allow": ["missing"]}
+    larger["load_cfg__revise_keys"] = [(r"layers\.1\.", "layers.2.")]
+    assert bench.command("larger", "--load-from", str(start), **larger) == 0
+    log = (bench.folder / "larger" / "train.log").read_text()
+    report = json.loads((bench.folder / "larger" / "load_report.json").read_text())
+    missing = report["missing"]
+    assert all(name.startswith("language_model.model.layers.1.") for name in missing) and len(missing) > 8
+    assert f"WARNING Weights: {len(missing)} missing in the checkpoint: {missing[0]}; " in log
+    assert f"and {len(missing) - 8} more." in log and " under another name: language_model.model.layers.1." in log
+    own = dict(
+        bench.train("larger_too", updates=0, load_from=str(start), **larger).backend.full_state_dict(torch.float32)
+    )
+    ours = {stored: name for name, stored in report["renamed"].items()}
+    for name, tensor in load_file(start / "model.safetensors").items():
+        assert torch.equal(own[ours.get(name, name)], tensor), name
+    assert bench.command("larger", "--resume", **larger) == 2
+    assert "load_cfg is set, but the run is resumed" in capsys.readouterr().err
+    assert bench.command("larger", "--resume", model__llm__num_hidden_layers=3) == 0
 
 
 def test_going_back_leaves_the_later_ones_and_does_not_return_to_them(bench):

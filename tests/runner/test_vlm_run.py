@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.data.chat_support import CONFIG as NANOVLM_CONFIG
 from tests.data.chat_support import NANOVLM, character_tokenizer
@@ -98,6 +99,20 @@ def test_it_begins_with_the_weights_of_a_published_directory(data, tmp_path) -> 
     assert len(trained) == len(list(published.parameters()))
     for name, parameter in published.named_parameters():
         assert torch.equal(trained[name], parameter), name
+
+
+def test_a_larger_vocabulary_begins_with_that_of_a_published_directory(data, tmp_path) -> None:
+    """The embeddings are one tensor, of which the directory stores the head alone."""
+    old = load_file(NANOVLM / "model.safetensors")["decoder.head.weight"]
+    model = {"type": "VLM", **vlm_arguments(NANOVLM_CONFIG)}
+    model["llm"]["vocab_size"] = len(old) + 3
+    changes = {"model": model, "processor": {"max_image_size": model["vit"]["image_size"]}}
+    changes |= {"train_dataloader__seq_length": 400, "load_cfg": {"resize_vocab": True}, "load_from": str(NANOVLM)}
+    runner = Runner.from_cfg(config(data, tmp_path / "x", **changes), max_updates=0)
+    runner.train()
+    grown = runner.backend.model.language_model.lm_head.weight
+    assert torch.equal(grown[:-3], old) and grown[-3:].equal(old.double().mean(0).float().expand(3, -1))
+    assert grown is runner.backend.model.language_model.model.embed_tokens.weight
 
 
 @pytest.mark.parametrize("key", ["vit_transform", "text_dropout"])

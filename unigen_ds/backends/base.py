@@ -7,7 +7,7 @@ PyTorch: the oracle) in ``tests/backends``.
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,10 +125,15 @@ class Backend(abc.ABC):
         """Write the engine's native layout into an existing directory. Returns ``{'layout': name}``."""
 
     @abc.abstractmethod
-    def load_tensors(self, reader: ShardReader, *, weights_only: bool = False) -> None:
+    def buffers(self) -> Mapping[str, Tensor]:
+        """Persistent buffers by name; whole on every rank. Not collective."""
+
+    @abc.abstractmethod
+    def load_tensors(self, reader: ShardReader, *, weights_only: bool = False, keep: Collection[str] = ()) -> None:
         """Take masters, frozen parameters, buffers and, unless ``weights_only``, moments and Adam step from any layout.
 
-        Raises ``CheckpointError`` naming every tensor that is missing or has another number of elements.
+        What ``keep`` names stays as it is. Raises ``CheckpointError`` naming every other tensor that is missing or has
+        another number of elements.
         """
 
     @abc.abstractmethod

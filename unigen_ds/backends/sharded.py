@@ -7,7 +7,7 @@ low-precision copies are refreshed; everything else follows. So any layout loads
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -27,10 +27,6 @@ class ShardedBackend(Backend):
     @abc.abstractmethod
     def frozen_shards(self) -> Sequence[Shard]:
         """Local pieces of parameters that are not trained, in whatever dtype the engine holds them."""
-
-    @abc.abstractmethod
-    def buffers(self) -> Mapping[str, Tensor]:
-        """Persistent buffers by name; whole on every rank."""
 
     @abc.abstractmethod
     def moments(self, kind: str) -> Sequence[Shard]:
@@ -83,12 +79,14 @@ class ShardedBackend(Backend):
             self.refresh_copies()
 
     @torch.no_grad()
-    def load_tensors(self, reader: ShardReader, *, weights_only: bool = False) -> None:
+    def load_tensors(self, reader: ShardReader, *, weights_only: bool = False, keep: Collection[str] = ()) -> None:
         kinds = set(reader.kinds())
         moments = [] if weights_only else sorted(kinds - _NOT_MOMENTS)
-        masters, frozen, buffers = self.master_shards(), self.frozen_shards(), self.buffers()
+        shards = [shard for shard in (*self.master_shards(), *self.frozen_shards()) if shard.name not in keep]
+        buffers = {name: buffer for name, buffer in self.buffers().items() if name not in keep}
         trainable = self.trainable_sizes()
-        problems = misfits(reader, MASTER, {**trainable, **self.frozen_sizes()})
+        sizes = {name: numel for name, numel in {**trainable, **self.frozen_sizes()}.items() if name not in keep}
+        problems = misfits(reader, MASTER, sizes)
         problems += misfits(reader, BUFFER, {name: b.numel() for name, b in buffers.items()})
         for kind in moments:
             problems += _moment_misfits(reader, kind, trainable)
@@ -98,7 +96,7 @@ class ShardedBackend(Backend):
             raise CheckpointError(
                 f"the checkpoint does not fit the model: {'; '.join(problems)} ({len(problems)} in all)"
             )
-        for shard in (*masters, *frozen):
+        for shard in shards:
             read_into(reader, MASTER, shard)
         for name, buffer in buffers.items():
             buffer.view(-1).copy_(reader.read(BUFFER, name, 0, buffer.numel()))

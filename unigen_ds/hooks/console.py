@@ -33,7 +33,7 @@ def make_console() -> Console:
 
 
 def describe(record: Mapping[str, Any], *, summary: Mapping[str, float]) -> str:
-    """Losses, learning rate, gradient norm, rates, time shares and time to go, in one line."""
+    """Losses, learning rate, gradient norm, rates, time shares, time to go and MFU, in one line."""
     parts = [f"update {record['update']}", f"iteration {record['iteration']}", f"epoch {record['epoch']:.3f}"]
     parts += [
         f"{name} {record[name]:.4g}"
@@ -48,6 +48,8 @@ def describe(record: Mapping[str, Any], *, summary: Mapping[str, float]) -> str:
         parts.append("time " + " ".join(f"{label} {summary[f'share/{key}']:.0%}" for label, key in shares))
         if summary["eta"] < float("inf"):
             parts.append(f"ETA {timedelta(seconds=round(summary['eta']))}")
+    if "mfu" in record:
+        parts.append(f"MFU {record['mfu']:.1%}")
     parts.append(f"memory {record['memory']:.0f} MiB")
     return "  ".join(parts)
 

@@ -21,7 +21,7 @@ from unigen_ds.core.registry import HOOKS, WRITERS, build
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.hooks.console import Console, make_console
 from unigen_ds.hooks.journal import Journal
-from unigen_ds.hooks.timer import find_timer
+from unigen_ds.hooks.timer import IterTimerHook, find_timer
 from unigen_ds.hooks.writers import SafeWriter
 
 METRICS_FILE = "metrics.jsonl"
@@ -113,15 +113,16 @@ class LoggerHook(Hook):
     def _log(self, run: Run, result: UpdateResult) -> None:
         """Collective. Reads the device: the only place outside the optimizer step that waits for it."""
         losses = global_losses(result)
+        timer = find_timer(run)
+        rates = global_rates(timer) if timer else {}
         self._logged_update = run.progress.updates
         if not dist.is_main():
             return
-        timer = find_timer(run)
         summary = timer.summary() if timer else {}
         record = {**_position(run), **_learning_rates(result), **losses}
         record |= {"grad_norm": float(result.grad_norm), "applied": result.applied}
         record |= {k: summary.get(k) for k in ("time/update", "time/data", "tokens_per_second", "samples_per_second")}
-        record["memory"] = memory_mib()
+        record |= {**rates, "memory": memory_mib()}
         self._journal.append(run, record)
         if self._console is None:
             self._console = make_console()
@@ -154,6 +155,17 @@ def global_losses(result: UpdateResult) -> dict[str, float | None]:
         if mean is not None:
             total = (total or 0.0) + result.loss_weights.get(term, 1.0) * mean
     return {"loss": total, **losses}
+
+
+def global_rates(timer: IterTimerHook) -> dict[str, float]:
+    """``tflops``: 10**12 operations a second of one device, mean over ranks; ``mfu``: that as a share of its peak.
+    Collective. Each is left out where it is not known.
+    """
+    (total,) = dist.sum_floats([timer.flops_per_second()])
+    tflops, peak = total / dist.world_size() / 1e12, timer.peak_tflops
+    if not tflops:
+        return {}
+    return {"tflops": tflops, "mfu": tflops / peak} if peak else {"tflops": tflops}
 
 
 def memory_mib() -> float:

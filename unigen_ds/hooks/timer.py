@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from unigen_ds.core.batch import PackedBatch
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.log import logger
 from unigen_ds.core.registry import HOOKS
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
+from unigen_ds.hooks.peak import peak_tflops
 
 SECTIONS = ("data", "forward_backward", "step")
 WARM_UP_UPDATES = 50
@@ -32,6 +34,7 @@ class _Update:
     sequences: int
     samples: int
     tokens: int
+    flops: float
 
 
 @HOOKS.register_module()
@@ -47,9 +50,17 @@ class IterTimerHook(Hook):
         self._seen = 0
         self._warned: set[str] = set()
         self._sequences_left = 0.0
+        self._flops = 0.0
+        self.peak_tflops: float | None = None
+        """10**12 operations a second that one device can do; None where that is not known, and before training."""
 
     def before_train(self, run: Run) -> None:
+        self.peak_tflops = peak_tflops(run.config)
         run.clock.read()  # building the run is not part of the first update
+
+    def before_train_iter(self, run: Run, index: int, batch: PackedBatch) -> None:
+        count = getattr(run.backend.model, "flops", None)
+        self._flops += count(batch) if count else 0.0
 
     def after_update(self, run: Run, result: UpdateResult) -> None:
         seconds, sections = run.clock.read()
@@ -60,8 +71,10 @@ class IterTimerHook(Hook):
                 sequences=run.progress.sequences - run.previous.sequences,
                 samples=run.progress.samples - run.previous.samples,
                 tokens=result.tokens,
+                flops=self._flops,
             )
         )
+        self._flops = 0.0
         self._seen += 1
         self._sequences_left = max(0.0, run.total_sequences - run.progress.sequences)
         if self._seen > WARM_UP_UPDATES:
@@ -87,6 +100,11 @@ class IterTimerHook(Hook):
             "samples_per_second": sum(update.samples for update in self._updates) / seconds,
             "eta": self._sequences_left / rate if rate else float("inf"),
         }
+
+    def flops_per_second(self) -> float:
+        """Of this rank's model over the window; 0 where the model has no ``flops``."""
+        seconds = sum(update.seconds for update in self._updates)
+        return sum(update.flops for update in self._updates) / seconds if seconds else 0.0
 
     def _judge(self) -> None:
         """Warn once for each share that has left its band."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from unigen_ds.core.seeding import generator
 from unigen_ds.data.collate import Loaded, pack_documents
 from unigen_ds.data.processor import UnifiedProcessor
 from unigen_ds.data.samples import ImageSplit, TextSplit, TokenSplit
+from unigen_ds.data.transforms import open_image
 from unigen_ds.inference.kv_cache import KVCache
 from unigen_ds.inference.sampler import FlowSettings, guide, image_grid, noise_image, times, vit_image
 from unigen_ds.models.flow import unpatchify_latent
@@ -94,7 +96,7 @@ class InterleaveInferencer:
         self,
         prompt: str,
         *,
-        images: Sequence[Image.Image] = (),
+        images: Sequence[Image.Image | str | Path] = (),
         understand: bool = False,
         think: bool = False,
         size: Sequence[int] | None = None,
@@ -107,7 +109,7 @@ class InterleaveInferencer:
         """A picture for ``prompt``; with ``images`` an edited one; with ``understand`` a text instead.
 
         Args:
-            images: shown before the prompt.
+            images: pictures or paths, shown before the prompt.
             understand: answer in text, and draw nothing.
             think: let the model write down its thoughts first, and draw from them, too.
             size: (height, width) of the picture; None: of the last of ``images``, else the largest square.
@@ -118,7 +120,8 @@ class InterleaveInferencer:
         contexts = Contexts()
         if think:
             self._show_prompt(contexts, THINK_THEN_ANSWER if understand else THINK_THEN_DRAW)
-        for number, image in enumerate(images):
+        for number, given in enumerate(images):
+            image = given if isinstance(given, Image.Image) else open_image(given)
             shown = self._show_image(contexts, image, draw=not understand, noise_key=(seed, number, "vae"))
             size = size or (shown.height, shown.width)
         self._add_text(contexts, prompt)

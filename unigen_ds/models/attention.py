@@ -1,8 +1,10 @@
 """Attention from a description of the sequence (document, split, mode), not from a mask.
 
-``plan_attention`` is called once per micro-batch; every layer then calls the plan with its queries, keys, values.
-Documents of similar length are padded into one batch, so the cost follows the documents (sum of length squared), not
-the square of the micro-batch: 64 samples of 25 tokens cost 40 k scores per head instead of 2.6 M.
+``plan_attention`` is called once per micro-batch; every layer then calls the plan with its queries, keys, values. On
+CUDA the plan is FlexAttention (``flex.py``). Elsewhere it is SDPA, bucket by bucket: documents of similar length are
+padded into one batch, so the cost follows the documents (sum of length squared), not the square of the micro-batch: 64
+samples of 25 tokens cost 40 k scores per head instead of 2.6 M. Text alone needs no mask: it is causal, and padding
+stands behind it.
 
 Who sees whom inside a document (BAGEL's rules): earlier places always; all places of the same image split; but a
 place of a NOISE split is seen by its own split alone.
@@ -14,12 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from unigen_ds.core.batch import CAUSAL, NOISE, PackedBatch
+from unigen_ds.models.flex import FlexPlan, plan_flex
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(queries, keys, values) of the present tokens -> what they attend to; every layer calls it once, in order."""
@@ -29,103 +33,135 @@ _MIN_FILL = 0.75  # a document joins a bucket when it fills this share of its pa
 
 @dataclass(frozen=True)
 class Bucket:
-    """Documents attended together: where their tokens stand, and the padded slot of each."""
+    """Documents attended together, padded to one length."""
 
-    token_index: Tensor
-    slot: Tensor
-    shape: tuple[int, int]
-    mask: Tensor | None
-    """[B, 1, N, N] bool, true where a row may look; None: all places see each other."""
+    shape: tuple[int, ...]
+    mask: Tensor | None = None
+    """[B, 1, N, N] bool, true where a row may look; None: a row sees all, or with ``is_causal`` what is not behind."""
+    is_causal: bool = False
 
 
 @dataclass(frozen=True)
-class AttentionPlan:
+class SDPAPlan:
     """Calls scaled dot-product attention bucket by bucket."""
 
     buckets: tuple[Bucket, ...]
+    slot_T: Tensor | None
+    """Where each token stands in the buckets, laid one behind the other; None: they are the tokens as they stand."""
 
     def __call__(self, q_THE: Tensor, k_THE: Tensor, v_THE: Tensor) -> Tensor:
         """``[T, H, E]`` each (k and v may have fewer heads, a divisor) -> ``[T, H, E]``."""
         groups = q_THE.shape[1] // k_THE.shape[1]
-        if groups > 1:
-            k_THE, v_THE = k_THE.repeat_interleave(groups, 1), v_THE.repeat_interleave(groups, 1)
         if not self.buckets:  # no token at all: keep the graph, so that every parameter gets a (zero) gradient
-            return q_THE + 0.0 * (k_THE + v_THE)
-        parts = [_attend(bucket, q_THE, k_THE, v_THE) for bucket in self.buckets]
-        if len(parts) == 1:
-            order = self.buckets[0].token_index
-            joined = parts[0]
-        else:
-            order = torch.cat([bucket.token_index for bucket in self.buckets])
-            joined = torch.cat(parts)
-        return torch.empty_like(joined).index_copy(0, order, joined)
+            return q_THE + 0.0 * (k_THE + v_THE).repeat_interleave(groups, 1)
+        q, k, v = (self._padded(x) for x in (q_THE, k_THE, v_THE))
+        sizes = [rows * length for rows, length in (bucket.shape for bucket in self.buckets)]
+        parts = [
+            _attend(bucket, *parts, groups=groups)
+            for bucket, *parts in zip(self.buckets, q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
+        ]
+        joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return joined if self.slot_T is None else joined.index_select(0, self.slot_T)
+
+    def _padded(self, x_THE: Tensor) -> Tensor:
+        if self.slot_T is None:
+            return x_THE
+        places = sum(rows * length for rows, length in (bucket.shape for bucket in self.buckets))
+        return x_THE.new_zeros((places, *x_THE.shape[1:])).index_copy(0, self.slot_T, x_THE)
 
 
-def _attend(bucket: Bucket, q_THE: Tensor, k_THE: Tensor, v_THE: Tensor) -> Tensor:
-    rows, length = bucket.shape
-
-    def pad(x_THE: Tensor) -> Tensor:
-        taken = x_THE.index_select(0, bucket.token_index)
-        padded = taken.new_zeros((rows * length, *taken.shape[1:])).index_copy(0, bucket.slot, taken)
-        return padded.unflatten(0, (rows, length)).transpose(1, 2)
-
-    out = F.scaled_dot_product_attention(pad(q_THE), pad(k_THE), pad(v_THE), attn_mask=bucket.mask)
-    return out.transpose(1, 2).flatten(0, 1).index_select(0, bucket.slot)
+AttentionPlan = SDPAPlan | FlexPlan
 
 
-def plan_attention(batch: PackedBatch, place_of: Tensor | None = None) -> AttentionPlan:
-    """Plan for the language model. ``place_of[t]`` is where token ``t`` stands in the hidden states; None: at ``t``."""
+def _attend(bucket: Bucket, q: Tensor, k: Tensor, v: Tensor, *, groups: int) -> Tensor:
+    """``[B * N, H, E]`` each -> the same."""
+    q, k, v = (x.unflatten(0, bucket.shape).transpose(1, 2) for x in (q, k, v))
+    if groups > 1:
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=bucket.mask, is_causal=bucket.is_causal)
+    return out.transpose(1, 2).flatten(0, 1)
+
+
+def plan_attention(
+    batch: PackedBatch, place_of: Tensor | None = None, *, use_flex: bool | None = None
+) -> AttentionPlan:
+    """Plan for the language model.
+
+    Args:
+        batch: says who sees whom.
+        place_of: ``place_of[t]`` is where token ``t`` stands in the hidden states; None: at ``t``.
+        use_flex: FlexAttention or SDPA; None: by the batch's device.
+    """
     modes_T = batch.split_modes[batch.split_ids]
+    device = batch.document_ids.device
+    if device.type == "cuda" if use_flex is None else use_flex:
+        number = torch.arange(batch.num_tokens, device=device)
+        token = number if place_of is None else torch.empty_like(number).index_copy(0, place_of, number)
+        image_T = batch.split_ids.masked_fill(modes_T == CAUSAL, -1)
+        return plan_flex(
+            batch.document_ids[token],
+            token,
+            image_T[token],
+            (modes_T == NOISE)[token],
+            num_documents=len(batch.document_lengths),
+            num_images=len(batch.split_modes),
+        )
 
-    def mask(tokens: Tensor, valid: Tensor, uniform: bool) -> Tensor:
+    def bucket(tokens: Tensor, valid: Tensor) -> Bucket:
         split, mode = batch.split_ids[tokens], modes_T[tokens]  # [B, N]
+        if not (mode != CAUSAL).any():
+            return Bucket(tuple(tokens.shape), is_causal=True)
         same = split[:, :, None] == split[:, None, :]
         length = tokens.shape[1]
-        earlier = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
+        earlier = torch.ones(length, length, dtype=torch.bool, device=device).tril()
         seen = earlier | (same & (mode != CAUSAL)[:, None, :])
         hidden = (mode == NOISE)[:, None, :] & ~same
-        alone = torch.eye(length, dtype=torch.bool, device=tokens.device)  # padding rows: something to look at
-        return ((seen & ~hidden & valid[:, None, :]) | alone)[:, None]
+        alone = torch.eye(length, dtype=torch.bool, device=device)  # padding rows: something to look at
+        return Bucket(tuple(tokens.shape), ((seen & ~hidden & valid[:, None, :]) | alone)[:, None])
 
-    return _plan(batch.document_lengths, batch.document_ids.device, place_of, mask)
+    return _plan_sdpa(batch.document_lengths, device, place_of, bucket)
 
 
-def plan_full_attention(lengths: Sequence[int], device: torch.device) -> AttentionPlan:
+def plan_full_attention(lengths: Sequence[int], device: torch.device, *, use_flex: bool | None = None) -> AttentionPlan:
     """Plan where all places of a document see each other: the ViT, one document per image."""
+    if device.type == "cuda" if use_flex is None else use_flex:
+        number = torch.arange(sum(lengths), device=device)
+        image = torch.arange(len(lengths), device=device).repeat_interleave(
+            torch.tensor(lengths, dtype=torch.int64, device=device), output_size=len(number)
+        )
+        noise, count = torch.zeros_like(image, dtype=torch.bool), len(lengths)
+        return plan_flex(image, number, image, noise, num_documents=count, num_images=count)
 
-    def mask(tokens: Tensor, valid: Tensor, uniform: bool) -> Tensor | None:
-        if uniform:
-            return None
+    def bucket(tokens: Tensor, valid: Tensor) -> Bucket:
+        if valid.all():
+            return Bucket(tuple(tokens.shape))
         alone = torch.eye(tokens.shape[1], dtype=torch.bool, device=device)
-        return (valid[:, None, :] | alone)[:, None]
+        return Bucket(tuple(tokens.shape), (valid[:, None, :] | alone)[:, None])
 
-    return _plan(lengths, device, None, mask)
-
-
-_MaskOf = Callable[[Tensor, Tensor, bool], Tensor | None]
-"""(token numbers [B, N], which of them are real [B, N], whether all are) -> the bucket's mask."""
+    return _plan_sdpa(lengths, device, None, bucket)
 
 
-def _plan(lengths: Sequence[int], device: torch.device, place_of: Tensor | None, mask_of: _MaskOf) -> AttentionPlan:
-    starts = [0]
-    for length in lengths:
-        starts.append(starts[-1] + length)
-    buckets = []
+_BucketOf = Callable[[Tensor, Tensor], Bucket]
+"""(token numbers [B, N], which of them are real [B, N]) -> the bucket."""
+
+
+def _plan_sdpa(lengths: Sequence[int], device: torch.device, place_of: Tensor | None, bucket_of: _BucketOf) -> SDPAPlan:
+    starts = [0, *accumulate(lengths)]
+    buckets, slots, num_places = [], torch.empty(starts[-1], dtype=torch.int64, device=device), 0
     for members in _group(lengths):
         longest = lengths[members[0]]
         start = torch.tensor([starts[m] for m in members], device=device)[:, None]
         size = torch.tensor([lengths[m] for m in members], device=device)[:, None]
         place = torch.arange(longest, device=device)[None]
         valid = place < size  # [B, N]
-        uniform = lengths[members[-1]] == longest
         tokens = torch.where(valid, start + place, start)
-        flat = valid.flatten().nonzero().squeeze(1)
-        token_index = tokens.flatten()[flat]
-        mask = mask_of(tokens, valid, uniform)
-        if place_of is not None:
-            token_index = place_of[token_index]
-        buckets.append(Bucket(token_index, flat, (len(members), longest), mask))
-    return AttentionPlan(tuple(buckets))
+        buckets.append(bucket_of(tokens, valid))
+        slots[tokens[valid]] = num_places + valid.flatten().nonzero().squeeze(1)
+        num_places += valid.numel()
+    if place_of is not None:
+        slots = torch.empty_like(slots).index_copy(0, place_of, slots)
+    as_they_stand = num_places == len(slots) and bool((slots[1:] > slots[:-1]).all())
+    return SDPAPlan(tuple(buckets), None if as_they_stand else slots)
 
 
 def _group(lengths: Sequence[int]) -> list[list[int]]:

@@ -10,7 +10,7 @@ Shape suffixes: T tokens, D width, H heads, E head width.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from unigen_ds.core.batch import LossTerms, PackedBatch
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.registry import MODELS
 from unigen_ds.models.attention import Attend, plan_attention
+from unigen_ds.models.flops import attention_flops, linear_flops, trains
 from unigen_ds.models.hf_directory import open_directory, transformers_config
 from unigen_ds.models.losses import text_loss_sum
 from unigen_ds.models.weights import PretrainedModel
@@ -66,7 +67,6 @@ class DecoderLM(PretrainedModel):
         self.vocab_size: int = causal.config.vocab_size
         self.model, self.lm_head = causal.model, causal.lm_head
         self.model.rotary_emb = _rotary(self.model.rotary_emb)
-        self._layer_numel = sum(p.numel() for p in self.model.layers.parameters())  # an engine may cut them up
         self.start_from(source)
         self._freeze(freeze)
         for layer in self.model.layers:
@@ -135,11 +135,17 @@ class DecoderLM(PretrainedModel):
         return [*self.model.layers]
 
     def flops(self, batch: PackedBatch) -> float:
-        """Floating point operations of forward and backward on this micro-batch: 6 a weight and token, plus scores."""
+        """Floating point operations of forward and backward on this micro-batch (``flops.py``)."""
         width = self.model.layers[0].self_attn.q_proj.out_features
-        scores = sum(length**2 for length in batch.document_lengths) * 2 * width * len(self.model.layers)
-        head = self.vocab_size * self.llm_config.hidden_size * batch.text_target_index.numel()
-        return 6.0 * (self._layer_numel * batch.num_tokens + head + scores)
+        scores = attention_flops(batch.document_lengths, width, grad=True) * len(self.model.layers)
+        token, target = self._row_flops
+        return token * batch.num_tokens + target * batch.text_target_index.numel() + scores
+
+    @cached_property
+    def _row_flops(self) -> tuple[float, float]:
+        """Of a token in the layers, and of a target in the head."""
+        token = linear_flops(self.model.layers, input_grad=trains(self.model.embed_tokens))
+        return token, linear_flops(self.lm_head, input_grad=trains(self.model))
 
 
 def _causal_lm(config: Any) -> Any:

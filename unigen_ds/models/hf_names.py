@@ -20,6 +20,7 @@ from torch import Tensor
 
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.files import write_atomic, write_text_atomic
+from unigen_ds.models.quantized import plain_state_dict
 from unigen_ds.models.weights import Pretrained, Stored, read_json, stored_tensors
 
 _PREFIXES = (
@@ -85,6 +86,13 @@ def vlm_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"nanoVLM config: {error.args[0]} is missing") from error
 
 
+def nanovlm_sizes(model: Any) -> dict[str, Any]:
+    """What ``vlm_arguments`` reads of nanoVLM's ``config.json``, from a model."""
+    sizes = {theirs: model.llm_config[ours] for ours, theirs in _LLM.items()}
+    sizes |= {theirs: model.vit_config[ours] for ours, theirs in _VIT.items()}
+    return {**sizes, **_FIXED, "mp_pixel_shuffle_factor": model.connector.factor}
+
+
 def open_pretrained_vlm(given: str | Mapping[str, str]) -> Pretrained:
     """``given``: nanoVLM's directory, or ``dict(vit=..., llm=...)`` of a SigLIP and a Llama-type directory.
 
@@ -140,7 +148,10 @@ def _open_parts(given: Mapping[str, str]) -> Pretrained:
 
 
 def save_nanovlm(model: Any, directory: Path, *, config: Mapping[str, Any]) -> None:
-    """Write a ``VLM`` as nanoVLM would. ``config``: its ``config.json``, whose sizes must be the model's."""
+    """Write a ``VLM`` as nanoVLM would; quantised weights are unpacked.
+
+    ``config``: its ``config.json``, whose sizes must be the model's.
+    """
     arguments = vlm_arguments(config)
     for part, has in (("llm", model.llm_config), ("vit", model.vit_config)):
         wrong = {key: value for key, value in arguments[part].items() if has[key] != value}
@@ -148,7 +159,7 @@ def save_nanovlm(model: Any, directory: Path, *, config: Mapping[str, Any]) -> N
             raise ConfigError(f"config.json has {part} sizes {wrong}", allowed=f"the model's: {has}")
     if arguments["pixel_shuffle_factor"] != model.connector.factor:
         raise ConfigError("config.json has another pixel shuffle factor", allowed=str(model.connector.factor))
-    tensors = to_nanovlm(model.state_dict(), patch_size=model.vit_config["patch_size"])
+    tensors = to_nanovlm(plain_state_dict(model), patch_size=model.vit_config["patch_size"])
     backbone = model.language_model.model
     index = torch.arange(0, backbone.head_width, 2, dtype=torch.float32)
     tensors[_FREQUENCIES] = 1.0 / (backbone.theta ** (index / backbone.head_width))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
@@ -20,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from unigen_ds.core.errors import CheckpointError, ConfigError
-from unigen_ds.core.files import fsync_path
+from unigen_ds.core.files import new_directory
 from unigen_ds.core.log import logger
+from unigen_ds.models.quantized import plain_state_dict
 from unigen_ds.models.weights import Pretrained, Stored, read_json, shown, stored_tensors
 
 LLM_CONFIG, VIT_CONFIG, WEIGHTS, VAE_WEIGHTS = FILES = (
@@ -153,7 +152,7 @@ def with_copied_experts(source: Pretrained, names: Iterable[str]) -> Pretrained:
 
 
 def write_published(model: Any, out: Path, *, source: Path | None = None, dtype: torch.dtype | None = None) -> None:
-    """Write ``model`` as a published directory; it appears complete or not at all.
+    """Write ``model`` as a published directory; it appears complete or not at all. Quantised weights are unpacked.
 
     Args:
         out: a new folder.
@@ -162,9 +161,7 @@ def write_published(model: Any, out: Path, *, source: Path | None = None, dtype:
 
     Raises ``ConfigError`` where ``out`` exists or ``source`` is of another size, ``CheckpointError`` on a full disk.
     """
-    if out.exists():
-        raise ConfigError(f"{out} exists", allowed="a new folder")
-    state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in plain_state_dict(model).items()}
     if dtype is not None:
         state = {name: t.to(dtype) if t.is_floating_point() else t for name, t in state.items()}
     vae = {name.removeprefix(_PREFIX["vae"]): t for name, t in state.items() if name.startswith(_PREFIX["vae"])}
@@ -174,9 +171,7 @@ def write_published(model: Any, out: Path, *, source: Path | None = None, dtype:
     configs = _configs(model.sizes)
     if source is not None:
         _check_source(source, configs)
-    staging = out.with_name(f".{out.name}.writing-{os.getpid()}")
-    try:
-        staging.mkdir(parents=True)
+    with new_directory(out) as staging:
         for name, config in configs.items():
             (staging / name).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         for path in source.iterdir() if source else ():
@@ -184,15 +179,6 @@ def write_published(model: Any, out: Path, *, source: Path | None = None, dtype:
                 shutil.copyfile(path, staging / path.name)
         for file, tensors in ((WEIGHTS, rest), (VAE_WEIGHTS, vae)):
             save_file(tensors, staging / file, metadata={"format": "pt"})
-        for path in (*staging.iterdir(), staging):
-            fsync_path(path)
-        os.rename(staging, out)
-        fsync_path(out.absolute().parent)
-    except (OSError, SafetensorError) as error:
-        remedy = "free disk space, fix the permission, or name another folder"
-        raise CheckpointError(f"could not write {out}: {error}", remedy=remedy) from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
 
 
 def _check_source(source: Path, configs: Mapping[str, Mapping[str, Any]]) -> None:

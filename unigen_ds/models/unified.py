@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.registry import AUTOENCODERS, MODELS, build
 from unigen_ds.models import flow
 from unigen_ds.models.attention import Attend, plan_attention
+from unigen_ds.models.flops import attention_flops, encode_flops, linear_flops, trains
 from unigen_ds.models.layers import (
     MLPConnector,
     PositionTable,
@@ -38,6 +40,7 @@ from unigen_ds.models.layers import (
 )
 from unigen_ds.models.losses import image_loss_sum, text_loss_sum
 from unigen_ds.models.published import model_sizes, open_pretrained, with_copied_experts
+from unigen_ds.models.quantized import quantize_frozen
 from unigen_ds.models.vae import encode_by_size
 from unigen_ds.models.vision import VisionModel
 from unigen_ds.models.weights import PretrainedModel
@@ -168,6 +171,7 @@ class UnifiedModel(PretrainedModel):
         max_latent_size: side of the latent position table, in patches; 64 where ``pretrained`` does not tell.
         timestep_shift: of the training time steps; 1 leaves them alone.
         freeze: any of ``vae``, ``vit``, ``llm``, ``connector``: gets no gradient and stays bit-identical.
+        quantize: frozen part -> ``nf4`` or ``int8``: its linear layers keep packed weights (``quantized.py``).
         activation_checkpointing: re-compute each decoder layer in the backward pass.
         compile: ``torch.compile`` each decoder layer.
         pretrained: a published directory, or ``dict(llm=..., vit=..., vae=...)`` of directories: initial weights, and
@@ -188,6 +192,7 @@ class UnifiedModel(PretrainedModel):
         max_latent_size: int | None = None,
         timestep_shift: float = 1.0,
         freeze: Sequence[str] = ("vae",),
+        quantize: Mapping[str, str] | None = None,
         activation_checkpointing: bool = False,
         compile: bool = False,
         pretrained: str | Mapping[str, str] | None = None,
@@ -222,6 +227,7 @@ class UnifiedModel(PretrainedModel):
             source = with_copied_experts(source, self.state_dict(keep_vars=True))
         self.start_from(source)
         self._freeze(freeze)
+        quantize_frozen(self.parts(), quantize or {})
         self.language_model.model.activation_checkpointing = activation_checkpointing
         if compile:
             for layer in self.language_model.model.layers:
@@ -261,10 +267,13 @@ class UnifiedModel(PretrainedModel):
         else:
             tensor.fill_(1.0)
 
+    def parts(self) -> dict[str, nn.Module]:
+        """What ``freeze`` and ``quantize`` name."""
+        modules = (self.vae, self.vit_model, self.language_model, self.connector)
+        return dict(zip(FREEZABLE, modules, strict=True))
+
     def _freeze(self, parts: Sequence[str]) -> None:
-        modules: dict[str, nn.Module] = {
-            "vae": self.vae, "vit": self.vit_model, "llm": self.language_model, "connector": self.connector,
-        }  # fmt: skip
+        modules = self.parts()
         for part in (*parts, "vae"):
             if part not in modules:
                 raise ConfigError(f"model.freeze names {part!r}", allowed=", ".join(FREEZABLE))
@@ -329,16 +338,35 @@ class UnifiedModel(PretrainedModel):
         return [*self.vit_model.vision_model.encoder.layers, *self.language_model.model.layers]
 
     def flops(self, batch: PackedBatch) -> float:
-        """Floating point operations of forward and backward on this micro-batch: 6 a weight and token, plus scores."""
-        layers = self.language_model.model.layers
-        weights = sum(p.numel() for p in layers[0].parameters()) / 2  # one expert
-        width = self.language_model.model.norm.weight.numel()
-        scores = sum(length**2 for length in batch.document_lengths) * 2 * width
-        vit_layers = self.vit_model.vision_model.encoder.layers
-        vit_weights = sum(p.numel() for layer in vit_layers for p in layer.parameters())
-        head = self.language_model.lm_head.weight.numel() * batch.text_target_index.numel()
-        dense = weights * len(layers) * batch.num_tokens + vit_weights * batch.vit_index.numel() + head
-        return 6.0 * (dense + scores * len(layers))
+        """Floating point operations of forward and backward on this micro-batch (``flops.py``)."""
+        cost, backbone, vit = self._row_flops, self.language_model.model, self.sizes["vit"]
+        seen = attention_flops(batch.vit_lengths, vit["hidden_size"], grad=trains(self.vit_model))
+        read = attention_flops(batch.document_lengths, self.sizes["llm"]["hidden_size"], grad=True)
+        return (
+            cost["patch"] * batch.vit_index.numel()
+            + cost["latent"] * batch.latent_index.numel()
+            + cost["token"] * batch.num_tokens
+            + cost["text_target"] * batch.text_target_index.numel()
+            + cost["image_target"] * batch.image_target_index.numel()
+            + seen * vit["num_hidden_layers"]
+            + read * len(backbone.layers)
+            + sum(self._encode_flops(channels=batch.vae_images.shape[1], grid=grid) for grid in batch.latent_shapes)
+        )
+
+    @cached_property
+    def _row_flops(self) -> dict[str, float]:
+        vit, backbone = self.vit_model, self.language_model.model
+        return {
+            "patch": linear_flops(vit, input_grad=False) + linear_flops(self.connector, input_grad=trains(vit)),
+            "latent": linear_flops(self.vae2llm, input_grad=False) + linear_flops(self.time_embedder, input_grad=False),
+            "token": linear_flops(backbone.layers, input_grad=True) / 2,  # one of the two experts
+            "text_target": linear_flops(self.language_model.lm_head, input_grad=True),
+            "image_target": linear_flops(self.llm2vae, input_grad=True),
+        }
+
+    @cached_property
+    def _encode_flops(self) -> Callable[..., float]:
+        return cache(partial(encode_flops, self.sizes["vae"], patch=self.latent_patch_size))
 
 
 def _check_llm(config: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ Source: huggingface/nanoVLM.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,9 +22,11 @@ from torch import Tensor, nn
 from unigen_ds.core.batch import LossTerms, PackedBatch
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.registry import MODELS
+from unigen_ds.models.flops import attention_flops, linear_flops, trains
 from unigen_ds.models.hf_names import EXTRA_TOKENS, open_pretrained_vlm
 from unigen_ds.models.llama import LlamaLM
 from unigen_ds.models.losses import text_loss_sum
+from unigen_ds.models.quantized import quantize_frozen
 from unigen_ds.models.vision import VisionTransformer
 from unigen_ds.models.weights import Pretrained, PretrainedModel
 
@@ -77,6 +80,7 @@ class VLM(PretrainedModel):
         vit: sizes under SigLIP's names; what is left out is SigLIP2-base-patch16-512's.
         pixel_shuffle_factor: sides of a square of patches that become one token; 4 where ``pretrained`` tells none.
         freeze: any of ``vit``, ``llm``, ``connector``: gets no gradient and stays bit-identical.
+        quantize: frozen part -> ``nf4`` or ``int8``: its linear layers keep packed weights (``quantized.py``).
         activation_checkpointing: re-compute each decoder layer in the backward pass.
         compile: ``torch.compile`` each decoder layer.
         pretrained: nanoVLM's directory, or ``dict(vit=..., llm=...)``, a SigLIP2 and a SmolLM2 directory (or one of
@@ -96,6 +100,7 @@ class VLM(PretrainedModel):
         vit: Mapping[str, Any] | None = None,
         pixel_shuffle_factor: int | None = None,
         freeze: Sequence[str] = (),
+        quantize: Mapping[str, str] | None = None,
         activation_checkpointing: bool = False,
         compile: bool = False,
         pretrained: str | Mapping[str, str] | None = None,
@@ -114,6 +119,7 @@ class VLM(PretrainedModel):
         self.language_model = LlamaLM(self.llm_config)
         self.start_from(source)
         self._freeze(freeze)
+        quantize_frozen(self.parts(), quantize or {})
         self.language_model.model.activation_checkpointing = activation_checkpointing
         if compile:
             for layer in self.language_model.model.layers:
@@ -134,8 +140,12 @@ class VLM(PretrainedModel):
         else:
             tensor.fill_(0.0 if name.endswith("bias") else 1.0)
 
+    def parts(self) -> dict[str, nn.Module]:
+        """What ``freeze`` and ``quantize`` name."""
+        return {"vit": self.vision_model, "llm": self.language_model, "connector": self.connector}
+
     def _freeze(self, parts: Sequence[str]) -> None:
-        modules = {"vit": self.vision_model, "llm": self.language_model, "connector": self.connector}
+        modules = self.parts()
         for part in parts:
             if part not in modules:
                 raise ConfigError(f"model.freeze names {part!r}", allowed=", ".join(FREEZABLE))
@@ -182,19 +192,28 @@ class VLM(PretrainedModel):
         return [*self.vision_model.encoder.layers, *self.language_model.model.layers]
 
     def flops(self, batch: PackedBatch) -> float:
-        """Floating point operations of forward and backward on this micro-batch: 6 a weight and token, plus scores."""
-        layers = self.language_model.model.layers
-        weights = sum(p.numel() for p in layers.parameters())
-        vit_weights = sum(p.numel() for p in self.vision_model.encoder.parameters())
-        scores = sum(length**2 for length in batch.document_lengths) * 2 * self.llm_config["hidden_size"]
-        head = self.language_model.lm_head.weight.numel() * batch.text_target_index.numel()
-        return 6.0 * (
-            weights * batch.num_tokens
-            + vit_weights * len(batch.vit_patches)
-            + self.connector.proj.weight.numel() * batch.vit_index.numel()
-            + head
-            + scores * len(layers)
+        """Floating point operations of forward and backward on this micro-batch (``flops.py``)."""
+        cost, llm, vit = self._row_flops, self.llm_config, self.vit_config
+        seen = attention_flops(batch.vit_lengths, vit["hidden_size"], grad=trains(self.vision_model))
+        read = attention_flops(batch.document_lengths, llm["hidden_size"], grad=True)
+        return (
+            cost["patch"] * len(batch.vit_patches)
+            + cost["image_token"] * batch.vit_index.numel()
+            + cost["token"] * batch.num_tokens
+            + cost["target"] * batch.text_target_index.numel()
+            + seen * vit["num_hidden_layers"]
+            + read * llm["num_hidden_layers"]
         )
+
+    @cached_property
+    def _row_flops(self) -> dict[str, float]:
+        vit, backbone = self.vision_model, self.language_model.model
+        return {
+            "patch": linear_flops(vit, input_grad=False),
+            "image_token": linear_flops(self.connector, input_grad=trains(vit)),
+            "token": linear_flops(backbone.layers, input_grad=True),
+            "target": linear_flops(self.language_model.lm_head, input_grad=True),
+        }
 
 
 def _sizes(source: Pretrained | None, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], int]:

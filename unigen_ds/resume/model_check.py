@@ -16,7 +16,8 @@ def model_findings(
 ) -> list[Finding]:
     """The model and the optimizer, by parameter names: also asked of the real model once it is built."""
     number = f"{len(manifest.parameters)} parameters"
-    other, frozen = other_shapes(manifest.parameters, parameters), _other_training(manifest, parameters)
+    other = other_shapes(manifest.parameters, parameters) + _other_packing(manifest.config, config)
+    frozen = _other_training(manifest, parameters)
     kinds = optimizer_type(manifest.config), optimizer_type(config)
     groups = _groups(manifest.parameters), _groups(parameters)
     findings = [
@@ -54,6 +55,12 @@ def _other_training(manifest: Manifest, parameters: Sequence[Mapping[str, Any]])
         for row in manifest.parameters
         if trained.get(row["name"], row["trainable"]) != row["trainable"]
     ]
+
+
+def _other_packing(stored: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
+    """Parts whose weights are packed in another way. (Packed or not, that is another set of parameters.)"""
+    was, now = ((c.get("model") or {}).get("quantize") or {} for c in (stored, config))
+    return [f"{part} was {was[part]} and is {now[part]}" for part in was if now.get(part, was[part]) != was[part]]
 
 
 def _groups(parameters: Sequence[Mapping[str, Any]]) -> str:

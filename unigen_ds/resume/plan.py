@@ -10,18 +10,20 @@ CKPT                   None                the same
 False                  CKPT                weights only, progress from zero; refused as a fresh run is
 =====================  ==================  ==========================================================
 
+``load_cfg`` says what may differ in the last row; in any other it is refused.
 Called on rank 0, which tells the others: a checkpoint is read whole, for its hashes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from unigen_ds.checkpoint import foreign, store
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
+from unigen_ds.checkpoint.partial import LoadConfig
 from unigen_ds.core.errors import CheckpointError, ConfigError
 
 Mode = Literal["fresh", "resume", "weights"]
@@ -36,9 +38,18 @@ class ResumePlan:
     manifest: Manifest | None = None
     """None with a checkpoint: it is of another trainer (``checkpoint/foreign.py``)."""
     messages: Sequence[str] = ()
+    load_cfg: LoadConfig = field(default_factory=LoadConfig)
+    """What may differ where weights alone are taken."""
 
 
-def plan_resume(work_dir: Path, *, resume: bool | str, load_from: str | None, hashes: bool = True) -> ResumePlan:
+def plan_resume(
+    work_dir: Path,
+    *,
+    resume: bool | str,
+    load_from: str | None,
+    load_cfg: Mapping[str, Any] | None = None,
+    hashes: bool = True,
+) -> ResumePlan:
     """Decide by the table above. Reads files only; without ``hashes`` their sizes, not their content.
 
     Raises ``ConfigError`` for a fresh start over existing checkpoints, and ``CheckpointError`` when checkpoints exist
@@ -49,6 +60,13 @@ def plan_resume(work_dir: Path, *, resume: bool | str, load_from: str | None, ha
             f"both resume={resume!r} and load_from={load_from!r} name a checkpoint",
             remedy="resume goes on with a run; load_from alone takes weights only",
         )
+    if load_cfg and (resume or load_from is None):
+        raise ConfigError(
+            f"load_cfg is set, but {'the run is resumed, which is exact' if resume else 'load_from is not'}",
+            allowed="load_cfg with load_from and without resume",
+            remedy="--cfg-options load_cfg=null load_from=null",
+        )
+    partial = LoadConfig.from_cfg(load_cfg)
     existing = store.list_checkpoints(work_dir)
     if existing and not resume:
         names = ", ".join(found.path.name for found in existing[-3:])
@@ -62,10 +80,11 @@ def plan_resume(work_dir: Path, *, resume: bool | str, load_from: str | None, ha
     path = checkpoint_directory(named)
     if not (path / FILE_NAME).is_file():
         told = f"{path} has no manifest: it is read as another trainer's checkpoint."
-        return ResumePlan("resume" if resume else "weights", path, messages=(told,))
+        return ResumePlan("resume" if resume else "weights", path, messages=(told,), load_cfg=partial)
     manifest = _verified(path, hashes=hashes)
     if not resume:
-        return ResumePlan("weights", path, manifest, (f"Loaded weights only from {path}; progress starts at zero.",))
+        told = f"Loaded weights only from {path}; progress starts at zero."
+        return ResumePlan("weights", path, manifest, (told,), partial)
     messages = [f"Resumed from the checkpoint {path}."]
     first = manifest.commit if store.is_inside(work_dir, path) else 0
     later = [f.path.name for f in existing if f.manifest and f.manifest.commit > first]

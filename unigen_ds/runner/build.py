@@ -151,7 +151,8 @@ def total_sequences(limits: Sequence[Duration], geometry: Geometry, tokens_per_s
 def build_model(config: Mapping[str, Any], processor: UnifiedProcessor, *, stream: bool = False) -> nn.Module:
     """The model on the CPU in fp32: the same weights on every rank and process count.
 
-    ``stream``: on the meta device if its weights are published ones, which its ``initial_weights`` then reads.
+    ``stream``: on the meta device if its weights are published ones, which its ``initial_weights`` then reads. A model
+    that is to be quantised is whole first.
     """
     spec = dict(config["model"])
     vocabulary = len(processor.tokenizer)  # type: ignore[arg-type]
@@ -159,7 +160,7 @@ def build_model(config: Mapping[str, Any], processor: UnifiedProcessor, *, strea
         spec["llm"] = {**spec["llm"], "vocab_size": vocabulary}
     torch.manual_seed(seed_of(config))
     kind = MODELS.get(spec["type"]) if isinstance(spec.get("type"), str) else spec.get("type")
-    stream = stream and bool(spec.get("pretrained")) and hasattr(kind, "initial_weights")
+    stream = stream and bool(spec.get("pretrained")) and not spec.get("quantize") and hasattr(kind, "initial_weights")
     with torch.device("meta") if stream else nullcontext():
         model = build(MODELS, spec, where="model")
     if model.vocab_size < vocabulary:

@@ -63,7 +63,8 @@ def inspect_resume(config: Config, *, world_size: int | None = None, verify: boo
     """
     work_dir, resume = Path(config["work_dir"]), config.get("resume") or True
     load_from = None if isinstance(resume, str) else config.get("load_from")
-    plan = plan_resume(work_dir, resume=resume, load_from=load_from, hashes=verify)
+    load_cfg = config.get("load_cfg")
+    plan = plan_resume(work_dir, resume=resume, load_from=load_from, load_cfg=load_cfg, hashes=verify)
     if plan.checkpoint is None:
         raise CheckpointError(
             f"{work_dir} holds no checkpoint", remedy="name one with --checkpoint, or the folder with --work-dir"

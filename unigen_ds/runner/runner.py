@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
+from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,14 @@ from unigen_ds.checkpoint.layouts import own_files, shard_folders
 from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
 from unigen_ds.checkpoint.lock import WorkDirLock
 from unigen_ds.checkpoint.manifest import Manifest
+from unigen_ds.checkpoint.partial import DIFFERENCES, REPORT_FILE, FittedReader, fit
 from unigen_ds.core import dist
 from unigen_ds.core.clock import Clock
 from unigen_ds.core.files import write_text_atomic
 from unigen_ds.core.log import logger
 from unigen_ds.core.progress import Progress
 from unigen_ds.core.seeding import derive_seed, seed_everything
+from unigen_ds.core.shards import ShardReader
 from unigen_ds.data.stream import Cursor
 from unigen_ds.hooks.base import Hook, UpdateResult
 from unigen_ds.resume.finding import refuse
@@ -185,10 +189,10 @@ class Runner:
         if checkpoint is None:
             return
         reader, stored = open_checkpoint(self._parts.plan)
-        check_weights(stored, parameters=self._parts.parameters)
         if manifest is None:
-            self.backend.load_tensors(reader, weights_only=True)
+            self._load_weights(reader, stored)
             return
+        check_weights(stored, parameters=self._parts.parameters)
         refuse(model_findings(manifest, parameters=self._parts.parameters, config=self._parts.plain_config))
         self.backend.load_tensors(reader)
         self._restore_hooks(checkpoint, manifest)
@@ -198,6 +202,22 @@ class Runner:
             logger().warning("The checkpoint is of another number of processes: network dropout is seeded anew.")
         dist.on_main(lambda: store.go_on_from(self.work_dir, checkpoint))
         self._call("after_load_checkpoint", {**manifest.state_dict(), "path": str(checkpoint)})
+
+    def _load_weights(self, reader: ShardReader, stored: Sequence[Mapping[str, Any]]) -> None:
+        """As ``load_cfg`` allows. What differs is said, or refused; ``load_report.json`` has every name of it."""
+        buffers = {name: buffer.numel() for name, buffer in self.backend.buffers().items()}
+        cfg = self._parts.plan.load_cfg
+        found = fit(reader, stored, parameters=self._parts.parameters, buffers=buffers, cfg=cfg)
+        report = {"checkpoint": str(self._parts.plan.checkpoint), **found.state_dict()}
+        dist.on_main(lambda: write_text_atomic(self.work_dir / REPORT_FILE, json.dumps(report, indent=1) + "\n"))
+        found.check(cfg)
+        if dist.is_main():
+            for kind, line in found.lines():
+                logger().log(WARNING if kind in DIFFERENCES else INFO, "Weights: %s.", line)
+            numbers = len(found.taken), len(found.kept)
+            logger().info("Weights: %d tensors are the checkpoint's, %d stay as initialised. What differs: %s.",
+                          *numbers, self.work_dir / REPORT_FILE)  # fmt: skip
+        self.backend.load_tensors(FittedReader(reader, found), weights_only=True, keep=found.kept)
 
     def _restore_hooks(self, checkpoint: Path, manifest: Manifest) -> None:
         states = saver.read_hook_states(checkpoint)

@@ -63,7 +63,12 @@ def open_run(config: Config) -> ResumePlan:
     """The log, and the checkpoint to go on from. Not collective: called by rank 0."""
     work_dir = Path(config["work_dir"])
     logger = log.setup(rank=dist.env_rank(), log_file=work_dir / "train.log")
-    plan = plan_resume(work_dir, resume=config.get("resume", False), load_from=config.get("load_from"))
+    plan = plan_resume(
+        work_dir,
+        resume=config.get("resume", False),
+        load_from=config.get("load_from"),
+        load_cfg=config.get("load_cfg"),
+    )
     for message in plan.messages:
         logger.info(message)
     if config.get("val_dataloader") is not None:

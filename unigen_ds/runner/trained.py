@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,18 @@ import torch
 from torch import nn
 
 from unigen_ds.checkpoint.convert import open_source
+from unigen_ds.checkpoint.layouts.nanovlm import is_nanovlm
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.checkpoint.writers import Entry
 from unigen_ds.core.errors import CheckpointError
 from unigen_ds.core.log import logger
 from unigen_ds.data.processor import UnifiedProcessor
+from unigen_ds.data.vlm_processor import VLMProcessor
+from unigen_ds.inference.chat import ChatInferencer
 from unigen_ds.inference.inferencer import InterleaveInferencer
 from unigen_ds.inference.text import TextInferencer
 from unigen_ds.models.decoder_lm import DecoderLM
+from unigen_ds.models.hf_names import vlm_arguments
 from unigen_ds.models.published import FILES
 from unigen_ds.models.unified import UnifiedModel
 from unigen_ds.runner.build import build_model, build_processor, import_custom, seed_of
@@ -44,7 +49,7 @@ def open_model(
         return build_model(config, processor), processor
     source = open_source(path, tag=tag)
     if config is None:
-        config = _stored_config(source.directory)
+        config = nanovlm_config(source.directory) if is_nanovlm(source.directory) else _stored_config(source.directory)
     import_custom(config)
     processor = build_processor(config, seed=seed_of(config))
     uncompiled = {key: value for key, value in config["model"].items() if key != "compile"}
@@ -57,11 +62,15 @@ def open_model(
 
 def open_inferencer(
     path: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, **source: Any
-) -> InterleaveInferencer | TextInferencer:
-    """``open_model``, which takes ``source``, ready to draw and read; a ``DecoderLM`` goes on with a text."""
+) -> InterleaveInferencer | ChatInferencer | TextInferencer:
+    """``open_model``, which takes ``source``, ready to draw and read; a ``VLM`` reads alone, a ``DecoderLM`` writes."""
     model, processor = open_model(path, **source)
     model = model.to(device=device, dtype=dtype).eval().requires_grad_(False)
-    return (TextInferencer if isinstance(model, DecoderLM) else InterleaveInferencer)(model, processor)
+    if isinstance(model, DecoderLM):
+        return TextInferencer(model, processor)
+    if isinstance(processor, VLMProcessor):
+        return ChatInferencer(model, processor)
+    return InterleaveInferencer(model, processor)
 
 
 def published_config(directory: Path) -> dict[str, Any]:
@@ -79,6 +88,21 @@ def published_config(directory: Path) -> dict[str, Any]:
         "model": model,
         "tokenizer": {"type": "PretrainedTokenizer", "path": str(directory)},
         "processor": {name: {"type": "ImageTransform", **given} for name, given in transforms.items()},
+    }
+
+
+def nanovlm_config(directory: Path) -> dict[str, Any]:
+    """The same for nanoVLM's directory; its tokenizer is the one beside it, or else the one that it names."""
+    stored = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    beside = (directory / "tokenizer_config.json").is_file()
+    tokenizer = {"path": str(directory) if beside else stored["lm_tokenizer"]}
+    return {
+        "model": {"type": "VLM", **vlm_arguments(stored)},
+        "tokenizer": {"type": "ChatTokenizer", **tokenizer, "chat_template": stored["lm_chat_template"]},
+        "processor": {
+            "max_image_size": stored["max_img_size"],
+            "resize_to_max_side_len": stored["resize_to_max_side_len"],
+        },
     }
 
 

@@ -1,0 +1,204 @@
+"""Weights of one model for another: what is taken, from where, and what is said of the rest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from unigen_ds.backends.single import SingleBackend
+from unigen_ds.checkpoint import partial
+from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
+from unigen_ds.checkpoint.partial import Fit, FittedReader, LoadConfig, fit
+from unigen_ds.core.errors import CheckpointError, ConfigError
+from unigen_ds.core.optim import OptimizerConfig, ParamGroup
+from unigen_ds.core.progress import Geometry
+from unigen_ds.core.shards import BUFFER, MASTER
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+class Recorder(SafetensorsReader):
+    """Remembers what was read."""
+
+    def read(self, kind: str, name: str, start: int, stop: int) -> Tensor:
+        self.__dict__.setdefault("asked", []).append((name, start, stop))
+        return super().read(kind, name, start, stop)
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def stored(folder: Path, tensors: dict[str, Tensor], *, parameters: list[str] | None = None) -> Recorder:
+    save_file(tensors, folder / "model.safetensors")
+    return Recorder(folder, parameters=parameters)
+
+
+def rows(*names: str, tied: dict[str, str] | None = None, **shapes: tuple[int, ...]) -> list[dict[str, Any]]:
+    """A parameter table; in names of keywords ``__`` stands for a dot."""
+    given = {name: (2, 3) for name in names} | {name.replace("__", "."): shape for name, shape in shapes.items()}
+    aliases = tied or {}
+    return [{"name": name, "shape": [*shape], "tied": [aliases[name]] if name in aliases else []}
+            for name, shape in given.items()]  # fmt: skip
+
+
+def compare(reader: SafetensorsReader, table: list[dict[str, Any]], wanted: list[dict[str, Any]], **cfg: Any) -> Fit:
+    return fit(reader, table, parameters=wanted, buffers={}, cfg=LoadConfig.from_cfg(cfg))
+
+
+# ---- names ----------------------------------------------------------------------------------------------------------
+
+
+def test_names_are_revised_in_order_and_only_what_is_asked_is_read(tmp_path):
+    weight = numbers(2, 3)
+    reader = stored(tmp_path, {"module.backbone.a": weight, "module.b": numbers(2, 3, seed=1)})
+    keys = [(r"^module\.", ""), (r"^backbone\.(\w)", r"encoder.\1"), (r"^b$", "encoder.b")]
+    found = compare(reader, rows("module.backbone.a", "module.b"), rows("encoder.a", "encoder.b"), revise_keys=keys)
+    found.check(LoadConfig())
+    assert found.renamed == {"encoder.a": "module.backbone.a", "encoder.b": "module.b"}
+    fitted = FittedReader(reader, found)
+    assert fitted.names(MASTER) == ["encoder.a", "encoder.b"] and fitted.numel(MASTER, "encoder.a") == 6
+    assert torch.equal(fitted.read(MASTER, "encoder.a", 1, 4), weight.flatten()[1:4])
+    assert reader.asked == [("module.backbone.a", 1, 4)]
+    with pytest.raises(CheckpointError, match=r"no master of module\.b"):
+        fitted.read(MASTER, "module.b", 0, 1)
+
+
+def test_two_names_that_become_one_are_refused(tmp_path):
+    reader = stored(tmp_path, {"a.w": numbers(2, 3), "b.w": numbers(2, 3)})
+    with pytest.raises(CheckpointError, match=r"a\.w and b\.w of the checkpoint both become w\."):
+        compare(reader, rows("a.w", "b.w"), rows("w"), revise_keys=[(r"^[ab]\.", "")], allow=["unexpected"])
+
+
+def test_tied_weights_fill_a_model_that_does_not_tie_them_and_the_other_way_round_is_told(tmp_path):
+    reader = stored(tmp_path, {EMBEDDING: numbers(2, 3)})
+    found = compare(reader, rows(EMBEDDING, tied={EMBEDDING: HEAD}), rows(EMBEDDING, HEAD))
+    found.check(LoadConfig())
+    assert found.taken == {(MASTER, EMBEDDING): (MASTER, EMBEDDING), (MASTER, HEAD): (MASTER, EMBEDDING)}
+    found = compare(reader, rows(EMBEDDING, HEAD), rows(EMBEDDING, tied={EMBEDDING: HEAD}))
+    with pytest.raises(CheckpointError, match=r"1 not in the model: lm_head\.weight.*allow=\['unexpected'\]"):
+        found.check(LoadConfig())
+
+
+def test_a_buffer_is_found_among_plain_weights(tmp_path):
+    reader = stored(tmp_path, {"w": numbers(2, 3), "gain": numbers(3)})
+    found = fit(reader, rows("w", gain=(3,)), parameters=rows("w"), buffers={"gain": 3}, cfg=LoadConfig())
+    found.check(LoadConfig())
+    fitted = FittedReader(reader, found)
+    assert fitted.kinds() == [BUFFER, MASTER] and torch.equal(fitted.read(BUFFER, "gain", 0, 3), numbers(3))
+
+
+# ---- the vocabulary -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_new_rows_are_the_mean_wherever_the_range_is_cut(tmp_path, monkeypatch, dtype):
+    """Also where the stored rows are summed in several pieces, of which the last is shorter."""
+    monkeypatch.setattr(partial, "_PIECE", 7)
+    old = numbers(5, 3).to(dtype)
+    reader = stored(tmp_path, {EMBEDDING: old})
+    found = compare(reader, rows(**{EMBEDDING: (5, 3)}), rows(**{EMBEDDING: (8, 3)}), resize_vocab=True)
+    assert found.resized == {EMBEDDING: ((5, 3), (8, 3))} and not found.kept
+    whole = torch.cat([old.float(), old.double().mean(0, keepdim=True).float().expand(3, 3)]).flatten()
+    for start in range(25):
+        for stop in range(start, 25):
+            fitted = FittedReader(reader, found)
+            assert torch.equal(fitted.read(MASTER, EMBEDDING, start, stop).float(), whole[start:stop]), (start, stop)
+    assert fitted.numel(MASTER, EMBEDDING) == 24
+
+
+def test_old_rows_alone_need_no_mean(tmp_path):
+    reader = stored(tmp_path, {HEAD: numbers(5, 3)})
+    found = compare(reader, rows(**{HEAD: (5, 3)}), rows(**{HEAD: (8, 3)}), resize_vocab=True)
+    FittedReader(reader, found).read(MASTER, HEAD, 4, 15)
+    assert reader.asked == [(HEAD, 4, 15)]
+
+
+def test_rows_are_cut_off_only_where_that_is_asked(tmp_path):
+    old = numbers(5, 3)
+    reader = stored(tmp_path, {HEAD: old})
+    tables = rows(**{HEAD: (5, 3)}), rows(**{HEAD: (4, 3)})
+    with pytest.raises(
+        CheckpointError, match=r"1 of another shape: lm_head.weight was \[5, 3\] and is \[4, 3\].*shrink"
+    ):
+        compare(reader, *tables, resize_vocab=True).check(LoadConfig())
+    found = compare(reader, *tables, resize_vocab="shrink")
+    assert torch.equal(FittedReader(reader, found).read(MASTER, HEAD, 0, 12), old[:4].flatten())
+
+
+@pytest.mark.parametrize(("name", "shape"), [("proj.weight", (8, 3)), (HEAD, (8, 4)), (HEAD, (8,)), (HEAD, (5, 3, 1))])
+def test_only_rows_of_a_vocabulary_are_resized(tmp_path, name, shape):
+    reader = stored(tmp_path, {name: numbers(5, 3)})
+    found = compare(reader, rows(**{name: (5, 3)}), rows(**{name: shape}), resize_vocab=True)
+    assert found.reshaped == {name: ((5, 3), shape)} and not found.resized
+
+
+# ---- what does not fit ----------------------------------------------------------------------------------------------
+
+
+def test_each_difference_is_refused_by_name_until_it_is_allowed(tmp_path):
+    reader = stored(tmp_path, {"same": numbers(2, 3), "turned": numbers(2, 3), "old": numbers(2, 3)})
+    tables = rows("same", "turned", "old"), rows("same", "new", turned=(3, 2))
+    found = compare(reader, *tables)
+    assert (found.missing, found.unexpected, found.reshaped) == (["new"], ["old"], {"turned": ((2, 3), (3, 2))})
+    assert found.kept == {"new", "turned"}
+    for left_out, said in (("missing", "new"), ("unexpected", "old"), ("reshaped", r"was \[2, 3\] and is \[3, 2\]")):
+        allowed = {"missing", "unexpected", "reshaped"} - {left_out}
+        with pytest.raises(CheckpointError, match=rf"{said}.*load_cfg\.allow=\['{left_out}'\]"):
+            found.check(LoadConfig(allow=frozenset(allowed)))
+    everything = LoadConfig.from_cfg({"allow": ["missing", "unexpected", "reshaped"]})
+    found.check(everything)
+    nothing = compare(reader, rows("same"), rows("other"))
+    with pytest.raises(CheckpointError, match="nothing in the checkpoint has the name"):
+        nothing.check(everything)
+
+
+def test_a_long_list_is_cut_in_the_message_and_whole_in_the_report(tmp_path):
+    names = [f"layer_{i}" for i in range(11)]
+    found = compare(stored(tmp_path, {"w": numbers(2, 3)}), rows("w"), rows("w", *names))
+    assert list(found.lines()) == [("missing", f"11 missing in the checkpoint: {'; '.join(names[:8])}; and 3 more")]
+    assert found.state_dict()["missing"] == names
+
+
+def test_what_is_kept_stays_and_the_rest_is_loaded(tmp_path):
+    """A batch norm has buffers, too: one of them is not in the file."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    backend = SingleBackend()
+    names = tuple(name for name, _ in model.named_parameters())
+    backend.prepare(model, [ParamGroup("default", 0.1, 0.0, names)], OptimizerConfig(), geometry=Geometry(1))
+    given = {"0.weight": numbers(2, 3), "1.running_var": numbers(2), "1.num_batches_tracked": torch.tensor(7)}
+    reader = stored(tmp_path, given, parameters=["0.weight"])
+    buffers = {name: buffer.numel() for name, buffer in backend.buffers().items()}
+    wanted = [{"name": name, "shape": [*p.shape]} for name, p in model.named_parameters()]
+    found = fit(reader, rows("0.weight"), parameters=wanted, buffers=buffers, cfg=LoadConfig())
+    assert found.missing == ["0.bias", "1.weight", "1.bias", "1.running_mean"]
+    backend.load_tensors(FittedReader(reader, found), weights_only=True, keep=found.kept)
+    for name, tensor in backend.model.state_dict().items():
+        assert torch.equal(tensor.cpu(), given.get(name, before[name])), name
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"revise_keys": [("(", "")]}, "revise_keys: missing"),
+        ({"revise_keys": ["^module"]}, "revise_keys"),
+        ({"allow": ["mising"]}, "allow is .*Allowed: a list of missing, unexpected, reshaped"),
+        ({"allow": "missing"}, "allow is 'missing'"),
+        ({"resize_vocab": "grow"}, "resize_vocab is 'grow'.*'shrink'"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_refused(given, said):
+    with pytest.raises(ConfigError, match=f"load_cfg.{said}"):
+        LoadConfig.from_cfg(given)
+
+
+def test_a_replacement_without_its_group_is_refused():
+    with pytest.raises(ConfigError, match=r"'\\\\1' for '\^a'"):
+        LoadConfig.from_cfg({"revise_keys": [("^a", r"\1")]}).revised("a")

@@ -1,0 +1,100 @@
+"""MFU: the peak of a device, and what a real run logs against operations counted one by one."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.tiny import tiny_config
+from unigen_ds.core.batch import PackedBatch
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.metrics import read_lines
+from unigen_ds.hooks.base import Hook, Run
+from unigen_ds.hooks.peak import device_peak_tflops, peak_tflops
+from unigen_ds.runner.parts import build_parts
+from unigen_ds.runner.runner import Runner
+
+PEAK = 1e-3
+
+
+class Recorder(Hook):
+    """Keeps the micro-batches of every update."""
+
+    def __init__(self) -> None:
+        self.updates: list[list[PackedBatch]] = []
+
+    def before_update(self, run: Run) -> None:
+        self.updates.append([])
+
+    def before_train_iter(self, run: Run, index: int, batch: PackedBatch) -> None:
+        self.updates[-1].append(batch)
+
+
+def counted(model: torch.nn.Module, batch: PackedBatch) -> int:
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        torch.stack(list(model(batch).sums.values())).sum().backward()
+    return counter.get_total_flops()
+
+
+def train(tmp_path: Path, **overrides: object) -> tuple[Runner, Recorder]:
+    changes = {"train_cfg": {"max_updates": 3}, "default_hooks__timer": {"type": "IterTimerHook", "window": 1}}
+    config = tiny_config(tmp_path / "run", tmp_path / "digits", **{**changes, **overrides})
+    parts, recorder = build_parts(config), Recorder()
+    runner = Runner(dataclasses.replace(parts, hooks=[*parts.hooks, recorder]))
+    runner.train()
+    return runner, recorder
+
+
+def test_a_line_holds_operations_counted_one_by_one(tmp_path: Path) -> None:
+    """Two iterations an update; ``time/update`` is that of the same update."""
+    runner, recorder = train(tmp_path, env={"peak_tflops": PEAK}, optim_wrapper__accumulative_counts=2)
+    lines = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "loss" in line]
+    assert len(lines) == len(recorder.updates) == 3
+    for line, batches in zip(lines, recorder.updates, strict=True):
+        assert len(batches) == 2
+        operations = sum(counted(runner.backend.model, batch) for batch in batches)
+        assert line["tflops"] * 1e12 * line["time/update"] == pytest.approx(operations, rel=0.05)
+        assert line["mfu"] == pytest.approx(line["tflops"] / PEAK)
+    assert "MFU" in (tmp_path / "run" / "train.log").read_text()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this device has a peak")
+def test_without_a_peak_nothing_is_said_of_mfu(tmp_path: Path) -> None:
+    train(tmp_path, train_cfg={"max_updates": 1})
+    (line,) = (line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "loss" in line)
+    assert line["tflops"] > 0 and "mfu" not in line
+
+
+def test_a_wrong_peak_is_refused(tmp_path: Path) -> None:
+    for wrong in (0, -1.0, "312", True):
+        with pytest.raises(ConfigError, match="peak_tflops"):
+            peak_tflops({"env": {"peak_tflops": wrong}})
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H200", 989),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L40", 181),
+        ("NVIDIA L4", 121),
+        ("NVIDIA GeForce RTX 4090", 165),
+        ("Tesla V100-SXM2-16GB", 125),
+        ("Tesla V100-PCIE-32GB", 112),
+        ("Tesla T4", 65),
+        ("NVIDIA T400 4GB", None),
+        ("NVIDIA A10G", None),
+        ("some other device", None),
+    ],
+)
+def test_known_devices(name: str, peak: float | None) -> None:
+    assert device_peak_tflops(name) == peak

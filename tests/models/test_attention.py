@@ -1,0 +1,227 @@
+"""Attention by documents: both plans against the rules written as one dense mask, and what they cost."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+
+import pytest
+import torch
+import torch.nn.attention.flex_attention
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.models.batches import packed, random_documents
+from unigen_ds.core.batch import CAUSAL, FULL, NOISE, PackedBatch
+from unigen_ds.models.attention import AttentionPlan, SDPAPlan, plan_attention, plan_full_attention
+from unigen_ds.models.flex import BLOCK, FlexPlan
+
+TEXT_ALONE = [[(CAUSAL, 9)], [(CAUSAL, 4), (CAUSAL, 5)], [(CAUSAL, 2)], [(CAUSAL, 1)]]
+ONE_DOCUMENT = [[(CAUSAL, 5), (FULL, 6), (NOISE, 4), (CAUSAL, 3), (NOISE, 4)]]
+CASES = {
+    "all modes": random_documents(0, 9),
+    "all modes, beyond a block": random_documents(1, 12, longest=22),
+    "text alone": TEXT_ALONE,
+    "one document": ONE_DOCUMENT,
+    "equal lengths": [[(CAUSAL, 3), (FULL, 4)]] * 4,
+    "nothing": [],
+}
+Heads = tuple[int, int, int]
+"""Query heads, key and value heads, head width."""
+HEADS: Heads = (6, 2, 16)
+
+
+@pytest.fixture(autouse=True)
+def _flex_backward_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch refuses it at the door, as its fused kernels have none there; the dense reference behind it has one."""
+    monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *_: None)
+
+
+def shuffled(number: int) -> Tensor:
+    return torch.randperm(number, generator=torch.Generator().manual_seed(3))
+
+
+def seen(batch: PackedBatch) -> Tensor:
+    """``[T, T]``: the rules, place by place. Row looks at column."""
+    modes = batch.split_modes[batch.split_ids].tolist()
+    documents, splits = batch.document_ids.tolist(), batch.split_ids.tolist()
+    table = torch.zeros(len(modes), len(modes), dtype=torch.bool)
+    for q in range(len(modes)):
+        for k in range(len(modes)):
+            if documents[q] != documents[k]:
+                continue
+            same = splits[q] == splits[k]
+            if modes[k] == NOISE:
+                table[q, k] = same
+            else:
+                table[q, k] = k <= q or (same and modes[k] == FULL)
+    return table
+
+
+def inputs(number: int, heads: Heads = HEADS, *, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    num_heads, num_kv_heads, width = heads
+    shapes = [(number, num_heads, width), *[(number, num_kv_heads, width)] * 2]
+    return [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Softmax attention by its formula."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = torch.einsum("qhe,khe->hqk", q, k) / math.sqrt(q.shape[-1])
+    return torch.einsum("hqk,khe->qhe", scores.masked_fill(~mask, -torch.inf).softmax(-1), v)
+
+
+def outcome(attend, tensors: list[Tensor]) -> list[Tensor]:
+    """Output, and the gradients of a loss that weighs every number of it differently."""
+    out = attend(*tensors)
+    weight = torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out)
+    return [out.detach(), *torch.autograd.grad((out * weight).sum(), tensors)]
+
+
+def assert_same(plan: AttentionPlan, tensors: list[Tensor], mask: Tensor) -> None:
+    expected = outcome(lambda q, k, v: dense(q, k, v, mask), tensors)
+    for ours, theirs in zip(outcome(plan, tensors), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("use_flex", [False, True], ids=["sdpa", "flex"])
+@pytest.mark.parametrize("moved", [False, True], ids=["in order", "moved"])
+@pytest.mark.parametrize("case", CASES)
+def test_outputs_and_gradients_are_those_of_the_rules(case: str, moved: bool, use_flex: bool) -> None:
+    batch = packed(CASES[case])
+    place_of = shuffled(batch.num_tokens) if moved else None
+    plan = plan_attention(batch, place_of, use_flex=use_flex)
+    assert isinstance(plan, FlexPlan if use_flex else SDPAPlan)
+    mask = seen(batch)
+    if place_of is not None:
+        token = torch.argsort(place_of)
+        mask = mask[token][:, token]
+    assert_same(plan, inputs(batch.num_tokens), mask)
+
+
+@pytest.mark.parametrize("use_flex", [False, True], ids=["sdpa", "flex"])
+@pytest.mark.parametrize("lengths", [(4, 4, 4), (5, 9, 8, 1), (), (1,)])
+def test_full_attention(lengths: tuple[int, ...], use_flex: bool) -> None:
+    number = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.int64))
+    plan = plan_full_attention(lengths, torch.device("cpu"), use_flex=use_flex)
+    assert_same(plan, inputs(sum(lengths)), number[:, None] == number)
+
+
+@pytest.mark.parametrize("heads", [(4, 4, 8), (4, 1, 8), (15, 5, 64)], ids=str)
+def test_heads_of_any_number_and_width(heads: Heads) -> None:
+    """Narrower than FlexAttention's kernels take; groups of three, as in SmolLM2."""
+    batch = packed(CASES["all modes"])
+    for use_flex in (False, True):
+        assert_same(plan_attention(batch, use_flex=use_flex), inputs(batch.num_tokens, heads), seen(batch))
+
+
+def test_the_device_chooses() -> None:
+    batch = packed(TEXT_ALONE)
+    assert isinstance(plan_attention(batch), SDPAPlan)
+    assert isinstance(plan_full_attention([3, 2], torch.device("cpu")), SDPAPlan)
+
+
+def test_gradients_are_reproducible_bits() -> None:
+    batch = packed(random_documents(5, 20))
+    tensors = inputs(batch.num_tokens)
+    first, second = (outcome(plan_attention(batch), tensors) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("moved", [False, True], ids=["in order", "in expert order"])
+@pytest.mark.parametrize(("number", "longest"), [(12, 25), (12, 220), (50, 30)])
+def test_blocks_that_flex_attention_computes(number: int, longest: int, moved: bool) -> None:
+    """Against torch's own, made from the whole mask: none left out, and unmasked are only those without a hidden pair.
+
+    On a CPU the kernel does not look at them, so the numbers above say nothing about this.
+    """
+    batch = packed(random_documents(number, number, longest=longest))
+    generated = batch.split_modes[batch.split_ids] == NOISE
+    place_of = torch.argsort(torch.argsort(generated.int(), stable=True)) if moved else None
+    plan = plan_attention(batch, place_of, use_flex=True)
+    assert isinstance(plan, FlexPlan)
+    mask = plan.block_mask
+    exact = create_block_mask(mask.mask_mod, None, None, *mask.shape[-2:], device="cpu", BLOCK_SIZE=BLOCK)
+    side = mask.shape[-1] // BLOCK
+    assert side >= 2 and mask.shape[-1] - batch.num_tokens < BLOCK
+
+    def table(number: Tensor | None, columns: Tensor | None) -> Tensor:
+        assert number is not None and columns is not None
+        found = torch.zeros(side, side, dtype=torch.bool)
+        for row in range(side):
+            found[row, columns[0, 0, row, : int(number[0, 0, row])].long()] = True
+        return found
+
+    ours = table(mask.full_kv_num_blocks, mask.full_kv_indices), table(mask.kv_num_blocks, mask.kv_indices)
+    theirs = table(exact.full_kv_num_blocks, exact.full_kv_indices), table(exact.kv_num_blocks, exact.kv_indices)
+    assert not (ours[0] & ours[1]).any(), "a block computed twice"
+    assert not (ours[0] & ~theirs[0]).any(), "unmasked, but it has a hidden pair"
+    assert not ((theirs[0] | theirs[1]) & ~(ours[0] | ours[1])).any(), "left out, but it has a visible pair"
+    computed, needed = ((full | partial).sum().item() for full, partial in (ours, theirs))
+    print(f"{computed} of {side**2} blocks, {needed} needed; {ours[0].sum()} of {theirs[0].sum()} without a mask")
+    assert computed <= 1.3 * needed
+
+
+def long_tailed(number: int) -> list[int]:
+    draw = random.Random(0)
+    return [min(1000, int(draw.lognormvariate(4.5, 0.9)) + 8) for _ in range(number)]
+
+
+def test_the_cost_follows_the_documents() -> None:
+    """Twice the documents cost twice, not four times; about the sum of squares, far from the square of the sum."""
+    small, large = ([[(CAUSAL, n)] for n in long_tailed(number)] for number in (100, 200))
+    heads, costs = (2, 1, 16), []
+    for documents in (small, large):
+        batch = packed(documents)
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+            outcome(plan_attention(batch), inputs(batch.num_tokens, heads))
+        squares = sum(length**2 for length in batch.document_lengths)
+        unit = 12 * heads[0] * heads[2]  # two products forward, four backward
+        padded, whole = counter.get_total_flops() / (unit * squares), batch.num_tokens**2 / squares
+        print(f"{len(documents)} documents: {padded:.2f} of the sum of squares; the square is {whole:.0f} of it")
+        assert 1.0 <= padded < 1.4 and whole > 25 * padded
+        costs.append(counter.get_total_flops())
+    assert costs[1] / costs[0] < 2.6
+
+
+def test_text_alone_and_equal_images_need_no_mask_and_no_copy() -> None:
+    text = plan_attention(packed(TEXT_ALONE), use_flex=False)
+    assert all(bucket.mask is None and bucket.is_causal for bucket in text.buckets)
+    tiles = plan_full_attention([16] * 5, torch.device("cpu"), use_flex=False)
+    assert tiles.slot_T is None and [bucket.mask for bucket in tiles.buckets] == [None]
+    mixed = plan_attention(packed(ONE_DOCUMENT), use_flex=False)
+    assert mixed.slot_T is None and [bucket.is_causal for bucket in mixed.buckets] == [False]
+
+
+def test_one_compiled_graph_serves_micro_batches_of_any_size() -> None:
+    """As on CUDA, but for the last stage of the compiler: it makes no kernel with a backward pass for a CPU."""
+    compiled = torch.compile(torch.nn.attention.flex_attention.flex_attention, dynamic=True, backend="aot_eager")
+    before = counters["stats"]["unique_graphs"]
+    for number in (9, 4, 15):
+        batch = packed(random_documents(number, number, longest=30))
+        plan = plan_attention(batch, use_flex=True)
+        assert isinstance(plan, FlexPlan)
+        assert_same(dataclasses.replace(plan, attention=compiled), inputs(batch.num_tokens), seen(batch))
+    assert counters["stats"]["unique_graphs"] - before == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("heads", [(4, 2, 8), (6, 2, 64), (4, 4, 72)], ids=str)
+def test_the_compiled_kernel_on_cuda(heads: Heads, dtype: torch.dtype) -> None:
+    """Several micro-batches, so that the kernel compiled for one serves another size, and an empty one."""
+    bound = 2e-2 if dtype == torch.bfloat16 else 2e-3
+    for number in (30, 7, 61, 0):
+        batch = packed(random_documents(number, number, longest=60)).to("cuda")
+        place_of = shuffled(batch.num_tokens).cuda()
+        tensors = [x.detach().to("cuda", dtype).requires_grad_() for x in inputs(batch.num_tokens, heads)]
+        flex, sdpa = (plan_attention(batch, place_of, use_flex=choice) for choice in (None, False))
+        assert isinstance(flex, FlexPlan)
+        for ours, theirs in zip(outcome(flex, tensors), outcome(sdpa, tensors), strict=True):
+            assert (ours - theirs).float().norm() <= bound * theirs.float().norm()

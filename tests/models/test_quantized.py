@@ -1,0 +1,342 @@
+"""Packed weights of frozen parts: what they weigh, how far they are off, what they refuse; trained, saved, exported."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.tiny import tiny_config
+from unigen_ds.core.batch import PackedBatch
+from unigen_ds.core.errors import CheckpointError, ConfigError, ResumeBlocked
+from unigen_ds.core.metrics import read_lines
+from unigen_ds.core.progress import Geometry
+from unigen_ds.data.stream import Cursor
+from unigen_ds.models import VLM, UnifiedModel
+from unigen_ds.models.flops import linear_flops
+from unigen_ds.models.hf_names import save_nanovlm
+from unigen_ds.models.published import FILES, write_published
+from unigen_ds.models.quantized import SCHEMES, QuantizedLinear, plain_state_dict, quantize_frozen
+from unigen_ds.runner import Runner
+from unigen_ds.runner.build import build_data, build_loader, build_model
+from unigen_ds.runner.trained import open_model
+
+pytest.importorskip("bitsandbytes")
+BAGEL = Path(__file__).parent.parent / "golden" / "bagel"
+FREEZE = ["vae", "vit", "llm"]
+WIDEST_GAP = {"nf4": 1.0 - 0.6961928, "int8": 1 / 127}
+"""Between neighbouring levels, where the largest weight of a block (nf4) or row (int8) is 1."""
+
+
+def linear(rows: int, columns: int, *, bias: bool = True) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(columns, rows, bias=bias).requires_grad_(False)
+
+
+def nbytes(layer: nn.Module) -> int:
+    return sum(t.nbytes for t in layer.state_dict().values())
+
+
+# --- one layer ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("shape", [(64, 128), (31, 13), (48, 32), (5, 80), (1, 1)])
+def test_no_weight_is_off_by_more_than_half_a_gap(scheme: str, shape: tuple[int, int]) -> None:
+    """Whole blocks, odd sizes, rows that are no multiple of a block, less than a block."""
+    plain = linear(*shape)
+    plain.weight.data.view(-1)[:7] *= 100  # rows and blocks of unlike sizes
+    weight, packed = plain.weight, QuantizedLinear(plain, scheme)
+    if scheme == "int8":
+        largest = weight.abs().amax(1, keepdim=True).expand(shape)
+    else:
+        blocks = weight.flatten().abs().split(64)
+        largest = torch.cat([block.max().expand(len(block)) for block in blocks]).view(shape)
+    error = (packed.weight - weight).abs()
+    assert packed.weight.shape == shape and packed.weight.dtype == torch.float32
+    assert bool((error <= largest * (WIDEST_GAP[scheme] / 2 + 1e-5)).all())
+    assert error.max() > 0 or weight.numel() == 1
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_zeros_stay_zeros(scheme: str) -> None:
+    plain = linear(3, 64)
+    plain.weight.data[1] = 0
+    assert not QuantizedLinear(plain, scheme).weight[1].any()
+
+
+@pytest.mark.parametrize(("scheme", "share"), [("nf4", 1 / 7.1), ("int8", 1 / 4)])
+def test_the_memory_of_a_layer(scheme: str, share: float) -> None:
+    plain = linear(256, 512, bias=False)
+    packed = QuantizedLinear(plain, scheme)
+    assert nbytes(packed) / nbytes(plain) == pytest.approx(share, rel=0.01)
+    assert linear_flops(packed, input_grad=True) == linear_flops(plain.requires_grad_(False), input_grad=True)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_result_and_the_gradient_are_those_of_the_unpacked_weight(scheme: str, dtype: torch.dtype) -> None:
+    packed = QuantizedLinear(linear(24, 40), scheme).to(dtype)
+    weight, bias = packed.weight.to(dtype), packed.bias
+    x = torch.randn(6, 40).to(dtype)
+    ours, theirs = (x.clone().requires_grad_() for _ in range(2))
+    y, expected = packed(ours), nn.functional.linear(theirs, weight, bias)
+    assert y.dtype == dtype
+    tolerance = 1e-6 if dtype is torch.float32 else 2e-2
+    torch.testing.assert_close(y, expected, atol=tolerance, rtol=tolerance)
+    for output in (y, expected):
+        output.square().sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad, atol=10 * tolerance, rtol=tolerance)
+    assert not list(filter(lambda t: t.requires_grad, (*packed.parameters(), *packed.buffers())))
+    assert packed(x[:0]).shape == (0, 24)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_no_cast_touches_packed_weights(scheme: str) -> None:
+    packed = QuantizedLinear(linear(24, 40), scheme)
+    before = {name: t.clone() for name, t in packed.named_buffers()}
+    packed.to(torch.bfloat16).half()
+    assert all(torch.equal(t, before[name]) for name, t in packed.named_buffers())
+
+
+def saved_bytes(layer: nn.Module, x: Tensor) -> int:
+    """What autograd keeps for the backward pass, parameters and buffers of the layer left out."""
+    own = {t.untyped_storage().data_ptr() for t in (x, *layer.parameters(), *layer.buffers())}
+    kept: dict[int, int] = {}
+
+    def keep(t: Tensor) -> Tensor:
+        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        layer(x).sum()
+    return sum(size for place, size in kept.items() if place not in own)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_unpacked_weight_is_not_kept_between_the_passes(scheme: str) -> None:
+    x = torch.randn(2, 512, requires_grad=True)
+    packed = QuantizedLinear(linear(512, 512), scheme)
+    assert saved_bytes(packed, x) == 0
+    unpacking = nn.Module()
+    unpacking.forward = lambda x: x @ packed.weight.T  # type: ignore[method-assign]
+    assert saved_bytes(unpacking, x) == 4 * 512 * 512  # as it would be, so it would be noticed
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_checkpointed_and_compiled(scheme: str) -> None:
+    """Traced as one graph, forward and backward; the compiler behind it would take 15 s here."""
+    layer = nn.Sequential(QuantizedLinear(linear(24, 40), scheme), nn.GELU(), nn.Linear(24, 8))
+    x = torch.randn(6, 40, requires_grad=True)
+
+    def run(forward: Any) -> list[Tensor]:
+        y = forward(x)
+        return [y, *torch.autograd.grad(y.square().sum(), (x, layer[2].weight))]
+
+    plain = run(layer)
+    again = run(lambda x: checkpoint(layer, x, use_reentrant=False))
+    compiled = run(torch.compile(layer, fullgraph=True, backend="aot_eager"))
+    for expected, recomputed, fused in zip(plain, again, compiled, strict=True):
+        assert torch.equal(expected, recomputed)
+        torch.testing.assert_close(expected, fused, atol=1e-5, rtol=1e-5)
+
+
+# --- models -------------------------------------------------------------------------------------------------------
+
+
+def unified(**arguments: Any) -> UnifiedModel:
+    torch.manual_seed(0)
+    return UnifiedModel(pretrained=str(BAGEL), **{"freeze": FREEZE, **arguments})
+
+
+def vlm(**arguments: Any) -> VLM:
+    torch.manual_seed(0)
+    llm = {"vocab_size": 32, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1,
+           "num_attention_heads": 2, "num_key_value_heads": 1}  # fmt: skip
+    vit = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2,
+           "image_size": 16, "patch_size": 4}  # fmt: skip
+    return VLM(llm=llm, vit=vit, **{"freeze": ["llm", "vit"], **arguments})
+
+
+@pytest.mark.parametrize("build", [unified, vlm])
+def test_every_linear_layer_of_the_part_but_the_output_head(build: Any) -> None:
+    plain, packed = build(), build(quantize={"llm": "nf4", "vit": "int8"})
+    for part, scheme in (("llm", "nf4"), ("vit", "int8"), ("connector", None)):
+        before, after = plain.parts()[part], packed.parts()[part]
+        names = {name for name, layer in before.named_modules() if isinstance(layer, nn.Linear)} - {"lm_head"}
+        found = {name: layer.scheme for name, layer in after.named_modules() if isinstance(layer, QuantizedLinear)}
+        assert names and found == (dict.fromkeys(names, scheme) if scheme else {})
+        assert linear_flops(after, input_grad=True) == linear_flops(before, input_grad=True)
+        for name in found:  # initial or pretrained weights are what is packed
+            error = after.get_submodule(name).weight - before.get_submodule(name).weight
+            assert error.norm() <= 0.12 * before.get_submodule(name).weight.norm()
+
+
+def test_a_tied_embedding_is_left_alone() -> None:
+    model = vlm(quantize={"llm": "nf4"})
+    assert model.language_model.lm_head.weight is model.language_model.model.embed_tokens.weight
+
+
+def test_a_model_without_memory_has_the_same_buffers() -> None:
+    """The checklist of a resume looks at such a one."""
+    with torch.device("meta"):
+        shapes = {name: (t.shape, t.dtype) for name, t in vlm(quantize={"llm": "nf4", "vit": "int8"}).named_buffers()}
+    real = vlm(quantize={"llm": "nf4", "vit": "int8"})
+    assert shapes == {name: (t.shape, t.dtype) for name, t in real.named_buffers()} and shapes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"quantize": {"connector": "nf4"}}, "add 'connector' to model.freeze"),
+        ({"quantize": {"llm": "nf3"}}, "Allowed: nf4, int8"),
+        ({"quantize": {"lm": "nf4"}}, "Allowed: "),
+        ({"quantize": "nf4"}, "dict"),
+    ],
+)
+@pytest.mark.parametrize("build", [unified, vlm])
+def test_what_cannot_work_is_refused(build: Any, arguments: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        build(**arguments)
+
+
+def test_the_autoencoder_is_refused() -> None:
+    """It is made of convolutions."""
+    with pytest.raises(ConfigError, match="'vae', which has no linear layer"):
+        unified(quantize={"vae": "int8"})
+
+
+def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # Python's own way to say "not installed"
+    with pytest.raises(ConfigError, match=r"unigen_ds\[quantize\]"):
+        vlm(quantize={"llm": "nf4"})
+    vlm()  # whoever does not ask for it does not need it
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_published_directory_gets_plain_weights(scheme: str, tmp_path: Path) -> None:
+    packed = unified(quantize={"llm": scheme, "vit": scheme})
+    write_published(packed, tmp_path / "out")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == set(FILES)
+    again = UnifiedModel(pretrained=str(tmp_path / "out"))
+    expected = plain_state_dict(packed)
+    assert again.state_dict().keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in again.state_dict().items())
+    assert any(name.endswith("q_proj.weight") for name in expected)
+
+
+def test_so_does_nanovlms(tmp_path: Path) -> None:
+    source = BAGEL.parent / "nanovlm"
+    model, stated = VLM(pretrained=str(source)), json.loads((source / "config.json").read_text())
+    quantize_frozen(model.requires_grad_(False).parts(), {"llm": "nf4", "vit": "int8"})
+    save_nanovlm(model, tmp_path, config=stated)
+    again, expected = VLM(pretrained=str(tmp_path)).state_dict(), plain_state_dict(model)
+    assert again.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in again.items())
+
+
+# --- runs ---------------------------------------------------------------------------------------------------------
+
+WIDER = {"model__llm__hidden_size": 128, "model__llm__intermediate_size": 256}
+QUANTIZE = {"llm": "nf4", "vit": "int8"}
+
+
+def config(folder: Path, data: Path, **overrides: Any) -> Any:
+    base = {"model__freeze": FREEZE, "model__quantize": QUANTIZE, "param_scheduler": []}
+    return tiny_config(folder, data, **{**base, **overrides})
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("data") / "digits"
+
+
+def train(cfg: Any, updates: int) -> Runner:
+    runner = Runner.from_cfg(cfg, max_updates=updates)
+    runner.train()
+    return runner
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory, data: Path) -> tuple[Runner, Path]:
+    folder = tmp_path_factory.mktemp("straight")
+    return train(config(folder, data), 4), folder
+
+
+@pytest.mark.parametrize(("scheme", "bound"), [("nf4", 0.2), ("int8", 0.02)])
+def test_the_error_of_a_models_output(scheme: str, bound: float, data: Path, tmp_path: Path) -> None:
+    """Relative L2 of the final hidden states of real digits, every linear layer of three parts packed: 0.17 and 0.011
+    with random weights.
+    """
+    parts = {"llm": scheme, "vit": scheme, "connector": scheme}
+    plain_cfg, packed_cfg = (
+        config(tmp_path, data, model__freeze=[*FREEZE, "connector"], model__quantize=quantize, **WIDER)
+        for quantize in ({}, parts)
+    )
+    geometry = Geometry(4)
+    made = build_data(plain_cfg, geometry=geometry, ruler=None)
+    loader = build_loader(plain_cfg, made, geometry=geometry, dp_rank=0, cursor=Cursor())
+    batch: PackedBatch = next(iter(loader))[0].batch
+    plain, packed = (build_model(cfg, made.processor).eval() for cfg in (plain_cfg, packed_cfg))
+    t_L = torch.full(batch.timesteps.shape, 0.5)
+    with torch.no_grad():
+        expected, found = (m.hidden_states(batch, batch.flow_noise, t_L)[0] for m in (plain, packed))
+    error = float((found - expected).norm() / expected.norm())
+    assert bound / 20 < error < bound
+
+
+def test_other_parts_move_and_packed_bytes_do_not(straight: tuple[Runner, Path], data: Path) -> None:
+    runner, folder = straight
+    made = build_data(config(folder, data), geometry=Geometry(12), ruler=None)
+    initial, trained = build_model(config(folder, data), made.processor).state_dict(), runner.backend.model.state_dict()
+    assert initial.keys() == trained.keys()
+    same = {name for name, tensor in initial.items() if torch.equal(tensor, trained[name])}
+    frozen = ("language_model.", "vit_model.")
+    assert {name for name in initial if name.startswith(frozen) or name.endswith("pos_embed")} == same
+    assert sum(name.endswith((".packed", ".scales")) for name in same) > 30
+    assert losses(folder)[-1] < losses(folder)[0]
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in read_lines(folder / "metrics.jsonl") if "loss" in line]
+
+
+def test_activation_checkpointing_changes_nothing(straight: tuple[Runner, Path], data: Path, tmp_path: Path) -> None:
+    train(config(tmp_path, data, model__activation_checkpointing=True), 4)
+    assert losses(tmp_path) == losses(straight[1])
+
+
+def test_a_resumed_run_is_bit_equal(straight: tuple[Runner, Path], data: Path, tmp_path: Path) -> None:
+    runner, folder = straight
+    train(config(tmp_path, data), 2)
+    resumed = train(config(tmp_path, data, resume=True), 4)
+    assert losses(tmp_path) == losses(folder)
+    for name, tensor in runner.backend.model.state_dict().items():
+        assert torch.equal(tensor, resumed.backend.model.state_dict()[name]), name
+
+
+@pytest.mark.parametrize(
+    ("quantize", "told"),
+    [({"vit": "int8"}, r"layers.0.self_attn.q_proj.weight is new"), ({**QUANTIZE, "llm": "int8"}, "llm was nf4")],
+)
+def test_other_packing_is_refused(
+    straight: tuple[Runner, Path], data: Path, tmp_path: Path, quantize: dict[str, str], told: str
+) -> None:
+    _, folder = straight
+    with pytest.raises(ResumeBlocked, match=told):
+        train(config(folder, data, model__quantize=quantize, resume=True), 6)
+    with pytest.raises(CheckpointError, match="does not fit the model"):
+        train(config(tmp_path, data, model__quantize=quantize, load_from=str(folder / "iter_4.pth")), 6)
+
+
+def test_a_checkpoint_opens_for_drawing(straight: tuple[Runner, Path]) -> None:
+    runner, folder = straight
+    model, _ = open_model(folder)
+    for name, tensor in runner.backend.model.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name

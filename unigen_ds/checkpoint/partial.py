@@ -1,0 +1,258 @@
+"""Weights for a model that is not the checkpoint's: names revised, vocabularies resized, the rest reported by name.
+
+In: a checkpoint (its ``ShardReader`` and parameter table) and what the model holds. Out: a ``Fit``, which says tensor
+by tensor what is taken and what is not, and a reader that answers under the model's names. A range is read when an
+engine asks for it, from whatever layout it lies in, so nothing is converted first and every engine at any number of
+processes gets the same numbers.
+
+New rows of a vocabulary are the mean of all stored rows: a new token then gets about the mean logit, where that of an
+untrained row may lie far above those of trained ones. transformers adds a noise of 1e-9 of their covariance; here new
+rows are equal, and their gradients, which are not, part them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from unigen_ds.core.errors import CheckpointError, ConfigError
+from unigen_ds.core.shards import BUFFER, MASTER, ShardReader
+
+DIFFERENCES = ("missing", "unexpected", "reshaped")
+VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
+"""Ends of the names of tensors that have a row for each token."""
+REPORT_FILE = "load_report.json"
+_PIECE, _SHOWN = 1 << 22, 8
+
+Shape = tuple[int, ...]
+Key = tuple[str, str]
+"""(kind, name)."""
+
+
+@dataclass(frozen=True)
+class LoadConfig:
+    """``load_cfg``: what may differ between a checkpoint and the model that takes its weights. Default: nothing."""
+
+    revise_keys: tuple[tuple[re.Pattern[str], str], ...] = ()
+    allow: frozenset[str] = frozenset()
+    resize_vocab: bool | Literal["shrink"] = False
+
+    @classmethod
+    def from_cfg(cls, given: Mapping[str, Any] | None) -> LoadConfig:
+        """Raises ``ConfigError`` naming the key that cannot work."""
+        given = given or {}
+        pairs, allow = given.get("revise_keys") or (), given.get("allow") or ()
+        resize = given.get("resize_vocab", False)
+        try:
+            revise = tuple((re.compile(pattern), str(replacement)) for pattern, replacement in pairs)
+        except (re.error, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"load_cfg.revise_keys: {error}", allowed=r"[(regex, replacement), ...], as in [(r'^module\.', '')]"
+            ) from error
+        if isinstance(allow, str) or set(allow) - set(DIFFERENCES):
+            raise ConfigError(f"load_cfg.allow is {allow!r}", allowed=f"a list of {', '.join(DIFFERENCES)}")
+        if resize not in (False, True, "shrink"):
+            raise ConfigError(f"load_cfg.resize_vocab is {resize!r}", allowed="False, True, 'shrink'")
+        return cls(revise, frozenset(allow), resize)
+
+    def revised(self, name: str) -> str:
+        """The name after every replacement, in order."""
+        for pattern, replacement in self.revise_keys:
+            try:
+                name = pattern.sub(replacement, name)
+            except (re.error, IndexError) as error:
+                raise ConfigError(f"load_cfg.revise_keys: {replacement!r} for {pattern.pattern!r}: {error}") from error
+        return name
+
+    def resizes(self, names: Sequence[str], stored: Shape, wanted: Shape) -> bool:
+        """Whether a tensor of these names may go over with more rows, or with fewer."""
+        same_rows = len(stored) == len(wanted) > 1 and stored[1:] == wanted[1:]
+        asked = self.resize_vocab == "shrink" or (self.resize_vocab and stored[0] <= wanted[0])
+        return same_rows and bool(asked) and any(name.endswith(VOCABULARY) for name in names)
+
+
+@dataclass(frozen=True)
+class _Stored:
+    kind: str
+    name: str
+    shape: Shape
+
+
+@dataclass
+class Fit:
+    """What of a checkpoint goes where in a model."""
+
+    taken: dict[Key, Key] = field(default_factory=dict)
+    """(kind, name) in the model -> in the checkpoint."""
+    missing: list[str] = field(default_factory=list)
+    """Names of the model that keep their initial values."""
+    unexpected: list[str] = field(default_factory=list)
+    """Names of the checkpoint that are left there."""
+    reshaped: dict[str, tuple[Shape, Shape]] = field(default_factory=dict)
+    """Names of the model that keep their initial values -> (stored shape, the model's)."""
+    resized: dict[str, tuple[Shape, Shape]] = field(default_factory=dict)
+    """The same of vocabularies, which are taken."""
+
+    @property
+    def kept(self) -> frozenset[str]:
+        """Names that the checkpoint has nothing for."""
+        return frozenset((*self.missing, *self.reshaped))
+
+    @property
+    def renamed(self) -> dict[str, str]:
+        """The model's name -> the stored one."""
+        return {name: stored for (_, name), (_, stored) in self.taken.items() if stored != name}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values, every name: ``load_report.json``."""
+        return {
+            "taken": len(self.taken),
+            "renamed": self.renamed,
+            "resized": self.resized,
+            "missing": self.missing,
+            "unexpected": self.unexpected,
+            "reshaped": self.reshaped,
+        }
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """(kind of difference, one line about it with the first names); nothing where there is none."""
+        reshaped = [f"{name} was {[*was]} and is {[*now]}" for name, (was, now) in self.reshaped.items()]
+        resized = [f"{name} from {was[0]} to {now[0]} rows" for name, (was, now) in self.resized.items()]
+        renamed = [f"{stored} is {name}" for name, stored in self.renamed.items()]
+        for kind, what, names in (
+            ("renamed", "under another name", renamed),
+            ("resized", "with a resized vocabulary", resized),
+            ("missing", "missing in the checkpoint", self.missing),
+            ("unexpected", "not in the model", self.unexpected),
+            ("reshaped", "of another shape", reshaped),
+        ):
+            if names:
+                more = f"; and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+                yield kind, f"{len(names)} {what}: {'; '.join(names[:_SHOWN])}{more}"
+
+    def check(self, cfg: LoadConfig) -> None:
+        """Raises ``CheckpointError`` for what is not allowed, and where nothing at all would be taken."""
+        refused = {kind: line for kind, line in self.lines() if kind in DIFFERENCES and kind not in cfg.allow}
+        if refused:
+            grown = any(name.endswith(VOCABULARY) for name in self.reshaped)
+            remedy = "load_cfg.revise_keys maps stored names to the model's; "
+            remedy += "load_cfg.resize_vocab=True adds rows to a vocabulary, 'shrink' cuts some off; " if grown else ""
+            remedy += f"load_cfg.allow={[*refused]} leaves these as they are; {REPORT_FILE} has every name"
+            raise CheckpointError(
+                f"the checkpoint does not fit the model: {'; '.join(refused.values())}", remedy=remedy
+            )
+        if not self.taken:
+            raise CheckpointError("nothing in the checkpoint has the name and shape of a tensor of the model",
+                                  remedy="map its names with load_cfg.revise_keys")  # fmt: skip
+
+
+def fit(
+    reader: ShardReader,
+    stored: Sequence[Mapping[str, Any]],
+    *,
+    parameters: Sequence[Mapping[str, Any]],
+    buffers: Mapping[str, int],
+    cfg: LoadConfig,
+) -> Fit:
+    """Compare a checkpoint with a model, by name and shape. Reads no tensor; the same on every rank.
+
+    Args:
+        stored: the checkpoint's parameter table: rows with ``name``, ``shape`` and ``tied`` (further names).
+        parameters: the model's.
+        buffers: elements of the model's buffers, by name.
+
+    A tensor is found by any of its names, so tied embeddings fill a model that does not tie them. Raises
+    ``CheckpointError`` where two stored names become one.
+    """
+    found, result = _by_revised_name(reader, stored, cfg), Fit()
+    wanted = [(MASTER, (row["name"], *row.get("tied", ())), tuple(row["shape"])) for row in parameters]
+    wanted += [(BUFFER, (name,), (numel,)) for name, numel in buffers.items()]
+    used = set()
+    for kind, names, shape in wanted:
+        source = next((found[name] for name in names if name in found), None)
+        if source is None:
+            result.missing.append(names[0])
+            continue
+        used.add((source.kind, source.name))
+        if cfg.resizes(names, source.shape, shape) and source.shape != shape:
+            result.resized[names[0]] = source.shape, shape
+        elif source.shape != shape and not _same_buffer(source, kind, shape):
+            result.reshaped[names[0]] = source.shape, shape
+            continue
+        result.taken[kind, names[0]] = source.kind, source.name
+    given = dict.fromkeys((source.kind, source.name) for source in found.values())
+    result.unexpected = [name for kind, name in given if (kind, name) not in used]
+    return result
+
+
+def _by_revised_name(reader: ShardReader, stored: Sequence[Mapping[str, Any]], cfg: LoadConfig) -> dict[str, _Stored]:
+    tensors = [
+        ((row["name"], *row.get("tied", ())), _Stored(MASTER, row["name"], tuple(row["shape"]))) for row in stored
+    ]
+    tensors += [((name,), _Stored(BUFFER, name, (reader.numel(BUFFER, name),))) for name in reader.names(BUFFER)]
+    found: dict[str, _Stored] = {}
+    for names, tensor in tensors:
+        for name in names:
+            other = found.setdefault(cfg.revised(name), tensor)
+            if other is not tensor:
+                raise CheckpointError(
+                    f"{other.name} and {tensor.name} of the checkpoint both become {cfg.revised(name)}",
+                    remedy="make the patterns of load_cfg.revise_keys narrower",
+                )
+    return found
+
+
+def _same_buffer(source: _Stored, kind: str, shape: Shape) -> bool:
+    """Of buffers only the number of elements is known; plain weight files do not tell them from parameters."""
+    return BUFFER in (source.kind, kind) and math.prod(source.shape) == math.prod(shape)
+
+
+class FittedReader:
+    """A ``ShardReader`` that answers under the model's names for what a ``Fit`` takes."""
+
+    def __init__(self, reader: ShardReader, fit: Fit) -> None:
+        self._reader, self._taken, self._resized = reader, fit.taken, fit.resized
+        self._means: dict[str, Tensor] = {}
+
+    def kinds(self) -> list[str]:
+        return sorted({kind for kind, _ in self._taken})
+
+    def names(self, kind: str) -> list[str]:
+        return sorted(name for k, name in self._taken if k == kind)
+
+    def numel(self, kind: str, name: str) -> int:
+        source = self._source(kind, name)
+        return math.prod(self._resized[name][1]) if name in self._resized else self._reader.numel(*source)
+
+    def read(self, kind: str, name: str, start: int, stop: int) -> Tensor:
+        source = self._source(kind, name)
+        have = math.prod(self._resized[name][0]) if name in self._resized else stop
+        if stop <= have:
+            return self._reader.read(*source, start, stop)
+        first, mean = max(start, have), self._mean(name, source)
+        column = first % len(mean)
+        new = mean.repeat(-(-(column + stop - first) // len(mean)))[column : column + stop - first]
+        return new if start >= have else torch.cat([self._reader.read(*source, start, have), new])
+
+    def _source(self, kind: str, name: str) -> Key:
+        if (kind, name) not in self._taken:
+            raise CheckpointError(f"the checkpoint has no {kind} of {name}")
+        return self._taken[kind, name]
+
+    def _mean(self, name: str, source: Key) -> Tensor:
+        """The mean of the stored rows, read in pieces and summed in fp64: the same on every rank."""
+        if name not in self._means:
+            (rows, *rest), _ = self._resized[name]
+            width = math.prod(rest)
+            total, step = torch.zeros(width, dtype=torch.float64), max(1, _PIECE // width)
+            for first in range(0, rows, step):
+                piece = self._reader.read(*source, first * width, min(first + step, rows) * width)
+                total += piece.reshape(-1, width).sum(0, dtype=torch.float64)
+            self._means[name] = (total / rows).float()
+        return self._means[name]

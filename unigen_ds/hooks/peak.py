@@ -1,0 +1,35 @@
+"""What a device can do at most: dense bf16 operations a second, from its makers' data sheets. MFU is a share of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from unigen_ds.core.errors import ConfigError
+
+PEAK_TFLOPS = {
+    "B200": 2250, "GH200": 989, "H200 NVL": 835, "H200": 989, "H100 NVL": 835, "H100 PCIe": 756, "H100": 989,
+    "H20": 148, "A100": 312, "A800": 312, "A40": 150, "A30": 165, "A10": 125, "RTX A6000": 155, "RTX 3090": 71,
+    "L40S": 362, "L40": 181, "L4": 121, "RTX 6000 Ada": 364, "RTX 4090": 165, "RTX 5090": 209,
+    "V100 PCIE": 112, "V100": 125, "T4": 65, "MI300X": 1307,
+}  # fmt: skip
+"""Words of a device's name -> 10**12 dense bf16 operations a second with fp32 sums (V100 and T4 have no bf16: fp16).
+The first that fits is taken."""
+
+
+def device_peak_tflops(name: str) -> float | None:
+    """Of a device by its name; None where the table does not have it."""
+    words = f" {name.replace('-', ' ')} "
+    return next((float(peak) for part, peak in PEAK_TFLOPS.items() if f" {part} " in words), None)
+
+
+def peak_tflops(config: Mapping[str, Any]) -> float | None:
+    """``env.peak_tflops`` of the config, else the device's, where it is known."""
+    given = (config.get("env") or {}).get("peak_tflops")
+    if given is not None:
+        if isinstance(given, bool) or not isinstance(given, (int, float)) or given <= 0:
+            raise ConfigError(f"env.peak_tflops is {given!r}", allowed="a positive number: 312 for an A100")
+        return float(given)
+    return device_peak_tflops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None

@@ -1,0 +1,114 @@
+"""FlexAttention over a whole micro-batch, from three numbers of every place: for CUDA, where it is one fused kernel.
+
+Blocks of 128 x 128 places without a visible pair are never computed, and those without a hidden one skip the mask, so
+the cost follows the documents. Which blocks these are is told from the documents and images that occur in each (two
+small products of tables; the mask of 32 k tokens would have a billion places), without waiting for the device. Places
+may stand in any order.
+
+Shape suffixes: P places, padded to whole blocks, H heads, E head width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+BLOCK = 128
+"""Places of a side of a block, FlexAttention's default. Padding to whole ones also spares the kernels bounds checks."""
+_MIN_HEAD_WIDTH = 16
+"""The kernels' lower limit; narrower heads are filled up with zeros."""
+
+
+@dataclass(frozen=True)
+class FlexPlan:
+    """Calls FlexAttention with one block mask."""
+
+    block_mask: BlockMask
+    attention: Callable[..., Tensor]
+
+    def __call__(self, q_THE: Tensor, k_THE: Tensor, v_THE: Tensor) -> Tensor:
+        """``[T, H, E]`` each (k and v may have fewer heads, a divisor) -> ``[T, H, E]``."""
+        num_tokens, _, width = q_THE.shape
+        wide = max(width, _MIN_HEAD_WIDTH)
+        if wide > width:
+            q_THE = q_THE * math.sqrt(wide / width)  # the kernel divides by the root of the width that it sees
+        fill = (0, wide - width, 0, 0, 0, self.block_mask.shape[-1] - num_tokens)
+        q, k, v = (F.pad(x, fill).transpose(0, 1)[None] for x in (q_THE, k_THE, v_THE))
+        out = self.attention(q, k, v, block_mask=self.block_mask, enable_gqa=True)
+        return out[0].transpose(0, 1)[:num_tokens, :, :width]
+
+
+def plan_flex(
+    document: Tensor, number: Tensor, image: Tensor, noise: Tensor, *, num_documents: int, num_images: int
+) -> FlexPlan:
+    """Plan from what stands at each of the ``T`` places.
+
+    Args:
+        document: which document, from 0 to ``num_documents`` - 1.
+        number: the token's number; a place sees lower ones of its document, and itself.
+        image: which split, below ``num_images``, where all of its places see each other; -1 elsewhere.
+        noise: whether only its own split sees it.
+    """
+    padding = -len(document) % BLOCK or BLOCK * (not len(document))
+    document = F.pad(document.int(), (0, padding), value=num_documents)  # padding is a document of its own
+    number = F.pad(number.int(), (0, padding))
+    image = F.pad(image.int(), (0, padding), value=-1)
+    seen_by = document.masked_fill(F.pad(noise, (0, padding)), -1)  # the document that sees a place by its number
+
+    def visible(_batch: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        causal = (document[q] == seen_by[k]) & (number[q] >= number[k])
+        return causal | ((image[q] == image[k]) & (image[k] >= 0))
+
+    documents, images = _Blocks.of(document, num_documents + 1), _Blocks.of(image, num_images)
+    seen_bys = _Blocks.of(seen_by, num_documents + 1)
+    first, last = number.unflatten(0, (-1, BLOCK)).aminmax(dim=1)
+    some = documents.meets(seen_bys) & (last[:, None] >= first) | images.meets(images)
+    every = documents.equals(seen_bys) & (first[:, None] >= last) | images.equals(images)
+    mask = BlockMask.from_kv_blocks(*_listed(some & ~every), *_listed(every), BLOCK_SIZE=BLOCK, mask_mod=visible)
+    return FlexPlan(mask, _attention(document.is_cuda))
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """Which of the values from 0 on occur in each block; negative ones stand for nothing."""
+
+    table: Tensor
+    """[blocks, values] 1 where it occurs."""
+    value: Tensor
+    """[blocks] where it fills the whole block, else -1."""
+
+    @classmethod
+    def of(cls, x_P: Tensor, num_values: int) -> _Blocks:
+        blocks = x_P.unflatten(0, (-1, BLOCK))
+        low, high = blocks.aminmax(dim=1)
+        table = torch.zeros(len(blocks), 1 + num_values, device=x_P.device).scatter_(1, 1 + blocks.long(), 1.0)
+        return cls(table[:, 1:], low.where(low == high, -1))
+
+    def meets(self, other: _Blocks) -> Tensor:
+        """A row for each block of ``self``, a column for each of ``other``: have they a value in common."""
+        return self.table @ other.table.T > 0
+
+    def equals(self, other: _Blocks) -> Tensor:
+        """Whether one value fills both."""
+        return (self.value[:, None] == other.value) & (other.value >= 0)
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """A table of blocks as FlexAttention takes it: how many each row has, and their columns, those first."""
+    columns = blocks.int().argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32)[None, None], columns.int()[None, None]
+
+
+@cache
+def _attention(compiled: bool) -> Callable[..., Tensor]:
+    """Compiled once, at the first plan on CUDA, for any number of tokens; on a CPU the dense reference, for tests."""
+    attention: Callable[..., Any] = flex_attention
+    return torch.compile(attention, dynamic=True) if compiled else attention

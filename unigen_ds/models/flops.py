@@ -1,0 +1,57 @@
+"""Floating point operations of a training step, as MFU counts them: matrix products alone, two a multiply-add.
+
+A linear layer costs 2 a weight and row forward, as much for the gradient of its input and as much for that of its
+weight, each where it is needed: 6 where all is trained, 2 for a frozen vision tower. Attention counts whole squares of
+document lengths (it may compute half of that where it is causal), and nothing counts twice that is computed again in
+the backward pass. So a rate says how fast the training goes, not how busy the device is (Chowdhery et al., 2022).
+
+Sizes are those of the modules, not of the parameters: an engine may have left a rank an empty shard of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from unigen_ds.core.registry import AUTOENCODERS, build
+
+
+def trains(module: nn.Module) -> bool:
+    """Whether any parameter gets a gradient."""
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
+def linear_flops(module: nn.Module, *, input_grad: bool) -> float:
+    """Operations a row, forward and backward, of all linear layers of ``module``, which stand in forward order.
+
+    ``input_grad``: whether what goes in gets a gradient. Inside, inputs do once anything before them trains.
+    """
+    total = 0.0
+    for each in module.modules():
+        rows, columns = (getattr(each, name, None) for name in ("out_features", "in_features"))
+        if isinstance(rows, int) and isinstance(columns, int):
+            total += 2.0 * rows * columns * (1 + input_grad + trains(each))
+            input_grad = input_grad or trains(each)
+    return total
+
+
+def attention_flops(lengths: Sequence[int], width: int, *, grad: bool) -> float:
+    """Operations of one layer's scores and sums, forward and with ``grad`` backward, for documents of ``lengths``."""
+    return 4.0 * width * sum(length**2 for length in lengths) * (3 if grad else 1)
+
+
+def encode_flops(spec: Mapping[str, Any], *, patch: int, channels: int, grid: tuple[int, int]) -> float:
+    """Operations of encoding one image of ``grid`` latent patches: counted by a run without data."""
+    with torch.device("meta"), torch.no_grad():
+        vae = build(AUTOENCODERS, spec, where="model.vae")
+        height, width = (patch * side for side in grid)
+        images = torch.empty(1, channels, height * vae.downsample, width * vae.downsample)
+        noise = torch.empty(1, vae.latent_channels, height, width)
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+            vae.encode(images, noise)
+    return float(counter.get_total_flops())
