@@ -2,9 +2,10 @@
 
 MODEL is a checkpoint of any layout or a work dir (its newest checkpoint); OUT is a new folder. Of a UnifiedModel with
 the FLUX autoencoder it gets llm_config.json, vit_config.json, ema.safetensors and ae.safetensors under BAGEL's names;
-of a VLM config.json and model.safetensors under nanoVLM's, and the tokenizer. With --source the configs and all other
-files (the tokenizer) come from that published directory, byte for byte. The average of the weights (EMA) is written
-where there is one.
+of a VLM config.json and model.safetensors under nanoVLM's, and the tokenizer; of a DecoderLM what transformers'
+AutoModelForCausalLM and AutoTokenizer load. With --source the configs (not of a DecoderLM) and all other files (the
+tokenizer) come from that published directory, byte for byte. The average of the weights (EMA) is written where there is
+one.
 
 Exit status: 0 done, 1 the checkpoint cannot be loaded, 2 wrong usage.
 """
@@ -35,6 +36,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--source", type=Path, metavar="DIR", help="the published directory that the training began with")
     p.add_argument("--raw", action="store_true", help="the weights themselves, not their average")
     p.add_argument("--dtype", choices=DTYPES, default="fp32")
+    p.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a DecoderLM's files; default: 5GB")
     p.add_argument("--tag", help="name of the checkpoint's folder below MODEL")
     p.add_argument("--config", help="of the training, where the checkpoint does not hold it")
     return p
@@ -46,7 +48,14 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = load_config(arguments.config) if arguments.config else None
         model, processor = open_model(arguments.model, raw=arguments.raw, tag=arguments.tag, config=config)
-        publish(model, processor, arguments.out, source=arguments.source, dtype=DTYPES[arguments.dtype])
+        publish(
+            model,
+            processor,
+            arguments.out,
+            source=arguments.source,
+            dtype=DTYPES[arguments.dtype],
+            max_shard_size=arguments.max_shard_size,
+        )
         print(arguments.out)
     except UnigenError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -2,7 +2,7 @@
 
 MODEL is a checkpoint of any layout, a work dir (its newest checkpoint), or a published directory. The average of the
 weights (EMA) is used where there is one. Without --prompt and --prompts it asks for prompts until the input ends. A VLM
-answers in text, with or without --understand.
+answers in text, with or without --understand; a DecoderLM goes on with the prompt.
 
 Into the folder of --out go 00000.png, 00001.png, ... and results.jsonl, a line for each prompt; what is there already
 stays, and numbering goes on behind it. Prompt i of a call has the seed --seed + i.

@@ -83,7 +83,8 @@ def test_a_line_that_is_no_json_names_its_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"text": "x"}, r"w: conversations is missing \(the record has: text\)"),
+        ({"texts": "x"}, r"w: conversations is missing \(the record has: texts\)"),
+        ({"text": ["x"]}, r"w: text is \['x'\]"),
         ({"text_prompt": "x"}, r"w: image_path is missing"),
         ({"image_path": "x"}, r"w: text_prompt is missing"),
         ({"conversations": []}, r"w: conversations is \[\]"),
@@ -111,5 +112,6 @@ def test_turns_and_image_paths() -> None:
         Turn("user", "text", "p"),
         Turn("assistant", "image", "/data/i/a.png"),
     ]
+    assert parse_record({"text": "t", "url": "u"}, "") == [Turn("assistant", "text", "t")]
     turns = parse_record(talk(image("human", "/abs.png"), text("gpt", "t"), text("system", "s")), "", image_root=root)
     assert turns == [Turn("user", "image", "/abs.png"), Turn("assistant", "text", "t"), Turn("system", "text", "s")]

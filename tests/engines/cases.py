@@ -361,6 +361,31 @@ def published(*, full: bool) -> list[Job]:
     return jobs
 
 
+DECODER = {
+    "type": "DecoderLM", "pretrained": "{data}/decoder", "llm": {"vocab_size": 61, "attention_dropout": 0.0},
+    "activation_checkpointing": True,
+}  # fmt: skip
+"""Llama from ``texts.write_decoder``, tied embeddings, some rows of which are in no file."""
+DECODER_UPDATES = 4
+
+
+def decoder(*, full: bool) -> list[Job]:
+    """Published weights of a decoder language model, read shard by shard, trained on documents, packed."""
+    runs = [("single", 1)] + [(engine, 2) for engine in (ENGINES if full else ("zero2", "zero3", "FULL_SHARD"))]
+    changes = {
+        "model": DECODER,
+        "processor": None,
+        "train_dataloader__packing": {"type": "WindowPacking", "window": 32},
+    }
+    jobs = []
+    for engine, world in runs:
+        overrides = config(engine, world, **changes)
+        jobs.append(
+            Job(f"decoder/{engine}@{world}", [Phase(world, overrides, DECODER_UPDATES, data="digits/text.jsonl")])
+        )
+    return jobs
+
+
 def memory(*, full: bool) -> list[Job]:
     """Larger, so that a batch's own tensors do not count; three updates of one sequence an iteration."""
     sizes = {

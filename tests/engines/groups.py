@@ -20,6 +20,7 @@ GROUPS: dict[str, Callable[..., list[Job]]] = {
     "recompute": cases.recompute,
     "compiled": cases.compiled,
     "published": cases.published,
+    "decoder": cases.decoder,
     "memory": cases.memory,
     "one_process": lambda full: cases.one_process(),
     "layouts": lambda full: cases.layouts(),

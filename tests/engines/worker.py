@@ -185,7 +185,7 @@ def main() -> None:
     import torch
     from deepspeed.comm.torch import build_shm_op
 
-    from tests.engines import pictures, users
+    from tests.engines import pictures, texts, users
 
     for name in PRELOADED:
         importlib.import_module(name)
@@ -198,6 +198,8 @@ def main() -> None:
     users.write_parts(out / "data" / "parts")
     pictures.write_drawings(out / "data" / "drawings")
     pictures.write_talks(out / "data" / "talks")
+    texts.write_documents(out / "data" / "digits" / "text.jsonl")
+    texts.write_decoder(out / "data" / "decoder")
     gc.freeze()  # else every collection of a process would go through, and so copy, all that was imported
     Pool(jobs, out).run()
 

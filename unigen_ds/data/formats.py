@@ -1,10 +1,11 @@
 """JSON and JSONL files -> records by byte offset -> turns of a conversation.
 
-Two record formats, also mixed in one file::
+Three record formats, also mixed in one file::
 
     {"conversations": [{"role": "user", "type": "text", "content": "..."},
                        {"role": "assistant", "type": "image", "image_path": "images/1.png"}, ...]}
     {"text_prompt": "...", "image_path": "images/1.png"}          (user text, then an assistant image)
+    {"text": "..."}                                               (a document: all of it is learnt)
 
 A file is scanned once for the byte range of each record; afterwards one record is one seek and one read, so a file
 may be larger than memory. A malformed record is a ``DataError`` that names file, line and field; the line number is
@@ -158,9 +159,11 @@ def parse_record(record: Mapping[str, Any], where: object, *, image_root: Path |
         prompt = _text(record, "text_prompt", "text_prompt", where)
         image = _path(record, "image_path", where, image_root)
         return [Turn("user", "text", prompt), Turn("assistant", "image", image)]
+    if "text" in record:
+        return [Turn("assistant", "text", _text(record, "text", "text", where))]
     raise DataError(
         f"{where}: conversations is missing (the record has: {', '.join(map(str, record)) or 'nothing'})",
-        allowed="{conversations: [...]} or {text_prompt, image_path}",
+        allowed="{conversations: [...]}, {text_prompt, image_path} or {text}",
     )
 
 

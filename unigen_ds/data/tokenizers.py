@@ -75,7 +75,8 @@ class PretrainedTokenizer(_Tokenizer):
 
     Args:
         path: directory or hub name.
-        bos, eos, image_start, image_end: the tokens that stand for begin, end, image start and image end.
+        bos, eos, image_start, image_end: the tokens that stand for begin, end, image start and image end; None, of the
+            last two: there are no images.
     """
 
     def __init__(
@@ -84,10 +85,10 @@ class PretrainedTokenizer(_Tokenizer):
         path: str,
         bos: str = _SPECIAL[0],
         eos: str = _SPECIAL[1],
-        image_start: str = _SPECIAL[2],
-        image_end: str = _SPECIAL[3],
+        image_start: str | None = _SPECIAL[2],
+        image_end: str | None = _SPECIAL[3],
     ) -> None:
-        names = (bos, eos, image_start, image_end)
+        names = (bos, eos, image_start or eos, image_end or eos)
         super().__init__(_pretrained(path, names), names)
 
 

@@ -1,101 +1,190 @@
-"""A causal language model of Llama's kind (SmolLM2): RMSNorm, grouped-query attention, rotary positions, SwiGLU.
+"""A causal language model of transformers' own classes (Llama, Qwen2), trained on packed documents.
 
-Parameter names are those of transformers' Llama. Positions beyond ``max_position_embeddings`` are squeezed into it,
-each document by its own length (nanoVLM squeezes by the longest of the call: there a neighbour changes a sample).
+``model`` and ``lm_head`` are transformers' modules with transformers' names, so a merged checkpoint is a state dict of
+``AutoModelForCausalLM``. What is ours is the attention, which transformers finds in its registry: a plan from the
+batch's documents instead of a mask, so that samples do not see each other and the cost follows the documents.
 
 Shape suffixes: T tokens, D width, H heads, E head width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from unigen_ds.core.batch import PackedBatch
-from unigen_ds.models.attention import AttentionPlan, plan_attention
-from unigen_ds.models.layers import RMSNorm, SwiGLU, rotary_tables, rotate
+from unigen_ds.core.batch import LossTerms, PackedBatch
+from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.core.registry import MODELS
+from unigen_ds.models.attention import Attend, plan_attention
+from unigen_ds.models.flops import attention_flops, linear_flops, trains
+from unigen_ds.models.hf_directory import open_directory, transformers_config
+from unigen_ds.models.losses import text_loss_sum
+from unigen_ds.models.weights import PretrainedModel
+
+FREEZABLE = ("embed", "layers", "head")
+_ATTENTION = "unigen_documents"
+"""Our attention's name in transformers' registry. As it has no entry among the masks, none is ever built."""
 
 
-class DecoderAttention(nn.Module):
-    def __init__(self, width: int, num_heads: int, num_kv_heads: int) -> None:
+@MODELS.register_module()
+class DecoderLM(PretrainedModel):
+    """``forward(PackedBatch) -> LossTerms`` with the term ``text``.
+
+    Args:
+        llm: ``model_type`` (``llama`` or ``qwen2``) and keys of its config in transformers, ``attention_dropout``
+            among them. ``vocab_size`` is filled from the tokenizer when absent.
+        pretrained: a directory as transformers writes it: initial weights, and every key that is not given.
+        dropout: on both residual branches of each layer.
+        freeze: any of ``embed``, ``layers``, ``head``: gets no gradient and stays bit-identical.
+        activation_checkpointing: re-compute each decoder layer in the backward pass.
+        compile: ``torch.compile`` each decoder layer.
+    """
+
+    forward_methods = ("logits", "next_token_logits")
+    """Entry points beside ``forward``; a sharding engine must hook these too."""
+
+    def __init__(
+        self,
+        *,
+        llm: Mapping[str, Any] | None = None,
+        pretrained: str | None = None,
+        dropout: float = 0.0,
+        freeze: Sequence[str] = (),
+        activation_checkpointing: bool = False,
+        compile: bool = False,
+    ) -> None:
         super().__init__()
-        self.head_width = width // num_heads
-        self.q_proj = nn.Linear(width, num_heads * self.head_width, bias=False)
-        self.k_proj = nn.Linear(width, num_kv_heads * self.head_width, bias=False)
-        self.v_proj = nn.Linear(width, num_kv_heads * self.head_width, bias=False)
-        self.o_proj = nn.Linear(num_heads * self.head_width, width, bias=False)
+        source = open_directory(Path(pretrained)) if pretrained else None
+        causal = _causal_lm(transformers_config(llm or {}, source.sizes if source else {}))
+        self.llm_config = causal.config
+        self.vocab_size: int = causal.config.vocab_size
+        self.model, self.lm_head = causal.model, causal.lm_head
+        self.model.rotary_emb = _rotary(self.model.rotary_emb)
+        self.start_from(source)
+        self._freeze(freeze)
+        for layer in self.model.layers:
+            if dropout:
+                for branch in (layer.self_attn.o_proj, layer.mlp.down_proj):
+                    branch.register_forward_hook(partial(_dropout, p=dropout))
+            layer.gradient_checkpointing = activation_checkpointing
+            layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+            if compile:
+                layer.compile()
 
-    def forward(self, x_TD: Tensor, rotary: tuple[Tensor, Tensor], attend: AttentionPlan) -> Tensor:
-        q, k, v = (p(x_TD).unflatten(-1, (-1, self.head_width)) for p in (self.q_proj, self.k_proj, self.v_proj))
-        return self.o_proj(attend(rotate(q, *rotary), rotate(k, *rotary), v).flatten(1))
+    @staticmethod
+    def processor_sizes(config: Mapping[str, Any]) -> dict[str, int]:
+        """Of a data processor: text has none."""
+        return {}
 
+    def initialise(self, name: str, tensor: Tensor, generator: torch.Generator | None = None) -> None:
+        """Normal(0, ``initializer_range``), as transformers. Norms one, biases zero."""
+        if tensor.ndim > 1:
+            tensor.normal_(std=self.llm_config.initializer_range, generator=generator)
+        else:
+            tensor.fill_(0.0 if name.endswith("bias") else 1.0)
 
-class DecoderLayer(nn.Module):
-    def __init__(self, *, width: int, inner: int, num_heads: int, num_kv_heads: int, eps: float) -> None:
-        super().__init__()
-        self.self_attn = DecoderAttention(width, num_heads, num_kv_heads)
-        self.mlp = SwiGLU(width, inner)
-        self.input_layernorm = RMSNorm(width, eps=eps)
-        self.post_attention_layernorm = RMSNorm(width, eps=eps)
+    def _freeze(self, parts: Sequence[str]) -> None:
+        modules = {"embed": self.model.embed_tokens, "layers": self.model.layers, "head": self.lm_head}
+        for part in parts:
+            if part not in modules:
+                raise ConfigError(f"model.freeze names {part!r}", allowed=", ".join(FREEZABLE))
+            modules[part].requires_grad_(False)
 
-    def forward(self, x_TD: Tensor, rotary: tuple[Tensor, Tensor], attend: AttentionPlan) -> Tensor:
-        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), rotary, attend)
-        return x_TD + self.mlp(self.post_attention_layernorm(x_TD))
+    def forward(self, batch: PackedBatch) -> LossTerms:
+        """The sum of the cross-entropy over the text targets of one micro-batch."""
+        logits = self.lm_head(self._hidden_states(batch)[batch.text_target_index])
+        return LossTerms({"text": text_loss_sum(logits, batch.text_target_ids, batch.text_target_weight)})
 
+    def logits(self, batch: PackedBatch) -> Tensor:
+        """``[T, vocabulary]``: for every token what follows it."""
+        return self.lm_head(self._hidden_states(batch))
 
-class Decoder(nn.Module):
-    """``embed_tokens``, ``layers``, ``norm``."""
+    def next_token_logits(self, batch: PackedBatch) -> Tensor:
+        """Logits ``[documents, vocabulary]`` of the token that follows each document."""
+        last = torch.tensor(batch.document_lengths, device=batch.document_ids.device).cumsum(0) - 1
+        return self.lm_head(self._hidden_states(batch)[last])
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        super().__init__()
-        width, num_heads = config["hidden_size"], config["num_attention_heads"]
-        self.embed_tokens = nn.Embedding(config["vocab_size"], width)
-        self.layers = nn.ModuleList(
-            DecoderLayer(
-                width=width,
-                inner=config["intermediate_size"],
-                num_heads=num_heads,
-                num_kv_heads=config["num_key_value_heads"],
-                eps=config["rms_norm_eps"],
+    def _hidden_states(self, batch: PackedBatch) -> Tensor:
+        """Final hidden states ``[T, D]``."""
+        if batch.text_ids.numel() != batch.num_tokens:
+            raise DataError(
+                "a DecoderLM reads text alone, and the batch has images", remedy="take them out of the data"
             )
-            for _ in range(config["num_hidden_layers"])
+        longest, limit = max(batch.document_lengths), self.llm_config.max_position_embeddings
+        if longest > limit:
+            raise DataError(
+                f"a document of {longest} tokens for model.llm.max_position_embeddings {limit}",
+                remedy=f"train_dataloader.seq_length of at most {limit}",
+            )
+        dropout = self.llm_config.attention_dropout if self.training else 0.0
+        attend = partial(_attend_dropping, batch.document_lengths, dropout) if dropout else plan_attention(batch)
+        output = self.model(
+            input_ids=batch.text_ids[None], position_ids=batch.position_ids[None], use_cache=False, attend=attend
         )
-        self.norm = RMSNorm(width, eps=config["rms_norm_eps"])
-        self.head_width, self.theta = width // num_heads, config["rope_theta"]
-        self.max_positions = config["max_position_embeddings"]
-        self.activation_checkpointing = False
+        return output.last_hidden_state[0]
 
-    def forward(self, x_TD: Tensor, batch: PackedBatch) -> Tensor:
-        """Input embeddings in token order -> final hidden states."""
-        positions = _squeezed_positions(batch, self.max_positions)
-        rotary = rotary_tables(positions, head_width=self.head_width, theta=self.theta)
-        attend = plan_attention(batch)
-        for layer in self.layers:
-            if self.activation_checkpointing and torch.is_grad_enabled():
-                x_TD = checkpoint(layer, x_TD, rotary, attend, use_reentrant=False)
-            else:
-                x_TD = layer(x_TD, rotary, attend)
-        return self.norm(x_TD)
+    def shard_units(self) -> list[nn.Module]:
+        """Modules an engine may shard and wrap one by one, in forward order; the root holds the rest."""
+        return [*self.model.layers]
 
+    def flops(self, batch: PackedBatch) -> float:
+        """Floating point operations of forward and backward on this micro-batch (``flops.py``)."""
+        width = self.model.layers[0].self_attn.q_proj.out_features
+        scores = attention_flops(batch.document_lengths, width, grad=True) * len(self.model.layers)
+        token, target = self._row_flops
+        return token * batch.num_tokens + target * batch.text_target_index.numel() + scores
 
-def _squeezed_positions(batch: PackedBatch, limit: int) -> Tensor:
-    """Rotary positions ``[T]``; those of a document longer than ``limit`` are scaled by limit / length."""
-    positions = batch.position_ids.float()
-    longest = positions.new_zeros(len(batch.document_lengths))
-    longest = longest.scatter_reduce(0, batch.document_ids, positions + 1, "amax")
-    return positions / (longest / limit).clamp(min=1.0)[batch.document_ids]
+    @cached_property
+    def _row_flops(self) -> tuple[float, float]:
+        """Of a token in the layers, and of a target in the head."""
+        token = linear_flops(self.model.layers, input_grad=trains(self.model.embed_tokens))
+        return token, linear_flops(self.lm_head, input_grad=trains(self.model))
 
 
-class DecoderLM(nn.Module):
-    """Gives the published names ``model.*`` and ``lm_head``; both embeddings are one where ``tie_word_embeddings``."""
+def _causal_lm(config: Any) -> Any:
+    """transformers' model in fp32, with our attention."""
+    from transformers import AttentionInterface, AutoModelForCausalLM
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        super().__init__()
-        self.model = Decoder(config)
-        self.lm_head = nn.Linear(config["hidden_size"], config["vocab_size"], bias=False)
-        if config["tie_word_embeddings"]:
-            self.lm_head.weight = self.model.embed_tokens.weight
+    AttentionInterface.register(_ATTENTION, _attention)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=_ATTENTION)
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, *, attend: Attend, **_: Any
+) -> tuple[Tensor, None]:
+    """transformers' call of an attention: ``[1, H, T, E]`` each -> ``[1, T, H, E]``, and no scores to show."""
+    return attend(*(x[0].transpose(0, 1) for x in (query, key, value)))[None], None
+
+
+def _attend_dropping(lengths: Sequence[int], p: float, q_THE: Tensor, k_THE: Tensor, v_THE: Tensor) -> Tensor:
+    """Document by document, with dropout on the scores, which plans do not have: FlexAttention cannot."""
+    groups = q_THE.shape[1] // k_THE.shape[1]
+    k_THE, v_THE = k_THE.repeat_interleave(groups, 1), v_THE.repeat_interleave(groups, 1)
+    parts = []
+    for q, k, v in zip(q_THE.split(lengths), k_THE.split(lengths), v_THE.split(lengths), strict=True):
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        parts.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=p)[0].transpose(0, 1))
+    return torch.cat(parts)
+
+
+def _dropout(module: nn.Module, inputs: Any, output: Tensor, *, p: float) -> Tensor:
+    return F.dropout(output, p, module.training)
+
+
+def _rotary(made: Any) -> Any:
+    """transformers' rotary module, whose frequencies are no buffers: those would be left empty on the meta device, and
+    an engine that casts a model to bf16 would round them.
+    """
+    with torch.device("cpu"):
+        rotary = type(made)(made.config)
+    for name, buffer in list(rotary.named_buffers()):
+        delattr(rotary, name)
+        setattr(rotary, name, buffer.clone())
+    return rotary

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from unigen_ds.core.batch import LossTerms, PackedBatch
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.registry import MODELS
-from unigen_ds.models.decoder_lm import DecoderLM
 from unigen_ds.models.flops import attention_flops, linear_flops, trains
 from unigen_ds.models.hf_names import EXTRA_TOKENS, open_pretrained_vlm
+from unigen_ds.models.llama import LlamaLM
 from unigen_ds.models.losses import text_loss_sum
 from unigen_ds.models.quantized import quantize_frozen
 from unigen_ds.models.vision import VisionTransformer
@@ -116,7 +116,7 @@ class VLM(PretrainedModel):
         self.connector = PixelShuffleConnector(
             self.vit_config["hidden_size"], self.llm_config["hidden_size"], side=side, factor=pixel_shuffle_factor
         )
-        self.language_model = DecoderLM(self.llm_config)
+        self.language_model = LlamaLM(self.llm_config)
         self.start_from(source)
         self._freeze(freeze)
         quantize_frozen(self.parts(), quantize or {})

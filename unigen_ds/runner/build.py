@@ -43,6 +43,7 @@ from unigen_ds.hooks.nan_guard import NanGuardHook
 from unigen_ds.hooks.signals import SignalHook
 from unigen_ds.hooks.skipped import SkippedSamplesHook
 from unigen_ds.hooks.timer import IterTimerHook
+from unigen_ds.models import decoder_lm as _decoder_lm  # noqa: F401
 from unigen_ds.models import unified as _unified  # noqa: F401
 from unigen_ds.models import vlm as _vlm  # noqa: F401
 from unigen_ds.optim.param_groups import build_param_groups

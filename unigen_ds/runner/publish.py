@@ -1,4 +1,6 @@
-"""A trained model -> the published directory of its kind: BAGEL's of a ``UnifiedModel``, nanoVLM's of a ``VLM``."""
+"""A trained model -> the published directory of its kind: BAGEL's of a ``UnifiedModel``, nanoVLM's of a ``VLM``,
+transformers' of a ``DecoderLM``.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,8 @@ from unigen_ds.core.files import new_directory
 from unigen_ds.data.processor import UnifiedProcessor
 from unigen_ds.data.tiles import GLOBAL_TOKEN, IMAGE_TOKEN, MAX_TILES_PER_SIDE, TILE_TOKENS, tile_token
 from unigen_ds.data.vlm_processor import VLMProcessor
+from unigen_ds.models.decoder_lm import DecoderLM
+from unigen_ds.models.hf_directory import write_directory
 from unigen_ds.models.hf_names import nanovlm_sizes, save_nanovlm
 from unigen_ds.models.published import write_published
 from unigen_ds.models.unified import UnifiedModel
@@ -22,13 +26,20 @@ from unigen_ds.models.vlm import VLM
 
 
 def publish(
-    model: nn.Module, processor: UnifiedProcessor, out: Path, *, source: Path | None, dtype: torch.dtype
+    model: nn.Module,
+    processor: UnifiedProcessor,
+    out: Path,
+    *,
+    source: Path | None,
+    dtype: torch.dtype,
+    max_shard_size: str = "5GB",
 ) -> None:
     """Write ``model`` into the new folder ``out``: complete, or not at all.
 
     Args:
         source: a published directory of the same sizes; its other files are copied byte for byte.
         dtype: of the weights.
+        max_shard_size: of a file of a ``DecoderLM``; a larger one is written as several.
 
     Raises ``ConfigError`` where ``out`` exists, ``source`` does not fit or the model has no published form, and
     ``CheckpointError`` where ``out`` cannot be written.
@@ -37,10 +48,14 @@ def publish(
         _publish_vlm(model.to(dtype), processor, out, source=source)
     elif isinstance(model, UnifiedModel):
         write_published(model, out, source=source, dtype=dtype)
+    elif isinstance(model, DecoderLM):
+        write_directory(
+            model, out, tokenizer=processor.tokenizer, source=source, dtype=dtype, max_shard_size=max_shard_size
+        )
     else:
         raise ConfigError(
             f"{type(model).__name__} has no published form",
-            allowed="UnifiedModel, VLM",
+            allowed="UnifiedModel, VLM, DecoderLM",
             remedy="tools/zero_to_fp32.py writes plain weights of any model",
         )
 

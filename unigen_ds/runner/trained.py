@@ -20,6 +20,8 @@ from unigen_ds.data.processor import UnifiedProcessor
 from unigen_ds.data.vlm_processor import VLMProcessor
 from unigen_ds.inference.chat import ChatInferencer
 from unigen_ds.inference.inferencer import InterleaveInferencer
+from unigen_ds.inference.text import TextInferencer
+from unigen_ds.models.decoder_lm import DecoderLM
 from unigen_ds.models.hf_names import vlm_arguments
 from unigen_ds.models.published import FILES
 from unigen_ds.models.unified import UnifiedModel
@@ -60,10 +62,12 @@ def open_model(
 
 def open_inferencer(
     path: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, **source: Any
-) -> InterleaveInferencer | ChatInferencer:
-    """``open_model``, which takes ``source``, ready to draw and read; a ``VLM`` reads alone."""
+) -> InterleaveInferencer | ChatInferencer | TextInferencer:
+    """``open_model``, which takes ``source``, ready to draw and read; a ``VLM`` reads alone, a ``DecoderLM`` writes."""
     model, processor = open_model(path, **source)
     model = model.to(device=device, dtype=dtype).eval().requires_grad_(False)
+    if isinstance(model, DecoderLM):
+        return TextInferencer(model, processor)
     if isinstance(processor, VLMProcessor):
         return ChatInferencer(model, processor)
     return InterleaveInferencer(model, processor)

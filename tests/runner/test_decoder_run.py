@@ -1,0 +1,100 @@
+"""A shipped recipe of a decoder language model, made small, through the whole house: documents in, text out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tools.export import main as export
+from tools.generate import main as generate
+from unigen_ds.core.config import load_config
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.metrics import read_lines
+from unigen_ds.data.tokenizers import WordTokenizer
+from unigen_ds.models import DecoderLM
+from unigen_ds.runner import Runner
+from unigen_ds.runner.build import build_model, build_processor
+from unigen_ds.runner.trained import open_inferencer
+
+WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+LLM = {
+    "vocab_size": 20, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 48,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Runner:
+    """``decoder_lm_90m`` with its own curve and packing, learning to count in bf16."""
+    folder = tmp_path_factory.mktemp("decoder")
+    WordTokenizer(words=WORDS).save_pretrained(str(folder / "tokenizer"))
+    records = [{"text": " ".join(WORDS[(i + k) % 10] for k in range(2 + i % 12))} for i in range(240)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
+    overrides = {
+        "tokenizer.path": str(folder / "tokenizer"), "tokenizer.bos": "<|im_start|>", "tokenizer.eos": "<|im_end|>",
+        "train_dataloader.dataset.data_path": str(folder / "train.jsonl"), "train_dataloader.num_workers": 0,
+        "train_dataloader.dataset.index_workers": 0, "train_dataloader.batch_size": 4,
+        "train_dataloader.seq_length": 48, "optim_wrapper.accumulative_counts": 2, "optim_wrapper.optimizer.lr": 1e-2,
+        "param_scheduler.0.end": 2000, "param_scheduler.1.begin": 2000, "param_scheduler.1.end": 25000,
+        "train_cfg.max_tokens": 25000, "backend": {"type": "single"}, "default_hooks.logger.interval": 1,
+        "work_dir": str(folder / "run"), **{f"model.llm.{key}": value for key, value in LLM.items()},
+    }  # fmt: skip
+    runner = Runner.from_cfg(load_config("decoder_lm_90m", overrides))
+    runner.train()
+    return runner
+
+
+def test_the_recipe_learns_to_count(run: Runner) -> None:
+    lines = [line for line in read_lines(run.work_dir / "metrics.jsonl") if "loss/text" in line]
+    assert lines[0]["loss/text"] > 2.5 and lines[-1]["loss/text"] < 0.6
+    rates = [line["lr"][0] if isinstance(line["lr"], list) else line["lr"] for line in lines]
+    assert lines[-1]["tokens"] >= 25000 and len(set(map(str, rates))) == len(rates)
+
+
+def test_it_goes_on_with_a_text(run: Runner, tmp_path: Path) -> None:
+    arguments = ["--prompt", "three four five", "--max-length", "4", "--device", "cpu", "--out", str(tmp_path)]
+    assert generate([str(run.work_dir), *arguments]) == 0
+    row = json.loads((tmp_path / "results.jsonl").read_text())
+    assert row["text"].startswith("six seven eight nine") and row["file"] is None
+
+
+def test_as_transformers_does_from_the_export(run: Runner, tmp_path: Path) -> None:
+    assert export([str(run.work_dir), str(tmp_path / "out")]) == 0
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    inferencer = open_inferencer(run.work_dir)
+    begin = [theirs.generation_config.bos_token_id, *tokenizer.encode("nine zero")]
+    with torch.no_grad():
+        expected = theirs.generate(torch.tensor([begin]), max_new_tokens=12, do_sample=False)[0, len(begin) :].tolist()
+    end = theirs.generation_config.eos_token_id
+    assert inferencer.write(begin, 12) == (expected[: expected.index(end)] if end in expected else expected)
+    drawn = {tuple(inferencer.write(begin, 12, temperature=5.0, seed=seed)) for seed in (0, 0, 1)}
+    assert len(drawn) == 2
+    assert len(inferencer.write(begin, 99, temperature=5.0)) <= 46
+    with pytest.raises(ConfigError, match="images, size: this model goes on with a text"):
+        inferencer.unified_generate("one", images=["x.png"], size=(8, 8))
+
+
+def test_the_export_may_be_trained_on(run: Runner, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its files come from the source; as ``pretrained`` it gives the same weights."""
+    assert export([str(run.work_dir), str(tmp_path / "first"), "--dtype", "bf16"]) == 0
+    (tmp_path / "first" / "README.md").write_text("of the source")
+    arguments = [str(run.work_dir), str(tmp_path / "again"), "--source", str(tmp_path / "first")]
+    assert export(arguments) == 0
+    names = {path.name for path in (tmp_path / "again").iterdir()}
+    assert names == {path.name for path in (tmp_path / "first").iterdir()} and "README.md" in names
+    model = DecoderLM(pretrained=str(tmp_path / "again"))
+    trained = dict(run.backend.full_state_dict(torch.float32))
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in model.named_parameters())
+    assert export(arguments) == 2 and "exists" in capsys.readouterr().err
+    grown = {**run._parts.plain_config, "model": {"type": "DecoderLM", "pretrained": str(tmp_path / "again")}}
+    WordTokenizer(words=[*WORDS, *"abcdef"]).save_pretrained(str(tmp_path / "tokenizer"))
+    grown["tokenizer"] = {**grown["tokenizer"], "path": str(tmp_path / "tokenizer")}
+    processor = build_processor(grown, seed=0)
+    with pytest.raises(ConfigError, match=r"vocab_size is 20.*at least 22"):
+        build_model(grown, processor)
+    assert build_model({**grown, "model": {**grown["model"], "llm": {"vocab_size": 22}}}, processor).vocab_size == 22

@@ -1,0 +1,121 @@
+"""A causal language model's directory as transformers has it, in and out: ``config.json``, safetensors, tokenizer.
+
+In: ``config.json`` and the names and shapes of ``*.safetensors``, sharded or not; values are read later, row by row.
+Out: what ``AutoModelForCausalLM.from_pretrained`` and ``AutoTokenizer.from_pretrained`` load, written by transformers
+itself. Parameter names are the same on both sides, so nothing is renamed.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unigen_ds.core.errors import ConfigError, nearest
+from unigen_ds.core.files import new_directory
+from unigen_ds.models.weights import Pretrained, read_json, stored_tensors
+
+MODEL_TYPES = ("llama", "qwen2")
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""Whose angles depend on the position alone; of the others they depend on the longest document of the batch, too."""
+_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
+
+
+def open_directory(directory: Path) -> Pretrained:
+    """``sizes`` is the whole ``config.json``. Raises ``ConfigError``, ``CheckpointError``."""
+    return Pretrained(
+        str(directory),
+        read_json(directory / "config.json"),
+        stored_tensors(directory),
+        may_leave=r"rotary_emb\.inv_freq$",
+        may_grow=r"(embed_tokens|lm_head)\.weight$",
+    )
+
+
+def transformers_config(given: Mapping[str, Any], stored: Mapping[str, Any]) -> Any:
+    """transformers' config of ``model.llm`` over that of the files.
+
+    Raises ``ConfigError`` for a kind of model, a key or a value that cannot work.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import CONFIG_MAPPING
+
+    kind, of_files = given.get("model_type", stored.get("model_type")), stored.get("model_type")
+    if kind not in MODEL_TYPES or of_files not in (None, kind):
+        of_file = f", and that of pretrained {of_files!r}" if stored else ""
+        raise ConfigError(f"model.llm.model_type is {kind!r}{of_file}", allowed=", ".join(MODEL_TYPES))
+    config_class: Any = CONFIG_MAPPING[kind]
+    known = {"model_type", *(field.name for field in dataclasses.fields(config_class))}
+    unknown = [key for key in given if key not in known]
+    if unknown:
+        raise ConfigError(f"model.llm has no key {unknown[0]!r}", remedy=nearest(unknown[0], known))
+    try:
+        config = config_class.from_dict({**stored, **given})
+    except (StrictDataclassError, TypeError, ValueError) as error:
+        raise ConfigError(f"model.llm: {error}") from error
+    _check(config)
+    return config
+
+
+def _check(config: Any) -> None:
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    if config.hidden_size % heads or heads % kv_heads:
+        raise ConfigError(
+            f"model.llm: hidden_size {config.hidden_size}, num_attention_heads {heads}, num_key_value_heads {kv_heads}",
+            allowed="hidden_size a multiple of the heads, the heads a multiple of the key/value heads",
+        )
+    rope = config.rope_parameters["rope_type"]
+    if rope not in _ROPE_TYPES:
+        raise ConfigError(f"model.llm.rope_parameters.rope_type is {rope!r}", allowed=", ".join(_ROPE_TYPES))
+    if getattr(config, "use_sliding_window", False):
+        raise ConfigError("model.llm.use_sliding_window is True", allowed="False: every token sees its whole document")
+
+
+def write_directory(
+    model: Any,
+    out: Path,
+    *,
+    tokenizer: Any,
+    source: Path | None = None,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: str = "5GB",
+) -> None:
+    """Write a ``DecoderLM`` as transformers would; ``out`` appears complete or not at all.
+
+    Args:
+        out: a new folder.
+        tokenizer: gives the ids of begin, end and padding, and its own files where there is no ``source``.
+        source: the directory that the training began with; all its files but config and weights are copied.
+        dtype: of the weights.
+        max_shard_size: of a file; a larger model is written as several and an index.
+
+    Raises ``ConfigError`` where ``out`` exists, ``CheckpointError`` where it cannot be written.
+    """
+    causal = as_transformers(model, tokenizer=tokenizer, dtype=dtype)
+    with new_directory(out) as folder:
+        if source is None:
+            tokenizer.save_pretrained(str(folder))
+        for path in source.iterdir() if source else ():
+            if path.is_file() and not path.name.endswith(_WEIGHTS):
+                shutil.copyfile(path, folder / path.name)
+        causal.save_pretrained(folder, max_shard_size=max_shard_size)
+
+
+def as_transformers(model: Any, *, tokenizer: Any, dtype: torch.dtype = torch.float32) -> Any:
+    """The same weights as transformers' own ``LlamaForCausalLM`` or ``Qwen2ForCausalLM``, to be saved."""
+    from transformers import AutoModelForCausalLM
+
+    config = copy.deepcopy(model.llm_config)
+    config.bos_token_id, config.eos_token_id = tokenizer.bos_id, tokenizer.eos_id
+    state = {name: tensor.detach().cpu().to(dtype) for name, tensor in model.state_dict().items()}
+    with torch.device("meta"):
+        causal = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    causal.load_state_dict(state, assign=True)
+    causal.tie_weights()
+    causal.generation_config.pad_token_id = tokenizer.pad_id  # not of config: there it would freeze an embedding
+    return causal
