@@ -27,7 +27,7 @@ EMBEDDING = "model.embed_tokens.weight"
 def test_every_engine_starts_from_the_files(name):
     """Bit by bit, also the rows of the vocabulary that no file has."""
     run, single = runs().outcome(name).initial, runs().outcome(SINGLE).initial
-    for path in (runs().out / "decoder").glob("*.safetensors"):
+    for path in (runs().out / "data" / "decoder").glob("*.safetensors"):
         for key, tensor in load_file(path).items():
             assert torch.equal(run[key][: len(tensor)], tensor), key
     assert torch.equal(run[EMBEDDING], single[EMBEDDING]) and len(run[EMBEDDING]) == 61
