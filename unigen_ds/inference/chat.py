@@ -1,8 +1,4 @@
-"""Greedy answers of a vision-language model, many prompts per forward pass; or one at a time (``ChatInferencer``).
-
-The whole document is computed again for each token: right for short answers, and the same attention rules as in
-training. There is no key/value cache.
-"""
+"""Greedy answers of a vision-language model, many prompts per forward pass; or one at a time (``ChatInferencer``)."""
 
 from __future__ import annotations
 
@@ -10,13 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.data.collate import Loaded, load_tiles, pack_documents
+from unigen_ds.data.collate import Loaded, load_tiles
 from unigen_ds.data.formats import Turn
-from unigen_ds.data.samples import ImageSplit, Sample, TiledSplit, TokenSplit
+from unigen_ds.data.samples import ImageSplit, Sample, TiledSplit
 from unigen_ds.data.vlm_processor import VLMProcessor
+from unigen_ds.inference.continuation import write_on
 from unigen_ds.inference.inferencer import Generated
 
 
@@ -65,20 +60,9 @@ def _loaded(sample: Sample, processor: VLMProcessor) -> list[Loaded]:
     ]
 
 
-@torch.no_grad()
 def generate(
     model: Any, processor: VLMProcessor, prompts: Sequence[Sequence[Loaded]], *, max_new_tokens: int
 ) -> list[list[int]]:
     """The ids that follow each prompt, up to and with the first end id."""
-    device = model.connector.proj.weight.device
-    said: list[list[int]] = [[] for _ in prompts]
-    open_ones = list(range(len(prompts)))
-    for _ in range(max_new_tokens):
-        documents = [[*prompts[i], TokenSplit(tuple(said[i]), (-100,) * len(said[i]))] for i in open_ones]
-        chosen = model.next_token_logits(pack_documents(documents, processor).to(device)).argmax(-1).tolist()
-        for i, token in zip(open_ones, chosen, strict=True):
-            said[i].append(token)
-        open_ones = [i for i in open_ones if said[i][-1] != processor.tokenizer.eos_id]
-        if not open_ones:
-            break
-    return said
+    limit = model.llm_config["max_position_embeddings"]
+    return write_on(model, processor, prompts, max_new_tokens=max_new_tokens, max_positions=limit)

@@ -7,6 +7,7 @@ Shape suffixes: T new tokens, N all tokens, H heads, E head width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -60,3 +61,15 @@ class CachedAttention:
             for x, repeats in ((q_THE, 1), (k_THE, groups), (v_THE, groups))
         )
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)[0].transpose(0, 1)
+
+
+class CachedDocuments:
+    """Attention of one causal forward pass over the next tokens of several documents, each with its own cache."""
+
+    def __init__(self, caches: Sequence[KVCache], lengths: Sequence[int]) -> None:
+        self._parts = [cache.attend(causal=True, keep=True) for cache in caches]
+        self._lengths = list(lengths)
+
+    def __call__(self, q_THE: Tensor, k_THE: Tensor, v_THE: Tensor) -> Tensor:
+        split = (x.split(self._lengths) for x in (q_THE, k_THE, v_THE))
+        return torch.cat([attend(q, k, v) for attend, q, k, v in zip(self._parts, *split, strict=True)])

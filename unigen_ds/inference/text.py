@@ -1,8 +1,4 @@
-"""A text that goes on with a prompt, from a ``DecoderLM``.
-
-The whole text is computed again for each token, with the attention of training; there is no key/value cache. For long
-texts export the model: transformers' ``generate`` has one.
-"""
+"""A text that goes on with a prompt, from a ``DecoderLM``."""
 
 from __future__ import annotations
 
@@ -10,12 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.seeding import generator
-from unigen_ds.data.collate import pack_documents
 from unigen_ds.data.processor import UnifiedProcessor
 from unigen_ds.data.samples import TokenSplit
+from unigen_ds.inference.continuation import likeliest, write_on
 from unigen_ds.inference.inferencer import Generated
 
 
@@ -48,20 +45,22 @@ class TextInferencer:
         ids = self.write([tokenizer.bos_id, *tokenizer.encode(prompt)], max_length, temperature=temperature, seed=seed)
         return Generated(tokenizer.decode(ids), [])
 
-    @torch.no_grad()
     def write(self, ids: Sequence[int], max_length: int, *, temperature: float = 0.0, seed: int = 0) -> list[int]:
         """At most ``max_length`` ids that follow ``ids``; the end token is left out. 0 takes the likeliest."""
-        random, device, written = generator(seed, "write"), self.model.lm_head.weight.device, [*ids]
-        room = self.model.llm_config.max_position_embeddings - len(ids) + 1
-        for _ in range(min(max_length, room)):
-            split = TokenSplit(tuple(written), (-100,) * len(written))
-            logits = self.model.next_token_logits(pack_documents([[split]], self.processor).to(device))[0]
-            if temperature > 0.0:
-                chances = torch.softmax(logits.float().cpu() / temperature, dim=-1)
-                token = int(torch.multinomial(chances, 1, generator=random))
-            else:
-                token = int(logits.argmax())
-            if token == self.processor.tokenizer.eos_id:
-                break
-            written.append(token)
-        return written[len(ids) :]
+        random = generator(seed, "write")
+
+        def drawn(logits: Tensor) -> Sequence[int]:
+            chances = torch.softmax(logits.float().cpu() / temperature, dim=-1)
+            ids: list[int] = torch.multinomial(chances, 1, generator=random)[:, 0].tolist()
+            return ids
+
+        limit = self.model.llm_config.max_position_embeddings
+        [written] = write_on(
+            self.model,
+            self.processor,
+            [[TokenSplit(tuple(ids), (-100,) * len(ids))]],
+            max_new_tokens=min(max_length, limit - len(ids) + 1),
+            max_positions=limit + 1,  # the last token is not read any more
+            choose=drawn if temperature > 0.0 else likeliest,
+        )
+        return [token for token in written if token != self.processor.tokenizer.eos_id]

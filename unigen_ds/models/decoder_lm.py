@@ -106,12 +106,12 @@ class DecoderLM(PretrainedModel):
         """``[T, vocabulary]``: for every token what follows it."""
         return self.lm_head(self._hidden_states(batch))
 
-    def next_token_logits(self, batch: PackedBatch) -> Tensor:
-        """Logits ``[documents, vocabulary]`` of the token that follows each document."""
+    def next_token_logits(self, batch: PackedBatch, *, attend: Attend | None = None) -> Tensor:
+        """Logits ``[documents, vocabulary]`` of the token that follows each document, on top of cached ones or not."""
         last = torch.tensor(batch.document_lengths, device=batch.document_ids.device).cumsum(0) - 1
-        return self.lm_head(self._hidden_states(batch)[last])
+        return self.lm_head(self._hidden_states(batch, attend)[last])
 
-    def _hidden_states(self, batch: PackedBatch) -> Tensor:
+    def _hidden_states(self, batch: PackedBatch, attend: Attend | None = None) -> Tensor:
         """Final hidden states ``[T, D]``."""
         if batch.text_ids.numel() != batch.num_tokens:
             raise DataError(
@@ -124,7 +124,8 @@ class DecoderLM(PretrainedModel):
                 remedy=f"train_dataloader.seq_length of at most {limit}",
             )
         dropout = self.llm_config.attention_dropout if self.training else 0.0
-        attend = partial(_attend_dropping, batch.document_lengths, dropout) if dropout else plan_attention(batch)
+        if attend is None:
+            attend = partial(_attend_dropping, batch.document_lengths, dropout) if dropout else plan_attention(batch)
         output = self.model(
             input_ids=batch.text_ids[None], position_ids=batch.position_ids[None], use_cache=False, attend=attend
         )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from unigen_ds.core.batch import PackedBatch
-from unigen_ds.models.attention import AttentionPlan, plan_attention
+from unigen_ds.models.attention import Attend, plan_attention
 from unigen_ds.models.layers import RMSNorm, SwiGLU, rotary_tables, rotate
 
 
@@ -29,7 +29,7 @@ class LlamaAttention(nn.Module):
         self.v_proj = nn.Linear(width, num_kv_heads * self.head_width, bias=False)
         self.o_proj = nn.Linear(num_heads * self.head_width, width, bias=False)
 
-    def forward(self, x_TD: Tensor, rotary: tuple[Tensor, Tensor], attend: AttentionPlan) -> Tensor:
+    def forward(self, x_TD: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         q, k, v = (p(x_TD).unflatten(-1, (-1, self.head_width)) for p in (self.q_proj, self.k_proj, self.v_proj))
         return self.o_proj(attend(rotate(q, *rotary), rotate(k, *rotary), v).flatten(1))
 
@@ -42,7 +42,7 @@ class LlamaLayer(nn.Module):
         self.input_layernorm = RMSNorm(width, eps=eps)
         self.post_attention_layernorm = RMSNorm(width, eps=eps)
 
-    def forward(self, x_TD: Tensor, rotary: tuple[Tensor, Tensor], attend: AttentionPlan) -> Tensor:
+    def forward(self, x_TD: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), rotary, attend)
         return x_TD + self.mlp(self.post_attention_layernorm(x_TD))
 
@@ -69,11 +69,14 @@ class LlamaBackbone(nn.Module):
         self.max_positions = config["max_position_embeddings"]
         self.activation_checkpointing = False
 
-    def forward(self, x_TD: Tensor, batch: PackedBatch) -> Tensor:
-        """Input embeddings in token order -> final hidden states."""
+    def forward(self, x_TD: Tensor, batch: PackedBatch, attend: Attend | None = None) -> Tensor:
+        """Input embeddings in token order -> final hidden states.
+
+        ``attend`` replaces the attention within the batch: for inference on top of cached tokens.
+        """
         positions = _squeezed_positions(batch, self.max_positions)
         rotary = rotary_tables(positions, head_width=self.head_width, theta=self.theta)
-        attend = plan_attention(batch)
+        attend = attend or plan_attention(batch)
         for layer in self.layers:
             if self.activation_checkpointing and torch.is_grad_enabled():
                 x_TD = checkpoint(layer, x_TD, rotary, attend, use_reentrant=False)

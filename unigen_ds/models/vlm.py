@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from unigen_ds.core.batch import LossTerms, PackedBatch
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.registry import MODELS
+from unigen_ds.models.attention import Attend
 from unigen_ds.models.flops import attention_flops, linear_flops, trains
 from unigen_ds.models.hf_names import EXTRA_TOKENS, open_pretrained_vlm
 from unigen_ds.models.llama import LlamaLM
@@ -160,13 +161,13 @@ class VLM(PretrainedModel):
         """``[T, vocabulary]``: for every token what follows it."""
         return self.language_model.lm_head(self._hidden_states(batch))
 
-    def next_token_logits(self, batch: PackedBatch) -> Tensor:
-        """Logits ``[documents, vocabulary]`` of the token that follows each document."""
+    def next_token_logits(self, batch: PackedBatch, *, attend: Attend | None = None) -> Tensor:
+        """Logits ``[documents, vocabulary]`` of the token that follows each document, on top of cached ones or not."""
         last = torch.tensor(batch.document_lengths, device=batch.document_ids.device).cumsum(0) - 1
-        return self.language_model.lm_head(self._hidden_states(batch)[last])
+        return self.language_model.lm_head(self._hidden_states(batch, attend)[last])
 
-    def _hidden_states(self, batch: PackedBatch) -> Tensor:
-        return self.language_model.model(self._embed(batch), batch)
+    def _hidden_states(self, batch: PackedBatch, attend: Attend | None = None) -> Tensor:
+        return self.language_model.model(self._embed(batch), batch, attend)
 
     def _embed(self, batch: PackedBatch) -> Tensor:
         """Input embeddings ``[T, D]``. The vision tower runs on no patch at all if need be: every parameter then takes

@@ -1,0 +1,72 @@
+"""What a model of text writes after each of several prompts, all in one forward pass a token.
+
+In: prompts as the collator takes them. Out: token ids. Each prompt has a key/value cache, so a new token costs its own
+row of attention; where a document may grow beyond the model's positions, which are then squeezed by its length (all of
+them, again for each token), the documents are computed anew instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unigen_ds.data.collate import Loaded, pack_documents
+from unigen_ds.data.samples import TokenSplit
+from unigen_ds.inference.kv_cache import CachedDocuments, KVCache
+
+Choose = Callable[[Tensor], Sequence[int]]
+"""Logits ``[documents, vocabulary]`` -> a token for each document."""
+
+
+def likeliest(logits: Tensor) -> Sequence[int]:
+    """The greedy choice."""
+    ids: list[int] = logits.argmax(-1).tolist()
+    return ids
+
+
+@torch.no_grad()
+def write_on(
+    model: Any,
+    processor: Any,
+    prompts: Sequence[Sequence[Loaded]],
+    *,
+    max_new_tokens: int,
+    max_positions: int,
+    choose: Choose = likeliest,
+) -> list[list[int]]:
+    """The ids that follow each prompt, up to and with the first end id.
+
+    Args:
+        model: has ``next_token_logits(batch, attend=...)``.
+        processor: of the model; its tokenizer has the end id.
+        max_positions: length up to which the model's positions are not squeezed.
+        choose: picks the tokens.
+    """
+    device = next(model.parameters()).device
+    said: list[list[int]] = [[] for _ in prompts]
+    caches, begin = [KVCache() for _ in prompts], torch.zeros(len(prompts), dtype=torch.int64)
+    unread: list[list[Loaded]] = [[*prompt] for prompt in prompts]
+    open_ones, cached = list(range(len(prompts))), True
+    for step in range(max_new_tokens):
+        batch = pack_documents([unread[i] for i in open_ones], processor)
+        lengths = batch.document_lengths
+        if step == 0:
+            cached = max(lengths) + max_new_tokens <= max_positions
+        attend = None
+        if cached:
+            sizes = torch.tensor(lengths)
+            batch = replace(batch, position_ids=batch.position_ids + begin[open_ones].repeat_interleave(sizes))
+            begin[open_ones] = batch.position_ids[sizes.cumsum(0) - 1] + 1
+            attend = CachedDocuments([caches[i] for i in open_ones], lengths)
+        chosen = choose(model.next_token_logits(batch.to(device), attend=attend))
+        for i, token in zip(open_ones, chosen, strict=True):
+            said[i].append(int(token))
+            unread[i] = ([] if cached else unread[i]) + [TokenSplit((int(token),), (-100,))]
+        open_ones = [i for i in open_ones if said[i][-1] != processor.tokenizer.eos_id]
+        if not open_ones:
+            break
+    return said
