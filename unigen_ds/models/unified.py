@@ -259,13 +259,15 @@ class UnifiedModel(PretrainedModel):
             tensor.copy_(self.state_dict(keep_vars=True)[name])
         elif name.endswith("pos_embed"):
             tensor.copy_(sincos_2d(math.isqrt(len(tensor)), tensor.shape[1]))
-        elif name.endswith("bias") or name == "llm2vae.weight":
+        elif name.endswith("bias"):
             tensor.zero_()
         elif tensor.ndim > 1:
             wide = name.startswith("language_model.") or name.endswith("position_embedding.weight")
             tensor.normal_(std=_INIT_STD if wide else tensor.shape[1] ** -0.5, generator=generator)
         else:
             tensor.fill_(1.0)
+        if name == "llm2vae.weight":
+            tensor.zero_()  # drawn all the same, so that a seed gives the others what it always gave them
 
     def parts(self) -> dict[str, nn.Module]:
         """What ``freeze`` and ``quantize`` name."""
