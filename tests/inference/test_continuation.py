@@ -42,7 +42,7 @@ def prompts(processor: VLMProcessor) -> list[list[Loaded]]:
     random = torch.Generator().manual_seed(1)
 
     def text(length: int) -> TokenSplit:
-        ids = torch.randint(3, 90, (length,), generator=random).tolist()
+        ids = torch.randint(3, CONFIG["lm_base_vocab_size"], (length,), generator=random).tolist()
         return TokenSplit(tuple(ids), (-100,) * length)
 
     patches = torch.rand(

@@ -26,7 +26,7 @@ from unigen_ds.data.transforms import patchify
 from unigen_ds.data.vlm_processor import VLMProcessor
 from unigen_ds.inference.chat import generate
 from unigen_ds.models import VLM
-from unigen_ds.models.hf_names import save_nanovlm, to_nanovlm, vlm_arguments
+from unigen_ds.models.hf_names import EXTRA_TOKENS, save_nanovlm, to_nanovlm, vlm_arguments
 
 ROOT = Path(os.environ.get("UNIGEN_GOLDEN", Path(__file__).parent.parent / "golden"))
 NANOVLM = ROOT / "nanovlm"
@@ -255,12 +255,14 @@ def test_directories_that_do_not_fit_are_refused(tmp_path):
 
 def test_from_a_vision_tower_and_a_language_model(tmp_path, caplog, monkeypatch):
     """As nanoVLM's first model: its own parts, published under transformers' names; 66 more words, the rest random."""
-    whole = VLM(pretrained=str(NANOVLM))
+    whole, side = VLM(pretrained=str(NANOVLM)), CONFIG["vit_patch_size"]
+    extra = {} if CONFIG["extra_token_amount"] == EXTRA_TOKENS else {"vocab_size": CONFIG["lm_vocab_size"]}
+    settings: dict[str, Any] = {"pixel_shuffle_factor": CONFIG["mp_pixel_shuffle_factor"], "llm": extra}
     parts = {part: tmp_path / part for part in ("vit", "llm")}
     state = whole.state_dict()
     seen = {name: t for name, t in state.items() if name.startswith("vision_model.")}
     patches = "vision_model.embeddings.patch_embedding.weight"
-    seen[patches] = seen[patches].unflatten(1, (16, 16, 3)).permute(0, 3, 1, 2).contiguous()
+    seen[patches] = seen[patches].unflatten(1, (side, side, -1)).permute(0, 3, 1, 2).contiguous()
     seen |= {"logit_scale": torch.ones(1), "text_model.head.bias": torch.ones(1)}
     text = {n.removeprefix("language_model."): t for n, t in state.items() if n.startswith("language_model.model.")}
     words = text["model.embed_tokens.weight"][: CONFIG["lm_base_vocab_size"]].clone()
@@ -273,7 +275,7 @@ def test_from_a_vision_tower_and_a_language_model(tmp_path, caplog, monkeypatch)
     given = {part: str(path) for part, path in parts.items()}
     monkeypatch.setattr(logging.getLogger("unigen_ds"), "propagate", True)
     with caplog.at_level(logging.INFO, "unigen_ds"):
-        made = VLM(pretrained=given, pixel_shuffle_factor=2)
+        made = VLM(pretrained=given, **settings)
     assert (made.llm_config, made.vit_config) == (whole.llm_config, whole.vit_config)
     for name, tensor in made.state_dict().items():
         if name.endswith(("embed_tokens.weight", "lm_head.weight")):
@@ -285,7 +287,7 @@ def test_from_a_vision_tower_and_a_language_model(tmp_path, caplog, monkeypatch)
                  "not used: logit_scale"):  # fmt: skip
         assert told in caplog.text
     with pytest.raises(CheckpointError, match=r"reshaped: .*embed_tokens"):
-        VLM(pretrained=given, llm={"vocab_size": 50})
+        VLM(pretrained=given, **{**settings, "llm": {"vocab_size": CONFIG["lm_base_vocab_size"] - 1}})
 
 
 def test_default_trio() -> None:
