@@ -164,6 +164,24 @@ def judge_odd(launched: Launched, name: str) -> Row:
     return Row("", name, {**row.figures, "differing tensors": len(differing)}, row.good and not differing)
 
 
+def judge_published(launched: Launched, name: str) -> Row:
+    """The same weights at the start, bit by bit, as one process has; then its training. In bf16 the start alone.
+
+    Position tables are frozen, and DeepSpeed rounds what is frozen in bf16.
+    """
+    oracle = "published/single@1-fp32"
+    if name.endswith("-resumed"):
+        run, straight = launched.outcome(name), launched.outcome(name.replace("-resumed", "-fp32"))
+        differing = unequal(run.final, straight.final)
+        return Row("", name, {"differing tensors": len(differing)}, not differing)
+    mine, theirs = launched.outcome(name).initial, launched.outcome(oracle).initial
+    other = [n for n in theirs if not mine[n].equal(theirs[n]) and not ("bf16" in name and n.endswith("pos_embed"))]
+    if "bf16" in name:
+        return Row("", name, {"other at the start": len(other)}, not other)
+    row = near(launched, name, oracle)
+    return Row("", name, {**row.figures, "other at the start": len(other)}, row.good and not other)
+
+
 def judge_memory(launched: Launched, name: str) -> Row:
     engine, _, rest = name.removeprefix("memory/").partition("@")
     world, _, precision = rest.partition("-")
@@ -211,6 +229,11 @@ TITLES: dict[str, tuple[str, Judge]] = {
         lambda r, n: near(r, n, n.replace("-True", "-False"), bound=1e-6),
     ),
     "compiled": ("Compiled layers against plain ones", lambda r, n: near(r, n, "compiled/plain", bound=1e-4)),
+    "published": ("Published weights, read into shards", judge_published),
+    "decoder": (
+        "A language model of transformers' classes from published weights, against one process",
+        lambda r, n: near(r, n, "decoder/single@1"),
+    ),
     "memory": ("Bytes of a rank in units of the fp32 weights, the fullest rank", judge_memory),
     "one_process": ("One engine after the other in the same two processes", judge_one_process),
     "models": (
