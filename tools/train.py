@@ -74,7 +74,10 @@ def main(argv: list[str] | None = None) -> int:
         return error.exit_status
     finally:
         dist.shutdown()
-    return STOPPED_BY_SIGNAL if stopped == "signal" else 0
+    status = STOPPED_BY_SIGNAL if stopped == "signal" else 0
+    if argv is None:  # as a command
+        dist.leave(status)
+    return status
 
 
 if __name__ == "__main__":
