@@ -30,10 +30,11 @@ from unigen_ds.backends.deepspeed_config import (
     stage_of,
 )
 from unigen_ds.backends.memory import allocate, blocks_given_back, on_meta, place
-from unigen_ds.backends.sharded import ShardedBackend, tied_names
+from unigen_ds.backends.sharded import ShardedBackend
 from unigen_ds.core import dist
 from unigen_ds.core.batch import LossTerms
 from unigen_ds.core.errors import CheckpointError
+from unigen_ds.core.modules import persistent_buffers, tied_names
 from unigen_ds.core.optim import COMPUTE_DTYPE, OptimizerConfig, ParamGroup, build_torch_optimizer
 from unigen_ds.core.progress import Geometry
 from unigen_ds.core.registry import BACKENDS
@@ -103,8 +104,6 @@ class DeepSpeedBackend(ShardedBackend):
         # DeepSpeed compiles its CPU operator with ninja, which pip puts beside the interpreter
         os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
         dist.ensure_initialized()
-        import deepspeed  # noqa: F401 - 2 s, and it picks its accelerator when imported
-
         with blocks_given_back():
             self._prepare(model, param_groups, optimizer_cfg, geometry)
         self.log_summary(f"DeepSpeed ZeRO-{self.stage}" + (", optimizer in host memory" * self.offloads_optimizer))
@@ -112,7 +111,7 @@ class DeepSpeedBackend(ShardedBackend):
     def _prepare(
         self, model: nn.Module, param_groups: Sequence[ParamGroup], optimizer_cfg: OptimizerConfig, geometry: Geometry
     ) -> None:
-        import deepspeed
+        import deepspeed  # 2 s, and it picks its accelerator when imported
 
         self._cfg = optimizer_cfg
         parameters = dict(model.named_parameters())
@@ -294,14 +293,7 @@ class DeepSpeedBackend(ShardedBackend):
         return shards
 
     def buffers(self) -> Mapping[str, Tensor]:
-        module = self._engine.module
-        persistent = {
-            f"{prefix}.{name}" if prefix else name
-            for prefix, part in module.named_modules()
-            for name in part._buffers
-            if name not in part._non_persistent_buffers_set
-        }
-        return {name: b for name, b in module.named_buffers() if name in persistent}
+        return persistent_buffers(self._engine.module)
 
     def trainable_sizes(self) -> dict[str, int]:
         return {name: math.prod(self._names[name]) for name in self._trainable}

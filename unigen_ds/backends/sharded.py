@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import nn
 
 from unigen_ds.backends.base import Backend
 from unigen_ds.core.errors import CheckpointError
@@ -119,15 +118,6 @@ class ShardedBackend(Backend):
     @abc.abstractmethod
     def frozen_sizes(self) -> Mapping[str, int]:
         """The same for parameters that are not trained."""
-
-
-def tied_names(model: nn.Module) -> dict[str, str]:
-    """Of parameters that several modules share: each further name, and the first, under which they are kept."""
-    first: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        first.setdefault(id(parameter), name)
-    everywhere = model.named_parameters(remove_duplicate=False)
-    return {name: first[id(p)] for name, p in everywhere if first[id(p)] != name}
 
 
 def read_into(reader: ShardReader, kind: str, shard: Shard) -> None:

@@ -14,10 +14,10 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from unigen_ds.backends.base import StepResult
 from unigen_ds.backends.memory import allocate
-from unigen_ds.backends.sharded import tied_names
 from unigen_ds.backends.torch_optimizer import TorchOptimizerBackend
 from unigen_ds.core.dist import env_world_size
 from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.modules import tied_names
 from unigen_ds.core.optim import COMPUTE_DTYPE, OptimizerConfig, ParamGroup
 from unigen_ds.core.progress import Geometry
 from unigen_ds.core.registry import BACKENDS

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from unigen_ds.backends.sharded import ShardedBackend
 from unigen_ds.core.loss_scale import LossScale
+from unigen_ds.core.modules import persistent_buffers
 from unigen_ds.core.optim import OptimizerConfig, ParamGroup, build_torch_optimizer
 from unigen_ds.core.shards import LOSS_SCALE
 
@@ -47,8 +48,7 @@ class TorchOptimizerBackend(ShardedBackend):
             group.update({key: value for key, value in hparams.items() if key != "name"})
 
     def buffers(self) -> Mapping[str, Tensor]:
-        persistent = self._model.state_dict(keep_vars=True)
-        return {name: b for name, b in self._model.named_buffers() if name in persistent}
+        return persistent_buffers(self._model)
 
     def trainable_sizes(self) -> dict[str, int]:
         return {name: self._masters[name].numel() for name in self._trainable}

@@ -73,6 +73,13 @@ def new_directory(out: Path) -> Iterator[Path]:
         shutil.rmtree(staging, ignore_errors=True)
 
 
+def copy_files(source: Path, folder: Path, *, wanted: Callable[[str], bool]) -> None:
+    """Copy the files of ``source``, not its folders, whose name is ``wanted``."""
+    for path in source.iterdir():
+        if path.is_file() and wanted(path.name):
+            shutil.copyfile(path, folder / path.name)
+
+
 def file_digest(path: Path) -> str:
     """BLAKE2b-128 of the whole content, hex."""
     digest = hashlib.blake2b(digest_size=16)

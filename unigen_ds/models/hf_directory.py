@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 
 from unigen_ds.core.errors import ConfigError, nearest
-from unigen_ds.core.files import new_directory
+from unigen_ds.core.files import copy_files, new_directory
 from unigen_ds.models.weights import Pretrained, read_json, stored_tensors
 
 MODEL_TYPES = ("llama", "qwen2")
@@ -100,9 +99,8 @@ def write_directory(
     with new_directory(out) as folder:
         if source is None:
             tokenizer.save_pretrained(str(folder))
-        for path in source.iterdir() if source else ():
-            if path.is_file() and not path.name.endswith(_WEIGHTS):
-                shutil.copyfile(path, folder / path.name)
+        else:
+            copy_files(source, folder, wanted=lambda name: not name.endswith(_WEIGHTS))
         causal.save_pretrained(folder, max_shard_size=max_shard_size)
 
 

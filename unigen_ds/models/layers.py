@@ -6,10 +6,13 @@ Shape suffixes: T tokens, D model width, H heads, E head width, L latent patches
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 
 class RMSNorm(nn.Module):
@@ -100,3 +103,13 @@ def rotate(x_THE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     wide = x_THE.float()
     first, second = wide.chunk(2, dim=-1)
     return (wide * cos + torch.cat([-second, first], dim=-1) * sin).to(x_THE.dtype)
+
+
+def run_layers(layers: Iterable[nn.Module], x: Tensor, *rest: Any, recompute: bool) -> Tensor:
+    """``layer(x, *rest)``, one after the other; with ``recompute`` once more in the backward pass, to keep less."""
+    for layer in layers:
+        if recompute and torch.is_grad_enabled():
+            x = checkpoint(layer, x, *rest, use_reentrant=False)
+        else:
+            x = layer(x, *rest)
+    return x

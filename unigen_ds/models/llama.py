@@ -11,13 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from unigen_ds.core.batch import PackedBatch
 from unigen_ds.models.attention import Attend, plan_attention
-from unigen_ds.models.layers import RMSNorm, SwiGLU, rotary_tables, rotate
+from unigen_ds.models.layers import RMSNorm, SwiGLU, rotary_tables, rotate, run_layers
 
 
 class LlamaAttention(nn.Module):
@@ -77,12 +75,7 @@ class LlamaBackbone(nn.Module):
         positions = _squeezed_positions(batch, self.max_positions)
         rotary = rotary_tables(positions, head_width=self.head_width, theta=self.theta)
         attend = attend or plan_attention(batch)
-        for layer in self.layers:
-            if self.activation_checkpointing and torch.is_grad_enabled():
-                x_TD = checkpoint(layer, x_TD, rotary, attend, use_reentrant=False)
-            else:
-                x_TD = layer(x_TD, rotary, attend)
-        return self.norm(x_TD)
+        return self.norm(run_layers(self.layers, x_TD, rotary, attend, recompute=self.activation_checkpointing))
 
 
 def _squeezed_positions(batch: PackedBatch, limit: int) -> Tensor:

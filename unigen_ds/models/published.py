@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,7 @@ import torch
 from safetensors.torch import save_file
 
 from unigen_ds.core.errors import CheckpointError, ConfigError
-from unigen_ds.core.files import new_directory
+from unigen_ds.core.files import copy_files, new_directory
 from unigen_ds.core.log import logger
 from unigen_ds.models.quantized import plain_state_dict
 from unigen_ds.models.weights import Pretrained, Stored, read_json, shown, stored_tensors
@@ -61,7 +60,7 @@ def open_pretrained(given: str | Mapping[str, str]) -> Pretrained:
         sizes["latent_patch_size"] = math.isqrt(weights["vae2llm.weight"].shape[1] // sizes["vae"]["latent_channels"])
     if "latent_pos_embed.pos_embed" in weights:
         sizes["max_latent_size"] = math.isqrt(weights["latent_pos_embed.pos_embed"].shape[0])
-    return Pretrained(str(directory), sizes, {**weights, **vae}, r"pos_embed$", r"$^")
+    return Pretrained(str(directory), sizes, {**weights, **vae}, r"pos_embed$")
 
 
 def _open_parts(given: Mapping[str, str]) -> Pretrained:
@@ -174,9 +173,8 @@ def write_published(model: Any, out: Path, *, source: Path | None = None, dtype:
     with new_directory(out) as staging:
         for name, config in configs.items():
             (staging / name).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        for path in source.iterdir() if source else ():
-            if path.is_file() and path.name not in (WEIGHTS, VAE_WEIGHTS):
-                shutil.copyfile(path, staging / path.name)
+        if source is not None:
+            copy_files(source, staging, wanted=lambda name: name not in (WEIGHTS, VAE_WEIGHTS))
         for file, tensors in ((WEIGHTS, rest), (VAE_WEIGHTS, vae)):
             save_file(tensors, staging / file, metadata={"format": "pt"})
 

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from unigen_ds.core.batch import LossTerms, PackedBatch
 from unigen_ds.core.errors import ConfigError
@@ -36,6 +35,7 @@ from unigen_ds.models.layers import (
     TimestepEmbedder,
     rotary_tables,
     rotate,
+    run_layers,
     sincos_2d,
 )
 from unigen_ds.models.losses import image_loss_sum, text_loss_sum
@@ -135,11 +135,7 @@ class MoTBackbone(nn.Module):
 
     def forward(self, x_TD: Tensor, num_und: int, position_ids: Tensor, attend: Attend) -> Tensor:
         rotary = rotary_tables(position_ids, head_width=self.head_width, theta=self.theta)
-        for layer in self.layers:
-            if self.activation_checkpointing and torch.is_grad_enabled():
-                x_TD = checkpoint(layer, x_TD, num_und, rotary, attend, use_reentrant=False)
-            else:
-                x_TD = layer(x_TD, num_und, rotary, attend)
+        x_TD = run_layers(self.layers, x_TD, num_und, rotary, attend, recompute=self.activation_checkpointing)
         return route(x_TD, num_und, self.norm, self.norm_moe_gen)
 
 
@@ -256,7 +252,7 @@ class UnifiedModel(PretrainedModel):
         drowned by the position tables it is added to. Biases zero; ``llm2vae`` zero, so the first velocity is zero.
         """
         if name.startswith("vae."):
-            tensor.copy_(self.state_dict(keep_vars=True)[name])
+            tensor.copy_(self.get_buffer(name))
         elif name.endswith("pos_embed"):
             tensor.copy_(sincos_2d(math.isqrt(len(tensor)), tensor.shape[1]))
         elif name.endswith("bias"):

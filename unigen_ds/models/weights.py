@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.log import logger
+from unigen_ds.core.modules import persistent_buffers, tied_names
 from unigen_ds.core.seeding import generator
 from unigen_ds.core.shards import BUFFER, MASTER
 
@@ -189,16 +190,14 @@ def match(model: nn.Module, source: Pretrained) -> dict[str, Stored]:
 
 def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers; of tied parameters the first name."""
-    state = model.state_dict(keep_vars=True)
-    return {**dict(model.named_parameters()), **{name: b for name, b in model.named_buffers() if name in state}}
+    return {**dict(model.named_parameters()), **persistent_buffers(model)}
 
 
 def _by_first_name(model: nn.Module, stored: Mapping[str, Stored]) -> dict[str, Stored]:
     """Tied parameters may be stored under any of their names, or under all of them."""
-    first: dict[int, str] = {}
-    known = {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
-    own = {name: tensor for name, tensor in stored.items() if known.get(name, name) == name}
-    return {**{known[name]: tensor for name, tensor in stored.items() if name not in own}, **own}
+    first = tied_names(model)
+    own = {name: tensor for name, tensor in stored.items() if name not in first}
+    return {**{first[name]: tensor for name, tensor in stored.items() if name in first}, **own}
 
 
 class PretrainedModel(nn.Module):

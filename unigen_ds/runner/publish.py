@@ -5,7 +5,6 @@ transformers' of a ``DecoderLM``.
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.files import new_directory
+from unigen_ds.core.files import copy_files, new_directory
 from unigen_ds.data.processor import UnifiedProcessor
 from unigen_ds.data.tiles import GLOBAL_TOKEN, IMAGE_TOKEN, MAX_TILES_PER_SIDE, TILE_TOKENS, tile_token
 from unigen_ds.data.vlm_processor import VLMProcessor
@@ -71,9 +70,8 @@ def _publish_vlm(model: VLM, processor: VLMProcessor, out: Path, *, source: Path
     with new_directory(out) as folder:
         if source is None:
             processor.tokenizer.chat.save_pretrained(folder)
-        for path in source.iterdir() if source else ():
-            if path.is_file() and path.name != "model.safetensors":
-                shutil.copyfile(path, folder / path.name)
+        else:
+            copy_files(source, folder, wanted=lambda name: name != "model.safetensors")
         save_nanovlm(model, folder, config=config)
 
 

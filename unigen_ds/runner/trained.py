@@ -25,6 +25,7 @@ from unigen_ds.models.decoder_lm import DecoderLM
 from unigen_ds.models.hf_names import vlm_arguments
 from unigen_ds.models.published import FILES
 from unigen_ds.models.unified import UnifiedModel
+from unigen_ds.models.weights import shown
 from unigen_ds.runner.build import build_model, build_processor, import_custom, seed_of
 
 _VAE_LARGEST, _VIT_SMALLEST = 1024, 224  # pixels, as BAGEL's own transforms have them
@@ -121,8 +122,7 @@ def _fill(model: nn.Module, entries: list[Entry], *, where: Path) -> None:
     wrong += [f"unexpected {name}" for name in stored if name not in shapes]
     wrong += [f"{n} {stored[n]} for {shapes[n]}" for n in shapes if stored.get(n, shapes[n]) != shapes[n]]
     if wrong:
-        more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
-        raise CheckpointError(f"{where} does not fit the model: {', '.join(wrong[:8])}{more}")
+        raise CheckpointError(f"{where} does not fit the model: {shown(wrong)}")
     for entry in entries:
         flat, at = own[entry.name].view(-1), 0
         for piece in entry.pieces():
