@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from safetensors.torch import load_file
@@ -30,6 +30,8 @@ from unigen_ds.core.shards import EMA, ShardReader
 
 ROOT = Path(__file__).resolve().parents[2]
 Tensors = dict[tuple[str, str], Tensor]
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+"""Variables that a worker must not inherit."""
 
 
 @dataclass(frozen=True)
@@ -92,21 +94,24 @@ def tensors(checkpoint: Path) -> Tensors:
 class Launched:
     """All jobs of one start. ``outcome`` raises with the log of a job that failed."""
 
-    def __init__(self, out: Path, jobs: Sequence[Job], *, timeout_s: float = 3600.0) -> None:
+    def __init__(self, out: Path, jobs: Sequence[Job], *, timeout_s: float = 1800.0) -> None:
         self.out = out
         out.mkdir(parents=True, exist_ok=True)
         cases = out / "jobs.json"
         cases.write_text(json.dumps([asdict(job) for job in jobs]), encoding="utf-8")
-        started = subprocess.run(
-            [sys.executable, "-m", "tests.engines.worker", str(cases), str(out)],
-            cwd=ROOT,
-            env={k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=timeout_s,
-        )
-        assert (out / "results.json").is_file(), started.stdout[-5000:]
+        with (out / "worker.log").open("w+", encoding="utf-8") as log:
+            try:
+                subprocess.run(
+                    [sys.executable, "-m", "tests.engines.worker", str(cases), str(out)],
+                    cwd=ROOT,
+                    env={k: v for k, v in os.environ.items() if k not in LAUNCHER},
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    timeout=timeout_s,
+                )
+            except subprocess.TimeoutExpired as error:
+                raise AssertionError(f"{error}\n{_end(log)}") from error
+            assert (out / "results.json").is_file(), _end(log)
         self.results: dict[str, dict[str, Any]] = json.loads((out / "results.json").read_text())
 
     def outcome(self, name: str) -> Outcome:
@@ -124,14 +129,30 @@ def want(*groups: str) -> Callable[[], Launched]:
     All modules are imported before the first test runs, so one launch serves whatever was selected.
     """
     _WANTED.update(groups)
-    return _launched
+
+    def launched() -> Launched:
+        found = _launched()
+        if isinstance(found, AssertionError):
+            raise found
+        return found
+
+    return launched
 
 
 @cache
-def _launched() -> Launched:
+def _launched() -> Launched | AssertionError:
+    """A launch that fails, or comes to no end, does so once: not again for every test that asks."""
     out = Path(tempfile.mkdtemp(prefix="engines-"))
     atexit.register(shutil.rmtree, out, ignore_errors=True)
-    return Launched(out, jobs_of(_WANTED, full=False))
+    try:
+        return Launched(out, jobs_of(_WANTED, full=False))
+    except AssertionError as error:
+        return error
+
+
+def _end(log: TextIO) -> str:
+    log.seek(0)
+    return log.read()[-5000:]
 
 
 def relative(a: float | None, b: float | None) -> float:

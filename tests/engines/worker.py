@@ -33,7 +33,6 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # equality is proven on the CPU; and a 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["DS_ACCELERATOR"] = "cpu"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads would not survive the fork
-os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))  # ninja
 
 
 @dataclass
@@ -183,14 +182,14 @@ def _train(phase: dict[str, Any], work_dir: Path, out: Path, *, resume: str | No
 
 def main() -> None:
     import torch
-    from deepspeed.comm.torch import build_shm_op
 
     from tests.engines import pictures, texts, users
+    from unigen_ds.backends.deepspeed_op import load_shared_memory_op
 
     for name in PRELOADED:
         importlib.import_module(name)
     torch.set_num_threads(1)
-    build_shm_op()  # compiled at the very first start; else every process would ask ninja
+    load_shared_memory_op()  # compiled at the very first start; else every process would ask ninja
     jobs, out = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), Path(sys.argv[2])
     # a compiler that was killed leaves half a library in torch's shared cache, on which every later process fails
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str((out / "compiled_code").resolve())

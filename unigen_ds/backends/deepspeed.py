@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import math
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,13 +21,13 @@ from torch import Tensor, nn
 
 from unigen_ds.backends.base import StepResult
 from unigen_ds.backends.deepspeed_config import (
-    check_build_tools,
     check_ds_config,
     fill,
     load_ds_config,
     offloads,
     stage_of,
 )
+from unigen_ds.backends.deepspeed_op import check_build_tools, load_shared_memory_op
 from unigen_ds.backends.memory import allocate, blocks_given_back, on_meta, place
 from unigen_ds.backends.sharded import ShardedBackend
 from unigen_ds.core import dist
@@ -101,8 +100,7 @@ class DeepSpeedBackend(ShardedBackend):
         geometry: Geometry,
     ) -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
-        # DeepSpeed compiles its CPU operator with ninja, which pip puts beside the interpreter
-        os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
+        load_shared_memory_op()
         dist.ensure_initialized()
         with blocks_given_back():
             self._prepare(model, param_groups, optimizer_cfg, geometry)

@@ -8,14 +8,9 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import shutil
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from unigen_ds.core.errors import ConfigError, nearest
 from unigen_ds.core.optim import OptimizerConfig
@@ -88,25 +83,6 @@ def check_ds_config(config: Mapping[str, Any]) -> None:
         raise ConfigError(
             "bf16.check_grad_overflow is false: one non-finite gradient would poison all weights",
             remedy="delete it from the DeepSpeed config",
-        )
-
-
-def check_build_tools() -> None:
-    """On a CPU machine DeepSpeed compiles its shared-memory operator at the first start, in about half a minute.
-
-    Raises ``ConfigError`` where it was not built yet and cannot be.
-    """
-    if torch.cuda.is_available():
-        return
-    built = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions"))
-    if any(built.glob("**/deepspeed_shm_comm/*.so")):
-        return
-    beside = str(Path(sys.executable).parent)
-    missing = [tool for tool in ("g++", "ninja") if not shutil.which(tool) and not shutil.which(tool, path=beside)]
-    if missing:
-        raise ConfigError(
-            f"DeepSpeed must compile its shared-memory operator and {' and '.join(missing)} cannot be found",
-            remedy="install them (apt-get install g++ ninja-build), or use --backend fsdp:FULL_SHARD",
         )
 
 

@@ -1,0 +1,92 @@
+"""The operator that DeepSpeed compiles on a machine without CUDA: sums through shared memory.
+
+torch marks a build with a file named ``lock`` that outlives a killed process: every later start would wait on it for
+ever. Here one process of a machine builds at a time, behind a lock that the kernel drops, and clears what a dead one
+left. Source: torch 2.13 ``FileBaton``; pytorch issue 189245.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.log import logger
+
+NAME = "deepspeed_shm_comm"
+_OURS = "unigen_ds.lock"
+QUIET_S = 120.0
+"""A build that has written nothing for so long is taken for dead: from nothing it takes about 30 s."""
+
+
+def check_build_tools() -> None:
+    """Raises ``ConfigError`` where the operator was not built yet and cannot be."""
+    if torch.cuda.is_available():
+        return
+    built = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions"))
+    if any(built.glob(f"**/{NAME}/*.so")):
+        return
+    beside = str(Path(sys.executable).parent)
+    missing = [tool for tool in ("g++", "ninja") if not shutil.which(tool) and not shutil.which(tool, path=beside)]
+    if missing:
+        raise ConfigError(
+            f"DeepSpeed must compile its shared-memory operator and {' and '.join(missing)} cannot be found",
+            remedy="install them (apt-get install g++ ninja-build), or use --backend fsdp:FULL_SHARD",
+        )
+
+
+def load_shared_memory_op(*, quiet_s: float = QUIET_S) -> None:
+    """Compile (about 30 s, once per machine) and load the operator; DeepSpeed then finds it loaded.
+
+    Nothing to do with CUDA. A build begun by somebody else is waited for until nothing was written for ``quiet_s``.
+    """
+    # DeepSpeed compiles with ninja, which pip puts beside the interpreter
+    os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
+    if torch.cuda.is_available():
+        return
+    from deepspeed.comm.torch import build_shm_op
+    from torch.utils.cpp_extension import _get_build_directory
+
+    folder = Path(_get_build_directory(NAME, False))
+    with _sole_builder(folder):
+        _clear_abandoned(folder / "lock", quiet_s)
+        build_shm_op()
+
+
+@contextmanager
+def _sole_builder(folder: Path) -> Iterator[None]:
+    """Held by one process at a time, of those that come through here."""
+    with (folder / _OURS).open("a") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX)
+        except OSError as error:  # this file system knows no locks
+            logger().warning(
+                "%s knows no file locks (%s): start no two runs before DeepSpeed's operator is built", folder, error
+            )
+        yield
+
+
+def _clear_abandoned(lock: Path, quiet_s: float) -> None:
+    """Wait while somebody who did not come through here builds; remove ``lock`` when nobody does any more."""
+    said = False
+    while lock.exists():
+        try:
+            quiet = time.time() - max(path.stat().st_mtime for path in lock.parent.iterdir() if path.name != _OURS)
+        except FileNotFoundError:  # it went away while we looked
+            continue
+        if quiet > quiet_s:
+            logger().warning("%s was left by a build that was killed: removed", lock)
+            lock.unlink(missing_ok=True)
+        elif not said:
+            said = True
+            logger().info("another process may be building %s: waiting up to %.0f s", NAME, quiet_s - quiet)
+        else:
+            time.sleep(0.1)
