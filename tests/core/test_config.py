@@ -44,23 +44,26 @@ def test_base_files_and_yaml_load(tmp_path: Path, config_file: Path) -> None:
     assert load_config(tmp_path / "c.yaml").train_cfg.max_epochs == 2
 
 
-def test_classes_instead_of_names_are_kept_and_their_imports_are_no_keys(tmp_path: Path) -> None:
-    import torch
+def test_classes_instead_of_names_and_their_imports_are_no_keys(tmp_path: Path) -> None:
+    from unigen_ds.models import UnifiedModel
 
     path = tmp_path / "xtuner.py"
-    path.write_text("from torch.optim import AdamW\noptim_wrapper = dict(optimizer=dict(type=AdamW, lr=1e-4))\n")
+    path.write_text(
+        "from torch.optim import AdamW\nfrom unigen_ds.models import UnifiedModel\nfrom pathlib import Path as Own\n"
+        "optim_wrapper = dict(optimizer=dict(type=AdamW, lr=1e-4))\nmodel = dict(type=UnifiedModel)\n"
+        "custom_hooks = [dict(type=Own)]\n"
+    )
     config = load_config(path)
-    assert config.optim_wrapper.optimizer.type is torch.optim.AdamW
-    assert set(config) == {"optim_wrapper", "work_dir"}
+    assert (config.optim_wrapper.optimizer.type, config.model.type) == ("AdamW", UnifiedModel.__name__)
+    assert config.custom_hooks[0].type is Path, "a class of the user's own stays one"
+    assert set(config) == {"optim_wrapper", "model", "custom_hooks", "work_dir"}
 
 
 def test_a_config_may_call_what_it_imports_and_name_classes(tmp_path: Path) -> None:
     path = tmp_path / "mixed.py"
-    path.write_text(
-        "import math\nfrom torch.optim import AdamW\n_x = math.sqrt(4.0)\nmodel = dict(type=AdamW, lr=_x)\n"
-    )
+    path.write_text("import math\nfrom pathlib import Path\n_x = math.sqrt(4.0)\nmodel = dict(type=Path, lr=_x)\n")
     config = load_config(path)
-    assert config.model.lr == 2.0 and config.model.type.__name__ == "AdamW"
+    assert config.model.lr == 2.0 and config.model.type is Path
     assert set(config) == {"model", "work_dir", "_x"}
 
 
@@ -120,6 +123,24 @@ def test_unknown_keys_name_the_nearest_valid_one() -> None:
         check_keys({"train_dataloder": {}})
     with pytest.raises(ConfigError, match=r"'optim_wrapper.clip_grad.max_nrom'.*did you mean 'max_norm'"):
         check_keys({"optim_wrapper": {"clip_grad": {"max_nrom": 1}}})
+
+
+def test_every_key_of_mmengines_that_is_none_here_is_named_with_what_to_do() -> None:
+    """The runtime part of an xtuner config, as it is there."""
+    ported = {
+        "env_cfg": {"dist_cfg": {"backend": "nccl"}},
+        "optim_wrapper": {"type": "AmpOptimWrapper", "dtype": "bfloat16", "clip_grad": {"error_if_nonfinite": False}},
+        "default_hooks": {"param_scheduler": {"type": "ParamSchedulerHook"}, "timer": {"type": "IterTimerHook"}},
+        "log_processor": {"by_epoch": False},
+        "modle": {},
+    }
+    with pytest.raises(ConfigError) as raised:
+        check_keys(ported)
+    for said in ("env_cfg: delete it; env.dist_timeout_s", "optim_wrapper.type: delete it", "precision='bf16'",
+                 "error_if_nonfinite: delete it, NanGuardHook", "default_hooks.param_scheduler: delete it",
+                 "log_processor: delete it", "modle: did you mean 'model'"):  # fmt: skip
+        assert said in str(raised.value)
+    assert "timer" not in str(raised.value)
 
 
 def test_a_missing_or_broken_file_is_a_config_error(tmp_path: Path) -> None:

@@ -1,10 +1,14 @@
 """Names -> classes: a wrong name or argument is an error that names the right one."""
 
+import logging
+
+import mmengine.hooks
 import pytest
 from mmengine.registry import Registry
 
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.registry import build, resolve
+from unigen_ds.core.registry import HOOKS, build, registered_name, resolve
+from unigen_ds.hooks.logger import LoggerHook
 
 THINGS = Registry("test_thing")
 
@@ -23,10 +27,33 @@ class Open:
         self.options = options
 
 
+class OwnLogger(LoggerHook):
+    """A user's own, unregistered."""
+
+
 def test_builds_by_name_and_by_class_with_extra_arguments() -> None:
     assert build(THINGS, {"type": "Window", "size": 4}, where="w", stride=2).stride == 2
     assert build(THINGS, {"type": Window, "size": 4}, where="w").size == 4
     assert resolve(THINGS, {"type": "Window", "size": 4}, where="w") == (Window, {"size": 4})
+
+
+@pytest.mark.parametrize(
+    "kind", [mmengine.hooks.LoggerHook, "mmengine.hooks.LoggerHook", "unigen_ds.hooks.logger.LoggerHook"]
+)
+def test_a_class_of_mmengine_and_a_path_stand_for_the_class_of_that_name(
+    kind: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        assert resolve(HOOKS, {"type": kind, "interval": 3}, where="w") == (LoggerHook, {"interval": 3})
+    assert "stands for the class of that name here" in caplog.text
+    assert registered_name(kind) == registered_name(LoggerHook) == "LoggerHook"
+
+
+def test_any_other_class_is_itself() -> None:
+    assert resolve(HOOKS, {"type": OwnLogger}, where="w")[0] is OwnLogger and registered_name(OwnLogger) is None
+    assert registered_name("mmengine.hooks.SyncBuffersHook") is registered_name("LoggerHook") is None
+    with pytest.raises(ConfigError, match=r"type is 'mmengine\.hooks\.SyncBuffersHook'"):
+        resolve(HOOKS, {"type": "mmengine.hooks.SyncBuffersHook"}, where="w")
 
 
 def test_any_argument_where_the_class_takes_all() -> None:

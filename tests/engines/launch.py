@@ -94,7 +94,7 @@ def tensors(checkpoint: Path) -> Tensors:
 class Launched:
     """All jobs of one start. ``outcome`` raises with the log of a job that failed."""
 
-    def __init__(self, out: Path, jobs: Sequence[Job], *, timeout_s: float = 1800.0) -> None:
+    def __init__(self, out: Path, jobs: Sequence[Job], *, timeout_s: float = 3000.0) -> None:
         self.out = out
         out.mkdir(parents=True, exist_ok=True)
         cases = out / "jobs.json"

@@ -152,3 +152,29 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
         UnifiedModel()
     with pytest.raises(ConfigError, match="no effect without"):
         UnifiedModel(copy_init_moe=True)
+
+
+@pytest.mark.parametrize(
+    ("file", "stated", "said"),
+    [
+        (CONFIGS[0], {"hidden_act": "gelu"}, r"llm_config\.json: hidden_act is 'gelu'"),
+        (CONFIGS[0], {"use_sliding_window": True}, "use_sliding_window is True"),
+        (CONFIGS[0], {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type is 'linear'"),
+        (CONFIGS[0], {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e6}}, "rope_type is 'llama3'"),
+        (CONFIGS[1], {"hidden_act": "gelu"}, r"vit_config\.json: hidden_act is 'gelu'"),
+    ],
+)
+def test_a_config_that_means_other_numbers_is_refused(
+    directory: Path, file: str, stated: dict[str, object], said: str
+) -> None:
+    config = json.loads((directory / file).read_text())
+    (directory / file).write_text(json.dumps(config | stated))
+    with pytest.raises(ConfigError, match=said):
+        UnifiedModel(pretrained=str(directory))
+
+
+def test_plain_rotary_angles_may_be_stated(directory: Path) -> None:
+    config = json.loads((directory / CONFIGS[0]).read_text())
+    stated = {"rope_parameters": {"rope_type": "default", "rope_theta": config.pop("rope_theta")}, "rope_scaling": None}
+    (directory / CONFIGS[0]).write_text(json.dumps(config | stated))
+    UnifiedModel(pretrained=str(directory))

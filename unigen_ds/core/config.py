@@ -15,6 +15,7 @@ from typing import Any
 from mmengine.config import Config, ConfigDict
 
 from unigen_ds.core.errors import ConfigError, nearest
+from unigen_ds.core.registry import registered_name
 
 SHIPPED = Path(__file__).resolve().parent.parent / "configs"
 
@@ -69,6 +70,32 @@ SCHEMA: dict[str, Any] = {
 }  # fmt: skip
 """Valid keys, two floors deep; ``None`` marks what the registries check."""
 
+MMENGINE: dict[str, str] = {
+    "strategy": "backend=dict(type='deepspeed', config='zero2')",
+    "env_cfg": "delete it; env.dist_timeout_s, env.num_threads and launcher are what there is of it",
+    "default_scope": "delete it, there is one registry for each kind of thing",
+    "log_level": "delete it, default_hooks.logger.interval says how often a line is written",
+    "log_processor": "delete it, default_hooks.logger.interval says how often a line is written",
+    "auto_scale_lr": "delete it, on_batch_change='linear' or 'sqrt' scales the learning rate",
+    "optim_wrapper.type": "delete it, optim_wrapper.precision is 'fp32', 'bf16' or 'fp16'",
+    "optim_wrapper.dtype": "optim_wrapper.precision='bf16' or 'fp16'",
+    "optim_wrapper.loss_scale": "delete it, that of fp16 is dynamic",
+    "optim_wrapper.clip_grad.error_if_nonfinite": "delete it, NanGuardHook skips and counts such updates",
+    "optim_wrapper.clip_grad.norm_type": "delete it, the norm is the L2 norm of all gradients",
+    "train_cfg.type": "delete it, there is one loop",
+    "train_cfg.by_epoch": "delete it, max_epochs or max_iters says it",
+    "train_dataloader.sampler": "delete it, the order follows from randomness.seed alone",
+    "train_dataloader.shuffle": "delete it, the order follows from randomness.seed alone",
+    "train_dataloader.collate_fn": "delete it, the model's processor does it",
+    "train_dataloader.persistent_workers": "delete it, workers live as long as the run",
+    "default_hooks.param_scheduler": "delete it, param_scheduler acts by itself",
+    "default_hooks.sampler_seed": "delete it, the order follows from randomness.seed alone",
+    "default_hooks.runtime_info": "delete it, the logger sees everything",
+    "randomness.deterministic": "delete it, a run is deterministic as far as its kernels are",
+    "randomness.diff_rank_seed": "delete it, every sample has a seed of its own",
+}
+"""Keys of mmengine and xtuner configs that are not keys here, and what to do about them."""
+
 
 def config_path(name: str | Path) -> Path:
     """A path that exists, or the shipped config of that name."""
@@ -117,6 +144,11 @@ def _read(path: Path) -> Config:
     for name in [*config]:
         if name not in settings or isinstance(settings[name], (type, FunctionType)):
             config.pop(name)
+    for section in (config.get("model") or {}, (config.get("optim_wrapper") or {}).get("optimizer") or {}):
+        kind = section.get("type")
+        if isinstance(kind, type):  # by name, as checkpoints and comparisons have it
+            torchs = kind.__module__.startswith("torch.optim")
+            section["type"] = kind.__name__ if torchs else registered_name(kind) or kind
     return config
 
 
@@ -182,25 +214,36 @@ def _list_index(node: list[Any], key: str, dotted: str) -> int:
 
 
 def check_keys(config: Mapping[str, Any]) -> None:
-    """Raise ``ConfigError`` for the first unknown key. A name that begins with an underscore is the user's own."""
+    """Raise ``ConfigError`` naming every unknown key. A name that begins with an underscore is the user's own."""
+    unknown: dict[str, str] = {}
     for key, value in config.items():
         if key.startswith("_") or key in SETTINGS:
             continue
-        if key not in SCHEMA:
-            raise ConfigError(
-                f"unknown config key {key!r}",
-                remedy=nearest(key, (*SCHEMA, *SETTINGS)) + " (a helper variable of your own may begin with '_')",
-            )
-        _check_level(value, SCHEMA[key], key)
+        if key in SCHEMA:
+            unknown |= _unknown_below(value, SCHEMA[key], key)
+        else:
+            guess = nearest(key, (*SCHEMA, *SETTINGS)) + " (a helper variable of your own may begin with '_')"
+            unknown[key] = MMENGINE.get(key, guess)
+    if unknown:
+        what = "unknown config key" + "s" * (len(unknown) > 1)
+        raise ConfigError(
+            f"{what} " + ", ".join(map(repr, unknown)),
+            remedy="; ".join(f"{key}: {said}" if len(unknown) > 1 else said for key, said in unknown.items()),
+        )
 
 
-def _check_level(value: Any, schema: Any, where: str) -> None:
+def _unknown_below(value: Any, schema: Any, where: str) -> dict[str, str]:
+    """Unknown keys in a section, and what to do about each."""
+    unknown: dict[str, str] = {}
     if not isinstance(schema, Mapping) or not isinstance(value, Mapping):
-        return
+        return unknown
     for key, inner in value.items():
-        if key not in schema:
-            raise ConfigError(f"unknown config key '{where}.{key}'", remedy=nearest(key, schema))
-        _check_level(inner, schema[key], f"{where}.{key}")
+        path = f"{where}.{key}"
+        if key in schema:
+            unknown |= _unknown_below(inner, schema[key], path)
+        else:
+            unknown[path] = MMENGINE.get(path, nearest(key, schema))
+    return unknown
 
 
 def backend_spec(text: str) -> dict[str, str]:

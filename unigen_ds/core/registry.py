@@ -9,6 +9,7 @@ from typing import Any
 from mmengine.registry import Registry
 
 from unigen_ds.core.errors import ConfigError, nearest
+from unigen_ds.core.log import logger
 
 MODELS = Registry("unigen_model")
 AUTOENCODERS = Registry("unigen_autoencoder")
@@ -20,6 +21,28 @@ CURVES = Registry("unigen_curve")
 HOOKS = Registry("unigen_hook")
 WRITERS = Registry("unigen_writer")
 BACKENDS = Registry("unigen_backend")
+REGISTRIES = (
+    MODELS, AUTOENCODERS, TOKENIZERS, DATASETS, PACKERS, TRANSFORMS, CURVES, HOOKS, WRITERS, BACKENDS,
+)  # fmt: skip
+FOREIGN = ("mmengine", "xtuner")
+"""Packages for whose classes ours of the same name stand: configs of theirs import them."""
+
+
+def registered_name(kind: Any) -> str | None:
+    """The name that stands for a class, or for ``'package.Class'``: its own or its counterpart's. None: it has none."""
+    own = [name for registry in REGISTRIES for name, cls in registry.module_dict.items() if cls is kind]
+    return own[0] if own else next((_last(kind) for r in REGISTRIES if counterpart(r, kind)), None)
+
+
+def counterpart(registry: Registry, kind: Any) -> type | None:
+    """The class here for one of mmengine's or xtuner's, or for ``'package.Class'`` of theirs or ours; else None."""
+    text = kind if isinstance(kind, str) else getattr(kind, "__module__", "")
+    known = text.split(".")[0] in (FOREIGN if isinstance(kind, type) else (*FOREIGN, "unigen_ds"))
+    return registry.module_dict.get(_last(kind)) if known else None
+
+
+def _last(kind: Any) -> str:
+    return kind.rpartition(".")[2] if isinstance(kind, str) else kind.__name__
 
 
 def resolve(registry: Registry, spec: Mapping[str, Any], *, where: str) -> tuple[type, dict[str, Any]]:
@@ -32,7 +55,10 @@ def resolve(registry: Registry, spec: Mapping[str, Any], *, where: str) -> tuple
         raise ConfigError(f"{where} is {spec!r}", allowed="dict(type='...', ...)")
     arguments = {key: value for key, value in spec.items() if key != "type"}
     kind = spec["type"]
-    if isinstance(kind, str):
+    cls = counterpart(registry, kind)
+    if cls is not None:
+        logger().info("%s: %s stands for the class of that name here", where, kind)
+    elif isinstance(kind, str):
         cls = registry.module_dict.get(kind)
         if cls is None:
             raise ConfigError(f"{where}.type is {kind!r}", remedy=nearest(kind, registry.module_dict))

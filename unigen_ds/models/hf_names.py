@@ -21,7 +21,7 @@ from torch import Tensor
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.files import write_atomic, write_text_atomic
 from unigen_ds.models.quantized import plain_state_dict
-from unigen_ds.models.weights import Pretrained, Stored, read_json, stored_tensors
+from unigen_ds.models.weights import Pretrained, Stored, check_fixed, check_part, read_json, stored_tensors
 
 _PREFIXES = (
     ("vision_encoder.patch_embedding.conv.", "vision_model.embeddings.patch_embedding."),
@@ -73,9 +73,7 @@ TIED = ("language_model.model.embed_tokens.weight", "language_model.lm_head.weig
 
 def vlm_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of ``VLM`` from nanoVLM's ``config.json``."""
-    for key, value in _FIXED.items():
-        if config.get(key, value) != value:
-            raise ConfigError(f"nanoVLM config: {key} is {config[key]!r}", allowed=repr(value))
+    check_fixed(config, _FIXED, "nanoVLM config")
     try:
         return {
             "llm": {ours: config[theirs] for ours, theirs in _LLM.items()},
@@ -130,8 +128,10 @@ def _open_parts(given: Mapping[str, str]) -> Pretrained:
     sizes: dict[str, Any] = {}
     tensors: dict[str, Stored] = {}
     for part, path in given.items():
-        config = read_json(Path(path) / CONFIG)
+        place = Path(path) / CONFIG
+        config = read_json(place)
         config = {**(config.get("rope_parameters") or {}), **config.get("vision_config", config)}
+        check_part(part, config, place)
         sizes[part] = {key: config[key] for key in (_VIT if part == "vit" else _LLM) if key in config}
         tensors |= {_PART_PREFIX[part] + key: stored for key, stored in stored_tensors(Path(path)).items()}
     if "vocab_size" in sizes.get("llm", {}):

@@ -24,7 +24,7 @@ from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.files import copy_files, new_directory
 from unigen_ds.core.log import logger
 from unigen_ds.models.quantized import plain_state_dict
-from unigen_ds.models.weights import Pretrained, Stored, read_json, shown, stored_tensors
+from unigen_ds.models.weights import Pretrained, Stored, check_part, read_json, shown, stored_tensors
 
 LLM_CONFIG, VIT_CONFIG, WEIGHTS, VAE_WEIGHTS = FILES = (
     "llm_config.json", "vit_config.json", "ema.safetensors", "ae.safetensors"
@@ -52,8 +52,8 @@ def open_pretrained(given: str | Mapping[str, str]) -> Pretrained:
     directory = Path(given)
     weights, vae = stored_tensors(directory / WEIGHTS), _below(_PREFIX["vae"], directory / VAE_WEIGHTS)
     sizes: dict[str, Any] = {
-        "llm": _llm_sizes(read_json(directory / LLM_CONFIG)),
-        "vit": _vit_sizes(read_json(directory / VIT_CONFIG)),
+        "llm": _sizes("llm", directory / LLM_CONFIG),
+        "vit": _sizes("vit", directory / VIT_CONFIG),
         "vae": _vae_sizes(vae, directory / VAE_WEIGHTS),
     }
     if "vae2llm.weight" in weights:
@@ -75,9 +75,8 @@ def _open_parts(given: Mapping[str, str]) -> Pretrained:
             found = _below(_PREFIX[part], file)
             sizes[part] = _vae_sizes(found, file)
         else:
-            config = read_json(place / "config.json")
             found = _below(_PREFIX[part], place)
-            sizes[part] = _llm_sizes(config) if part == "llm" else _vit_sizes(config.get("vision_config", config))
+            sizes[part] = _sizes(part, place / "config.json")
             embedding = found.get(_PREFIX["llm"] + "model.embed_tokens.weight")
             if part == "llm" and embedding is not None:  # a tied head is not stored
                 found.setdefault(_PREFIX["llm"] + "lm_head.weight", embedding)
@@ -93,14 +92,15 @@ def _below(prefix: str, path: Path) -> dict[str, Stored]:
     return {prefix + key: tensor for key, tensor in stored_tensors(path).items()}
 
 
-def _llm_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
+def _sizes(part: str, path: Path) -> dict[str, Any]:
+    """What a model needs of the config of its language model (``llm``) or vision tower (``vit``)."""
+    config = read_json(path)
+    if part == "vit":
+        config = config.get("vision_config", config)
+    check_part(part, config, path)
     flat = {**(config.get("rope_parameters") or {}), **config}
-    return {key: flat[key] for key in _LLM_KEYS if key in flat}
-
-
-def _vit_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
-    sizes = {key: config[key] for key in _VIT_KEYS if key in config}
-    if "num_hidden_layers" in sizes:
+    sizes = {key: flat[key] for key in (_LLM_KEYS if part == "llm" else _VIT_KEYS) if key in flat}
+    if part == "vit" and "num_hidden_layers" in sizes:
         sizes["num_hidden_layers"] -= _VIT_UNUSED_LAYERS
     return sizes
 

@@ -91,6 +91,26 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ConfigError(f"model.pretrained: {path} cannot be read: {error}") from error
 
 
+def check_fixed(config: Mapping[str, Any], fixed: Mapping[str, Any], where: object) -> None:
+    """Raises ``ConfigError`` where ``config`` gives another value for a key of ``fixed``: the numbers would be wrong.
+
+    What it leaves out, or states as null, is as in ``fixed``.
+    """
+    for key, value in fixed.items():
+        if config.get(key) not in (value, None):
+            raise ConfigError(f"{where}: {key} is {config[key]!r}", allowed=repr(value))
+
+
+def check_part(part: str, config: Mapping[str, Any], where: object) -> None:
+    """``check_fixed`` for transformers' config of a SigLIP (``vit``), or of a Qwen2 or Llama (``llm``)."""
+    if part == "vit":
+        check_fixed(config, {"hidden_act": "gelu_pytorch_tanh"}, where)
+        return
+    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    stated = {**config, "rope_type": rope.get("rope_type", rope.get("type"))}
+    check_fixed(stated, {"hidden_act": "silu", "use_sliding_window": False, "rope_type": "default"}, where)
+
+
 @dataclass(frozen=True)
 class Pretrained:
     """What the files of ``model.pretrained`` hold."""

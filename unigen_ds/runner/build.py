@@ -118,8 +118,8 @@ def build_processor(config: Mapping[str, Any], *, seed: int) -> UnifiedProcessor
             build(TRANSFORMS, spec, where=f"processor.vit_augment[{i}]") for i, spec in enumerate(augment)
         ]
     model = config["model"]
-    kind = MODELS.get(model["type"]) if isinstance(model.get("type"), str) else None
-    sizes = kind.processor_sizes(model) if kind else {}
+    kind = MODELS.get(model["type"]) if isinstance(model.get("type"), str) else model.get("type")
+    sizes = kind.processor_sizes(model) if hasattr(kind, "processor_sizes") else {}
     both = sorted(set(sizes) & set(given))
     if both:
         raise ConfigError(f"processor sets {', '.join(both)}", remedy="leave it out: the model's config fixes it")

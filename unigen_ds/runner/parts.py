@@ -22,7 +22,7 @@ from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core import dist, log
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.progress import Duration, Geometry, Ruler
-from unigen_ds.core.registry import BACKENDS, build
+from unigen_ds.core.registry import BACKENDS, build, registered_name
 from unigen_ds.core.seeding import seed_everything
 from unigen_ds.data.loader import UpdateLoader
 from unigen_ds.data.processor import UnifiedProcessor
@@ -82,6 +82,7 @@ class Parts:
 
 def build_parts(config: Config, *, max_updates: int | None = None) -> Parts:
     """Build everything. Raises ``ConfigError``, ``DataError``, ``CheckpointError`` or ``ResumeBlocked``."""
+    dist.launcher_environment(config.get("launcher", "none"))
     backend, geometry = build_engine(config)
     optimizer_cfg = build_optimizer_config(config)
     plan, start = _begin(config, backend, geometry)
@@ -142,7 +143,6 @@ def build_engine(config: Mapping[str, Any]) -> tuple[Backend, Geometry]:
     if missing:
         raise ConfigError(f"the config has no {', '.join(missing)}", remedy="see docs/configs.md for the shape")
     import_custom(config)
-    dist.launcher_environment(config.get("launcher", "none"))
     backend: Backend = build(BACKENDS, config.get("backend") or {"type": "single"}, where="backend")
     geometry = build_geometry(config, backend)
     backend.check(geometry=geometry, optimizer_cfg=build_optimizer_config(config))
@@ -179,11 +179,13 @@ def _begin(config: Config, backend: Backend, geometry: Geometry) -> tuple[Resume
 def config_text(config: Config) -> str:
     """The config as Python text. A class, which mmengine prints as no Python can read it, is given by its name."""
 
-    def named(value: Any) -> Any:
+    def named(value: Any, key: Any = None) -> Any:
         if isinstance(value, Mapping):
-            return {key: named(inner) for key, inner in value.items()}
+            return {inner: named(value[inner], inner) for inner in value}
         if isinstance(value, (list, tuple)):
             return type(value)(map(named, value))
-        return f"{value.__module__}.{value.__qualname__}" if isinstance(value, (type, FunctionType)) else value
+        if isinstance(value, (type, FunctionType)):
+            return registered_name(value) or f"{value.__module__}.{value.__qualname__}"
+        return registered_name(value) or value if key == "type" else value
 
     return Config(named(config.to_dict())).pretty_text
