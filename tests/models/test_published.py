@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import shutil
 from pathlib import Path
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.models import UnifiedModel
+from unigen_ds.models.layers import sincos_2d
 from unigen_ds.models.published import FILES, write_published
 
 BAGEL = Path(os.environ.get("UNIGEN_GOLDEN", Path(__file__).parent.parent / "golden")) / "bagel"
@@ -48,6 +50,7 @@ def test_every_size_is_read_from_the_files(model: UnifiedModel) -> None:
     }
     for key in ("latent_patch_size", "max_latent_size"):
         assert model.sizes[key] == other[key]
+    assert model.sizes["vit_max_patches_per_side"] == other["vit_max_num_patch_per_side"]
     sizes = UnifiedModel.processor_sizes({"pretrained": str(BAGEL)})
     assert sizes["vit_max_patches_per_side"] == other["vit_max_num_patch_per_side"]
     assert sizes["vae_downsample"] == vae["downsample"] * other["latent_patch_size"]
@@ -71,6 +74,20 @@ def test_configs_are_written_where_there_is_no_source(model: UnifiedModel, tmp_p
         assert torch.equal(again.state_dict()[name], tensor.bfloat16().float())
     with pytest.raises(ConfigError, match="exists"):
         write_published(model, tmp_path / "out")
+
+
+def test_the_table_of_vit_positions_may_be_smaller_than_the_tower_has_learned(directory: Path) -> None:
+    """BAGEL states its side beside the vision tower's ``image_size``: the file's table tells it."""
+    tensors, name = load_file(directory / FILES[2]), "vit_pos_embed.pos_embed"
+    side = math.isqrt(len(tensors[name])) - 1
+    tensors[name] = sincos_2d(side, tensors[name].shape[1])
+    save_file(tensors, directory / FILES[2])
+    model = UnifiedModel(pretrained=str(directory))
+    assert torch.equal(model.vit_pos_embed.pos_embed, tensors[name])
+    given = {"pretrained": str(directory)}
+    assert UnifiedModel.processor_sizes(given)["vit_max_patches_per_side"] == side
+    with pytest.raises(ConfigError, match=f"vit_max_patches_per_side is {side + 2}. Allowed: at most {side + 1}"):
+        UnifiedModel(**given, vit_max_patches_per_side=side + 2)  # type: ignore[arg-type]
 
 
 def test_nothing_that_does_not_fit_is_silent(directory: Path) -> None:
@@ -127,7 +144,7 @@ def test_from_a_language_model_a_vision_tower_and_an_autoencoder(
 ) -> None:
     monkeypatch.setattr(logging.getLogger("unigen_ds"), "propagate", True)
     with caplog.at_level(logging.INFO, "unigen_ds"):
-        sizes = {key: model.sizes[key] for key in ("latent_patch_size", "max_latent_size")}
+        sizes = {key: model.sizes[key] for key in ("latent_patch_size", "max_latent_size", "vit_max_patches_per_side")}
         made = UnifiedModel(pretrained=parts, copy_init_moe=copy_init_moe, **sizes)
     state, published = made.state_dict(), model.state_dict()
     for name, tensor in published.items():
@@ -152,6 +169,18 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
         UnifiedModel()
     with pytest.raises(ConfigError, match="no effect without"):
         UnifiedModel(copy_init_moe=True)
+    llm = dict.fromkeys(
+        ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"), 1
+    )
+    vit = {**llm, "image_size": 8, "patch_size": 4}
+    vit.pop("vocab_size")
+    vae = {"type": "PixelAutoencoder", "channels": 1}
+    with pytest.raises(ConfigError, match=r"model\.vit: image_size not given"):
+        UnifiedModel(llm=llm, vit={key: 1 for key in vit if key != "image_size"}, vae=vae)
+    with pytest.raises(ConfigError, match=r"model\.llm: num_key_value_heads not given"):
+        UnifiedModel(llm=llm, vit=vit, vae=vae)
+    with pytest.raises(ConfigError, match=r"hidden_size is 6. Allowed: a multiple of 4"):
+        UnifiedModel(llm={**llm, "hidden_size": 6, "num_key_value_heads": 1}, vit=vit, vae=vae)
 
 
 @pytest.mark.parametrize(

@@ -308,8 +308,11 @@ def test_default_trio() -> None:
 
 def test_wrong_sizes_are_refused() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"llm": {"hidden": 8}}, "unknown hidden"),
+        ({"llm": {"hidden": 8}}, r"model\.llm: unknown hidden"),
         ({"llm": {"num_attention_heads": 7}}, "multiple of the heads"),
+        ({"llm": {"hidden_size": 50, "num_attention_heads": 10}}, "5 each. Allowed: an even number"),
+        ({"llm": {"hidden_size": "960"}}, r"model\.llm\.hidden_size is '960'"),
+        ({"vit": {"patch_size": 0}}, r"model\.vit\.patch_size is 0. Allowed: a whole number of at least 1"),
         ({"pixel_shuffle_factor": 5}, "pixel_shuffle_factor 5"),
         ({"freeze": ["vae"]}, "'vae'"),
     ]

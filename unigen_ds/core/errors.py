@@ -15,13 +15,13 @@ class UnigenError(Exception):
     exit_status = 1
 
     def __init__(self, problem: str, *, allowed: str | None = None, remedy: str | None = None) -> None:
-        parts = [problem.rstrip(".") + "."]
-        if allowed:
-            parts.append(f"Allowed: {allowed.rstrip('.')}.")
-        if remedy:
-            parts.append(f"Remedy: {remedy.rstrip('.')}.")
-        super().__init__(" ".join(parts))
+        parts = [problem, allowed and f"Allowed: {allowed}", remedy and f"Remedy: {remedy}"]
+        super().__init__(" ".join(_sentence(part) for part in parts if part))
         self.problem, self.allowed, self.remedy = problem, allowed, remedy
+
+
+def _sentence(text: str) -> str:
+    return text if text.endswith("?") else text.rstrip(".") + "."
 
 
 class ConfigError(UnigenError, ValueError):

@@ -42,7 +42,7 @@ def counterpart(registry: Registry, kind: Any) -> type | None:
 
 
 def _last(kind: Any) -> str:
-    return kind.rpartition(".")[2] if isinstance(kind, str) else kind.__name__
+    return kind.rpartition(".")[2] if isinstance(kind, str) else getattr(kind, "__name__", "")
 
 
 def resolve(registry: Registry, spec: Mapping[str, Any], *, where: str) -> tuple[type, dict[str, Any]]:

@@ -24,6 +24,7 @@ from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.files import copy_files, new_directory
 from unigen_ds.core.log import logger
 from unigen_ds.models.quantized import plain_state_dict
+from unigen_ds.models.sizes import check_sizes
 from unigen_ds.models.weights import Pretrained, Stored, check_part, read_json, shown, stored_tensors
 
 LLM_CONFIG, VIT_CONFIG, WEIGHTS, VAE_WEIGHTS = FILES = (
@@ -60,6 +61,8 @@ def open_pretrained(given: str | Mapping[str, str]) -> Pretrained:
         sizes["latent_patch_size"] = math.isqrt(weights["vae2llm.weight"].shape[1] // sizes["vae"]["latent_channels"])
     if "latent_pos_embed.pos_embed" in weights:
         sizes["max_latent_size"] = math.isqrt(weights["latent_pos_embed.pos_embed"].shape[0])
+    if "vit_pos_embed.pos_embed" in weights:
+        sizes["vit_max_patches_per_side"] = math.isqrt(weights["vit_pos_embed.pos_embed"].shape[0])
     return Pretrained(str(directory), sizes, {**weights, **vae}, r"pos_embed$")
 
 
@@ -126,7 +129,9 @@ def _vae_sizes(tensors: Mapping[str, Stored], path: Path) -> dict[str, Any]:
 
 
 def model_sizes(source: Pretrained | None, given: Mapping[str, Any]) -> dict[str, Any]:
-    """``llm``, ``vit``, ``vae``, ``latent_patch_size`` and ``max_latent_size``: as given, else as in the files."""
+    """``llm``, ``vit``, ``vae``, ``latent_patch_size``, ``max_latent_size`` and ``vit_max_patches_per_side``: as given,
+    else as in the files, else the default.
+    """
     found = source.sizes if source else {}
     sizes: dict[str, Any] = {}
     for part in _PREFIX:
@@ -135,9 +140,17 @@ def model_sizes(source: Pretrained | None, given: Mapping[str, Any]) -> dict[str
         sizes[part] = {**(read if same_kind else {}), **own}
         if not sizes[part]:
             raise ConfigError(f"model.{part} is not given", remedy=f"give its sizes, or pretrained=dict({part}='...')")
-    for key, default in _DEFAULTS.items():
+    sizes["vit"] = {"num_channels": 3, "layer_norm_eps": 1e-6, **sizes["vit"]}
+    check_sizes("vit", sizes["vit"], known=_VIT_KEYS)
+    learned = sizes["vit"]["image_size"] // sizes["vit"]["patch_size"]
+    for key, default in {**_DEFAULTS, "vit_max_patches_per_side": learned}.items():
         own = given.get(key)
         sizes[key] = found.get(key, default) if own is None else own
+    if sizes["vit_max_patches_per_side"] > learned:
+        raise ConfigError(
+            f"vit_max_patches_per_side is {sizes['vit_max_patches_per_side']}",
+            allowed=f"at most {learned}: model.vit has learned no position beyond image_size // patch_size",
+        )
     return sizes
 
 

@@ -41,6 +41,7 @@ from unigen_ds.models.layers import (
 from unigen_ds.models.losses import image_loss_sum, text_loss_sum
 from unigen_ds.models.published import model_sizes, open_pretrained, with_copied_experts
 from unigen_ds.models.quantized import quantize_frozen
+from unigen_ds.models.sizes import check_sizes
 from unigen_ds.models.vae import encode_by_size, hold_as_buffers
 from unigen_ds.models.vision import VisionModel
 from unigen_ds.models.weights import PretrainedModel
@@ -165,6 +166,7 @@ class UnifiedModel(PretrainedModel):
         vae: ``dict(type=...)`` of an autoencoder, always frozen.
         latent_patch_size: side of a latent patch, in latent pixels; 2 where ``pretrained`` does not tell.
         max_latent_size: side of the latent position table, in patches; 64 where ``pretrained`` does not tell.
+        vit_max_patches_per_side: side of the table of ViT positions; image_size // patch_size where nothing tells.
         timestep_shift: of the training time steps; 1 leaves them alone.
         freeze: any of ``vae``, ``vit``, ``llm``, ``connector``: gets no gradient and stays bit-identical.
         quantize: frozen part -> ``nf4`` or ``int8``: its linear layers keep packed weights (``quantized.py``).
@@ -186,6 +188,7 @@ class UnifiedModel(PretrainedModel):
         vae: Mapping[str, Any] | None = None,
         latent_patch_size: int | None = None,
         max_latent_size: int | None = None,
+        vit_max_patches_per_side: int | None = None,
         timestep_shift: float = 1.0,
         freeze: Sequence[str] = ("vae",),
         quantize: Mapping[str, str] | None = None,
@@ -198,11 +201,17 @@ class UnifiedModel(PretrainedModel):
         if copy_init_moe and not pretrained:
             raise ConfigError("model.copy_init_moe has no effect without model.pretrained")
         source = open_pretrained(pretrained) if pretrained else None
-        given = {"latent_patch_size": latent_patch_size, "max_latent_size": max_latent_size}
+        given = {
+            "latent_patch_size": latent_patch_size,
+            "max_latent_size": max_latent_size,
+            "vit_max_patches_per_side": vit_max_patches_per_side,
+        }
         self.sizes = sizes = model_sizes(source, {"llm": llm, "vit": vit, "vae": vae, **given})
         sizes["llm"] = config = {**_LLM_DEFAULTS, **sizes["llm"]}
-        _check_llm(config)
+        check_sizes("llm", config, known=(*_LLM_KEYS, *_LLM_DEFAULTS))
         width, vit = config["hidden_size"], sizes["vit"]
+        if width % 4:
+            raise ConfigError(f"model.llm.hidden_size is {width}", allowed="a multiple of 4, for positions in images")
         self.latent_patch_size, self.timestep_shift = sizes["latent_patch_size"], timestep_shift
         self.max_latent_size = sizes["max_latent_size"]
         self.vocab_size = config["vocab_size"]
@@ -212,9 +221,8 @@ class UnifiedModel(PretrainedModel):
         self.latent_width = self.vae.latent_channels * self.latent_patch_size**2
         self.language_model = MoTForCausalLM(config)
         self.vit_model = VisionModel(**vit)
-        side = vit["image_size"] // vit["patch_size"]
         self.connector = MLPConnector(vit["hidden_size"], width)
-        self.vit_pos_embed = PositionTable(side, width)
+        self.vit_pos_embed = PositionTable(sizes["vit_max_patches_per_side"], width)
         self.vae2llm = nn.Linear(self.latent_width, width)
         self.llm2vae = nn.Linear(width, self.latent_width)
         self.time_embedder = TimestepEmbedder(width)
@@ -239,7 +247,7 @@ class UnifiedModel(PretrainedModel):
         vit, patch = sizes["vit"], sizes["latent_patch_size"]
         return {
             "vit_patch_size": vit["patch_size"],
-            "vit_max_patches_per_side": vit["image_size"] // vit["patch_size"],
+            "vit_max_patches_per_side": sizes["vit_max_patches_per_side"],
             "latent_channels": vae.latent_channels,
             "latent_patch_size": patch,
             "vae_spatial_downsample": vae.downsample,
@@ -365,17 +373,3 @@ class UnifiedModel(PretrainedModel):
     @cached_property
     def _encode_flops(self) -> Callable[..., float]:
         return cache(partial(encode_flops, self.sizes["vae"], patch=self.latent_patch_size))
-
-
-def _check_llm(config: Mapping[str, Any]) -> None:
-    known = {*_LLM_KEYS, *_LLM_DEFAULTS}
-    missing = [key for key in _LLM_KEYS if key not in config]
-    unknown = [key for key in config if key not in known]
-    if missing or unknown:
-        raise ConfigError(f"model.llm: missing {missing}, unknown {unknown}", allowed=", ".join(sorted(known)))
-    heads, kv_heads, width = (config[k] for k in ("num_attention_heads", "num_key_value_heads", "hidden_size"))
-    if width % heads or heads % kv_heads:
-        raise ConfigError(
-            f"model.llm: hidden_size {width}, num_attention_heads {heads}, num_key_value_heads {kv_heads}",
-            allowed="hidden_size a multiple of the heads, the heads a multiple of the key/value heads",
-        )

@@ -28,6 +28,7 @@ from unigen_ds.models.hf_names import EXTRA_TOKENS, open_pretrained_vlm
 from unigen_ds.models.llama import LlamaLM
 from unigen_ds.models.losses import text_loss_sum
 from unigen_ds.models.quantized import quantize_frozen
+from unigen_ds.models.sizes import check_sizes
 from unigen_ds.models.vision import VisionTransformer
 from unigen_ds.models.weights import Pretrained, PretrainedModel
 
@@ -110,7 +111,7 @@ class VLM(PretrainedModel):
         source = open_pretrained_vlm(pretrained) if pretrained else None
         given = {"llm": llm, "vit": vit, "pixel_shuffle_factor": pixel_shuffle_factor}
         self.llm_config, self.vit_config, pixel_shuffle_factor = _sizes(source, given)
-        side = _check(self.llm_config, self.vit_config, pixel_shuffle_factor)
+        side = _check(self.vit_config, pixel_shuffle_factor)
         self.vocab_size = self.llm_config["vocab_size"]
         self.patches_per_tile = side * side
         self.vision_model = VisionTransformer(**self.vit_config)
@@ -227,22 +228,13 @@ def _sizes(source: Pretrained | None, given: Mapping[str, Any]) -> tuple[dict[st
 
 
 def _filled(part: str, given: Mapping[str, Any] | None, default: Mapping[str, Any]) -> dict[str, Any]:
-    unknown = sorted(set(given or ()) - set(default))
-    if unknown:
-        raise ConfigError(f"model.{part}: unknown {', '.join(unknown)}", allowed=", ".join(sorted(default)))
-    return {**default, **(given or {})}
+    sizes = {**default, **(given or {})}
+    check_sizes(part, sizes, known=default)
+    return sizes
 
 
-def _check(llm: Mapping[str, Any], vit: Mapping[str, Any], factor: int) -> int:
-    """Raise ``ConfigError`` where sizes do not fit; else the patches along a side of a tile."""
-    for part, config in (("llm", llm), ("vit", vit)):
-        width, heads = config["hidden_size"], config["num_attention_heads"]
-        if width % heads or heads % config.get("num_key_value_heads", 1):
-            raise ConfigError(
-                f"model.{part}: hidden_size {width}, {heads} heads, {config.get('num_key_value_heads', heads)} "
-                "key/value heads",
-                allowed="hidden_size a multiple of the heads, the heads a multiple of the key/value heads",
-            )
+def _check(vit: Mapping[str, Any], factor: int) -> int:
+    """Raise ``ConfigError`` where the factor does not fit; else the patches along a side of a tile."""
     side = vit["image_size"] // vit["patch_size"]
     if factor < 1 or side % factor or vit["image_size"] % vit["patch_size"]:
         raise ConfigError(
