@@ -7,7 +7,7 @@ there; here an unknown key, in the file or in ``--cfg-options``, is an error tha
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from mmengine.config import Config, ConfigDict
 
 from unigen_ds.core.errors import ConfigError, nearest
+from unigen_ds.core.hints import described, fits
 from unigen_ds.core.registry import registered_name
 
 SHIPPED = Path(__file__).resolve().parent.parent / "configs"
@@ -26,49 +27,54 @@ SETTINGS = (
 )  # fmt: skip
 """Top-level helper names, xtuner style. They have an effect only where the config itself uses them."""
 
-_COMPONENT = None  # dict(type=...): its arguments are checked against the class when it is built
+_COMPONENT = Mapping | None  # dict(type=...): its arguments are checked against the class when it is built
+_COMPONENTS = Mapping | Sequence[Mapping] | None
 _DATALOADER = {
-    "batch_size": 1, "global_batch_size": 1, "num_workers": 1, "drop_last": 1, "seq_length": 1,
-    "packing": _COMPONENT, "dataset": _COMPONENT,
-    "prefetch_factor": 1, "pin_memory": 1, "max_skipped_fraction": 1, "timeout": 1,
+    "batch_size": int | None, "global_batch_size": int | None, "num_workers": int, "drop_last": bool,
+    "seq_length": int, "packing": _COMPONENT, "dataset": _COMPONENTS, "prefetch_factor": int | None,
+    "pin_memory": bool, "max_skipped_fraction": float, "timeout": float,
 }  # fmt: skip
 SCHEMA: dict[str, Any] = {
     "model": _COMPONENT,
     "tokenizer": _COMPONENT,
     "processor": {
-        "vit_transform": _COMPONENT, "vae_transform": _COMPONENT, "vit_augment": _COMPONENT, "text_dropout": 1,
-        "vit_dropout": 1, "vae_dropout": 1, "timestep": 1, "ce_reweight": 1,
-        "max_image_size": 1, "resize_to_max_side_len": 1,
+        "vit_transform": _COMPONENT, "vae_transform": _COMPONENT, "vit_augment": Sequence[Mapping],
+        "text_dropout": float, "vit_dropout": float, "vae_dropout": float, "timestep": str, "ce_reweight": bool,
+        "max_image_size": int | None, "resize_to_max_side_len": bool,
     },
     "train_dataloader": _DATALOADER,
     "val_dataloader": _DATALOADER,
     "optim_wrapper": {
-        "optimizer": _COMPONENT, "accumulative_counts": 1, "precision": 1,
-        "clip_grad": {"max_norm": 1},
-        "paramwise_cfg": {"groups": _COMPONENT, "norm_decay_mult": 1, "bias_decay_mult": 1},
+        "optimizer": _COMPONENT, "accumulative_counts": int, "precision": str,
+        "clip_grad": {"max_norm": float | None},
+        "paramwise_cfg": {
+            "groups": Sequence[Mapping] | None, "norm_decay_mult": float, "bias_decay_mult": float
+        },
     },
-    "loss_weights": {"text": 1, "image": 1},
-    "param_scheduler": _COMPONENT,
-    "train_cfg": {"max_epochs": 1, "max_iters": 1, "max_updates": 1, "max_tokens": 1},
+    "loss_weights": {"text": float, "image": float},
+    "param_scheduler": _COMPONENTS,
+    "train_cfg": {
+        "max_epochs": float | None, "max_iters": int | None, "max_updates": int | None, "max_tokens": float | None
+    },
     "backend": _COMPONENT,
     "default_hooks": {
         name: _COMPONENT for name in ("timer", "nan_guard", "logger", "checkpoint", "signals", "continuity")
     },
-    "custom_hooks": _COMPONENT,
-    "visualizer": {"vis_backends": _COMPONENT},
-    "randomness": {"seed": 1},
-    "env": {"dist_timeout_s": 1, "num_threads": 1, "peak_tflops": 1},
-    "load_from": 1,
-    "load_cfg": {"revise_keys": 1, "allow": 1, "resize_vocab": 1},
-    "resume": 1,
-    "assume": 1,
-    "on_batch_change": 1,
-    "on_data_change": 1,
-    "work_dir": 1,
-    "launcher": 1,
-    "custom_imports": _COMPONENT,
+    "custom_hooks": Sequence[Mapping] | None,
+    "visualizer": {"vis_backends": Sequence[Mapping] | None},
+    "randomness": {"seed": int},
+    "env": {"dist_timeout_s": float, "num_threads": int | None, "peak_tflops": float | None},
+    "load_from": str | None,
+    "load_cfg": {"revise_keys": Sequence, "allow": Sequence[str], "resize_vocab": bool | str},
+    "resume": bool | str | None,
+    "assume": str | None,
+    "on_batch_change": str,
+    "on_data_change": str,
+    "work_dir": str | None,
+    "launcher": str,
+    "custom_imports": _COMPONENTS,
 }  # fmt: skip
-"""Valid keys, two floors deep; ``None`` marks what the registries check."""
+"""Valid keys, two floors deep: a section, or the type of a value."""
 
 MMENGINE: dict[str, str] = {
     "strategy": "backend=dict(type='deepspeed', config='zero2')",
@@ -190,7 +196,7 @@ def _apply(config: Any, dotted: str, value: Any) -> None:
         return
     if not isinstance(node, _NODES):
         raise ConfigError(f"override {dotted!r}: {'.'.join(path)} is {node!r} and has no keys")
-    known = set(node) | set(schema or ())
+    known = set(node) | set(schema if isinstance(schema, Mapping) else ())
     is_component = "type" in node  # its own arguments are checked when it is built
     if last not in known and not is_component:
         raise ConfigError(f"override {dotted!r}: no key {last!r} there", remedy=nearest(last, known))
@@ -214,7 +220,10 @@ def _list_index(node: list[Any], key: str, dotted: str) -> int:
 
 
 def check_keys(config: Mapping[str, Any]) -> None:
-    """Raise ``ConfigError`` naming every unknown key. A name that begins with an underscore is the user's own."""
+    """Raise ``ConfigError`` naming every unknown key, or the first value of a wrong type.
+
+    A name that begins with an underscore is the user's own. A section may be None: all its keys are left out.
+    """
     unknown: dict[str, str] = {}
     for key, value in config.items():
         if key.startswith("_") or key in SETTINGS:
@@ -235,9 +244,13 @@ def check_keys(config: Mapping[str, Any]) -> None:
 def _unknown_below(value: Any, schema: Any, where: str) -> dict[str, str]:
     """Unknown keys in a section, and what to do about each."""
     unknown: dict[str, str] = {}
-    if not isinstance(schema, Mapping) or not isinstance(value, Mapping):
+    if not isinstance(schema, Mapping):
+        if not fits(value, schema):
+            raise ConfigError(f"{where} is {value!r}", allowed=described(schema))
         return unknown
-    for key, inner in value.items():
+    if not isinstance(value, Mapping | None):
+        raise ConfigError(f"{where} is {value!r}", allowed=f"dict({', '.join(f'{key}=' for key in schema)})")
+    for key, inner in (value or {}).items():
         path = f"{where}.{key}"
         if key in schema:
             unknown |= _unknown_below(inner, schema[key], path)

@@ -61,7 +61,7 @@ OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = {
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     """The class of a name in ``OPTIMIZERS``. Raises ``ConfigError`` naming the nearest."""
-    if name not in OPTIMIZERS:
+    if not isinstance(name, str) or name not in OPTIMIZERS:
         raise ConfigError(
             f"optimizer.type is {name!r}", allowed=", ".join(OPTIMIZERS), remedy=nearest(str(name), OPTIMIZERS)
         )
@@ -92,5 +92,5 @@ def build_torch_optimizer(
     ]
     try:
         return cls(torch_groups, **cfg.arguments)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, LookupError) as error:
         raise ConfigError(f"optimizer {cfg.type} with {dict(cfg.arguments)} cannot be built: {error}") from error

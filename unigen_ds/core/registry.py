@@ -9,6 +9,7 @@ from typing import Any
 from mmengine.registry import Registry
 
 from unigen_ds.core.errors import ConfigError, nearest
+from unigen_ds.core.hints import argument_hints, described, fits
 from unigen_ds.core.log import logger
 
 MODELS = Registry("unigen_model")
@@ -71,14 +72,19 @@ def resolve(registry: Registry, spec: Mapping[str, Any], *, where: str) -> tuple
 
 
 def check_arguments(cls: Any, arguments: Mapping[str, Any], *, where: str) -> None:
-    """Raise ``ConfigError`` when ``cls`` has no such argument. Classes that take ``**kwargs`` accept all."""
-    parameters = inspect.signature(cls).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return
-    names = {p.name for p in parameters}
-    for key in arguments:
-        if key not in names:
-            raise ConfigError(f"{where} has no key {key!r} ({cls.__name__})", remedy=nearest(key, names))
+    """Raise ``ConfigError`` for an argument that ``cls`` does not have, or of another type than its hint says.
+
+    Classes that take ``**kwargs`` accept all.
+    """
+    parameters = inspect.signature(cls).parameters
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        for key in arguments:
+            if key not in parameters:
+                raise ConfigError(f"{where} has no key {key!r} ({cls.__name__})", remedy=nearest(key, parameters))
+    hints = argument_hints(cls)
+    for key, value in arguments.items():
+        if key in hints and key in parameters and not fits(value, hints[key]) and value is not parameters[key].default:
+            raise ConfigError(f"{where}.{key} is {value!r}", allowed=described(hints[key]))
 
 
 def build(registry: Registry, spec: Mapping[str, Any], *, where: str, **extra: Any) -> Any:

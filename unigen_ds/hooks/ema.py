@@ -12,7 +12,7 @@ from unigen_ds.core.progress import Duration
 from unigen_ds.core.registry import HOOKS
 from unigen_ds.core.shards import EMA, Shard, ShardReader
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
-from unigen_ds.optim.ema import ShardEMA
+from unigen_ds.optim.ema import ShardEMA, check_momentum
 
 
 @HOOKS.register_module()
@@ -32,7 +32,7 @@ class EMAHook(Hook):
     def __init__(self, *, momentum: float = 0.0002, begin_iter: float = 0, begin_epoch: float = 0) -> None:
         if begin_iter and begin_epoch:
             raise ConfigError("EMAHook has both begin_iter and begin_epoch", remedy="give one of them")
-        self.momentum = momentum
+        self.momentum = check_momentum(momentum)
         self._begin_value, self._begin_unit = (begin_epoch, "epoch") if begin_epoch else (begin_iter, "iteration")
         self._begin: Duration | None = None
         self._average: ShardEMA | None = None

@@ -146,6 +146,8 @@ def model_sizes(source: Pretrained | None, given: Mapping[str, Any]) -> dict[str
     for key, default in {**_DEFAULTS, "vit_max_patches_per_side": learned}.items():
         own = given.get(key)
         sizes[key] = found.get(key, default) if own is None else own
+        if sizes[key] < 1:
+            raise ConfigError(f"model.{key} is {sizes[key]}", allowed="a whole number of at least 1")
     if sizes["vit_max_patches_per_side"] > learned:
         raise ConfigError(
             f"vit_max_patches_per_side is {sizes['vit_max_patches_per_side']}",

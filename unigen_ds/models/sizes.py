@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from unigen_ds.core.errors import ConfigError, nearest
+from unigen_ds.core.hints import fits
 
-_NUMBERS = ("rms_norm_eps", "layer_norm_eps", "rope_theta", "dropout")
+_NUMBERS = ("rms_norm_eps", "layer_norm_eps", "rope_theta")
 _SWITCHES = ("tie_word_embeddings",)
 
 
@@ -15,7 +16,7 @@ def check_sizes(part: str, sizes: Mapping[str, Any], *, known: Iterable[str]) ->
     """Raise ``ConfigError`` for a missing or unknown key, a value that is no size, or heads that do not fit.
 
     ``sizes`` has every default filled in. All are positive whole numbers, except for the layers (0 is one, too), the
-    epsilons, ``rope_theta`` and ``dropout`` (numbers of at least 0) and ``tie_word_embeddings``.
+    epsilons and ``rope_theta`` (positive numbers), ``dropout`` and ``tie_word_embeddings``.
     """
     known = sorted(known)
     where = f"model.{part}"
@@ -28,13 +29,13 @@ def check_sizes(part: str, sizes: Mapping[str, Any], *, known: Iterable[str]) ->
     for key, value in sizes.items():
         if key in _SWITCHES:
             valid, allowed = isinstance(value, bool), "True, False"
+        elif key == "dropout":
+            valid, allowed = fits(value, float) and 0 <= value < 1, "a number from 0 to below 1"
         elif key in _NUMBERS:
-            valid = isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
-            allowed = "a number of at least 0"
+            valid, allowed = fits(value, float) and value > 0, "a number above 0"
         else:
             least = 0 if key == "num_hidden_layers" else 1
-            valid = isinstance(value, int) and not isinstance(value, bool) and value >= least
-            allowed = f"a whole number of at least {least}"
+            valid, allowed = fits(value, int) and value >= least, f"a whole number of at least {least}"
         if not valid:
             raise ConfigError(f"{where}.{key} is {value!r}", allowed=allowed)
     width, heads = sizes["hidden_size"], sizes["num_attention_heads"]

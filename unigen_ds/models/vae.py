@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from unigen_ds.core.batch import PackedBatch
+from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.registry import AUTOENCODERS
 from unigen_ds.models.flow import patchify_latents
 
@@ -53,6 +54,8 @@ class PixelAutoencoder(nn.Module):
 
     def __init__(self, *, channels: int = 3) -> None:
         super().__init__()
+        if channels < 1:
+            raise ConfigError(f"model.vae.channels is {channels}", allowed="a whole number of at least 1")
         self.latent_channels = channels
         self.downsample = 1
 

@@ -15,13 +15,18 @@ from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.shards import EMA, Shard, ShardReader
 
 
+def check_momentum(momentum: float) -> float:
+    """``momentum`` itself. Raises ``ConfigError`` where no average has it."""
+    if not 0.0 < momentum < 1.0:
+        raise ConfigError(f"EMA momentum is {momentum}", allowed="between 0 and 1; the decay is 1 - momentum")
+    return momentum
+
+
 class ShardEMA:
     """The average of ``shards``, cut exactly as they are. ``num_updates`` counts how often it moved."""
 
     def __init__(self, shards: Sequence[Shard], *, momentum: float) -> None:
-        if not 0.0 < momentum < 1.0:
-            raise ConfigError(f"EMA momentum is {momentum}", allowed="between 0 and 1; the decay is 1 - momentum")
-        self.momentum = momentum
+        self.momentum = check_momentum(momentum)
         self.num_updates = 0
         self.shards = [replace(shard, data=shard.data.detach().clone()) for shard in shards]
 

@@ -42,7 +42,7 @@ def build_param_groups(
     """
     lr = _number(optimizer_cfg, "lr", where="optim_wrapper.optimizer")
     kind = optimizer_cfg.get("type", "AdamW")
-    fallback = default_weight_decay(kind if isinstance(kind, str) else kind.__name__)
+    fallback = default_weight_decay(kind.__name__ if isinstance(kind, type) else kind)
     decay = _number(optimizer_cfg, "weight_decay", where="optim_wrapper.optimizer", default=fallback)
     paramwise = paramwise_cfg or {}
     where = "optim_wrapper.paramwise_cfg"

@@ -20,7 +20,7 @@ from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.optim import OptimizerConfig, ParamGroup
 from unigen_ds.core.progress import Duration, Geometry, Ruler, split_global_batch
-from unigen_ds.core.registry import DATASETS, HOOKS, MODELS, PACKERS, TOKENIZERS, TRANSFORMS, build
+from unigen_ds.core.registry import DATASETS, HOOKS, MODELS, PACKERS, TOKENIZERS, TRANSFORMS, build, resolve
 from unigen_ds.data import augment as _augment  # noqa: F401
 from unigen_ds.data import digits as _digits  # noqa: F401
 from unigen_ds.data import packing as _packing  # noqa: F401
@@ -31,12 +31,12 @@ from unigen_ds.data.order import GlobalOrder
 from unigen_ds.data.processor import UnifiedProcessor
 from unigen_ds.data.stream import Cursor, SequenceStream
 from unigen_ds.data.vlm_processor import VLMProcessor
-from unigen_ds.hooks import checkpoint as _checkpoint  # noqa: F401
-from unigen_ds.hooks import continuity as _continuity  # noqa: F401
 from unigen_ds.hooks import digits_report as _digits_report  # noqa: F401
 from unigen_ds.hooks import ema as _ema  # noqa: F401
 from unigen_ds.hooks import writers as _writers  # noqa: F401
 from unigen_ds.hooks.base import Hook
+from unigen_ds.hooks.checkpoint import CheckpointHook
+from unigen_ds.hooks.continuity import ContinuityHook
 from unigen_ds.hooks.ledger import LedgerHook
 from unigen_ds.hooks.logger import LoggerHook
 from unigen_ds.hooks.nan_guard import NanGuardHook
@@ -51,6 +51,14 @@ from unigen_ds.resume.geometry import BATCH_CHOICES, check_choice, lr_factor
 from unigen_ds.schedule.schedule import Schedules
 
 _PROCESSORS = {"UnifiedProcessor": UnifiedProcessor, "VLMProcessor": VLMProcessor}
+_DEFAULT_HOOKS: dict[str, type[Hook]] = {
+    "timer": IterTimerHook,
+    "nan_guard": NanGuardHook,
+    "signals": SignalHook,
+    "continuity": ContinuityHook,
+    "checkpoint": CheckpointHook,
+    "logger": LoggerHook,
+}
 _LIMITS = {"max_epochs": "epoch", "max_iters": "iteration", "max_updates": "update", "max_tokens": "token"}
 
 
@@ -118,7 +126,7 @@ def build_processor(config: Mapping[str, Any], *, seed: int) -> UnifiedProcessor
             build(TRANSFORMS, spec, where=f"processor.vit_augment[{i}]") for i, spec in enumerate(augment)
         ]
     model = config["model"]
-    kind = MODELS.get(model["type"]) if isinstance(model.get("type"), str) else model.get("type")
+    kind: Any = resolve(MODELS, model, where="model")[0]
     sizes = kind.processor_sizes(model) if hasattr(kind, "processor_sizes") else {}
     both = sorted(set(sizes) & set(given))
     if both:
@@ -183,6 +191,8 @@ def seed_of(config: Mapping[str, Any]) -> int:
 
 def build_optimizer_config(config: Mapping[str, Any]) -> OptimizerConfig:
     wrapper = config["optim_wrapper"]
+    if not wrapper.get("optimizer"):
+        raise ConfigError("the config has no optim_wrapper.optimizer", allowed="dict(type='AdamW', lr=...)")
     optimizer = dict(wrapper["optimizer"])
     return OptimizerConfig(
         type=optimizer.pop("type", "AdamW"),
@@ -215,21 +225,27 @@ def build_schedules(
     return replace(stored if same else given, lr_scale=stored.lr_scale * factor)
 
 
+def build_loss_weights(config: Mapping[str, Any]) -> dict[str, float]:
+    """The weight of each term that has another than 1."""
+    given = dict(config.get("loss_weights") or {})
+    for term, weight in given.items():
+        if not 0 <= weight < math.inf:
+            raise ConfigError(f"loss_weights.{term} is {weight}", allowed="a number of at least 0")
+    return given
+
+
 def build_hooks(config: Mapping[str, Any]) -> list[Hook]:
-    """Default hooks (named ones replace the built-in defaults; None removes one), then the user's."""
-    given = dict(config.get("default_hooks") or {})
-    logger_spec = {"type": LoggerHook, **{k: v for k, v in (given.pop("logger", None) or {}).items() if k != "type"}}
-    writers = (config.get("visualizer") or {}).get("vis_backends") or []
-    specs: dict[str, Any] = {
-        "timer": {"type": IterTimerHook},
-        "nan_guard": {"type": NanGuardHook},
-        "signals": {"type": SignalHook},
-        "continuity": {"type": "ContinuityHook"},
-        "checkpoint": {"type": "CheckpointHook"},
-    }
-    specs.update(given)
-    hooks: list[Hook] = [build(HOOKS, spec, where=f"default_hooks.{name}") for name, spec in specs.items() if spec]
-    hooks.append(build(HOOKS, logger_spec, where="default_hooks.logger", writers=writers))
+    """Default hooks (the config's arguments, or another ``type``, replace the default's; None removes one that may be
+    missing), then the user's.
+    """
+    given = config.get("default_hooks") or {}
+    hooks: list[Hook] = []
+    for name, default in _DEFAULT_HOOKS.items():
+        spec = given.get(name, {})
+        if spec is None and name != "logger":  # which keeps metrics.jsonl: every run has one
+            continue
+        extra = {"writers": (config.get("visualizer") or {}).get("vis_backends") or []} if name == "logger" else {}
+        hooks.append(build(HOOKS, {"type": default, **(spec or {})}, where=f"default_hooks.{name}", **extra))
     limit = config["train_dataloader"].get("max_skipped_fraction", 0.01)
     hooks += [LedgerHook(), SkippedSamplesHook(max_skipped_fraction=limit)]
     hooks += [build(HOOKS, s, where=f"custom_hooks[{i}]") for i, s in enumerate(config.get("custom_hooks") or ())]

@@ -20,6 +20,7 @@ from unigen_ds.backends.base import Backend
 from unigen_ds.backends.memory import on_meta
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core import dist, log
+from unigen_ds.core.config import check_keys
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.progress import Duration, Geometry, Ruler
 from unigen_ds.core.registry import BACKENDS, build, registered_name
@@ -34,6 +35,7 @@ from unigen_ds.runner.build import (
     build_groups,
     build_hooks,
     build_loader,
+    build_loss_weights,
     build_model,
     build_optimizer_config,
     build_schedules,
@@ -128,7 +130,7 @@ def build_parts(config: Config, *, max_updates: int | None = None) -> Parts:
         geometry=geometry,
         limits=start.limits,
         total_sequences=start.total_sequences,
-        loss_weights=dict(config.get("loss_weights") or {}),
+        loss_weights=build_loss_weights(config),
         plan=plan,
         resumed=start.manifest,
         parameters=parameters,
@@ -139,6 +141,7 @@ def build_parts(config: Config, *, max_updates: int | None = None) -> Parts:
 
 def build_engine(config: Mapping[str, Any]) -> tuple[Backend, Geometry]:
     """The engine, not yet prepared, and the geometry: refused here where they cannot work. Joins no process group."""
+    check_keys(config)
     missing = [key for key in _REQUIRED if config.get(key) is None]
     if missing:
         raise ConfigError(f"the config has no {', '.join(missing)}", remedy="see docs/configs.md for the shape")
@@ -167,8 +170,10 @@ def _begin(config: Config, backend: Backend, geometry: Geometry) -> tuple[Resume
         dist.check_port()
         if dist.env_rank() == 0:
             look()
-    if env.get("num_threads") is not None:
-        torch.set_num_threads(env["num_threads"])
+    if (threads := env.get("num_threads")) is not None:
+        if threads < 1:
+            raise ConfigError(f"env.num_threads is {threads}", allowed="a whole number of at least 1")
+        torch.set_num_threads(threads)
     dist.init(timeout_s=env.get("dist_timeout_s", 1800.0))
     log.setup(rank=dist.rank(), log_file=Path(config["work_dir"]) / "train.log")
     plan = dist.on_main(look)

@@ -1,0 +1,53 @@
+"""Values against type hints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from unigen_ds.core.hints import argument_hints, described, fits
+
+
+class Own:
+    def __init__(self, size: int, *, path: str | Path = "", words: Sequence[str] = ()) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("hint", "good", "bad"),
+    [
+        (int, [0, -3], [True, 1.0, "1", None]),
+        (float, [0, 1.5], [False, "1e-3", None]),
+        (bool, [True], [1, "yes"]),
+        (str, ["a"], [1, Path("a")]),
+        (str | Path | None, ["a", Path("a"), None], [3, ["a"]]),
+        (Literal["RGB", "L"], ["L"], ["CMYK", 1]),
+        (Sequence[str], [["a"], ("a", "b"), []], ["ab", [1], {}]),
+        (tuple[float, float], [(0.9, 0.95), [1, 2]], ["ab", 3.0]),
+        (Mapping[str, Any], [{}, {"a": 1}], [[], "a"]),
+        (Sequence[Mapping] | None, [[{}], None], [[1], {}]),
+        (Own, [3, Own(1)], []),
+        (Any, [3, None, "x"], []),
+    ],
+)
+def test_what_fits(hint: Any, good: list[Any], bad: list[Any]) -> None:
+    assert [fits(value, hint) for value in good] == [True] * len(good)
+    assert [fits(value, hint) for value in bad] == [False] * len(bad)
+
+
+def test_in_words() -> None:
+    assert described(int | None) == "a whole number or None"
+    assert described(Literal["RGB", "L"]) == "'RGB', 'L'"
+    assert described(Sequence[str] | str | Path) == "a list or a text or a path"
+    assert described(Mapping[str, Any]) == "dict(...)" and described(Own) == "Own"
+
+
+def test_of_arguments() -> None:
+    hints = argument_hints(Own)
+    assert (hints["size"], hints["path"]) == (int, str | Path)
+
+    def unreadable(size: Missing) -> None: ...  # type: ignore[name-defined] # noqa: F821
+
+    assert argument_hints(unreadable) == {}

@@ -1,0 +1,92 @@
+"""Whatever stands at any place of a config: it is built, or an error of ours says what is wrong. No other exception."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tiny import tiny_config
+from unigen_ds.core.config import SETTINGS
+from unigen_ds.core.errors import ConfigError, UnigenError
+from unigen_ds.runner import Runner
+
+DELETED = object()
+VALUES = (None, "x", -1, 1.5, [], {}, DELETED)
+HOOKS = [{"type": "EMAHook", "momentum": 0.01}]
+
+
+def places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every key and every component of a list, at any depth."""
+    inner = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, (list, tuple)) else ()
+    for key, value in inner:
+        if path or key not in (*SETTINGS, "work_dir"):
+            if isinstance(node, Mapping):
+                yield (*path, key)
+            yield from places(value, (*path, key))
+
+
+EVERYWHERE = list(places(tiny_config(Path("run"), Path("data"), custom_hooks=HOOKS).to_dict()))
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("wrong")
+    return tiny_config(folder / "run", folder / "data", custom_hooks=HOOKS)
+
+
+def changed(config: Any, path: tuple[Any, ...], value: Any) -> Any:
+    found = copy.deepcopy(config)
+    node = found._cfg_dict
+    for key in path[:-1]:
+        node = node[key]
+    if value is DELETED:
+        del node[path[-1]]
+    else:
+        node[path[-1]] = copy.deepcopy(value)
+    return found
+
+
+@pytest.mark.parametrize("path", EVERYWHERE, ids=lambda path: ".".join(map(str, path)))
+def test_a_wrong_value_is_an_error_of_ours(config: Any, path: tuple[Any, ...]) -> None:
+    refused = 0
+    for value in VALUES:
+        try:
+            Runner.from_cfg(changed(config, path, value), max_updates=1)
+        except UnigenError as error:
+            assert str(error)
+            refused += 1
+    assert refused, "not one of these values was looked at"
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        (("train_dataloader", "num_workers"), "2", "train_dataloader.num_workers is '2'. Allowed: a whole number"),
+        (("train_dataloader", "seq_length"), 80.0, "seq_length is 80.0. Allowed: a whole number"),
+        (("optim_wrapper",), "AdamW", "optim_wrapper is 'AdamW'. Allowed: dict(optimizer="),
+        (("optim_wrapper", "optimizer"), None, "the config has no optim_wrapper.optimizer"),
+        (("train_cfg", "max_epochs"), "3", "train_cfg.max_epochs is '3'. Allowed: a number or None"),
+        (("default_hooks", "checkpoint", "interval"), "100", "default_hooks.checkpoint.interval is '100'"),
+        (("custom_hooks", 0, "momentum"), -1, "EMA momentum is -1"),
+        (("processor", "vit_transform", "max_size"), "8", "processor.vit_transform.max_size is '8'"),
+        (("loss_weights", "text"), -1, "loss_weights.text is -1"),
+        (("randomness", "seed"), True, "randomness.seed is True. Allowed: a whole number"),
+    ],
+)
+def test_the_error_names_the_place_the_value_and_what_is_allowed(
+    config: Any, path: tuple[Any, ...], value: Any, said: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        Runner.from_cfg(changed(config, path, value), max_updates=1)
+    assert said in str(raised.value)
+
+
+def test_an_empty_default_hook_is_the_default_and_none_removes_it(config: Any) -> None:
+    empty = Runner.from_cfg(changed(config, ("default_hooks", "checkpoint"), {}), max_updates=1)
+    none = Runner.from_cfg(changed(config, ("default_hooks", "checkpoint"), None), max_updates=1)
+    assert [hook.name for hook in empty.hooks].count("checkpoint") == 1
+    assert [hook.name for hook in none.hooks].count("checkpoint") == 0
