@@ -141,3 +141,32 @@ def test_a_file_of_the_users_is_read(tmp_path):
     path.write_text('{"zero_optimization": {"stage": 3, "offload_param": {"device": "none"}}}', encoding="utf-8")
     backend = DeepSpeedBackend(config=str(path))
     assert backend.stage == 3 and offloads(load_ds_config(path)) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"stage": 2, "reduce_bucket_size": "x"}, "DeepSpeedZeroConfig: reduce_bucket_size is 'x'"),
+        ({"stage": 2, "reduce_bucket_sise": 5}, "reduce_bucket_sise is 5: Extra inputs are not permitted"),
+        ({"stage": 3, "offload_optimizer": {"device": "tpu"}}, "offload_optimizer.device is 'tpu': Input should be"),
+        ([2], "zero_optimization = [2]"),
+    ],
+)
+def test_what_deepspeed_would_refuse_is_refused_before_processes_join(config, said):
+    with pytest.raises(ConfigError) as raised:
+        DeepSpeedBackend(config={"zero_optimization": config}).check(geometry=GEOMETRY, optimizer_cfg=OptimizerConfig())
+    assert said in str(raised.value)
+
+
+def test_a_key_that_deepspeed_passes_over_is_named(caplog):
+    config = {"zero_optimization": {"stage": 2}, "gradient_cliping": 1.0}
+    with caplog.at_level("WARNING"):
+        DeepSpeedBackend(config=config).check(geometry=GEOMETRY, optimizer_cfg=OptimizerConfig())
+    assert "does not look at 'gradient_cliping' of its config: did you mean 'gradient_clipping'?" in caplog.text
+
+
+def test_every_preset_is_read_whole(caplog):
+    with caplog.at_level("WARNING"):
+        for preset in PRESETS:
+            DeepSpeedBackend(config=preset).check(geometry=GEOMETRY, optimizer_cfg=OptimizerConfig())
+    assert not caplog.text

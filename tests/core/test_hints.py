@@ -40,7 +40,8 @@ def test_what_fits(hint: Any, good: list[Any], bad: list[Any]) -> None:
 def test_in_words() -> None:
     assert described(int | None) == "a whole number or None"
     assert described(Literal["RGB", "L"]) == "'RGB', 'L'"
-    assert described(Sequence[str] | str | Path) == "a list or a text or a path"
+    assert described(Sequence[str] | str | Path) == "a list of texts or a text or a path"
+    assert described(Sequence[Mapping[str, Any]]) == "a list of dict(...)" and described(list[Own]) == "a list"
     assert described(Mapping[str, Any]) == "dict(...)" and described(Own) == "Own"
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from unigen_ds.backends.base import StepResult
 from unigen_ds.backends.deepspeed_config import (
+    check_by_deepspeed,
     check_ds_config,
     fill,
     load_ds_config,
@@ -52,6 +53,11 @@ class _Fragment:
     offset: int
     numel: int
     start: int
+
+
+def _choose_accelerator() -> None:
+    """Before DeepSpeed is imported, which takes 2 s: it looks at this then."""
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _terms_to_dict(module: nn.Module, inputs: Any, output: Any) -> Any:
@@ -88,7 +94,9 @@ class DeepSpeedBackend(ShardedBackend):
 
     def check(self, *, geometry: Geometry, optimizer_cfg: OptimizerConfig) -> None:
         super().check(geometry=geometry, optimizer_cfg=optimizer_cfg)
-        fill(self._ds_config, geometry=geometry, optimizer=optimizer_cfg)
+        filled = fill(self._ds_config, geometry=geometry, optimizer=optimizer_cfg)
+        _choose_accelerator()
+        check_by_deepspeed(filled)
         check_build_tools()
 
     def prepare(
@@ -99,7 +107,7 @@ class DeepSpeedBackend(ShardedBackend):
         *,
         geometry: Geometry,
     ) -> None:
-        os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+        _choose_accelerator()
         load_shared_memory_op()
         dist.ensure_initialized()
         with blocks_given_back():

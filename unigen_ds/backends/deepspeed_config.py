@@ -12,13 +12,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from unigen_ds.core.dist import env_rank
 from unigen_ds.core.errors import ConfigError, nearest
+from unigen_ds.core.log import logger
 from unigen_ds.core.optim import OptimizerConfig
 from unigen_ds.core.paths import ds_configs_dir
 from unigen_ds.core.progress import Geometry
 
 AUTO = "auto"
 STAGES = (1, 2, 3)
+_READ_LATER = ("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer")
+"""Keys that DeepSpeed's engine reads, not its config."""
 
 
 def load_ds_config(spec: str | Path | Mapping[str, Any]) -> dict[str, Any]:
@@ -59,6 +63,9 @@ def offloads(config: Mapping[str, Any]) -> list[str]:
 
 def check_ds_config(config: Mapping[str, Any]) -> None:
     """Refuse what cannot work, from the file alone. Raises ``ConfigError``."""
+    for section in ("zero_optimization", "bf16", "fp16", "data_types", "torch_autocast"):
+        if not isinstance(config.get(section), Mapping | None) and config[section] != AUTO:
+            raise ConfigError(f"the DeepSpeed config says {section} = {config[section]!r}", allowed="{...}")
     stage_of(config)
     for section, owner in (("scheduler", "param_scheduler"), ("optimizer", "optim_wrapper.optimizer")):
         if config.get(section) not in (None, AUTO):
@@ -112,6 +119,46 @@ def fill(config: Mapping[str, Any], *, geometry: Geometry, optimizer: OptimizerC
     filled.setdefault("zero_force_ds_cpu_optimizer", False)
     filled.setdefault("steps_per_print", 10**12)
     return _without_auto(filled)
+
+
+class _Watched(dict[str, Any]):
+    """Remembers which keys were asked for."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self.seen: set[Any] = set()
+
+    def __contains__(self, key: object) -> bool:
+        self.seen.add(key)
+        return super().__contains__(key)
+
+    def __getitem__(self, key: str) -> Any:
+        self.seen.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.seen.add(key)
+        return super().get(key, default)
+
+
+def check_by_deepspeed(filled: Mapping[str, Any]) -> None:
+    """Have DeepSpeed read what ``fill`` returned. Raises ``ConfigError`` with what it refuses; warns of keys at the top
+    that it does not look at, which it passes over in silence.
+    """
+    from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+    from pydantic import ValidationError  # what DeepSpeed checks with
+
+    watched = _Watched({key: value for key, value in filled.items() if key != "train_batch_size"})
+    try:
+        DeepSpeedConfig(watched)
+    except ValidationError as error:
+        said = [f"{'.'.join(map(str, one['loc']))} is {one['input']!r}: {one['msg']}" for one in error.errors()]
+        raise ConfigError(f"DeepSpeed refuses its config, {error.title}: " + "; ".join(said)) from error
+    except (DeepSpeedConfigError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ConfigError(f"DeepSpeed refuses its config: {error}") from error
+    unread = filled.keys() - watched.seen - {"train_batch_size", *_READ_LATER}
+    for key in sorted(unread) if env_rank() == 0 else ():
+        logger().warning("DeepSpeed does not look at %r of its config: %s", key, nearest(key, map(str, watched.seen)))
 
 
 def _agreed(given: Any, ours: Any, key: str, where: str) -> Any:

@@ -21,7 +21,7 @@ class UnigenError(Exception):
 
 
 def _sentence(text: str) -> str:
-    return text if text.endswith("?") else text.rstrip(".") + "."
+    return text if text.endswith("?") else text.rstrip(". ") + "."
 
 
 class ConfigError(UnigenError, ValueError):

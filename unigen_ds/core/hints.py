@@ -9,8 +9,14 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 _WORDS = {
-    int: "a whole number", float: "a number", bool: "True or False", str: "a text", Path: "a path", type(None): "None",
-}  # fmt: skip
+    int: ("a whole number", "whole numbers"),
+    float: ("a number", "numbers"),
+    bool: ("True or False", "True or False"),
+    str: ("a text", "texts"),
+    Path: ("a path", "paths"),
+    Mapping: ("dict(...)", "dict(...)"),
+    type(None): ("None", "None"),
+}
 
 
 def fits(value: Any, hint: Any) -> bool:
@@ -43,10 +49,9 @@ def described(hint: Any) -> str:
     if origin is Literal:
         return ", ".join(map(repr, inner))
     if origin in (Sequence, list, tuple):
-        return "a list"
-    if origin in (Mapping, dict):
-        return "dict(...)"
-    return _WORDS.get(origin, getattr(origin, "__name__", str(origin)))
+        every = get_origin(inner[0]) or inner[0] if inner else None
+        return f"a list of {_WORDS[every][1]}" if every in _WORDS else "a list"
+    return _WORDS[origin][0] if origin in _WORDS else getattr(origin, "__name__", str(origin))
 
 
 def argument_hints(cls: Any) -> dict[str, Any]:
