@@ -85,6 +85,7 @@ def test_a_line_that_is_no_json_names_its_line(tmp_path: Path) -> None:
     [
         ({"texts": "x"}, r"w: conversations is missing \(the record has: texts\)"),
         ({"text": ["x"]}, r"w: text is \['x'\]"),
+        ({"text": "ab\ud83d"}, r"w: text, character 2 is '\\ud83d'.*without unpaired surrogates"),
         ({"text_prompt": "x"}, r"w: image_path is missing"),
         ({"image_path": "x"}, r"w: text_prompt is missing"),
         ({"conversations": []}, r"w: conversations is \[\]"),

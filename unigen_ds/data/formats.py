@@ -185,6 +185,11 @@ def _text(record: Mapping[str, Any], key: str, field: str, where: object) -> str
     value = record.get(key)
     if not isinstance(value, str):
         raise _wrong(where, field, value, "a text")
+    try:
+        value.encode()  # JSON can spell half of a character, which no tokenizer takes
+    except UnicodeEncodeError as error:
+        half = f"{field}, character {error.start}"
+        raise _wrong(where, half, value[error.start], "a text without unpaired surrogates") from error
     return value
 
 
