@@ -19,7 +19,7 @@ class Own:
     ("hint", "good", "bad"),
     [
         (int, [0, -3], [True, 1.0, "1", None]),
-        (float, [0, 1.5], [False, "1e-3", None]),
+        (float, [0, 1.5, float("inf")], [False, "1e-3", None, float("nan")]),
         (bool, [True], [1, "yes"]),
         (str, ["a"], [1, Path("a")]),
         (str | Path | None, ["a", Path("a"), None], [3, ["a"]]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ _WORDS = {
 def fits(value: Any, hint: Any) -> bool:
     """Whether ``value`` is what a hint of plain values says; a hint of other classes fits everything.
 
-    A whole number is a number; True and False are neither. A tuple is a list.
+    A whole number is a number; True, False and NaN are none. A tuple is a list.
     """
     origin, inner = get_origin(hint) or hint, get_args(hint)
     if origin in (Union, types.UnionType):
@@ -30,7 +31,8 @@ def fits(value: Any, hint: Any) -> bool:
     if origin is Literal:
         return any(value == one and type(value) is type(one) for one in inner)
     if origin in (int, float):
-        return isinstance(value, int if origin is int else (int, float)) and not isinstance(value, bool)
+        number = isinstance(value, int if origin is int else (int, float)) and not isinstance(value, bool)
+        return number and not math.isnan(value)
     if origin in (bool, str, Path, type(None)):
         return isinstance(value, origin)
     if origin in (Sequence, list, tuple):

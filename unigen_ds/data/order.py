@@ -8,6 +8,7 @@ vectorised form) instead of one array read, against 8 GB for a list of a billion
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -126,7 +127,7 @@ class GlobalOrder:
             raise DataError(
                 f"data sources of {list(source_sizes)} records", allowed="at least one source, none of them empty"
             )
-        if weights is not None and (len(weights) != len(source_sizes) or not all(w > 0 for w in weights)):
+        if weights is not None and (len(weights) != len(source_sizes) or not all(0 < w < math.inf for w in weights)):
             raise ConfigError(
                 f"data weights {list(weights)} for {len(source_sizes)} sources", allowed="one positive number a source"
             )

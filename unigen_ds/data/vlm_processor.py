@@ -59,7 +59,8 @@ class VLMProcessor(UnifiedProcessor):
             tokenizer, vit_patch_size=vit_patch_size, vit_max_patches_per_side=side, ce_reweight=ce_reweight, seed=seed
         )
         self.tokens_per_tile = (side // pixel_shuffle_factor) ** 2
-        self.tiling: Tiling = Tiling(tile_size, max_image_size or 4 * tile_size, resize_to_max_side_len)
+        largest = 4 * tile_size if max_image_size is None else max_image_size
+        self.tiling: Tiling = Tiling(tile_size, largest, resize_to_max_side_len)
 
     @property
     def fingerprint(self) -> str:

@@ -132,6 +132,7 @@ class VLM(PretrainedModel):
         """The sizes of a data processor that this model's config fixes."""
         pretrained = config.get("pretrained")
         _, vit, factor = _sizes(open_pretrained_vlm(pretrained) if pretrained else None, config)
+        _check(vit, factor)
         return {"tile_size": vit["image_size"], "vit_patch_size": vit["patch_size"], "pixel_shuffle_factor": factor}
 
     def initialise(self, name: str, tensor: Tensor, generator: torch.Generator | None = None) -> None:

@@ -140,7 +140,7 @@ def build_processor(config: Mapping[str, Any], *, seed: int) -> UnifiedProcessor
 def build_limits(train_cfg: Mapping[str, Any], ruler: Ruler) -> list[Duration]:
     """When training is complete, in data. Any of several limits ends it."""
     limits = [ruler.duration(train_cfg[key], unit) for key, unit in _LIMITS.items() if train_cfg.get(key) is not None]
-    if not limits:
+    if not any(math.isfinite(limit.value) for limit in limits):
         raise ConfigError("train_cfg sets no limit", allowed=", ".join(_LIMITS))
     return limits
 
