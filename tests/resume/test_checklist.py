@@ -201,6 +201,11 @@ CHANGED: dict[str, tuple[dict[str, Any], str, str]] = {
     "rng": ({"topology": {"engine": "single", "dp_size": 3, "precision": "fp32"}}, "warn", "seeded anew"),
     "engine": ({"topology": {"engine": "other", "dp_size": 2, "precision": "fp32"}}, "ok", "float rounding"),
     "ema": ({"config": {"custom_hooks": []}}, "warn", "dropped with the next checkpoint"),
+    "config.edited": (
+        {"config": {"loss_weights": {"text": 0.5}, "custom_hooks": [{"type": "EMAHook"}]}},
+        "warn",
+        "holds from here on",
+    ),
     "versions": ({"versions": {"torch": "9.9"}}, "warn", "last bits"),
     "disk.free": ({"free_bytes": 1499}, "block", "do not fit"),
     "model.structure": ({"parameters": []}, "block", "the model differs"),

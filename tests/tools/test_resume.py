@@ -104,6 +104,37 @@ def test_another_model_is_compared_without_being_built(run_dir, capsys):
     assert model["status"] == "block" and "is gone" in model["now"]
 
 
+@pytest.mark.parametrize(
+    ("edit", "id", "status", "said"),
+    [
+        ({"model__vit__num_attention_heads": 4}, "model.structure", "block", "num_attention_heads was 2 and is 4"),
+        ({"model__llm__dropout": 0.2}, "config.edited", "warn", "model.llm.dropout was 0.0 and is 0.2"),
+        ({"loss_weights": {"text": 0.5}}, "config.edited", "warn", "loss_weights.text was 1.0 and is 0.5"),
+        ({"processor__text_dropout": 0.5}, "config.edited", "warn", "processor.text_dropout was 0.1 and is 0.5"),
+        ({"optim_wrapper__clip_grad": None}, "config.edited", "warn", "max_norm was 1.0 and is not given"),
+        ({"optim_wrapper__optimizer__lr": 1e-4}, "config.edited", "ok", "no other setting"),
+        ({"model__activation_checkpointing": True}, "config.edited", "ok", "no other setting"),
+    ],
+)
+def test_an_edit_that_no_weight_shows(run_dir, capsys, edit, id, status, said):
+    assert asked(run_dir, "--json", **edit) == (3 if status == "block" else 0)
+    found = findings(capsys)[id]
+    assert found["status"] == status and said in found["now"]
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        ({"optim_wrapper__optimizer__betas": (0.9,)}, "optimizer AdamW with"),
+        ({"default_hooks__checkpoint__max_keep_ckpts": "x"}, "max_keep_ckpts is 'x'"),
+        ({"loss_weights": {"text": -1}}, "loss_weights.text is -1"),
+    ],
+)
+def test_a_setting_that_would_not_start_is_refused_here_too(run_dir, capsys, edit, said):
+    assert asked(run_dir, **edit) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_nothing_to_resume_from(tmp_path, run_dir, capsys):
     arguments = ["unified_digits", "--work-dir", str(tmp_path / "none"), *options(run_dir)]
     assert tool.main(arguments) == 1

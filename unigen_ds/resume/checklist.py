@@ -14,6 +14,7 @@ from typing import Any
 
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.progress import Geometry, Progress
+from unigen_ds.resume.edited import edited_settings
 from unigen_ds.resume.finding import Finding, Proposal, Status, shown
 from unigen_ds.resume.geometry import cuts_text
 from unigen_ds.resume.model_check import model_findings
@@ -201,6 +202,17 @@ def _curve(points: Sequence[tuple[float, Mapping[str, float]]]) -> str:
     return ", ".join(f"{rates[first]:.4g} at {epoch:.2f}" for epoch, rates in points) + f" (epochs; group {first})"
 
 
+def check_edited(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
+    edits = edited_settings(manifest.config, proposal.config)
+    yield Finding(
+        "config.edited",
+        "warn" if edits else "ok",
+        "as stored",
+        shown(edits) if edits else "no other setting that changes what is learned",
+        "it holds from here on; nothing else in this list shows it" if edits else "",
+    )
+
+
 def check_intervals(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
     ratio = manifest.ruler.geometry.sequences_per_iteration / proposal.geometry.sequences_per_iteration
     hook = (proposal.config.get("default_hooks") or {}).get("checkpoint") or {}
@@ -305,6 +317,7 @@ CHECKS: tuple[Callable[[Manifest, Proposal], Iterable[Finding]], ...] = (
     check_batch,
     check_position,
     check_learning_rate,
+    check_edited,
     check_intervals,
     check_data,
     check_engine,

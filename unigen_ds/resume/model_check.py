@@ -8,6 +8,7 @@ from typing import Any
 
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.errors import CheckpointError
+from unigen_ds.resume.edited import other_sizes
 from unigen_ds.resume.finding import Finding, shown
 
 
@@ -16,7 +17,8 @@ def model_findings(
 ) -> list[Finding]:
     """The model and the optimizer, by parameter names: also asked of the real model once it is built."""
     number = f"{len(manifest.parameters)} parameters"
-    other = other_shapes(manifest.parameters, parameters) + _other_packing(manifest.config, config)
+    other = other_sizes(manifest.config, config) + _other_packing(manifest.config, config)
+    other += other_shapes(manifest.parameters, parameters)
     frozen = _other_training(manifest, parameters)
     kinds = optimizer_type(manifest.config), optimizer_type(config)
     groups = _groups(manifest.parameters), _groups(parameters)

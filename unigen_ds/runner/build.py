@@ -18,7 +18,7 @@ from unigen_ds.backends import single as _single  # noqa: F401
 from unigen_ds.backends.base import Backend
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.optim import OptimizerConfig, ParamGroup
+from unigen_ds.core.optim import OptimizerConfig, ParamGroup, build_torch_optimizer
 from unigen_ds.core.progress import Duration, Geometry, Ruler, split_global_batch
 from unigen_ds.core.registry import DATASETS, HOOKS, MODELS, PACKERS, TOKENIZERS, TRANSFORMS, build, resolve
 from unigen_ds.data import augment as _augment  # noqa: F401
@@ -194,12 +194,15 @@ def build_optimizer_config(config: Mapping[str, Any]) -> OptimizerConfig:
     if not wrapper.get("optimizer"):
         raise ConfigError("the config has no optim_wrapper.optimizer", allowed="dict(type='AdamW', lr=...)")
     optimizer = dict(wrapper["optimizer"])
-    return OptimizerConfig(
+    found = OptimizerConfig(
         type=optimizer.pop("type", "AdamW"),
         arguments={k: v for k, v in optimizer.items() if k not in ("lr", "weight_decay")},
         max_norm=(wrapper.get("clip_grad") or {}).get("max_norm"),
         precision=wrapper.get("precision", "fp32"),
     )
+    one = ParamGroup("default", lr=1.0, weight_decay=0.0, parameters=("one",))
+    build_torch_optimizer(found, [(one, [nn.Parameter(torch.zeros(1))])])  # refuses arguments before processes join
+    return found
 
 
 def build_schedules(

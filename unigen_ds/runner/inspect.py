@@ -15,6 +15,7 @@ import torch
 from mmengine.config import Config
 
 from unigen_ds.core import dist
+from unigen_ds.core.config import check_keys
 from unigen_ds.core.errors import CheckpointError
 from unigen_ds.core.files import write_text_atomic
 from unigen_ds.core.paths import tool
@@ -22,7 +23,7 @@ from unigen_ds.core.progress import Geometry
 from unigen_ds.resume.finding import Finding
 from unigen_ds.resume.geometry import MemoryPlan, cut_keys, equal_cuts, memory_plans
 from unigen_ds.resume.plan import ResumePlan, plan_resume
-from unigen_ds.runner.parts import build_engine
+from unigen_ds.runner.parts import build_engine, build_settings
 from unigen_ds.runner.start import check_resume
 
 
@@ -61,6 +62,7 @@ def inspect_resume(config: Config, *, world_size: int | None = None, verify: boo
     ``verify`` reads and hashes every byte of the checkpoint. Raises
     ``CheckpointError`` where there is nothing to resume from, and ``ConfigError``.
     """
+    check_keys(config)
     work_dir, resume = Path(config["work_dir"]), config.get("resume") or True
     load_from = None if isinstance(resume, str) else config.get("load_from")
     load_cfg = config.get("load_cfg")
@@ -72,6 +74,7 @@ def inspect_resume(config: Config, *, world_size: int | None = None, verify: boo
     saved = plan.manifest.geometry.dp_size if plan.manifest else dist.env_world_size()
     with _announced(world_size or saved):
         backend, geometry = build_engine(config)
+        build_settings(config)
         start, findings = check_resume(config, plan, backend=backend, geometry=geometry, hashed=verify)
         assert start.manifest is not None, "a resume has a manifest"
         cuts = equal_cuts(start.manifest.geometry.global_batch_size, geometry.dp_size)

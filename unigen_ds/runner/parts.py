@@ -22,6 +22,7 @@ from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core import dist, log
 from unigen_ds.core.config import check_keys
 from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.optim import OptimizerConfig
 from unigen_ds.core.progress import Duration, Geometry, Ruler
 from unigen_ds.core.registry import BACKENDS, build, registered_name
 from unigen_ds.core.seeding import seed_everything
@@ -86,8 +87,7 @@ def build_parts(config: Config, *, max_updates: int | None = None) -> Parts:
     """Build everything. Raises ``ConfigError``, ``DataError``, ``CheckpointError`` or ``ResumeBlocked``."""
     dist.launcher_environment(config.get("launcher", "none"))
     backend, geometry = build_engine(config)
-    optimizer_cfg = build_optimizer_config(config)
-    plan, start = _begin(config, backend, geometry)
+    plan, start, (hooks, loss_weights, optimizer_cfg) = _begin(config, backend, geometry)
     seed, data = seed_of(config), start.data
     seed_everything(seed, rank=dist.rank())
     model: Any = build_model(config, data.processor, stream=True)
@@ -103,7 +103,6 @@ def build_parts(config: Config, *, max_updates: int | None = None) -> Parts:
         total_sequences=start.total_sequences,
         global_batch_size=geometry.global_batch_size,
     )
-    hooks = build_hooks(config)
     backend.prepare(model, groups, optimizer_cfg, geometry=geometry)
     if initial is not None and plan.mode != "resume":  # a resume reads them from its checkpoint
         backend.load_tensors(initial, weights_only=True)
@@ -130,7 +129,7 @@ def build_parts(config: Config, *, max_updates: int | None = None) -> Parts:
         geometry=geometry,
         limits=start.limits,
         total_sequences=start.total_sequences,
-        loss_weights=build_loss_weights(config),
+        loss_weights=loss_weights,
         plan=plan,
         resumed=start.manifest,
         parameters=parameters,
@@ -152,7 +151,15 @@ def build_engine(config: Mapping[str, Any]) -> tuple[Backend, Geometry]:
     return backend, geometry
 
 
-def _begin(config: Config, backend: Backend, geometry: Geometry) -> tuple[ResumePlan, Start]:
+Settings = tuple[list[Hook], dict[str, float], OptimizerConfig]
+
+
+def build_settings(config: Mapping[str, Any]) -> Settings:
+    """Hooks, loss weights and optimizer settings, from the config alone, before anything runs."""
+    return build_hooks(config), build_loss_weights(config), build_optimizer_config(config)
+
+
+def _begin(config: Config, backend: Backend, geometry: Geometry) -> tuple[ResumePlan, Start, Settings]:
     """Rank 0 looks at the files and, on a resume, goes through the checklist; then the processes join."""
     env = config.get("env") or {}
     looked: list[tuple[ResumePlan, Start | None]] = []
@@ -170,6 +177,7 @@ def _begin(config: Config, backend: Backend, geometry: Geometry) -> tuple[Resume
         dist.check_port()
         if dist.env_rank() == 0:
             look()
+    settings = build_settings(config)
     if (threads := env.get("num_threads")) is not None:
         if threads < 1:
             raise ConfigError(f"env.num_threads is {threads}", allowed="a whole number of at least 1")
@@ -178,7 +186,7 @@ def _begin(config: Config, backend: Backend, geometry: Geometry) -> tuple[Resume
     log.setup(rank=dist.rank(), log_file=Path(config["work_dir"]) / "train.log")
     plan = dist.on_main(look)
     start = looked[0][1] if looked else None
-    return plan, start or build_start(config, plan, geometry=geometry)
+    return plan, start or build_start(config, plan, geometry=geometry), settings
 
 
 def config_text(config: Config) -> str:

@@ -1,0 +1,60 @@
+"""Edits of a config that no weight, curve or record shows: ``(stored config, config) -> words``, in plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+_SIZES = ("model.llm.", "model.vit.", "model.vae.", "model.pixel_shuffle_factor", "model.latent_patch_size")
+_NO_SIZE = ("dropout",)
+_SECTIONS = ("model", "processor", "loss_weights", "optim_wrapper", "custom_hooks")
+_ELSEWHERE = (
+    "model.activation_checkpointing", "model.compile", "model.freeze", "model.quantize", "model.pretrained",
+    "model.copy_init_moe", "optim_wrapper.accumulative_counts", "optim_wrapper.precision",
+    "optim_wrapper.optimizer.type",
+)  # fmt: skip
+"""Changes no number, or another finding tells of it; so it is with every learning rate."""
+
+
+def other_sizes(stored: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
+    """Sizes of the model that both state, differently. Some leave every shape as it was (the number of heads)."""
+    was, now = dict(_leaves(stored.get("model"), "model")), dict(_leaves(config.get("model"), "model"))
+    return [
+        f"{key} was {was[key]!r} and is {value!r}"
+        for key, value in now.items()
+        if key.startswith(_SIZES) and not key.endswith(_NO_SIZE) and was.get(key, value) != value
+    ]
+
+
+def edited_settings(stored: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
+    """Everything else that changes what is learned."""
+    was, now = (
+        {key: value for section in _SECTIONS for key, value in _leaves(side.get(section), section)}
+        for side in (stored, config)
+    )
+    sizes = [key for key in was.keys() & now.keys() if key.startswith(_SIZES) and not key.endswith(_NO_SIZE)]
+    passed = {*sizes, *_ELSEWHERE}
+    return [
+        f"{key} was {_shown(was, key)} and is {_shown(now, key)}"
+        for key in dict.fromkeys((*was, *now))
+        if _shown(was, key) != _shown(now, key)
+        and not key.endswith(".lr")
+        and not any(key == one or key.startswith(one + ".") for one in passed)
+    ]
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of all that is no section. A component in a list goes by its type, not by its place."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _leaves(inner, f"{path}.{key}")
+    elif isinstance(value, (list, tuple)) and any(isinstance(inner, Mapping) for inner in value):
+        for number, inner in enumerate(value):
+            name = inner.get("type", number) if isinstance(inner, Mapping) else number
+            yield from _leaves(inner, f"{path}[{name}]")
+    elif value is not None:
+        yield path, list(value) if isinstance(value, tuple) else value
+
+
+def _shown(leaves: Mapping[str, Any], key: str) -> str:
+    return repr(leaves[key]) if key in leaves else "not given"
