@@ -16,6 +16,7 @@ from unigen_ds.core.config import backend_spec, load_config, parse_override
 from unigen_ds.core.errors import UnigenError
 from unigen_ds.core.log import logger
 from unigen_ds.resume.geometry import BATCH_CHOICES, DATA_CHOICES
+from unigen_ds.resume.plan import AUTO
 from unigen_ds.runner import train_config
 from unigen_ds.runner.inspect import advice, is_out_of_memory
 
@@ -27,8 +28,9 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="unigen-train", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     p.add_argument("config", help="a config file, or the name of a shipped config (unified_digits)")
     p.add_argument("--work-dir", help="output folder; default work_dirs/<config name>")
-    p.add_argument("--resume", nargs="?", const=True, default=None, metavar="CKPT",
-                   help="go on from the newest valid checkpoint of the work dir, or from CKPT")  # fmt: skip
+    p.add_argument("--resume", nargs="?", const=AUTO, default=None, metavar="CKPT",
+                   help="go on from the newest valid checkpoint of the work dir, or from CKPT;\n"
+                   "where there is none yet, begin as the config says")  # fmt: skip
     p.add_argument("--load-from", metavar="CKPT", help="take weights only from CKPT and start at zero")
     p.add_argument("--backend", help="single | deepspeed[:zero1|zero2|zero3|...|FILE.json] | fsdp[:FULL_SHARD|...]")
     p.add_argument(
@@ -54,12 +56,16 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     overrides = dict(map(parse_override, arguments.cfg_options))
-    given = {"work_dir": arguments.work_dir, "resume": arguments.resume, "load_from": arguments.load_from,
-             "launcher": arguments.launcher, "on_batch_change": arguments.on_batch_change,
-             "on_data_change": arguments.on_data_change, "assume": arguments.assume}  # fmt: skip
+    if arguments.resume not in (None, AUTO):  # this checkpoint, whatever the config began with
+        overrides |= {"resume": arguments.resume, "load_from": None, "load_cfg": None}
+    given = {"work_dir": arguments.work_dir, "load_from": arguments.load_from, "launcher": arguments.launcher,
+             "on_batch_change": arguments.on_batch_change, "on_data_change": arguments.on_data_change,
+             "assume": arguments.assume}  # fmt: skip
     overrides |= {key: value for key, value in given.items() if value is not None}
     try:
         config = load_config(arguments.config, overrides)
+        if arguments.resume == AUTO:
+            config["resume"] = config.get("resume") or AUTO
         if arguments.seed is not None:
             config["randomness"] = {"seed": arguments.seed}
         if arguments.backend is not None:

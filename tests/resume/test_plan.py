@@ -25,7 +25,7 @@ from unigen_ds.core.metrics import read_lines
 from unigen_ds.hooks.ema import ema_of
 from unigen_ds.resume.finding import refuse
 from unigen_ds.resume.model_check import check_weights, model_findings
-from unigen_ds.resume.plan import checkpoint_directory, plan_resume
+from unigen_ds.resume.plan import AUTO, checkpoint_directory, plan_resume
 from unigen_ds.runner import Runner
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,6 +103,27 @@ def test_naming_an_older_one_says_what_is_left_behind(tmp_path):
     assert plan.checkpoint == paths[0]
     assert "left behind: iter_24.pth, iter_36.pth" in plan.messages[1] and "--resume alone" in plan.messages[1]
     assert len(plan_resume(tmp_path, resume=str(paths[2]), load_from=None).messages) == 1
+
+
+def test_auto_begins_as_load_from_says_and_then_goes_on_with_its_own(tmp_path):
+    """One command for a queue that restarts it: neither back to what ``load_from`` names, nor from scratch."""
+    other = str(save(tmp_path / "other"))
+    begin = plan_resume(tmp_path / "run", resume=AUTO, load_from=other, load_cfg={"allow": ["missing"]})
+    assert begin.mode == "weights" and begin.load_cfg.allow == {"missing"}
+    assert "No checkpoint found" in begin.messages[0] and "weights only" in begin.messages[1]
+    own = save(tmp_path / "run")
+    again = plan_resume(tmp_path / "run", resume=AUTO, load_from=other, load_cfg={"allow": ["missing"]})
+    assert (again.mode, again.checkpoint) == ("resume", own)
+    assert again.messages[0] == f"Auto resumed from the latest checkpoint {own}."
+    assert "it is not read again" in again.messages[1]
+    assert plan_resume(tmp_path / "none", resume=AUTO, load_from=None).mode == "fresh"
+
+
+def test_auto_over_unusable_checkpoints_begins_nothing(tmp_path):
+    own = save(tmp_path / "run")
+    (own / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="none is usable"):
+        plan_resume(tmp_path / "run", resume=AUTO, load_from=str(save(tmp_path / "other")))
 
 
 def test_load_from_alone_takes_weights_only(tmp_path):
@@ -365,7 +386,13 @@ def test_weights_of_another_model_are_refused_by_name(bench, capsys):
     assert not list((bench.folder / "misfit").glob("iter_*"))
 
 
-def test_a_larger_model_takes_what_is_allowed_and_says_what_it_leaves(bench, capsys):
+def test_a_checkpoint_named_on_the_command_line_wins_over_the_configs_load_from(bench):
+    start = str(bench.folder / "short" / "iter_12.pth")
+    assert bench.command("named", "--resume", start, load_from="nowhere", load_cfg__allow=["missing"]) == 0
+    assert f"Resumed from the checkpoint {start}." in (bench.folder / "named" / "train.log").read_text()
+
+
+def test_a_larger_model_takes_what_is_allowed_and_says_what_it_leaves(bench):
     start = bench.folder / "short" / "iter_12.pth"
     larger = {"model__llm__num_hidden_layers": 3, "load_cfg__allow": ["missing"]}
     larger["load_cfg__revise_keys"] = [(r"layers\.1\.", "layers.2.")]
@@ -382,8 +409,10 @@ def test_a_larger_model_takes_what_is_allowed_and_says_what_it_leaves(bench, cap
     ours = {stored: name for name, stored in report["renamed"].items()}
     for name, tensor in load_file(start / "model.safetensors").items():
         assert torch.equal(own[ours.get(name, name)], tensor), name
-    assert bench.command("larger", "--resume", **larger) == 2
-    assert "load_cfg is set, but the run is resumed" in capsys.readouterr().err
+    assert bench.command("larger", "--resume", **larger, load_from=str(start)) == 0  # the command that began it
+    log = (bench.folder / "larger" / "train.log").read_text()
+    assert f"load_from {start} is where this run began: it is not read again." in log
+    assert log.count("Auto resumed from the latest checkpoint") == 1 and log.count("Loaded weights only") == 1
     assert bench.command("larger", "--resume", model__llm__num_hidden_layers=3) == 0
 
 

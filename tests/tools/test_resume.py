@@ -16,6 +16,7 @@ from tests.checkpoint.support import flip_byte
 from tests.tiny import TINY, tiny_config
 from tools import resume as tool
 from tools import train
+from unigen_ds.core.config import load_config
 from unigen_ds.core.metrics import read_lines
 from unigen_ds.data.digits import write_digits
 from unigen_ds.runner import Runner
@@ -133,6 +134,16 @@ def test_an_edit_that_no_weight_shows(run_dir, capsys, edit, id, status, said):
 def test_a_setting_that_would_not_start_is_refused_here_too(run_dir, capsys, edit, said):
     assert asked(run_dir, **edit) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_run_that_began_with_load_from_is_looked_at_where_it_is_now(tmp_path, run_dir, capsys):
+    """Not at what ``load_from`` names; and the written config goes on with the run."""
+    out = tmp_path / "again.py"
+    elsewhere = shutil.copytree(run_dir / "iter_12.pth", tmp_path / "elsewhere" / "iter_12.pth")
+    assert asked(run_dir, "--json", "--write-config", str(out), load_from=str(elsewhere)) == 0
+    assert str(run_dir / "iter_12.pth") in findings(capsys)["resume.mode"]["now"]
+    written = load_config(out)
+    assert (written.resume, written.load_from) == (str(run_dir / "iter_12.pth"), None)
 
 
 def test_nothing_to_resume_from(tmp_path, run_dir, capsys):

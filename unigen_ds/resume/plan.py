@@ -8,16 +8,18 @@ True                   None                the newest valid checkpoint of the wo
 True                   CKPT                full resume from CKPT
 CKPT                   None                the same
 False                  CKPT                weights only, progress from zero; refused as a fresh run is
+``'auto'``             any                 the newest valid checkpoint of the work dir; none: as with False
 =====================  ==================  ==========================================================
 
-``load_cfg`` says what may differ in the last row; in any other it is refused.
+``load_cfg`` says what may differ where weights alone are taken; ``True`` and CKPT refuse it. ``'auto'`` is what a bare
+``--resume`` means: the same command begins a run and goes on with it, also one that began with ``load_from``.
 Called on rank 0, which tells the others: a checkpoint is read whole, for its hashes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +29,7 @@ from unigen_ds.checkpoint.partial import LoadConfig
 from unigen_ds.core.errors import CheckpointError, ConfigError
 
 Mode = Literal["fresh", "resume", "weights"]
+AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,13 @@ def plan_resume(
     Raises ``ConfigError`` for a fresh start over existing checkpoints, and ``CheckpointError`` when checkpoints exist
     but none is usable, or the one named is not.
     """
+    begun: tuple[str, ...] = ()
+    if resume == AUTO:
+        plan = _newest(work_dir, hashes=hashes)
+        if plan.mode == "resume" or load_from is None:
+            left = f"load_from {load_from} is where this run began: it is not read again."
+            return replace(plan, messages=(*plan.messages, left)) if load_from is not None else plan
+        resume, begun = False, (f"No checkpoint found in {work_dir}: training begins as load_from says.",)
     if isinstance(resume, str) and load_from is not None:
         raise ConfigError(
             f"both resume={resume!r} and load_from={load_from!r} name a checkpoint",
@@ -80,11 +90,11 @@ def plan_resume(
     path = checkpoint_directory(named)
     if not (path / FILE_NAME).is_file():
         told = f"{path} has no manifest: it is read as another trainer's checkpoint."
-        return ResumePlan("resume" if resume else "weights", path, messages=(told,), load_cfg=partial)
+        return ResumePlan("resume" if resume else "weights", path, messages=(*begun, told), load_cfg=partial)
     manifest = _verified(path, hashes=hashes)
     if not resume:
         told = f"Loaded weights only from {path}; progress starts at zero."
-        return ResumePlan("weights", path, manifest, (told,), partial)
+        return ResumePlan("weights", path, manifest, (*begun, told), partial)
     messages = [f"Resumed from the checkpoint {path}."]
     first = manifest.commit if store.is_inside(work_dir, path) else 0
     later = [f.path.name for f in existing if f.manifest and f.manifest.commit > first]

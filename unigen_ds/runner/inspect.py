@@ -22,7 +22,7 @@ from unigen_ds.core.paths import tool
 from unigen_ds.core.progress import Geometry
 from unigen_ds.resume.finding import Finding
 from unigen_ds.resume.geometry import MemoryPlan, cut_keys, equal_cuts, memory_plans
-from unigen_ds.resume.plan import ResumePlan, plan_resume
+from unigen_ds.resume.plan import AUTO, ResumePlan, plan_resume
 from unigen_ds.runner.parts import build_engine, build_settings
 from unigen_ds.runner.start import check_resume
 
@@ -63,11 +63,10 @@ def inspect_resume(config: Config, *, world_size: int | None = None, verify: boo
     ``CheckpointError`` where there is nothing to resume from, and ``ConfigError``.
     """
     check_keys(config)
-    work_dir, resume = Path(config["work_dir"]), config.get("resume") or True
-    load_from = None if isinstance(resume, str) else config.get("load_from")
-    load_cfg = config.get("load_cfg")
-    plan = plan_resume(work_dir, resume=resume, load_from=load_from, load_cfg=load_cfg, hashes=verify)
-    if plan.checkpoint is None:
+    work_dir, resume = Path(config["work_dir"]), config.get("resume") or AUTO
+    named = isinstance(resume, str) and resume != AUTO
+    plan = plan_resume(work_dir, resume=resume, load_from=None if named else config.get("load_from"), hashes=verify)
+    if plan.checkpoint is None or plan.mode != "resume":
         raise CheckpointError(
             f"{work_dir} holds no checkpoint", remedy="name one with --checkpoint, or the folder with --work-dir"
         )
@@ -107,6 +106,7 @@ def write_config(config: Config, inspection: Inspection, path: Path, *, override
     if inspection.proposed is None:
         raise CheckpointError("no cut keeps the effective batch on this number of processes", remedy="choose another")
     keys = {**overrides, **cut_keys(inspection.proposed, config), "resume": str(inspection.plan.checkpoint)}
+    keys |= {key: None for key in ("load_from", "load_cfg") if config.get(key) is not None}
     keys["work_dir"] = str(config["work_dir"])
     nested: dict[str, Any] = {}
     for dotted, value in keys.items():
