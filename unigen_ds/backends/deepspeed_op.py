@@ -8,12 +8,13 @@ left. Source: torch 2.13 ``FileBaton``; pytorch issue 189245.
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 import shutil
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
 import torch
@@ -58,7 +59,10 @@ def load_shared_memory_op(*, quiet_s: float = QUIET_S) -> None:
     folder = Path(_get_build_directory(NAME, False))
     with _sole_builder(folder):
         _clear_abandoned(folder / "lock", quiet_s)
-        build_shm_op()
+        if not any(folder.glob("*.so")):
+            logger().info("Compiling DeepSpeed's shared-memory operator: about 30 s, once on this machine.")
+        with redirect_stdout(io.StringIO()):  # DeepSpeed says it itself, when it asks for the operator
+            build_shm_op()
 
 
 @contextmanager
