@@ -38,6 +38,12 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return tiny_config(folder / "run", folder / "data", custom_hooks=HOOKS)
 
 
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder named ``x`` is written where the process stands."""
+    monkeypatch.chdir(tmp_path)
+
+
 def changed(config: Any, path: tuple[Any, ...], value: Any) -> Any:
     found = copy.deepcopy(config)
     node = found._cfg_dict
