@@ -138,7 +138,9 @@ def test_two_names_are_refused(tmp_path):
         plan_resume(tmp_path, resume="a", load_from="b")
 
 
-@pytest.mark.parametrize("given", [{"resume": True}, {"resume": True, "load_from": "a"}, {"resume": "a"}, {}])
+@pytest.mark.parametrize(
+    "given", [{"resume": True}, {"resume": True, "load_from": "a"}, {"resume": "a"}, {"resume": AUTO}, {}]
+)
 def test_a_resume_is_exact(tmp_path, given):
     """And without ``load_from`` there is nothing to load."""
     with pytest.raises(ConfigError, match=r"load_cfg is set, but .*load_cfg=null"):

@@ -61,9 +61,11 @@ def plan_resume(
     begun: tuple[str, ...] = ()
     if resume == AUTO:
         plan = _newest(work_dir, hashes=hashes)
-        if plan.mode == "resume" or load_from is None:
-            left = f"load_from {load_from} is where this run began: it is not read again."
-            return replace(plan, messages=(*plan.messages, left)) if load_from is not None else plan
+        if plan.mode == "resume" and load_from is not None:
+            told = f"load_from {load_from} is where this run began: it is not read again."
+            return replace(plan, messages=(*plan.messages, told))
+        if plan.mode == "resume" or (load_from is None and not load_cfg):
+            return plan
         resume, begun = False, (f"No checkpoint found in {work_dir}: training begins as load_from says.",)
     if isinstance(resume, str) and load_from is not None:
         raise ConfigError(
