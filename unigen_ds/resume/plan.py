@@ -61,10 +61,10 @@ def plan_resume(
     begun: tuple[str, ...] = ()
     if resume == AUTO:
         plan = _newest(work_dir, hashes=hashes)
-        if plan.mode == "resume" and load_from is not None:
-            told = f"load_from {load_from} is where this run began: it is not read again."
-            return replace(plan, messages=(*plan.messages, told))
-        if plan.mode == "resume" or (load_from is None and not load_cfg):
+        if plan.mode == "resume":
+            more = [f"load_from {load_from} is where this run began: it is not read again."] * (load_from is not None)
+            return replace(plan, messages=(*plan.messages, *more))
+        if load_from is None and not load_cfg:
             return plan
         resume, begun = False, (f"No checkpoint found in {work_dir}: training begins as load_from says.",)
     if isinstance(resume, str) and load_from is not None:
@@ -89,8 +89,7 @@ def plan_resume(
     named = resume if isinstance(resume, str) else load_from
     if named is None:
         return _newest(work_dir, hashes=hashes) if resume else ResumePlan("fresh")
-    path = checkpoint_directory(named)
-    if not (path / FILE_NAME).is_file():
+    if not ((path := checkpoint_directory(named)) / FILE_NAME).is_file():
         told = f"{path} has no manifest: it is read as another trainer's checkpoint."
         return ResumePlan("resume" if resume else "weights", path, messages=(*begun, told), load_cfg=partial)
     manifest = _verified(path, hashes=hashes)
