@@ -21,7 +21,7 @@ from torch import Tensor
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.files import write_atomic, write_text_atomic
 from unigen_ds.models.quantized import plain_state_dict
-from unigen_ds.models.weights import Pretrained, Stored, check_fixed, check_part, read_json, stored_tensors
+from unigen_ds.models.weights import Pretrained, Stored, check_fixed, read_json, stated_sizes, stored_tensors
 
 _PREFIXES = (
     ("vision_encoder.patch_embedding.conv.", "vision_model.embeddings.patch_embedding."),
@@ -128,11 +128,7 @@ def _open_parts(given: Mapping[str, str]) -> Pretrained:
     sizes: dict[str, Any] = {}
     tensors: dict[str, Stored] = {}
     for part, path in given.items():
-        place = Path(path) / CONFIG
-        config = read_json(place)
-        config = {**(config.get("rope_parameters") or {}), **config.get("vision_config", config)}
-        check_part(part, config, place)
-        sizes[part] = {key: config[key] for key in (_VIT if part == "vit" else _LLM) if key in config}
+        sizes[part] = stated_sizes(part, Path(path) / CONFIG, _VIT if part == "vit" else _LLM)
         tensors |= {_PART_PREFIX[part] + key: stored for key, stored in stored_tensors(Path(path)).items()}
     if "vocab_size" in sizes.get("llm", {}):
         sizes["llm"]["vocab_size"] += EXTRA_TOKENS

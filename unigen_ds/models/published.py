@@ -25,7 +25,7 @@ from unigen_ds.core.files import copy_files, new_directory
 from unigen_ds.core.log import logger
 from unigen_ds.models.quantized import plain_state_dict
 from unigen_ds.models.sizes import check_sizes
-from unigen_ds.models.weights import Pretrained, Stored, check_part, read_json, shown, stored_tensors
+from unigen_ds.models.weights import Pretrained, Stored, read_json, shown, stated_sizes, stored_tensors
 
 LLM_CONFIG, VIT_CONFIG, WEIGHTS, VAE_WEIGHTS = FILES = (
     "llm_config.json", "vit_config.json", "ema.safetensors", "ae.safetensors"
@@ -97,12 +97,7 @@ def _below(prefix: str, path: Path) -> dict[str, Stored]:
 
 def _sizes(part: str, path: Path) -> dict[str, Any]:
     """What a model needs of the config of its language model (``llm``) or vision tower (``vit``)."""
-    config = read_json(path)
-    if part == "vit":
-        config = config.get("vision_config", config)
-    check_part(part, config, path)
-    flat = {**(config.get("rope_parameters") or {}), **config}
-    sizes = {key: flat[key] for key in (_LLM_KEYS if part == "llm" else _VIT_KEYS) if key in flat}
+    sizes = stated_sizes(part, path, _LLM_KEYS if part == "llm" else _VIT_KEYS)
     if part == "vit" and "num_hidden_layers" in sizes:
         sizes["num_hidden_layers"] -= _VIT_UNUSED_LAYERS
     return sizes

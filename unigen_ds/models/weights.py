@@ -92,23 +92,27 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def check_fixed(config: Mapping[str, Any], fixed: Mapping[str, Any], where: object) -> None:
-    """Raises ``ConfigError`` where ``config`` gives another value for a key of ``fixed``: the numbers would be wrong.
-
-    What it leaves out, or states as null, is as in ``fixed``.
-    """
+    """Raises ``ConfigError`` where ``config`` gives a key of ``fixed`` another value: the numbers would be wrong."""
     for key, value in fixed.items():
-        if config.get(key) not in (value, None):
+        if config.get(key, value) != value:
             raise ConfigError(f"{where}: {key} is {config[key]!r}", allowed=repr(value))
 
 
-def check_part(part: str, config: Mapping[str, Any], where: object) -> None:
-    """``check_fixed`` for transformers' config of a SigLIP (``vit``), or of a Qwen2 or Llama (``llm``)."""
+def stated_sizes(part: str, path: Path, keys: Iterable[str]) -> dict[str, Any]:
+    """Those of ``keys`` that transformers' config of a SigLIP (``vit``), or of a Qwen2 or Llama (``llm``), states.
+
+    Raises ``ConfigError`` where it means other numbers than our modules': another activation, scaled rotary angles, ...
+    """
+    config = read_json(path)
     if part == "vit":
-        check_fixed(config, {"hidden_act": "gelu_pytorch_tanh"}, where)
-        return
-    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    stated = {**config, "rope_type": rope.get("rope_type", rope.get("type"))}
-    check_fixed(stated, {"hidden_act": "silu", "use_sliding_window": False, "rope_type": "default"}, where)
+        config = config.get("vision_config", config)
+        check_fixed(config, {"hidden_act": "gelu_pytorch_tanh"}, path)
+    else:
+        rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+        stated = {**config, "rope_type": rope.get("rope_type", rope.get("type", "default"))}
+        check_fixed(stated, {"hidden_act": "silu", "use_sliding_window": False, "rope_type": "default"}, path)
+    flat = {**(config.get("rope_parameters") or {}), **config}
+    return {key: flat[key] for key in keys if key in flat}
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 _SIZES = ("model.llm.", "model.vit.", "model.vae.", "model.pixel_shuffle_factor", "model.latent_patch_size")
-_NO_SIZE = ("dropout",)
 _SECTIONS = ("model", "processor", "loss_weights", "optim_wrapper", "custom_hooks")
 _ELSEWHERE = (
     "model.activation_checkpointing", "model.compile", "model.freeze", "model.quantize", "model.pretrained",
@@ -22,7 +21,7 @@ def other_sizes(stored: Mapping[str, Any], config: Mapping[str, Any]) -> list[st
     return [
         f"{key} was {was[key]!r} and is {value!r}"
         for key, value in now.items()
-        if key.startswith(_SIZES) and not key.endswith(_NO_SIZE) and was.get(key, value) != value
+        if _is_size(key) and was.get(key, value) != value
     ]
 
 
@@ -32,8 +31,7 @@ def edited_settings(stored: Mapping[str, Any], config: Mapping[str, Any]) -> lis
         {key: value for section in _SECTIONS for key, value in _leaves(side.get(section), section)}
         for side in (stored, config)
     )
-    sizes = [key for key in was.keys() & now.keys() if key.startswith(_SIZES) and not key.endswith(_NO_SIZE)]
-    passed = {*sizes, *_ELSEWHERE}
+    passed = {*filter(_is_size, was.keys() & now.keys()), *_ELSEWHERE}
     return [
         f"{key} was {_shown(was, key)} and is {_shown(now, key)}"
         for key in dict.fromkeys((*was, *now))
@@ -41,6 +39,10 @@ def edited_settings(stored: Mapping[str, Any], config: Mapping[str, Any]) -> lis
         and not key.endswith(".lr")
         and not any(key == one or key.startswith(one + ".") for one in passed)
     ]
+
+
+def _is_size(key: str) -> bool:
+    return key.startswith(_SIZES) and not key.endswith(".dropout")
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:

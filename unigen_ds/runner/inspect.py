@@ -66,7 +66,7 @@ def inspect_resume(config: Config, *, world_size: int | None = None, verify: boo
     work_dir, resume = Path(config["work_dir"]), config.get("resume") or AUTO
     named = isinstance(resume, str) and resume != AUTO
     plan = plan_resume(work_dir, resume=resume, load_from=None if named else config.get("load_from"), hashes=verify)
-    if plan.checkpoint is None or plan.mode != "resume":
+    if plan.mode != "resume":
         raise CheckpointError(
             f"{work_dir} holds no checkpoint", remedy="name one with --checkpoint, or the folder with --work-dir"
         )

@@ -22,7 +22,6 @@ from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core import dist, log
 from unigen_ds.core.config import check_keys
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.optim import OptimizerConfig
 from unigen_ds.core.progress import Duration, Geometry, Ruler
 from unigen_ds.core.registry import BACKENDS, build, registered_name
 from unigen_ds.core.seeding import seed_everything
@@ -87,7 +86,8 @@ def build_parts(config: Config, *, max_updates: int | None = None) -> Parts:
     """Build everything. Raises ``ConfigError``, ``DataError``, ``CheckpointError`` or ``ResumeBlocked``."""
     dist.launcher_environment(config.get("launcher", "none"))
     backend, geometry = build_engine(config)
-    plan, start, (hooks, loss_weights, optimizer_cfg) = _begin(config, backend, geometry)
+    optimizer_cfg = build_optimizer_config(config)
+    plan, start, (hooks, loss_weights) = _begin(config, backend, geometry)
     seed, data = seed_of(config), start.data
     seed_everything(seed, rank=dist.rank())
     model: Any = build_model(config, data.processor, stream=True)
@@ -151,12 +151,12 @@ def build_engine(config: Mapping[str, Any]) -> tuple[Backend, Geometry]:
     return backend, geometry
 
 
-Settings = tuple[list[Hook], dict[str, float], OptimizerConfig]
+Settings = tuple[list[Hook], dict[str, float]]
 
 
 def build_settings(config: Mapping[str, Any]) -> Settings:
-    """Hooks, loss weights and optimizer settings, from the config alone, before anything runs."""
-    return build_hooks(config), build_loss_weights(config), build_optimizer_config(config)
+    """Hooks and loss weights, from the config alone, before anything runs."""
+    return build_hooks(config), build_loss_weights(config)
 
 
 def _begin(config: Config, backend: Backend, geometry: Geometry) -> tuple[ResumePlan, Start, Settings]:

@@ -123,9 +123,11 @@ def config_text(param_scheduler: Any) -> str:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {str(key): _plain(_name(inner) or inner if key == "type" else inner) for key, inner in value.items()}
+        return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(inner) for inner in value]
+    if isinstance(value, (type, str)):
+        return registered_name(value) or getattr(value, "__name__", value)
     return float(value) if type(value) is int else value  # an end of 4 and one of 4.0 are the same schedule
 
 
@@ -154,19 +156,14 @@ def _place(spec: Any, where: str, *, ruler: Ruler, total_sequences: float) -> Pl
 def _named(spec: Any, where: str) -> Any:
     """``spec`` with a class in ``type`` replaced by its name: xtuner-style configs import mmengine's schedulers."""
     kind = spec.get("type") if isinstance(spec, Mapping) else None
-    name = _name(kind)
-    if name is None:
+    if not isinstance(kind, type):
         return spec
+    name = kind.__name__
     if name not in CURVES.module_dict:
         raise ConfigError(f"{where}.type is the class {name}", remedy=nearest(name, CURVES.module_dict))
     if CURVES.module_dict[name] is not kind:
         logger().info("%s: %s stands for the curve of that name", where, kind)
     return {**spec, "type": name}
-
-
-def _name(kind: Any) -> str | None:
-    """Of a class, or of ``'package.Class'`` as mmengine writes one down; None for a plain name."""
-    return kind.__name__ if isinstance(kind, type) else registered_name(kind)
 
 
 def _base(groups: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, float], ...]:
