@@ -26,7 +26,7 @@ FLOORS = {
     "tools": 7,
 }  # fmt: skip
 ENGINES = {"deepspeed", "fsdp", "single"}
-MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 450, 60
 SOURCES = sorted([*(ROOT / "unigen_ds").rglob("*.py"), *(ROOT / "tools").glob("*.py")])
 FACADE = ROOT / "unigen_ds" / "__init__.py"
 
