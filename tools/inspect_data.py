@@ -28,6 +28,7 @@ from unigen_ds.core.errors import ConfigError, DataError, UnigenError
 from unigen_ds.core.metrics import read_lines
 from unigen_ds.core.progress import Geometry
 from unigen_ds.data.change import compare, continued
+from unigen_ds.data.rules import CURRENT, DataRules
 from unigen_ds.data.statistics import derive, describe
 from unigen_ds.data.stream import Cursor, SequenceStream
 from unigen_ds.runner.build import build_data, import_custom
@@ -102,7 +103,8 @@ def build_stream(config: Mapping[str, Any], *, world_size: int, manifest: Manife
     geometry = Geometry(batch_size, config["optim_wrapper"].get("accumulative_counts", 1), world_size)
     if manifest:
         geometry = manifest.ruler.geometry
-    stream = build_data(config, geometry=geometry, ruler=manifest.ruler if manifest else None).stream
+    rules = DataRules.stored(manifest.loader["facts"]) if manifest else CURRENT
+    stream = build_data(config, geometry=geometry, ruler=manifest.ruler if manifest else None, rules=rules).stream
     if manifest and not compare(manifest.loader, stream).obstacles:
         stream, _ = continued(manifest.loader, stream, on_change="append")
     return stream

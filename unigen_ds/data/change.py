@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from unigen_ds.core.errors import ResumeBlocked
+from unigen_ds.data.rules import DataRules
 from unigen_ds.data.stream import Cursor, Phase, SequenceStream
 
 OnDataChange = Literal["refuse", "append", "restart"]
@@ -31,7 +32,7 @@ class DataChange:
     """Sentences for people. False where the data is the same."""
 
     differences: tuple[tuple[str, str], ...] = ()
-    """(fact, what it was and is); facts: format, seed, packing, seq_length, names, sizes, weights, content."""
+    """(fact, what it was and is); facts: format, seed, packing, seq_length, rules, names, sizes, weights, content."""
     obstacles: tuple[str, ...] = ()
     """Why the new data is more than the old data with records appended; none where it is just that."""
 
@@ -64,6 +65,9 @@ def _settings(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[
     for fact, words in _SETTINGS.items():
         if was[fact] != now[fact]:
             yield fact, f"{words} was {was[fact]} and is {now[fact]}"
+    for rule, version in DataRules.stored(was).state_dict().items():
+        if version != now["rules"][rule]:
+            yield "rules", f"the data rule {rule} had version {version} and has {now['rules'][rule]}"
 
 
 def _differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

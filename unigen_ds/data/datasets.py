@@ -186,7 +186,8 @@ class DatasetAdapter:
             self._image(image, kind, f"{where}.padded_images[{i}]") for i, image in enumerate(_images(item, where))
         ]
         splits: list[Split] = [tokens, *images] if kind == "noise" else [*images, tokens]
-        return Sample(tuple(splits))
+        document = not images and all(label >= 0 for label in tokens.labels[:-1])
+        return Sample(tuple(splits), plain=document)
 
     def _image(self, image: Tensor, kind: ImageKind, where: str) -> ImageSplit:
         noise = kind == "noise"

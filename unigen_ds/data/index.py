@@ -13,7 +13,7 @@ import hashlib
 import multiprocessing
 import os
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,13 +28,18 @@ from unigen_ds.core.files import quick_digest, write_atomic
 from unigen_ds.core.log import logger
 from unigen_ds.data.formats import Place, parse_record, read_record, scan
 from unigen_ds.data.processor import UnifiedProcessor
+from unigen_ds.data.rules import TOUCH_BITS
 from unigen_ds.data.samples import ImageSplit, Sample, TextSplit, TiledSplit, TokenSplit
 
 FOLDER = ".unigen_index"
 _FORMAT = "unigen-index-1"
 """Of the digest that checkpoints keep."""
-_CACHE_FORMAT = "unigen-index-2"
+_CACHE_FORMAT = "unigen-index-3"
 _CHUNK = 2048
+KINDS = ("text", "conversation", "images")
+"""What a record is, for ``train_dataloader.overflow``."""
+_DIGESTED = 6
+"""Columns of ``Counts`` that ``record_digest`` has always contained."""
 
 Array = NDArray[np.int64]
 
@@ -51,6 +56,21 @@ class Counts:
     image_targets: Array
     unreadable: Array
     """Images whose header could not be read."""
+    images: Array
+    """Images, readable or not."""
+    kind: Array
+    """0 plain text, 1 a conversation of texts, 2 a record with images (``KINDS``)."""
+    touched: Array
+    """``TOUCH_BITS`` of the data rules that change the record in one of their versions."""
+
+    def touched_by(self, rule: str) -> NDArray[np.bool_]:
+        """[N] whether a data rule changes the record."""
+        return (self.touched & TOUCH_BITS[rule]) != 0
+
+    @property
+    def all_touched(self) -> int:
+        """``TOUCH_BITS`` of the rules that change any record."""
+        return int(np.bitwise_or.reduce(self.touched, initial=0))
 
     @classmethod
     def of(cls, rows: list[tuple[int, ...]]) -> Counts:
@@ -78,12 +98,19 @@ def count(sample: Sample) -> tuple[int, ...]:
         text_targets,
         sum(s.num_tokens - 2 for s in sample.splits if isinstance(s, ImageSplit) and s.kind == "noise"),
         sum(bool(split.error) for split in images),
+        len({split.path for split in images}),
+        KINDS.index("images" if images else "text" if sample.plain else "conversation"),
+        sample.touched,
     )
 
 
-def record_digest(content: bytes, counts: tuple[int, ...]) -> int:
-    """64 bits of BLAKE2b of one record: of its bytes, and of its counts, which follow the sizes of its images."""
-    digest = hashlib.blake2b(repr(counts).encode() + content, digest_size=8).digest()
+def record_digest(content: bytes, counts: tuple[int, ...], marks: Sequence[object] = ()) -> int:
+    """64 bits of BLAKE2b of one record: of its bytes, and of its counts, which follow the sizes of its images.
+
+    ``marks``: the versions of the rules that change it; none where none does.
+    """
+    facts = repr(counts[:_DIGESTED]) + (repr(marks) if marks else "")
+    digest = hashlib.blake2b(facts.encode() + content, digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
@@ -129,7 +156,8 @@ class Index:
             raise DataError(f"data file {path} does not exist", allowed="a .json or .jsonl file")
         root = path.parent if image_root is None else image_root
         content = quick_digest(path)
-        key = fingerprint(content, os.path.relpath(root, path.parent), processor.fingerprint, _CACHE_FORMAT)
+        rules = processor.rules
+        key = fingerprint(content, os.path.relpath(root, path.parent), processor.fingerprint, rules, _CACHE_FORMAT)
         folder = cache_folder(path, cache_dir)
         cache = None if folder is None else folder / f"{path.name}-{key[:16]}.npz"
 
@@ -139,8 +167,8 @@ class Index:
         arrays = cached(cache, key, make)
         counts = Counts(*(arrays[field.name] for field in dataclasses.fields(Counts)))
         _report_unreadable(path, counts, cache)
-        # not of the key: the same data at another place is the same data
-        digest = fingerprint(content, processor.fingerprint, _FORMAT, counts.digest)
+        # not of the key: the same data at another place is the same data, and so is what no rule changes
+        digest = fingerprint(content, processor.fingerprint, _FORMAT, counts.digest, *rules.marks(counts.all_touched))
         return cls(arrays["offsets"], arrays["lengths"], arrays["records"], counts, digest, folder)
 
 
@@ -263,9 +291,10 @@ def _plan_chunk(chunk: tuple[Path, Path, UnifiedProcessor, Array, Array]) -> tup
     rows, digests = [], []
     with path.open("rb") as stream:
         for offset, length in zip(offsets.tolist(), lengths.tolist(), strict=True):
-            rows.append(count(plan_record(path, offset, length, processor, root)))
+            sample = plan_record(path, offset, length, processor, root)
+            rows.append(count(sample))
             stream.seek(offset)
-            digests.append(record_digest(stream.read(length), rows[-1]))
+            digests.append(record_digest(stream.read(length), rows[-1], processor.rules.marks(sample.touched)))
     return rows, digests
 
 

@@ -18,6 +18,7 @@ from typing import Literal
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.augment import Augment
 from unigen_ds.data.formats import Turn
+from unigen_ds.data.rules import CURRENT, DataRules
 from unigen_ds.data.samples import ImageKind, ImageSplit, Sample, Split, TextSplit, TextTokenizer
 from unigen_ds.data.tiles import Tiling
 from unigen_ds.data.transforms import ImageTransform, UnreadableImage, image_size
@@ -42,6 +43,7 @@ class UnifiedProcessor:
         ce_reweight: weigh each text target by 1 / sqrt(targets of its text) instead of 1.
         vit_augment: random changes of images that are understood, in training only.
         seed: of dropout, time steps and noise.
+        rules: versions of the rules by which texts and images are read.
     """
 
     tiling: Tiling | None = None
@@ -67,8 +69,9 @@ class UnifiedProcessor:
         ce_reweight: bool = False,
         vit_augment: Sequence[Augment] = (),
         seed: int = 0,
+        rules: DataRules = CURRENT,
     ) -> None:
-        self.tokenizer = tokenizer
+        self.tokenizer, self.rules = tokenizer, rules
         self.vit_transform, self.vit_patch_size = vit_transform, vit_patch_size
         self.vae_transform, self.vae_downsample = vae_transform, vae_downsample
         self.latent_channels, self.latent_patch_size = latent_channels, latent_patch_size
@@ -136,7 +139,7 @@ class UnifiedProcessor:
                 splits.append(self._image(turn.value, "noise", size, error, where))
             if not generated or i + 1 < len(merged):
                 splits += self._condition(turn.value, size, error, where, edited=last_generated > i)
-        return Sample(tuple(splits))
+        return Sample(tuple(splits), plain=is_document(turns))
 
     def _condition(
         self, path: str, size: tuple[int, int] | None, error: str, where: object, *, edited: bool
@@ -192,6 +195,11 @@ def _merged(turns: Sequence[Turn]) -> list[Turn]:
         else:
             merged.append(turn)
     return merged
+
+
+def is_document(turns: Sequence[Turn]) -> bool:
+    """Whether a record is plain text, all of it to be learned."""
+    return all(turn.role == "assistant" and turn.kind == "text" for turn in turns)
 
 
 def image_header(path: str) -> tuple[tuple[int, int] | None, str]:

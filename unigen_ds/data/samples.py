@@ -17,6 +17,8 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
+from unigen_ds.data.rules import TOUCH_BITS
+
 ImageKind = Literal["vit", "vae", "noise"]
 
 
@@ -55,6 +57,8 @@ class ImageSplit:
     droppable: bool = False
     error: str = ""
     """Why its header could not be read; then ``grid`` is that of the smallest image and the sample becomes a skip."""
+    touched: bool = field(default=False, compare=False, repr=False)
+    """Whether the rule ``images`` (``rules.py``) decodes it differently in one of its versions."""
     tensor: Tensor | None = field(default=None, compare=False, repr=False)
     """The image itself, [C, H, W] in [-1, 1], where a user's own data set gave it; ``path`` then only names it."""
 
@@ -74,6 +78,8 @@ class TiledSplit:
     num_tiles: int
     error: str = ""
     """As of ``ImageSplit``."""
+    touched: bool = field(default=False, compare=False, repr=False)
+    """As of ``ImageSplit``."""
 
     @property
     def num_tokens(self) -> int:
@@ -88,6 +94,17 @@ class Sample:
     """One record, as splits."""
 
     splits: tuple[Split, ...]
+    # the digest of a user's own data set is made of the repr, so what is added later is not part of it
+    spells_special: bool = field(default=False, compare=False, repr=False)
+    """Whether a text of the record spells a special token."""
+    plain: bool = field(default=False, compare=False, repr=False)
+    """Whether all of it is text to be learned: a document, not a conversation."""
+
+    @property
+    def touched(self) -> int:
+        """``TOUCH_BITS`` of the rules that change this record in one of their versions."""
+        images = any(split.touched for split in self.splits if isinstance(split, (ImageSplit, TiledSplit)))
+        return TOUCH_BITS["images"] * images + TOUCH_BITS["special_tokens"] * self.spells_special
 
     @property
     def num_tokens(self) -> int:

@@ -27,6 +27,7 @@ from unigen_ds.core.seeding import derive_seed
 from unigen_ds.data.datasets import PlannedDataset, source_names
 from unigen_ds.data.index import cached, fingerprint
 from unigen_ds.data.order import Draw, GlobalOrder
+from unigen_ds.data.rules import CURRENT, DataRules
 
 Row = tuple[Draw, ...]
 """The draws of one sequence. An empty one only fills up the last iteration of an epoch that keeps its last samples."""
@@ -116,6 +117,7 @@ class SequenceStream:
         sequences_per_iteration: of the geometry at the first start; unpacked epochs are rounded to whole ones.
         sequences_per_epoch: the stored value on resume; None: worked out here.
         phases: the stored ones on resume, the last one with these data sets; none: the first of a run.
+        rules: versions of the rules of the data, kept in checkpoints.
     """
 
     def __init__(
@@ -129,12 +131,13 @@ class SequenceStream:
         sequences_per_iteration: int = 1,
         sequences_per_epoch: int | None = None,
         phases: Sequence[Phase] = (),
+        rules: DataRules = CURRENT,
     ) -> None:
         if seq_length < 1:
             raise ConfigError(f"seq_length is {seq_length}", allowed="at least 1 token")
         assert tuple(len(d) for d in datasets) == order.sizes, "the order is that of other data sets"
         self.datasets, self.order, self.packer, self.seq_length = tuple(datasets), order, packer, seq_length
-        self.drop_last, self.sequences_per_iteration = drop_last, sequences_per_iteration
+        self.drop_last, self.sequences_per_iteration, self.rules = drop_last, sequences_per_iteration, rules
         self.names = source_names(datasets)
         self._tokens = [np.minimum(d.lengths()[0], seq_length) for d in datasets]
         self._tiles = [d.lengths()[1] for d in datasets]
@@ -160,6 +163,7 @@ class SequenceStream:
             sequences_per_iteration=self.sequences_per_iteration,
             sequences_per_epoch=self.sequences_per_epoch,
             phases=phases,
+            rules=self.rules,
         )
 
     def new_phase(self, first_epoch: int, *, first_pass: int, first_sequence: int | None) -> Phase:
@@ -221,7 +225,13 @@ class SequenceStream:
     def facts(self) -> dict[str, Any]:
         """The data by name, so that a resume can say what changed. Plain values."""
         records = [dataset.prefix_digest(len(dataset)) for dataset in self.datasets]
-        return {**self._fingerprinted, "records": records}
+        return {**self._fingerprinted, "records": records, "rules": self.rules.state_dict()}
+
+    def num_touched(self, rule: str) -> int:
+        """Records that a rule of ``DataRules`` changes in one of its versions."""
+        if rule == "overflow":
+            return sum(int((d.lengths()[0] > self.seq_length).sum()) for d in self.datasets)
+        return sum(int(d.counts().touched_by(rule).sum()) for d in self.datasets)
 
     @property
     def _fingerprinted(self) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.chat import chat_ids, next_token_labels
 from unigen_ds.data.formats import Turn
-from unigen_ds.data.processor import UnifiedProcessor, image_header
+from unigen_ds.data.processor import UnifiedProcessor, image_header, is_document
+from unigen_ds.data.rules import CURRENT, DataRules
 from unigen_ds.data.samples import Sample, Split, TiledSplit, TokenSplit
 from unigen_ds.data.tiles import IMAGE_TOKEN, Tiling, image_string, num_tiles
 from unigen_ds.data.tokenizers import ChatTokenizer
@@ -38,6 +39,7 @@ class VLMProcessor(UnifiedProcessor):
         resize_to_max_side_len: bring small images to ``max_image_size``, too.
         ce_reweight: weigh each text target by 1 / sqrt(targets of its text) instead of 1.
         seed: of the sample's randomness; there is none yet.
+        rules: versions of the rules by which texts and images are read.
     """
 
     tokenizer: ChatTokenizer
@@ -53,10 +55,16 @@ class VLMProcessor(UnifiedProcessor):
         resize_to_max_side_len: bool = False,
         ce_reweight: bool = False,
         seed: int = 0,
+        rules: DataRules = CURRENT,
     ) -> None:
         side = tile_size // vit_patch_size
         super().__init__(
-            tokenizer, vit_patch_size=vit_patch_size, vit_max_patches_per_side=side, ce_reweight=ce_reweight, seed=seed
+            tokenizer,
+            vit_patch_size=vit_patch_size,
+            vit_max_patches_per_side=side,
+            ce_reweight=ce_reweight,
+            seed=seed,
+            rules=rules,
         )
         self.tokens_per_tile = (side // pixel_shuffle_factor) ** 2
         largest = 4 * tile_size if max_image_size is None else max_image_size
@@ -83,7 +91,8 @@ class VLMProcessor(UnifiedProcessor):
             content = image_string(grids, tokens_per_tile=self.tokens_per_tile) + text
             messages.append({"role": message.role, "content": content})
         ids, said = chat_ids(self.tokenizer.chat, messages, reply=reply)
-        return Sample(tuple(self._splits(ids, next_token_labels(ids, said), images, where)))
+        splits = self._splits(ids, next_token_labels(ids, said), images, where)
+        return Sample(tuple(splits), plain=is_document(turns))
 
     def _splits(
         self, ids: Sequence[int], labels: Sequence[int], images: Sequence[tuple[str, int, str]], where: object

@@ -249,6 +249,18 @@ def check_data(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
     )
 
 
+def check_rules(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
+    for rule in proposal.old_rules:
+        yield Finding(
+            f"data.rules.{rule.name}",
+            "warn",
+            f"version {rule.version}",
+            f"version {rule.version}, as the checkpoint; version {rule.current} would change {rule.affected:,} records",
+            f"the run keeps the rule that it began with; docs/data.md describes the versions of {rule.name!r}",
+            "--on-data-change restart adopts the new rule with a new epoch",
+        )
+
+
 # ---- numbers and surroundings ---------------------------------------------------------------------------------------
 
 
@@ -320,6 +332,7 @@ CHECKS: tuple[Callable[[Manifest, Proposal], Iterable[Finding]], ...] = (
     check_edited,
     check_intervals,
     check_data,
+    check_rules,
     check_engine,
     check_ema,
     check_versions,

@@ -32,6 +32,17 @@ class Finding:
 
 
 @dataclass(frozen=True)
+class OldRule:
+    """A rule of the data (``data/rules.py``) that the run follows in an older version."""
+
+    name: str
+    version: int
+    current: int
+    affected: int
+    """Records that the current version would read differently."""
+
+
+@dataclass(frozen=True)
 class Proposal:
     """The run as it would go on: whatever a finding depends on, from files alone."""
 
@@ -52,6 +63,8 @@ class Proposal:
     """Where the next checkpoints go; None: not known."""
     hashed: bool = False
     """Whether the content of the checkpoint's files was compared, not only their sizes."""
+    old_rules: Sequence[OldRule] = ()
+    """Those that affect a record."""
     unknown: Sequence[str] = ()
     """What another trainer's checkpoint could not tell."""
 

@@ -29,6 +29,7 @@ from unigen_ds.data.datasets import dataset_weights
 from unigen_ds.data.loader import UpdateLoader
 from unigen_ds.data.order import GlobalOrder
 from unigen_ds.data.processor import UnifiedProcessor
+from unigen_ds.data.rules import CURRENT, DataRules
 from unigen_ds.data.stream import Cursor, SequenceStream
 from unigen_ds.data.vlm_processor import VLMProcessor
 from unigen_ds.hooks import digits_report as _digits_report  # noqa: F401
@@ -90,10 +91,14 @@ class Data:
     stream: SequenceStream
 
 
-def build_data(config: Mapping[str, Any], *, geometry: Geometry, ruler: Ruler | None) -> Data:
-    """Tokenizer, processor, data sets, global order, packer, stream. ``ruler`` fixes the epoch on a resume."""
+def build_data(
+    config: Mapping[str, Any], *, geometry: Geometry, ruler: Ruler | None, rules: DataRules = CURRENT
+) -> Data:
+    """Tokenizer, processor, data sets, global order, packer, stream. ``ruler`` and ``rules`` are stored ones on a
+    resume: they fix the epoch, and how records are read.
+    """
     loader, seed = config["train_dataloader"], seed_of(config)
-    processor = build_processor(config, seed=seed)
+    processor = build_processor(config, seed=seed, rules=rules)
     specs = loader.get("dataset")
     specs = list(specs) if isinstance(specs, (list, tuple)) else [specs]
     datasets = [
@@ -110,11 +115,12 @@ def build_data(config: Mapping[str, Any], *, geometry: Geometry, ruler: Ruler | 
         drop_last=loader.get("drop_last", True),
         sequences_per_iteration=(ruler.geometry if ruler else geometry).sequences_per_iteration,
         sequences_per_epoch=ruler.sequences_per_epoch if ruler else None,
+        rules=rules,
     )
     return Data(processor, stream)
 
 
-def build_processor(config: Mapping[str, Any], *, seed: int) -> UnifiedProcessor:
+def build_processor(config: Mapping[str, Any], *, seed: int, rules: DataRules = CURRENT) -> UnifiedProcessor:
     """The tokenizer and image transforms, with every size that the model fixes taken from the model."""
     tokenizer = build(TOKENIZERS, config["tokenizer"], where="tokenizer")
     given = dict(config.get("processor") or {})
@@ -132,7 +138,8 @@ def build_processor(config: Mapping[str, Any], *, seed: int) -> UnifiedProcessor
     if both:
         raise ConfigError(f"processor sets {', '.join(both)}", remedy="leave it out: the model's config fixes it")
     try:
-        return _PROCESSORS[getattr(kind, "processor", "UnifiedProcessor")](tokenizer, seed=seed, **sizes, **given)
+        made = _PROCESSORS[getattr(kind, "processor", "UnifiedProcessor")]
+        return made(tokenizer, seed=seed, rules=rules, **sizes, **given)
     except TypeError as error:
         raise ConfigError(f"processor: {error}") from error
 

@@ -23,9 +23,10 @@ from unigen_ds.core import dist, log
 from unigen_ds.core.optim import ParamGroup
 from unigen_ds.core.progress import Duration, Geometry, Ruler
 from unigen_ds.data.change import DataChange, compare, continued
+from unigen_ds.data.rules import CURRENT, DataRules
 from unigen_ds.data.stream import Cursor
 from unigen_ds.resume import checklist
-from unigen_ds.resume.finding import Finding, Proposal, refuse
+from unigen_ds.resume.finding import Finding, OldRule, Proposal, refuse
 from unigen_ds.resume.geometry import BATCH_CHOICES, DATA_CHOICES, check_choice
 from unigen_ds.resume.plan import ResumePlan, plan_resume
 from unigen_ds.runner.adopt import adopt, geometry_of
@@ -86,7 +87,8 @@ def build_start(config: Config, plan: ResumePlan, *, geometry: Geometry) -> Star
         foreign = open_foreign(plan.checkpoint, assume=parse_assume(config.get("assume") or ""))
         manifest = adopt(foreign, config, build_data(config, geometry=geometry_of(foreign), ruler=None).stream)
         unknown = foreign.unknown
-    data = build_data(config, geometry=geometry, ruler=manifest.ruler if manifest else None)
+    rules = DataRules.stored(manifest.loader["facts"]) if manifest and choice != "restart" else CURRENT
+    data = build_data(config, geometry=geometry, ruler=manifest.ruler if manifest else None, rules=rules)
     change, cursor = DataChange(), Cursor()
     ruler = manifest.ruler if manifest else Ruler(geometry, data.stream.sequences_per_epoch)
     if manifest:
@@ -128,6 +130,7 @@ def check_resume(
         schedules=schedules,
         parameters=rows,
         data=start.change,
+        old_rules=_old_rules(start),
         versions=current_versions(),
         on_batch_change=config.get("on_batch_change", "refuse"),
         on_data_change=config.get("on_data_change", "refuse"),
@@ -136,6 +139,16 @@ def check_resume(
         unknown=start.unknown,
     )
     return start, checklist.run(manifest, proposal)
+
+
+def _old_rules(start: Start) -> list[OldRule]:
+    """The rules that the run follows in an older version, with the records that the current one would change."""
+    stream = start.data.stream
+    return [
+        OldRule(rule, was, now, affected)
+        for rule, (was, now) in stream.rules.outdated().items()
+        if (affected := stream.num_touched(rule))
+    ]
 
 
 def _parameters(

@@ -1,0 +1,71 @@
+"""Versions of the rules by which a record becomes tokens and pixels, so that an old run keeps the rules it began with.
+
+A rule that changes gets a new version here. The versions are part of the index key and of the data facts in every
+manifest; the fingerprints of the data contain a version only where its rule changes a record ("touches" it), so data
+that no rule touches keeps its fingerprint. A resume reads with the checkpoint's versions: bit-equal.
+
+=================  ===  ===========================================================================================
+overflow           0    every record longer than ``seq_length`` is cut, without a message
+images             0    as PIL decodes: EXIF orientation ignored, 16-bit grey clipped, transparency on white
+special_tokens     0    a text that spells a special token becomes that token
+=================  ===  ===========================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from unigen_ds.core.errors import CheckpointError
+
+TOUCH_BITS = {"images": 1, "special_tokens": 2}
+"""Bit of each rule in the index column ``touched``: rules whose effect on a record follows from the record alone."""
+
+
+@dataclass(frozen=True)
+class DataRules:
+    """The version of each rule; the defaults are the current ones."""
+
+    overflow: int = 0
+    images: int = 0
+    special_tokens: int = 0
+
+    @classmethod
+    def stored(cls, facts: Mapping[str, Any]) -> DataRules:
+        """Those of a checkpoint (``facts`` of its manifest's ``loader``): version 0 of each where it has none.
+
+        Raises ``CheckpointError`` for a version that this package does not know.
+        """
+        given, current = facts.get("rules") or {}, CURRENT
+        names = [field.name for field in fields(cls)]
+        if not isinstance(given, Mapping) or not all(type(given.get(name, 0)) is int for name in names):
+            raise CheckpointError(f"the rules of the data are {given!r}", allowed="whole numbers by name")
+        for name in names:
+            if not 0 <= given.get(name, 0) <= getattr(current, name):
+                raise CheckpointError(
+                    f"the checkpoint follows version {given[name]} of the data rule {name!r}",
+                    allowed=f"up to {getattr(current, name)}",
+                    remedy="use a newer unigen_ds",
+                )
+        return cls(**{name: given.get(name, 0) for name in names})
+
+    def state_dict(self) -> dict[str, int]:
+        """Plain values, as in a manifest."""
+        return asdict(self)
+
+    def marks(self, touched: int) -> tuple[tuple[str, int], ...]:
+        """(rule, version) of each rule that changes what has the bits ``touched``; part of its fingerprint.
+
+        Version 0 changes nothing, so it leaves no mark.
+        """
+        versions = asdict(self)
+        return tuple((name, versions[name]) for name, bit in TOUCH_BITS.items() if touched & bit and versions[name])
+
+    def outdated(self) -> dict[str, tuple[int, int]]:
+        """(this version, the current one) of each rule that has a newer one."""
+        own, current = asdict(self), asdict(CURRENT)
+        return {name: (own[name], current[name]) for name in own if own[name] != current[name]}
+
+
+CURRENT = DataRules()
