@@ -16,7 +16,6 @@ from pathlib import Path
 if not __package__:
     import _path  # noqa: F401 - a script runs from a checkout without installation
 
-from unigen_ds.checkpoint import report
 from unigen_ds.core.errors import UnigenError
 
 
@@ -31,6 +30,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
+    from unigen_ds.checkpoint import report  # after the command line: --help does not wait for what it imports
+
     try:
         if arguments.action == "verify":
             return verify(arguments.directory)
@@ -44,6 +45,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def verify(directory: Path) -> int:
     """One line for each checkpoint; 1 if any is damaged."""
+    from unigen_ds.checkpoint import report
+
     damaged = 0
     for found in report.find(directory):
         problem = report.problems(found)

@@ -19,12 +19,9 @@ from pathlib import Path
 if not __package__:
     import _path  # noqa: F401 - a script runs from a checkout without installation
 
-from unigen_ds.checkpoint.convert import DTYPES
 from unigen_ds.core import log
-from unigen_ds.core.config import load_config
+from unigen_ds.core.choices import DTYPE_NAMES
 from unigen_ds.core.errors import UnigenError
-from unigen_ds.runner.publish import publish
-from unigen_ds.runner.trained import open_model
 
 
 def parser() -> argparse.ArgumentParser:
@@ -35,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("out", type=Path, metavar="OUT")
     p.add_argument("--source", type=Path, metavar="DIR", help="the published directory that the training began with")
     p.add_argument("--raw", action="store_true", help="the weights themselves, not their average")
-    p.add_argument("--dtype", choices=DTYPES, default="fp32")
+    p.add_argument("--dtype", choices=DTYPE_NAMES, default="fp32")
     p.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a DecoderLM's files; default: 5GB")
     p.add_argument("--tag", help="name of the checkpoint's folder below MODEL")
     p.add_argument("--config", help="of the training, where the checkpoint does not hold it")
@@ -44,6 +41,11 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
+    from unigen_ds.checkpoint.convert import DTYPES  # after the command line: --help does not wait for torch
+    from unigen_ds.core.config import load_config
+    from unigen_ds.runner.publish import publish
+    from unigen_ds.runner.trained import open_model
+
     log.setup(rank=0)
     try:
         config = load_config(arguments.config) if arguments.config else None

@@ -18,21 +18,19 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 if not __package__:
     import _path  # noqa: F401 - a script runs from a checkout without installation
 
-import torch
-
-from unigen_ds.checkpoint.convert import DTYPES
 from unigen_ds.core import log
-from unigen_ds.core.config import load_config
+from unigen_ds.core.choices import DTYPE_NAMES
 from unigen_ds.core.errors import ConfigError, DataError, UnigenError
 from unigen_ds.core.files import write_atomic
-from unigen_ds.inference.inferencer import BAGEL_FLOW, Generated
-from unigen_ds.inference.sampler import RENORMS, FlowSettings
-from unigen_ds.runner.trained import open_inferencer
+from unigen_ds.inference.flow_settings import BAGEL_FLOW, RENORMS, FlowSettings
+
+if TYPE_CHECKING:
+    from unigen_ds.inference.inferencer import Generated
 
 RESULTS = "results.jsonl"
 
@@ -67,8 +65,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--raw", action="store_true", help="the weights themselves, not their average")
     p.add_argument("--tag", help="name of the checkpoint's folder below MODEL")
     p.add_argument("--config", help="of the training, where the checkpoint does not hold it")
-    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    p.add_argument("--dtype", choices=DTYPES, help="default: bf16 on a GPU, fp32 on a CPU")
+    p.add_argument("--device", help="default: cuda where there is one, else cpu")
+    p.add_argument("--dtype", choices=DTYPE_NAMES, help="default: bf16 on a GPU, fp32 on a CPU")
     return p
 
 
@@ -164,14 +162,21 @@ class Output:
 
 
 def generate(arguments: argparse.Namespace) -> None:
+    import torch  # after the command line: --help and a wrong argument do not wait for it
+
+    from unigen_ds.checkpoint.convert import DTYPES
+    from unigen_ds.core.config import load_config
+    from unigen_ds.runner.trained import open_inferencer
+
     flow, output = flow_of(arguments), Output(arguments.out)
-    dtype = arguments.dtype or ("fp32" if arguments.device == "cpu" else "bf16")
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = arguments.dtype or ("fp32" if device == "cpu" else "bf16")
     inferencer = open_inferencer(
         arguments.model,
         raw=arguments.raw,
         tag=arguments.tag,
         config=load_config(arguments.config) if arguments.config else None,
-        device=arguments.device,
+        device=device,
         dtype=DTYPES[dtype],
     )
     for number, request in enumerate(requests(arguments)):

@@ -16,22 +16,19 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 if not __package__:
     import _path  # noqa: F401 - a script runs from a checkout without installation
 
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.checkpoint.store import list_checkpoints
-from unigen_ds.core.config import load_config
 from unigen_ds.core.errors import ConfigError, DataError, UnigenError
 from unigen_ds.core.metrics import read_lines
 from unigen_ds.core.progress import Geometry
-from unigen_ds.data.change import compare, continued
-from unigen_ds.data.rules import CURRENT, DataRules
-from unigen_ds.data.statistics import derive, describe
-from unigen_ds.data.stream import Cursor, SequenceStream
-from unigen_ds.runner.build import build_data, import_custom
+
+if TYPE_CHECKING:
+    from unigen_ds.data.stream import Cursor, SequenceStream
 
 _NEEDED = ("model", "tokenizer", "train_dataloader", "optim_wrapper")
 
@@ -59,6 +56,9 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
+    from unigen_ds.core.config import load_config  # after the command line: --help does not wait for torch
+    from unigen_ds.data.statistics import describe
+
     try:
         config = load_config(arguments.config, arguments.cfg_options)
         work_dir = arguments.work_dir or (arguments.ledger.parent if arguments.ledger else None)
@@ -95,6 +95,10 @@ def build_stream(config: Mapping[str, Any], *, world_size: int, manifest: Manife
 
     Where records were appended since, the run's part is that of the old ones.
     """
+    from unigen_ds.data.change import compare, continued
+    from unigen_ds.data.rules import CURRENT, DataRules
+    from unigen_ds.runner.build import build_data, import_custom
+
     missing = [key for key in _NEEDED if config.get(key) is None]
     if missing:
         raise ConfigError(f"the config has no {', '.join(missing)}", remedy="see docs/configs.md for the shape")
@@ -117,6 +121,8 @@ def digest(sample_ids: Iterable[str]) -> str:
 
 def list_samples(stream: SequenceStream, first: int, stop: int) -> dict[str, Any]:
     """The samples of the global sequences ``first .. stop``, and the digest of all of them."""
+    from unigen_ds.data.statistics import derive
+
     rows = derive(stream, first, stop)
     return {"sequences": [first, stop], "samples": rows, "digest": digest(id for row in rows for id in row)}
 
@@ -126,6 +132,8 @@ def check_ledger(stream: SequenceStream, path: Path, *, manifest: Manifest | Non
 
     Of lines before the data was replaced only the count is reported: their samples are gone.
     """
+    from unigen_ds.data.change import compare
+
     lines = [line for line in read_lines(path) if "event" not in line]
     if not lines:
         raise DataError(f"{path} holds no update that counts", remedy="name the ledger.jsonl of a run that trained")

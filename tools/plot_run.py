@@ -14,8 +14,8 @@ if not __package__:
     import _path  # noqa: F401 - a script runs from a checkout without installation
 
 from unigen_ds.core.errors import ConfigError, UnigenError
+from unigen_ds.core.metrics import METRICS_FILE
 from unigen_ds.evaluation.curves import plot_curves
-from unigen_ds.hooks.logger import METRICS_FILE
 
 FORMATS = (".png", ".pdf", ".svg")
 

@@ -17,11 +17,8 @@ from pathlib import Path
 if not __package__:
     import _path  # noqa: F401 - a script runs from a checkout without installation
 
-from unigen_ds.core.config import backend_spec, load_config, parse_override
+from unigen_ds.core.choices import BATCH_CHOICES, DATA_CHOICES
 from unigen_ds.core.errors import UnigenError
-from unigen_ds.resume import report
-from unigen_ds.resume.geometry import BATCH_CHOICES, DATA_CHOICES
-from unigen_ds.runner.inspect import inspect_resume, train_command, write_config
 
 
 def parser() -> argparse.ArgumentParser:
@@ -50,6 +47,10 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
+    from unigen_ds.core.config import backend_spec, load_config, parse_override  # after the command line: see train.py
+    from unigen_ds.resume import report
+    from unigen_ds.runner.inspect import inspect_resume, write_config
+
     overrides = dict(map(parse_override, arguments.cfg_options))
     try:
         for key in ("work_dir", "assume", "on_batch_change", "on_data_change"):
@@ -82,6 +83,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def start(arguments: argparse.Namespace, checkpoint: str, *, world_size: int) -> None:
     """Become the training."""
+    from unigen_ds.runner.inspect import train_command
+
     given = [arguments.config, "--resume", checkpoint]
     if arguments.write_config:
         given = [str(arguments.write_config)]

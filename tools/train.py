@@ -11,14 +11,9 @@ import sys
 if not __package__:
     import _path  # noqa: F401 - a script runs from a checkout without installation
 
-from unigen_ds.core import dist
-from unigen_ds.core.config import backend_spec, load_config, parse_override
+from unigen_ds.core.choices import AUTO, BATCH_CHOICES, DATA_CHOICES, LAUNCHERS
 from unigen_ds.core.errors import UnigenError
 from unigen_ds.core.log import logger
-from unigen_ds.resume.geometry import BATCH_CHOICES, DATA_CHOICES
-from unigen_ds.resume.plan import AUTO
-from unigen_ds.runner import train_config
-from unigen_ds.runner.inspect import advice, is_out_of_memory
 
 STOPPED_BY_SIGNAL = 143
 
@@ -46,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
         "--cfg-options", nargs="+", action="extend", default=[], metavar="K=V", help="override config values"
     )
     p.add_argument("--seed", type=int, help="randomness.seed")
-    p.add_argument("--launcher", choices=dist.LAUNCHERS, help="how the processes were started")
+    p.add_argument("--launcher", choices=LAUNCHERS, help="how the processes were started")
     p.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher adds it
     p.add_argument("--max-updates", type=int, metavar="N",
                    help="stop once the run has N updates; the schedule's length stays as it is")  # fmt: skip
@@ -55,6 +50,11 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
+    from unigen_ds.core import dist  # after the command line: --help and a wrong argument do not wait for torch
+    from unigen_ds.core.config import backend_spec, load_config, parse_override
+    from unigen_ds.runner import train_config
+    from unigen_ds.runner.inspect import advice, is_out_of_memory
+
     overrides = dict(map(parse_override, arguments.cfg_options))
     if arguments.resume not in (None, AUTO):  # this checkpoint, whatever the config began with
         overrides |= {"resume": arguments.resume, "load_from": None, "load_cfg": None}

@@ -19,16 +19,16 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.progress import Progress as Bar
+from typing import TYPE_CHECKING
 
 if not __package__:
     import _path  # noqa: F401 - a script runs from a checkout without installation
 
-from unigen_ds.checkpoint.convert import DTYPES, Progress, merge
+from unigen_ds.core.choices import DTYPE_NAMES
 from unigen_ds.core.errors import UnigenError
+
+if TYPE_CHECKING:
+    from unigen_ds.checkpoint.convert import Progress
 
 
 def parser() -> argparse.ArgumentParser:
@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("out", type=Path, metavar="OUT", help="the folder to write to")
     p.add_argument("-t", "--tag", help="name of the checkpoint below CKPT; default: what `latest` names there")
     p.add_argument("--ema", action="store_true", help="the average of the weights instead of the weights")
-    p.add_argument("--dtype", default="fp32", choices=DTYPES, help="of floating-point tensors; default: fp32")
+    p.add_argument("--dtype", default="fp32", choices=DTYPE_NAMES, help="of floating-point tensors; default: fp32")
     p.add_argument("--max-shard-size", "--max_shard_size", default="5GB", metavar="SIZE", help="default: 5GB")
     p.add_argument(
         "--safe-serialization", "--safe_serialization", action="store_true", help="safetensors, not torch.save"
@@ -55,6 +55,8 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     started = time.perf_counter()
+    from unigen_ds.checkpoint.convert import DTYPES, merge  # after the command line: --help does not wait for torch
+
     try:
         with shown() as progress:
             merged = merge(
@@ -86,6 +88,10 @@ def main(argv: list[str] | None = None) -> int:
 @contextmanager
 def shown() -> Iterator[Progress]:
     """A bar on a terminal; elsewhere one line for each tenth."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import Progress as Bar
+
     console = Console(stderr=True)
     if not console.is_terminal:
         tenths: dict[str, int] = {}

@@ -16,7 +16,8 @@ from tests.tiny import tiny_config
 from unigen_ds.data.digits import WORDS, caption, read_split, write_digits
 from unigen_ds.evaluation import digits
 from unigen_ds.evaluation.digits import Verdict, evaluate, plot_samples, to_unit, train_judge
-from unigen_ds.inference.sampler import FlowSettings, read
+from unigen_ds.inference.flow_settings import FlowSettings
+from unigen_ds.inference.sampler import read
 from unigen_ds.runner import Runner
 
 Split = tuple[np.ndarray, np.ndarray]

@@ -17,8 +17,8 @@ from torch import Tensor
 from unigen_ds.core.seeding import generator
 from unigen_ds.data.processor import UnifiedProcessor
 from unigen_ds.data.transforms import ImageTransform
+from unigen_ds.inference.flow_settings import FlowSettings
 from unigen_ds.inference.inferencer import THINK_THEN_DRAW, Context, Contexts, InterleaveInferencer, to_picture
-from unigen_ds.inference.sampler import FlowSettings
 from unigen_ds.models import UnifiedModel
 
 ROOT = Path(os.environ.get("UNIGEN_GOLDEN", Path(__file__).parent.parent / "golden"))

@@ -7,9 +7,10 @@ import pytest
 from unigen_ds.backends.deepspeed import DeepSpeedBackend
 from unigen_ds.backends.fsdp import FSDPBackend
 from unigen_ds.backends.single import SingleBackend
+from unigen_ds.core.choices import BATCH_CHOICES
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.progress import Geometry
-from unigen_ds.resume.geometry import BATCH_CHOICES, check_choice, cuts_text, equal_cuts, lr_factor, memory_plans
+from unigen_ds.resume.geometry import check_choice, cuts_text, equal_cuts, lr_factor, memory_plans
 
 
 def test_every_cut_keeps_the_total_and_the_smallest_memory_is_first():

@@ -20,12 +20,13 @@ from tests.tiny import TINY, tiny_config
 from tools.train import main
 from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.manifest import FILE_NAME
+from unigen_ds.core.choices import AUTO
 from unigen_ds.core.errors import CheckpointError, ConfigError, ResumeBlocked
 from unigen_ds.core.metrics import read_lines
 from unigen_ds.hooks.ema import ema_of
 from unigen_ds.resume.finding import refuse
 from unigen_ds.resume.model_check import check_weights, model_findings
-from unigen_ds.resume.plan import AUTO, checkpoint_directory, plan_resume
+from unigen_ds.resume.plan import checkpoint_directory, plan_resume
 from unigen_ds.runner import Runner
 
 ROOT = Path(__file__).resolve().parents[2]

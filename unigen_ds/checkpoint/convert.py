@@ -33,11 +33,12 @@ from unigen_ds.checkpoint.layouts.base import Fetch, PieceReader, slices_of
 from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.checkpoint.writers import Entry, Write, write_safetensors, write_torch
+from unigen_ds.core.choices import DTYPE_NAMES
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.files import fsync_path
 from unigen_ds.core.shards import BUFFER, EMA, MASTER
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = dict(zip(DTYPE_NAMES, (torch.float32, torch.bfloat16, torch.float16), strict=True))
 _STAGING = ".merging-"
 
 Progress = Callable[[str, int, int], None]

@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as td
 
+from unigen_ds.core.choices import LAUNCHERS
 from unigen_ds.core.errors import ConfigError, UnigenError
 
 T = TypeVar("T")
-LAUNCHERS = ("none", "pytorch", "slurm", "mpi")
 _ENV = {
     "slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
     "mpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+METRICS_FILE = "metrics.jsonl"
+
 
 class JsonLines:
     """Appends a JSON object per line. Each is written in one call, so a kill leaves at most one partial last line."""

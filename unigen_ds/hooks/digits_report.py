@@ -11,13 +11,13 @@ import torch
 from unigen_ds.core import dist
 from unigen_ds.core.files import write_text_atomic
 from unigen_ds.core.log import logger
+from unigen_ds.core.metrics import METRICS_FILE
 from unigen_ds.core.registry import HOOKS
 from unigen_ds.evaluation.curves import plot_curves
 from unigen_ds.evaluation.digits import evaluate, plot_samples
 from unigen_ds.hooks.base import Hook, Run
 from unigen_ds.hooks.ema import ema_of
-from unigen_ds.hooks.logger import METRICS_FILE
-from unigen_ds.inference.sampler import FlowSettings
+from unigen_ds.inference.flow_settings import FlowSettings
 
 
 @HOOKS.register_module()

@@ -16,6 +16,7 @@ import torch
 from unigen_ds.core import dist
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.log import logger
+from unigen_ds.core.metrics import METRICS_FILE
 from unigen_ds.core.progress import Duration
 from unigen_ds.core.registry import HOOKS, WRITERS, build
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
@@ -24,7 +25,6 @@ from unigen_ds.hooks.journal import Journal
 from unigen_ds.hooks.timer import IterTimerHook, find_timer
 from unigen_ds.hooks.writers import SafeWriter
 
-METRICS_FILE = "metrics.jsonl"
 VERSION = 1
 
 

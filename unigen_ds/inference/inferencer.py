@@ -26,15 +26,11 @@ from unigen_ds.data.collate import Loaded, pack_documents
 from unigen_ds.data.processor import UnifiedProcessor
 from unigen_ds.data.samples import ImageSplit, TextSplit, TokenSplit
 from unigen_ds.data.transforms import open_image
+from unigen_ds.inference.flow_settings import BAGEL_FLOW, FlowSettings
 from unigen_ds.inference.kv_cache import KVCache
-from unigen_ds.inference.sampler import FlowSettings, guide, image_grid, noise_image, times, vit_image
+from unigen_ds.inference.sampler import guide, image_grid, noise_image, times, vit_image
 from unigen_ds.models.flow import unpatchify_latent
 from unigen_ds.models.vae import encode_by_size
-
-BAGEL_FLOW = FlowSettings(
-    num_timesteps=50, timestep_shift=3.0, text_scale=4.0, image_scale=1.5, interval=(0.4, 1.0), renorm="global"
-)
-"""What the public code draws with."""
 
 THINK_THEN_ANSWER = (
     "You should first think about the reasoning process in the mind and then provide the user with the answer. \n"

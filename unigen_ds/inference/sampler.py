@@ -8,7 +8,6 @@ recomputed at each step: right for short documents, and the same attention rules
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,40 +21,8 @@ from unigen_ds.data.collate import Loaded, LoadedImage, pack_documents
 from unigen_ds.data.processor import UnifiedProcessor
 from unigen_ds.data.samples import ImageSplit, TextSplit, TokenSplit
 from unigen_ds.data.transforms import patchify
+from unigen_ds.inference.flow_settings import FlowSettings
 from unigen_ds.models.flow import sampling_timesteps, unpatchify_latent
-
-RENORMS = ("none", "global", "channel", "text_channel")
-
-
-@dataclass(frozen=True)
-class FlowSettings:
-    """How the flow is integrated, in BAGEL's terms."""
-
-    num_timesteps: int = 50
-    """Times from noise to image; one less Euler step is made."""
-    timestep_shift: float = 1.0
-    text_scale: float = 1.0
-    """Guidance (Ho and Salimans, 2022): ``v = v_without + text_scale * (v_with_text - v_without)``; 1 is none."""
-    interval: tuple[float, float] = (0.0, 1.0)
-    """Guidance acts where ``lo < t <= hi``."""
-    image_scale: float = 1.0
-    """Guidance by the images of the context, on top of that by the text (without it there is none); 1 is none."""
-    renorm: str = "none"
-    """One of ``RENORMS``. Shrink the guided velocity to the length of the plain one: over everything, per patch, or
-    per patch before the image guidance."""
-    renorm_min: float = 0.0
-    """Shrink to this share at the most."""
-
-    def __post_init__(self) -> None:
-        if self.num_timesteps < 2:
-            raise ConfigError(f"num_timesteps is {self.num_timesteps}", allowed="at least 2")
-        if self.renorm not in RENORMS:
-            raise ConfigError(f"renorm is {self.renorm!r}", allowed=", ".join(RENORMS))
-
-    def guides(self, t: float) -> bool:
-        """Whether there is guidance at time ``t``."""
-        low, high = self.interval
-        return self.text_scale != 1.0 and low < t <= high
 
 
 def guide(v: Tensor, without_text: Tensor, without_image: Tensor | None, flow: FlowSettings) -> Tensor:

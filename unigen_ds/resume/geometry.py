@@ -14,9 +14,6 @@ from unigen_ds.backends.base import Backend
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.progress import Geometry
 
-BATCH_CHOICES = ("refuse", "keep-lr", "linear", "sqrt")
-DATA_CHOICES = ("refuse", "append", "restart")
-
 
 def check_choice(key: str, value: Any, allowed: tuple[str, ...]) -> str:
     """``value``, or ``ConfigError``."""

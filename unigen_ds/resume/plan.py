@@ -26,10 +26,10 @@ from typing import Any, Literal
 from unigen_ds.checkpoint import foreign, store
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.checkpoint.partial import LoadConfig
+from unigen_ds.core.choices import AUTO
 from unigen_ds.core.errors import CheckpointError, ConfigError
 
 Mode = Literal["fresh", "resume", "weights"]
-AUTO = "auto"
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from unigen_ds.backends import fsdp as _fsdp  # noqa: F401 - registers itself
 from unigen_ds.backends import single as _single  # noqa: F401
 from unigen_ds.backends.base import Backend
 from unigen_ds.checkpoint.manifest import Manifest
+from unigen_ds.core.choices import BATCH_CHOICES
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.optim import OptimizerConfig, ParamGroup, build_torch_optimizer
 from unigen_ds.core.progress import Duration, Geometry, Ruler, split_global_batch
@@ -48,7 +49,7 @@ from unigen_ds.models import decoder_lm as _decoder_lm  # noqa: F401
 from unigen_ds.models import unified as _unified  # noqa: F401
 from unigen_ds.models import vlm as _vlm  # noqa: F401
 from unigen_ds.optim.param_groups import build_param_groups
-from unigen_ds.resume.geometry import BATCH_CHOICES, check_choice, lr_factor
+from unigen_ds.resume.geometry import check_choice, lr_factor
 from unigen_ds.schedule.schedule import Schedules
 
 _PROCESSORS = {"UnifiedProcessor": UnifiedProcessor, "VLMProcessor": VLMProcessor}

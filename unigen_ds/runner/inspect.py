@@ -15,6 +15,7 @@ import torch
 from mmengine.config import Config
 
 from unigen_ds.core import dist
+from unigen_ds.core.choices import AUTO
 from unigen_ds.core.config import check_keys
 from unigen_ds.core.errors import CheckpointError
 from unigen_ds.core.files import write_text_atomic
@@ -22,7 +23,7 @@ from unigen_ds.core.paths import tool
 from unigen_ds.core.progress import Geometry
 from unigen_ds.resume.finding import Finding
 from unigen_ds.resume.geometry import MemoryPlan, cut_keys, equal_cuts, memory_plans
-from unigen_ds.resume.plan import AUTO, ResumePlan, plan_resume
+from unigen_ds.resume.plan import ResumePlan, plan_resume
 from unigen_ds.runner.parts import build_engine, build_settings
 from unigen_ds.runner.start import check_resume
 

@@ -20,6 +20,7 @@ from unigen_ds.backends.base import Backend
 from unigen_ds.checkpoint.foreign import open_foreign, parse_assume
 from unigen_ds.checkpoint.manifest import Manifest, current_versions
 from unigen_ds.core import dist, log
+from unigen_ds.core.choices import BATCH_CHOICES, DATA_CHOICES
 from unigen_ds.core.optim import ParamGroup
 from unigen_ds.core.progress import Duration, Geometry, Ruler
 from unigen_ds.data.change import DataChange, compare, continued
@@ -27,7 +28,7 @@ from unigen_ds.data.rules import CURRENT, DataRules
 from unigen_ds.data.stream import Cursor
 from unigen_ds.resume import checklist
 from unigen_ds.resume.finding import Finding, OldRule, Proposal, refuse
-from unigen_ds.resume.geometry import BATCH_CHOICES, DATA_CHOICES, check_choice
+from unigen_ds.resume.geometry import check_choice
 from unigen_ds.resume.plan import ResumePlan, plan_resume
 from unigen_ds.runner.adopt import adopt, geometry_of
 from unigen_ds.runner.build import (

@@ -1,0 +1,12 @@
+"""Words that a command line or a config may choose from. Nothing is imported here, so ``--help`` needs no torch."""
+
+AUTO = "auto"
+"""``resume='auto'``, what a bare ``--resume`` means: the newest valid checkpoint, else what the config begins with."""
+LAUNCHERS = ("none", "pytorch", "slurm", "mpi")
+"""How the processes were started."""
+BATCH_CHOICES = ("refuse", "keep-lr", "linear", "sqrt")
+"""``on_batch_change``: how the learning rate changes when a resume has another effective batch."""
+DATA_CHOICES = ("refuse", "append", "restart")
+"""``on_data_change``: what a resume does with changed data."""
+DTYPE_NAMES = ("fp32", "bf16", "fp16")
+"""Of floating-point tensors in files and in a model that draws or reads."""

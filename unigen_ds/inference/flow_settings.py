@@ -1,0 +1,46 @@
+"""How a picture is drawn from noise: the settings of the flow, as plain numbers. No torch: ``--help`` shows them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from unigen_ds.core.errors import ConfigError
+
+RENORMS = ("none", "global", "channel", "text_channel")
+
+
+@dataclass(frozen=True)
+class FlowSettings:
+    """How the flow is integrated, in BAGEL's terms."""
+
+    num_timesteps: int = 50
+    """Times from noise to image; one less Euler step is made."""
+    timestep_shift: float = 1.0
+    text_scale: float = 1.0
+    """Guidance (Ho and Salimans, 2022): ``v = v_without + text_scale * (v_with_text - v_without)``; 1 is none."""
+    interval: tuple[float, float] = (0.0, 1.0)
+    """Guidance acts where ``lo < t <= hi``."""
+    image_scale: float = 1.0
+    """Guidance by the images of the context, on top of that by the text (without it there is none); 1 is none."""
+    renorm: str = "none"
+    """One of ``RENORMS``. Shrink the guided velocity to the length of the plain one: over everything, per patch, or
+    per patch before the image guidance."""
+    renorm_min: float = 0.0
+    """Shrink to this share at the most."""
+
+    def __post_init__(self) -> None:
+        if self.num_timesteps < 2:
+            raise ConfigError(f"num_timesteps is {self.num_timesteps}", allowed="at least 2")
+        if self.renorm not in RENORMS:
+            raise ConfigError(f"renorm is {self.renorm!r}", allowed=", ".join(RENORMS))
+
+    def guides(self, t: float) -> bool:
+        """Whether there is guidance at time ``t``."""
+        low, high = self.interval
+        return self.text_scale != 1.0 and low < t <= high
+
+
+BAGEL_FLOW = FlowSettings(
+    num_timesteps=50, timestep_shift=3.0, text_scale=4.0, image_scale=1.5, interval=(0.4, 1.0), renorm="global"
+)
+"""What the public code draws with."""
