@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -59,10 +60,11 @@ class PieceReader:
         if not numel:
             return
         pieces = self._pieces[kind, name]
-        for other in pieces if self._unique else ():
+        at = bisect_right(pieces, start, key=lambda piece: piece.start)
+        for other in pieces[max(0, at - 1) : at + 1] if self._unique else ():  # without overlaps, only neighbours can
             if start < other.stop and other.start < start + numel:
                 raise CheckpointError(f"{kind} of {name} is in {other.source} and, in part again, in {source}")
-        pieces.append(Piece(start, start + numel, fetch, source))
+        pieces.insert(at, Piece(start, start + numel, fetch, source))
 
     def kinds(self) -> list[str]:
         return sorted({kind for kind, _ in self._pieces})
@@ -85,7 +87,7 @@ class PieceReader:
     def parts(self, kind: str, name: str, start: int, stop: int) -> Iterator[Tensor]:
         """What ``read`` gives, in the pieces that lie on disk: nothing is copied to join them."""
         at = start
-        for piece in sorted(self._found(kind, name), key=lambda p: p.start):
+        for piece in self._found(kind, name):  # by their start
             if at >= stop or piece.start > at:
                 break
             if piece.stop > at:

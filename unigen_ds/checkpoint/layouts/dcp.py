@@ -12,7 +12,7 @@ import os
 import pickle
 import struct
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import IO, Any
@@ -88,12 +88,15 @@ class DCPReader(PieceReader):
         metadata = read_metadata(directory)
         _check_files(directory, metadata.storage_data.values())
         allowed = None if files is None else set(files)
+        chunks: dict[str, dict[tuple[int, ...], Any]] = {}
         for index, info in metadata.storage_data.items():
             tensor = metadata.state_dict_metadata[index.fqn]
             if not hasattr(tensor, "size"):
                 continue
             kind, _, name = index.fqn.partition("|")
-            chunk = _chunk(tensor, index)
+            if index.fqn not in chunks:  # once for each tensor, not once for each part of it
+                chunks[index.fqn] = {tuple(chunk.offsets): chunk for chunk in reversed(tensor.chunks)}
+            chunk = _chunk(tensor, index, chunks[index.fqn])
             row = math.prod(tensor.size[1:])
             if tuple(chunk.sizes[1:]) != tuple(tensor.size[1:]):
                 raise CheckpointError(f"{directory}: {index.fqn} is not cut along its first dimension")
@@ -119,11 +122,11 @@ def _check_files(directory: Path, entries: Iterable[Any]) -> None:
             raise CheckpointError(f"{path} is cut off: it has {path.stat().st_size} bytes of {end}")
 
 
-def _chunk(tensor: Any, index: Any) -> Any:
+def _chunk(tensor: Any, index: Any, by_offset: Mapping[tuple[int, ...], Any]) -> Any:
     offset = tuple(index.offset or ())
-    for chunk in tensor.chunks:
-        if tuple(chunk.offsets) == offset or not offset:
-            return chunk
+    found = by_offset.get(offset) if offset else next(iter(tensor.chunks), None)
+    if found is not None:
+        return found
     raise CheckpointError(f"the checkpoint's .metadata has no chunk of {index.fqn} at {offset}")
 
 

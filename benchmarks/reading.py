@@ -1,0 +1,165 @@
+"""What reading a checkpoint costs as its number of tensors grows: our readers beside ``torch.load``.
+
+In: nothing. Out: a table, and ``results/reading_<date>.json``. Accepted: each way to read safetensors takes at most 1.5
+times as long as ``torch.load`` of the same tensors, at every size; and that ratio grows by at most 4 between 500 and
+5,000 tensors (a quadratic reader's grows by 10, because ``torch.load`` is linear).
+
+Three ways read safetensors: a checkpoint's weights into the ``single`` engine (``Backend.load_tensors``), its EMA into
+the shards of the hook (``ShardEMA.load``), and a published file row by row (``stored_tensors``). Two more have no
+limit: the DCP layout of FSDP, and DeepSpeed's files. Ours always includes opening the files and copying the values into
+the tensors of the model. ``torch.load`` is measured alone, as the limit has it, and with ``load_state_dict`` after it.
+All ways take turns in one process on files in the page cache, so that whatever else the machine does hits all.
+
+    python benchmarks/reading.py [--tensors 50 500 1500 5000] [--width 64] [--rounds 5]
+
+Exit status: 1 where a limit is missed, else 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from shared.record import RESULTS, interval, write_result
+from torch import nn
+
+from unigen_ds.backends.single import SingleBackend
+from unigen_ds.checkpoint.layouts.dcp import DCPReader
+from unigen_ds.checkpoint.layouts.deepspeed import DeepSpeedReader
+from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
+from unigen_ds.core.optim import OptimizerConfig, ParamGroup
+from unigen_ds.core.progress import Geometry
+from unigen_ds.core.shards import EMA, MASTER, shard_key
+from unigen_ds.models.weights import stored_tensors
+from unigen_ds.optim.ema import ShardEMA
+
+LIMIT, GROWTH = 1.5, 4.0
+REFERENCE, WHOLE = "torch.load", "torch.load + load_state_dict"
+LIMITED = ("weights", "ema", "published")
+FREE = ("dcp", "deepspeed")
+
+
+class Many(nn.Module):
+    """``count`` square matrices, and their names as long as a real model's."""
+
+    def __init__(self, count: int, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(count))
+
+
+def make_backend(model: nn.Module) -> SingleBackend:
+    backend = SingleBackend()
+    names = tuple(name for name, _ in model.named_parameters())
+    backend.prepare(model, [ParamGroup("default", 0.1, 0.0, names)], OptimizerConfig(), geometry=Geometry(1))
+    return backend
+
+
+def write(folder: Path, state: Mapping[str, torch.Tensor]) -> None:
+    """The same tensors in every form."""
+    torch.save(dict(state), folder / "state.pt")
+    for name in ("weights", "ema", "deepspeed"):
+        (folder / name).mkdir()
+    save_file(dict(state), folder / "weights" / "model.safetensors")
+    shards = {shard_key(EMA, name, 0): tensor.reshape(-1) for name, tensor in state.items()}
+    save_file(shards, folder / "ema" / "rank00000.safetensors")
+    dcp.save({f"{MASTER}|{name}": tensor for name, tensor in state.items()}, checkpoint_id=folder / "dcp")
+    header = {"module": dict(state), "buffer_names": [], "param_shapes": None}  # DeepSpeed without ZeRO
+    torch.save(header, folder / "deepspeed" / "mp_rank_00_model_states.pt")
+
+
+def ways(folder: Path, backend: SingleBackend, state: Mapping[str, torch.Tensor]) -> dict[str, Callable[[], Any]]:
+    average = ShardEMA(backend.master_shards(), momentum=0.1)
+    parameters = dict(backend.model.named_parameters())
+
+    def published() -> None:
+        found = stored_tensors(folder / "weights" / "model.safetensors")
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.view(-1).copy_(found[name].flat(0, parameter.numel()))
+
+    def load(reader: Any) -> None:
+        backend.load_tensors(reader, weights_only=True)
+
+    return {
+        REFERENCE: lambda: torch.load(folder / "state.pt", weights_only=True),
+        WHOLE: lambda: backend.model.load_state_dict(torch.load(folder / "state.pt", weights_only=True)),
+        "weights": lambda: load(SafetensorsReader(folder / "weights", parameters=state)),
+        "ema": lambda: average.load(SafetensorsReader(folder / "ema")),
+        "published": published,
+        "dcp": lambda: load(DCPReader(folder / "dcp")),
+        "deepspeed": lambda: load(DeepSpeedReader(folder / "deepspeed")),
+    }
+
+
+def measure(count: int, *, width: int, rounds: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = Many(count, width)
+    state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    backend = make_backend(model)
+    with tempfile.TemporaryDirectory(prefix="reading-") as made:
+        folder = Path(made)
+        write(folder, state)
+        found: dict[str, list[float]] = {}
+        for turn in range(rounds + 1):
+            for name, read in ways(folder, backend, state).items():
+                start = time.perf_counter()
+                read()
+                seconds = time.perf_counter() - start
+                if turn:  # the first only fills the page cache
+                    found.setdefault(name, []).append(seconds)
+    ratios = {
+        name: interval([a / b for a, b in zip(times, found[REFERENCE], strict=True)]) for name, times in found.items()
+    }
+    return {"tensors": count, "seconds": {k: sorted(v)[len(v) // 2] for k, v in found.items()}, "ratio": ratios}
+
+
+def verdict(results: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
+    """Each limit, and whether it was kept."""
+    kept = {}
+    for name in LIMITED:
+        kept[f"{name} <= {LIMIT}"] = all(r["ratio"][name]["median"] <= LIMIT for r in results)
+    by_size = {r["tensors"]: r["ratio"] for r in results}
+    if {500, 5000} <= set(by_size):
+        for name in (*LIMITED, *FREE):
+            grown = by_size[5000][name]["median"] / by_size[500][name]["median"]
+            kept[f"{name} is linear"] = grown <= GROWTH
+    return kept
+
+
+def main() -> int:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--tensors", type=int, nargs="+", default=[50, 500, 1500, 5000])
+    p.add_argument("--width", type=int, default=64, help="of the square matrices; default: 64, 16 KiB each")
+    p.add_argument("--rounds", type=int, default=7)
+    p.add_argument("--out", type=Path, default=RESULTS, help="folder of the result file")
+    arguments = p.parse_args()
+    results = []
+    for count in arguments.tensors:
+        results.append(measure(count, width=arguments.width, rounds=arguments.rounds))
+        seconds, ratio = results[-1]["seconds"], results[-1]["ratio"]
+        print(f"{count:,} tensors; torch.load {seconds[REFERENCE]:.3f} s")
+        for name in (WHOLE, *LIMITED, *FREE):
+            print(f"  {name:28} {seconds[name]:7.3f} s  {ratio[name]['median']:5.2f} times torch.load")
+    kept = verdict(results)
+    for limit, ok in kept.items():
+        print(f"{limit:24} {'kept' if ok else 'MISSED'}")
+    record = {"limits": {"ratio": LIMIT, "growth": GROWTH}, "width": arguments.width, "verdict": kept}
+    path = write_result("reading", {**record, "results": results}, folder=arguments.out)
+    print(f"Written: {os.path.relpath(path)}")
+    return 0 if all(kept.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
