@@ -76,6 +76,8 @@ class UpdateResult:
     """The sample ids themselves, in the order of the sequences."""
     tokens: int
     """Tokens of the update over all ranks."""
+    stop_wanted: bool = False
+    """Whether a hook of any process wanted to stop (``Hook.wants_stop``) when this update began."""
 
 
 class Run(Protocol):
@@ -160,6 +162,14 @@ class Hook:
     def after_train(self, run: Run) -> None: ...
     def after_run(self, run: Run) -> None: ...
     def on_exception(self, run: Run, error: BaseException) -> None: ...
+
+    def wants_stop(self) -> bool:
+        """Whether this process asks the run to stop. Asked once for each update, on every rank; not collective.
+
+        The answers are summed with the counts of the next update: every rank finds ``UpdateResult.stop_wanted`` after
+        the update that begins next, and no rank waits for it.
+        """
+        return False
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON values; stored in ``hooks.json`` under ``name``."""

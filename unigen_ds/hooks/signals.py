@@ -1,4 +1,8 @@
-"""SIGTERM and SIGINT end the run after the present update, with a checkpoint; a later second one ends it at once.
+"""SIGTERM and SIGINT end the run with a checkpoint, and exit status 143; a later second one ends it at once.
+
+One process stops after the present update. Several have to agree: whether any of them has a signal is summed with the
+counts of the next update, while the present one is computed, so no update waits for it. All stop after the same
+update: the one after the update during which the first signal came.
 
 Later, because one signal often comes twice: a scheduler signals every process of a job, and a launcher passes its own
 on. A repeat within ``REPEAT_S`` seconds must not cost the checkpoint.
@@ -25,16 +29,19 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 @HOOKS.register_module()
 class SignalHook(Hook):
-    """Runs just before the checkpoint hook, which then saves. The ranks agree, so all stop at the same update."""
+    """Runs just before the checkpoint hook, which then saves. The ranks agree, so all stop after the same update."""
 
     name = "signals"
 
     def __init__(self) -> None:
         self._received = 0
         self._received_at = 0.0
+        self._stopped = False
+        self._alone = True
         self._previous: dict[int, Any] = {}
 
     def before_train(self, run: Run) -> None:
+        self._alone = dist.world_size() == 1
         if threading.current_thread() is threading.main_thread():
             self._previous = {number: signal.signal(number, self._handle) for number in _SIGNALS}
 
@@ -43,20 +50,32 @@ class SignalHook(Hook):
         if not self._received:
             self._received, self._received_at = number, now
             # not through the logger: the signal may have interrupted it while it writes
-            os.write(2, f"{signal.Signals(number).name} received: stopping after this update.\n".encode())
+            when = "this update" if self._alone else "this update or the next"
+            os.write(2, f"{signal.Signals(number).name} received: stopping after {when}.\n".encode())
         elif now - self._received_at > REPEAT_S:
             self._restore()
             signal.raise_signal(number)
 
+    def wants_stop(self) -> bool:
+        return self._received > 0
+
     def after_update(self, run: Run, result: UpdateResult) -> None:
-        if dist.sum_floats([float(self._received > 0)])[0]:
-            name = signal.Signals(self._received).name if self._received else "A signal to another process"
-            logger().warning("%s received: saving a checkpoint, then stopping.", name)
+        if result.stop_wanted or (self._alone and self._received):
+            logger().warning("%s received: saving a checkpoint, then stopping.", self._name())
+            self._stopped = True
             run.request_stop(STOPPED_BY_SIGNAL)
 
     def after_train(self, run: Run) -> None:
-        if not self._received:  # else the process is about to end, and a repeat must not change how
+        """A signal during the last update: all processes report it by the same exit status."""
+        if not self._stopped and dist.sum_floats([float(self._received > 0)])[0]:
+            logger().warning("%s received during the last update: the checkpoint is saved.", self._name())
+            self._stopped = True
+            run.request_stop(STOPPED_BY_SIGNAL)
+        if not self._stopped:  # else the process is about to end, and a repeat must not change how
             self._restore()
+
+    def _name(self) -> str:
+        return signal.Signals(self._received).name if self._received else "A signal to another process"
 
     def on_exception(self, run: Run, error: BaseException) -> None:
         self._restore()

@@ -90,7 +90,7 @@ class Runner:
             self._restore()
             dist.on_main(lambda: write_text_atomic(self.work_dir / saver.CONFIG_FILE, self._parts.config_text))
             self._call("before_train")
-            updates = counted(iter(self._parts.loader))
+            updates = counted(iter(self._parts.loader), stop=lambda: any(hook.wants_stop() for hook in self.hooks))
             epoch: int | None = None
             while not self.done:
                 if epoch != self.progress.epoch:
@@ -156,6 +156,7 @@ class Runner:
             sample_digest=hashlib.blake2b("\n".join(sample_ids).encode(), digest_size=8).hexdigest(),
             sample_ids=sample_ids,
             tokens=update.tokens,
+            stop_wanted=update.stop_wanted(),
         )
         self._call("after_update", result)
 

@@ -2,19 +2,20 @@
 
 In: micro-batches of this rank. Out: per update the micro-batches, the number of targets of each loss term, and tokens,
 samples and skipped samples, over all ranks and iterations. The counts come from labels on the CPU and are summed over
-gloo while the update before is computed, so the loop waits for neither device nor network.
+gloo while the update before is computed, so the loop waits for neither device nor network. With them goes whether this
+process asks the run to stop: all ranks learn it from the same sum, so all stop after the same update.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from unigen_ds.core import dist
 from unigen_ds.core.batch import PackedBatch
 from unigen_ds.data.loader import MicroBatch
 
-_TALLIES = ("tokens", "samples", "skipped")
+_TALLIES = ("tokens", "samples", "skipped", "stops")
 
 
 @dataclass(frozen=True)
@@ -27,19 +28,33 @@ class Update:
     tokens: int
     samples: int
     skipped: int
+    stops: int = 0
+    """Processes that asked for a stop when this update's counts were taken."""
+    ahead: _Pending | None = None
+    """The update after this one, whose counts were taken when this one began."""
+
+    def stop_wanted(self) -> bool:
+        """Whether any process had asked for a stop when this update began. The same on all ranks. Collective.
+
+        Called after the update: the sum was started before it, so nothing is left to wait for.
+        """
+        return bool(self.stops or (self.ahead is not None and self.ahead.finished().stops))
 
 
-def counted(loader: Iterator[Sequence[MicroBatch]]) -> Iterator[Update]:
-    """Look one update ahead, so that its sums are ready when it is its turn. Collective."""
-    ahead = _start(next(loader))
+def counted(loader: Iterator[Sequence[MicroBatch]], *, stop: Callable[[], bool] = lambda: False) -> Iterator[Update]:
+    """Look one update ahead, so that its sums are ready when it is its turn. Collective.
+
+    ``stop``: whether this process asks the run to stop; asked once for each update.
+    """
+    ahead = _start(next(loader), stop=stop())
     while True:
-        present, ahead = ahead, _start(next(loader))
-        yield present.finished()
+        present, ahead = ahead, _start(next(loader), stop=stop())
+        yield present.finished(ahead)
 
 
 def counted_alone(micro_batches: Sequence[MicroBatch]) -> Update:
     """One update, its sums waited for. Collective."""
-    return _start(micro_batches).finished()
+    return _start(micro_batches, stop=False).finished()
 
 
 @dataclass(frozen=True)
@@ -48,17 +63,17 @@ class _Pending:
     terms: Sequence[str]
     sums: dist.PendingSum
 
-    def finished(self) -> Update:
+    def finished(self, ahead: _Pending | None = None) -> Update:
         values = self.sums.wait()
         tallies = dict(zip(_TALLIES, map(int, values[len(self.terms) :]), strict=True))
-        return Update(self.micro_batches, dict(zip(self.terms, values, strict=False)), **tallies)
+        return Update(self.micro_batches, dict(zip(self.terms, values, strict=False)), ahead=ahead, **tallies)
 
 
-def _start(micro_batches: Sequence[MicroBatch]) -> _Pending:
+def _start(micro_batches: Sequence[MicroBatch], *, stop: bool) -> _Pending:
     batches: list[PackedBatch] = [micro_batch.batch for micro_batch in micro_batches]
     targets = [batch.target_counts() for batch in batches]
     terms = sorted(targets[0])
     local = [sum(t[term] for t in targets) for term in terms]
     local += [float(sum(b.num_tokens for b in batches)), float(sum(b.num_samples for b in batches))]
-    local.append(float(sum(len(b.skipped) for b in batches)))
+    local += [float(sum(len(b.skipped) for b in batches)), float(stop)]
     return _Pending(micro_batches, terms, dist.PendingSum(local))

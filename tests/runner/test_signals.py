@@ -1,0 +1,174 @@
+"""Stopped by a signal: all processes stop after the same update, with a checkpoint and exit status 143.
+
+Two real processes (FSDP2 over gloo) train several times through ``main`` of ``tools/train.py``. A user's own hook sends
+real signals to its process, so most cases reach one of the two alone: the other must learn of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.runner.test_launchers import ENVIRONMENT, ROOT, written_config
+from tests.tiny import tiny_config
+from unigen_ds.checkpoint.store import list_checkpoints
+from unigen_ds.core.dist import free_port
+from unigen_ds.core.metrics import read_lines
+from unigen_ds.core.registry import HOOKS
+from unigen_ds.hooks.base import Hook
+from unigen_ds.runner import Runner
+
+UPDATES = 6
+CASES = {
+    "before_the_first": ({1: 0}, 1),
+    "at_the_first": ({1: 1}, 2),
+    "on_rank_0": ({0: 3}, 4),
+    "on_rank_1": ({1: 3}, 4),
+    "on_both_at_different_updates": ({0: 2, 1: 3}, 3),
+    "during_the_last": ({1: UPDATES}, UPDATES),
+    "none": ({}, UPDATES),
+}
+"""Name -> (rank -> update during which it gets SIGTERM, 0: before the first; the update after which all must stop)."""
+
+HOOK = """
+import json, os, signal
+from unigen_ds.core import dist
+from unigen_ds.core.registry import HOOKS
+from unigen_ds.hooks.base import Hook
+
+blocking = dist.sum_floats
+calls = []
+
+def counted(values):
+    calls.append(values)
+    return blocking(values)
+
+dist.sum_floats = counted
+
+@HOOKS.register_module()
+class SignalledHook(Hook):
+    priority = 80
+
+    def before_train_epoch(self, run):
+        self.per_update = []
+        if run.progress.updates == 0:
+            self.at(0)
+
+    def before_update(self, run):
+        calls.clear()
+
+    def before_train_iter(self, run, index, batch):
+        if index == 0:
+            self.at(run.progress.updates + 1)
+
+    def after_update(self, run, result):
+        self.per_update.append(len(calls))
+        (run.work_dir / f"calls_{dist.rank()}.json").write_text(json.dumps(self.per_update))
+
+    def at(self, update):
+        if json.loads(os.environ["SIGNALS"]).get(os.environ["RANK"]) == update:
+            os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+TRAIN = """
+import json, os, sys
+from tools.train import main
+config, out, cases = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+for name, (signals, port) in cases.items():
+    os.environ.update(SIGNALS=json.dumps(signals), MASTER_PORT=str(port))
+    status = main([config, "--backend", "fsdp", "--launcher", "pytorch", "--work-dir", f"{out}/{name}"])
+    print(name, status, flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("data") / "digits"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, data) -> tuple[Path, list[list[str]]]:
+    """The folder of all work dirs, and what each process printed: ``<case> <exit status>``."""
+    folder = tmp_path_factory.mktemp("signals")
+    (folder / "signalled.py").write_text(HOOK, encoding="utf-8")
+    config = written_config(
+        folder,
+        data,
+        train_cfg={"max_updates": UPDATES},
+        default_hooks__logger__interval=1000,
+        custom_imports={"imports": ["signalled"]},
+        custom_hooks=[{"type": "SignalledHook"}],
+    )
+    Runner.from_cfg(tiny_config(folder / "unused", data))  # draws the data once, not in two processes at a time
+    cases = json.dumps({name: (signals, free_port()) for name, (signals, _) in CASES.items()})
+    shared = {**ENVIRONMENT, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", TRAIN, config, str(folder), cases],
+            cwd=ROOT,
+            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=(folder / f"log_{rank}.txt").open("w"),
+        )
+        for rank in range(2)
+    ]
+    try:
+        printed = [process.communicate(timeout=240)[0].splitlines() for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert all(len(lines) == len(CASES) for lines in printed), (folder / "log_0.txt").read_text()[-5000:]
+    return folder, printed
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_processes_stop_after_the_same_update_and_a_checkpoint_is_saved(runs, name):
+    folder, printed = runs
+    signals, stopped_after = CASES[name]
+    status = 143 if signals else 0
+    assert [line for lines in printed for line in lines if line.split()[0] == name] == [f"{name} {status}"] * 2
+    trained = [len(json.loads((folder / name / f"calls_{rank}.json").read_text())) for rank in range(2)]
+    assert trained == [stopped_after] * 2
+    assert stopped_after <= min(signals.values(), default=UPDATES) + 2
+    assert [line["update"] for line in read_lines(folder / name / "ledger.jsonl")] == [*range(1, stopped_after + 1)]
+    (found,) = list_checkpoints(folder / name)
+    assert found.problem is None and found.manifest is not None and found.manifest.progress.updates == stopped_after
+
+
+def test_an_update_that_is_not_logged_waits_for_no_sum(runs):
+    """The numbers of blocking sums: only the first and the last update, which are logged and saved, have some."""
+    calls = json.loads((runs[0] / "none" / "calls_0.json").read_text())
+    assert len(calls) == UPDATES and calls[0] and calls[-1]
+    assert calls[1:-1] == [0] * (UPDATES - 2)
+
+
+@HOOKS.register_module()
+class SignalInUpdateHook(Hook):
+    """SIGINT to this process during an update."""
+
+    def __init__(self, *, update: int) -> None:
+        self.update = update
+
+    def before_train_iter(self, run, index, batch):
+        if index == 0 and run.progress.updates + 1 == self.update:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("update", [1, 3, UPDATES])
+def test_one_process_stops_after_the_present_update(tmp_path, data, update):
+    hook = {"type": "SignalInUpdateHook", "update": update}
+    before = signal.getsignal(signal.SIGINT)
+    runner = Runner.from_cfg(tiny_config(tmp_path, data, train_cfg={"max_updates": UPDATES}, custom_hooks=[hook]))
+    try:
+        assert runner.train().updates == update
+    finally:
+        signal.signal(signal.SIGINT, before)  # a stopped process keeps its handlers: it is about to end
+    assert runner.stop_reason == "signal"
+    assert [found.problem for found in list_checkpoints(tmp_path)] == [None]
