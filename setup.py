@@ -39,6 +39,7 @@ setup(
         "pillow",
         "numpy",
         "rich",
+        "xxhash",
     ],
     extras_require={
         "demo": DEMO,

@@ -210,7 +210,11 @@ def _statistics_lines(report: Mapping[str, Any]) -> Iterator[str]:
         yield _row("text only", source["records_text_only"], records)
         if source["records_unreadable"]:
             yield _row("unreadable image", source["records_unreadable"], records)
+        if source["records_with_empty_text"]:
+            yield _row("empty text", source["records_with_empty_text"], records)
         yield _row("text tokens", source["text_tokens"], source["tokens"])
+        if source["unknown_tokens"]:
+            yield _row("unknown (<unk>)", source["unknown_tokens"], source["text_tokens"])
         yield _row("image tokens", source["image_tokens"], source["tokens"])
         targets = source["text_targets"] + source["image_targets"]
         yield _row("text targets", source["text_targets"], targets)

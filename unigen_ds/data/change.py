@@ -49,9 +49,9 @@ class DataChange:
 
 def compare(stored: Mapping[str, Any], stream: SequenceStream) -> DataChange:
     """How the stream's data differs from that of a checkpoint (its manifest's ``loader``)."""
-    if stored["fingerprint"] == stream.fingerprint:
-        return DataChange()
     was, now = stored["facts"], stream.facts
+    if stored["fingerprint"] == stream.fingerprint and was.get("records", now["records"]) == now["records"]:
+        return DataChange()  # the fingerprint alone is of samples of a large file: its records are compared as well
     settings = tuple(_settings(was, now))
     obstacles = (*(text for _, text in settings), *_not_appended(was, stream))
     return DataChange((*settings, *_differences(was, now)), obstacles)
@@ -76,12 +76,13 @@ def _differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tup
         yield "names", f"the sources were {', '.join(was['names'])} and are {', '.join(now['names'])}"
     if was["weights"] != now["weights"]:
         yield "weights", f"the weights were {was['weights']} and are {now['weights']}"
-    before = dict(zip(was["names"], zip(was["sizes"], was["digests"], strict=True), strict=True))
-    for name, size, digest in zip(now["names"], now["sizes"], now["digests"], strict=True):
-        old_size, old_digest = before.get(name, (size, digest))
+    records = was.get("records", [None] * len(was["names"]))  # older checkpoints kept none
+    before = {name: facts for name, *facts in zip(was["names"], was["sizes"], was["digests"], records, strict=True)}
+    for name, *facts in zip(now["names"], now["sizes"], now["digests"], now["records"], strict=True):
+        (size, digest, record), (old_size, old_digest, old_record) = facts, before.get(name, facts)
         if size != old_size:
             yield "sizes", f"{name} had {old_size} records and has {size}"
-        elif digest != old_digest:
+        elif digest != old_digest or old_record not in (None, record):
             yield "content", f"the records of {name}, their places or their processor changed"
 
 

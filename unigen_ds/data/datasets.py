@@ -151,10 +151,11 @@ class DatasetAdapter:
     def _scanned(self) -> tuple[Counts, Array, str]:
         """Counts, the digest of each record, and that of all."""
         rows, records, digest = [], [], hashlib.blake2b(digest_size=16)
+        unk_id = getattr(self.processor.tokenizer, "unk_id", None)
         for index in range(len(self)):
             sample = self.sample(index)
             text = repr(sample).encode()
-            rows.append(count(sample))
+            rows.append(count(sample, unk_id=unk_id))
             records.append(record_digest(text, rows[-1]))
             digest.update(text)
         return Counts.of(rows), np.asarray(records, dtype=np.int64), digest.hexdigest()

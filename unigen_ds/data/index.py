@@ -23,10 +23,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from unigen_ds.core import dist
 from unigen_ds.core.errors import DataError
 from unigen_ds.core.files import quick_digest, write_atomic
 from unigen_ds.core.log import logger
-from unigen_ds.data.formats import Place, parse_record, read_record, scan
+from unigen_ds.data.content import content_digest
+from unigen_ds.data.formats import Place, Turn, parse_record, read_record, scan
 from unigen_ds.data.processor import UnifiedProcessor
 from unigen_ds.data.rules import TOUCH_BITS
 from unigen_ds.data.samples import ImageSplit, Sample, TextSplit, TiledSplit, TokenSplit
@@ -34,7 +36,7 @@ from unigen_ds.data.samples import ImageSplit, Sample, TextSplit, TiledSplit, To
 FOLDER = ".unigen_index"
 _FORMAT = "unigen-index-1"
 """Of the digest that checkpoints keep."""
-_CACHE_FORMAT = "unigen-index-3"
+_CACHE_FORMAT = "unigen-index-4"
 _CHUNK = 2048
 KINDS = ("text", "conversation", "images")
 """What a record is, for ``train_dataloader.overflow``."""
@@ -62,6 +64,10 @@ class Counts:
     """0 plain text, 1 a conversation of texts, 2 a record with images (``KINDS``)."""
     touched: Array
     """``TOUCH_BITS`` of the data rules that change the record in one of their versions."""
+    unknown: Array
+    """Text tokens that are the tokenizer's unknown word."""
+    empty_texts: Array
+    """Texts (captions, questions, answers) without any character but white space."""
 
     def touched_by(self, rule: str) -> NDArray[np.bool_]:
         """[N] whether a data rule changes the record."""
@@ -86,10 +92,11 @@ class Counts:
         return digest.hexdigest()
 
 
-def count(sample: Sample) -> tuple[int, ...]:
-    """One row of ``Counts``."""
+def count(sample: Sample, *, unk_id: int | None = None, empty_texts: int = 0) -> tuple[int, ...]:
+    """One row of ``Counts``. ``unk_id``: the tokenizer's id of unknown words, if it has one."""
     images = [split for split in sample.splits if isinstance(split, (ImageSplit, TiledSplit))]
     text_targets = sum(len(s.ids) + 1 for s in sample.splits if isinstance(s, TextSplit) and s.loss)
+    ids = [split.ids for split in sample.splits if isinstance(split, (TextSplit, TokenSplit))]
     text_targets += sum(label >= 0 for s in sample.splits if isinstance(s, TokenSplit) for label in s.labels)
     return (
         sample.num_tokens,
@@ -101,6 +108,8 @@ def count(sample: Sample) -> tuple[int, ...]:
         len({split.path for split in images}),
         KINDS.index("images" if images else "text" if sample.plain else "conversation"),
         sample.touched,
+        0 if unk_id is None else sum(part.count(unk_id) for part in ids),
+        empty_texts,
     )
 
 
@@ -155,10 +164,10 @@ class Index:
         if not path.is_file():
             raise DataError(f"data file {path} does not exist", allowed="a .json or .jsonl file")
         root = path.parent if image_root is None else image_root
-        content = quick_digest(path)
         rules = processor.rules
-        key = fingerprint(content, os.path.relpath(root, path.parent), processor.fingerprint, rules, _CACHE_FORMAT)
         folder = cache_folder(path, cache_dir)
+        content = content_digest(path, folder)
+        key = fingerprint(content, os.path.relpath(root, path.parent), processor.fingerprint, rules, _CACHE_FORMAT)
         cache = None if folder is None else folder / f"{path.name}-{key[:16]}.npz"
 
         def make() -> dict[str, Array]:
@@ -166,9 +175,11 @@ class Index:
 
         arrays = cached(cache, key, make)
         counts = Counts(*(arrays[field.name] for field in dataclasses.fields(Counts)))
-        _report_unreadable(path, counts, cache)
-        # not of the key: the same data at another place is the same data, and so is what no rule changes
-        digest = fingerprint(content, processor.fingerprint, _FORMAT, counts.digest, *rules.marks(counts.all_touched))
+        _report(path, counts, cache)
+        # not of the key: the same data at another place is the same data, and so is what no rule changes; and of a
+        # quick digest, as older checkpoints keep it: a change that it misses shows in the digests of the records
+        marks = rules.marks(counts.all_touched)
+        digest = fingerprint(quick_digest(path), processor.fingerprint, _FORMAT, counts.digest, *marks)
         return cls(arrays["offsets"], arrays["lengths"], arrays["records"], counts, digest, folder)
 
 
@@ -273,7 +284,20 @@ def _plan_all(path: Path, processor: UnifiedProcessor, root: Path, num_workers: 
     return {"offsets": offsets, "lengths": lengths, "records": records, **dataclasses.asdict(Counts.of(rows))}
 
 
-def _report_unreadable(path: Path, counts: Counts, cache: Path | None) -> None:
+def _report(path: Path, counts: Counts, cache: Path | None) -> None:
+    """What of the data will not be learned as meant, in numbers."""
+    if dist.env_rank() != 0:
+        return
+    empty, unknown = int((counts.empty_texts > 0).sum()), int(counts.unknown.sum())
+    if empty:
+        logger().warning("%d of %d records of %s have an empty text (a caption, a question or an answer)",
+                         empty, len(counts.tokens), path)  # fmt: skip
+    if unknown:
+        texts = int(counts.tokens.sum() - counts.image_tokens.sum())
+        logger().warning(
+            "%d of %d text tokens of %s (%.2g %%) are words that the tokenizer does not have (<unk>)",
+            unknown, texts, path, 100 * unknown / texts,
+        )  # fmt: skip
     broken = int((counts.unreadable > 0).sum())
     if broken:
         logger().warning(
@@ -288,11 +312,14 @@ def _report_unreadable(path: Path, counts: Counts, cache: Path | None) -> None:
 def _plan_chunk(chunk: tuple[Path, Path, UnifiedProcessor, Array, Array]) -> tuple[list[tuple[int, ...]], list[int]]:
     """Counts and digest of each record."""
     path, root, processor, offsets, lengths = chunk
+    unk_id = getattr(processor.tokenizer, "unk_id", None)
     rows, digests = [], []
     with path.open("rb") as stream:
         for offset, length in zip(offsets.tolist(), lengths.tolist(), strict=True):
-            sample = plan_record(path, offset, length, processor, root)
-            rows.append(count(sample))
+            turns = record_turns(path, offset, length, root)
+            empty = sum(turn.kind == "text" and not turn.value.strip() for turn in turns)
+            sample = processor.plan(turns, Place(path, offset))
+            rows.append(count(sample, unk_id=unk_id, empty_texts=empty))
             stream.seek(offset)
             digests.append(record_digest(stream.read(length), rows[-1], processor.rules.marks(sample.touched)))
     return rows, digests
@@ -300,9 +327,14 @@ def _plan_chunk(chunk: tuple[Path, Path, UnifiedProcessor, Array, Array]) -> tup
 
 def plan_record(path: Path, offset: int, length: int, processor: UnifiedProcessor, root: Path) -> Sample:
     """Read, parse and plan one record. Raises ``DataError`` with file and line where it is malformed."""
+    return processor.plan(record_turns(path, offset, length, root), Place(path, offset))
+
+
+def record_turns(path: Path, offset: int, length: int, root: Path) -> list[Turn]:
+    """The turns of one record. Raises ``DataError`` with file and line where it is malformed."""
     place = Place(path, offset)
     record: dict[str, Any] = read_record(path, offset, length)
     turns = parse_record(record, place, image_root=root)
     if all(turn.role != "assistant" for turn in turns):
         raise DataError(f"{place}: conversations has no assistant turn: nothing to learn from")
-    return processor.plan(turns, place)
+    return turns

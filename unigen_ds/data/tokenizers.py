@@ -24,6 +24,7 @@ class _Tokenizer:
         self._tokenizer = tokenizer
         self.bos_id, self.eos_id, self.image_start_id, self.image_end_id = ids
         self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.eos_id
+        self.unk_id = _unknown_id(tokenizer)
         self._fingerprint = _digest(tokenizer)
 
     def __len__(self) -> int:
@@ -43,6 +44,16 @@ class _Tokenizer:
     def save_pretrained(self, directory: str) -> None:
         """Write the files that ``AutoTokenizer.from_pretrained`` reads."""
         self._tokenizer.save_pretrained(directory)
+
+
+def _unknown_id(tokenizer: Any) -> int | None:
+    """The id of words that the vocabulary does not have; None where every text has ids of its own (bytes).
+
+    Many byte-level tokenizers name an unknown token that their model never returns, often their end token.
+    """
+    model = tokenizer.backend_tokenizer.model
+    unigram = type(model).__name__ == "Unigram"  # which does not show its unknown token
+    return tokenizer.unk_token_id if unigram or getattr(model, "unk_token", None) is not None else None
 
 
 def _digest(tokenizer: Any) -> str:
