@@ -52,6 +52,8 @@ class Phase:
     """It must end by SIGKILL."""
     data: str = "digits/mixed.jsonl"
     """Below the folder of the launch's data, which ``{data}`` stands for in ``config``."""
+    per_node: int | None = None
+    """Processes of a node, as a launcher announces them; None: all are on one."""
 
 
 @dataclass(frozen=True)
@@ -395,7 +397,7 @@ def memory(*, full: bool) -> list[Job]:
     buckets = {"reduce_bucket_size": 20000, "allgather_bucket_size": 20000}
     jobs = []
     runs = [("single", 1, "fp32")] + [(e, w, "fp32") for e in ENGINES for w in ((1, 2, 4) if full else (2,))]
-    runs += [("HYBRID_SHARD", 4, "fp32")] if full else []
+    runs += [("HYBRID_SHARD", 4, "fp32")]
     runs += [("single", 1, "bf16")] + [(e, 2, "bf16") for e in ENGINES] if full else []
     for engine, world, precision in runs:
         overrides = {**config(engine, world, geometry=(1, 2)), **sizes, "optim_wrapper__precision": precision}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from tests.engines import cases, model_cases
+from tests.engines import cases, feature_cases, model_cases
 from tests.engines.cases import Job
 
 GROUPS: dict[str, Callable[..., list[Job]]] = {
@@ -26,6 +26,9 @@ GROUPS: dict[str, Callable[..., list[Job]]] = {
     "layouts": lambda full: cases.layouts(),
     "inspected": lambda full: cases.inspected(),
     "partial": lambda full: cases.partial(),
+    "watched": feature_cases.watched,
+    "structure": feature_cases.structure,
+    "compiled_fsdp": feature_cases.compiled,
     "models": model_cases.models,
     "models_bf16": model_cases.models_bf16,
     "parts": model_cases.parts,

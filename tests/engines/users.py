@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
@@ -227,8 +228,26 @@ class InspectHook(Hook):
 
 
 @HOOKS.register_module()
+class StructureHook(Hook):
+    """Per rank, after the last update: the sharding units, the piece of every weight that is held here, and how many
+    graphs ``torch.compile`` made.
+    """
+
+    def after_train(self, run: Run) -> None:
+        modules = run.backend.model.named_modules()
+        found = {
+            "units": [name for name, module in modules if isinstance(module, FSDPModule)],
+            "pieces": {s.name: [s.flat_start, s.flat_stop] for s in run.backend.master_shards()},
+            "graphs": int(counters["stats"]["unique_graphs"]),
+        }
+        (run.work_dir / f"structure_{dist.rank()}.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+@HOOKS.register_module()
 class KillHook(Hook):
-    """SIGKILL for the whole job, in the middle of an update: between its two micro-batches, on rank 1's word."""
+    """SIGKILL for the whole job, in the middle of an update: between its two micro-batches, when the last rank is
+    there.
+    """
 
     def __init__(self, *, at_update: int) -> None:
         self.at_update = at_update
@@ -247,6 +266,7 @@ class MemoryHook(Hook):
     optimizer   what the first step adds
     sharded     gradients: before the second micro-batch of update 3, less what is alive after update 2
     gradients   gradients: just before the step of update 3, less what is alive after update 2
+    gathered    weights that stay gathered between the forward and the backward pass of update 3
     ==========  ====================================================================================
     """
 
@@ -263,8 +283,18 @@ class MemoryHook(Hook):
             return step()
 
         run.backend.step = counted  # type: ignore[method-assign]
+        backward = run.backend.backward
+
+        def gathered(loss: Tensor) -> None:
+            if run.progress.updates == 2:
+                self.alive.setdefault("before_backward", live_bytes(run))
+            backward(loss)
+
+        run.backend.backward = gathered  # type: ignore[method-assign]
 
     def before_train_iter(self, run: Run, index: int, batch: PackedBatch) -> None:
+        if run.progress.updates == 2 and index == 0:
+            self.alive["before_forward"] = live_bytes(run)
         if run.progress.updates == 2 and index == 1:
             self.alive["before_second"] = live_bytes(run)
 
@@ -280,6 +310,7 @@ class MemoryHook(Hook):
             "optimizer": a["after_2"] - a["prepared"],
             "sharded": a["before_second"] - a["after_2"],
             "gradients": a["before_step"] - a["after_2"],
+            "gathered": a["before_backward"] - a["before_forward"],
             "trainable": sum(logical_numel(p) for p in model if p.requires_grad),
             "frozen": sum(logical_numel(p) for p in model if not p.requires_grad),
             "largest": max(logical_numel(p) for p in model if p.requires_grad),

@@ -146,9 +146,10 @@ def _process(job: dict[str, Any], number: int, rank: int, port: int, out: Path, 
         os.dup2(log, 1)
         os.dup2(log, 2)
         world = job["phases"][number]["world"]
+        per_node = job["phases"][number]["per_node"] or world
         if world > 1:
             os.environ.update(
-                RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
+                RANK=str(rank), LOCAL_RANK=str(rank % per_node), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(per_node),
                 MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
             )  # fmt: skip
         if job["same_process"]:

@@ -4,21 +4,22 @@ import json
 import logging
 import struct
 import sys
-import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.engines.cases import KILL_AT
+from tests.engines.feature_cases import WANDB, WATCHED_SAVED_AT, WATCHED_UPDATES
+from tests.engines.launch import want
 from tests.hooks.tiny_run import TinyRun
 from unigen_ds.core.log import NAME
 from unigen_ds.core.metrics import read_lines
-from unigen_ds.core.progress import Progress
 from unigen_ds.hooks.logger import LoggerHook
-from unigen_ds.hooks.timer import IterTimerHook
 
-OFFLINE = {"type": "WandbVisBackend", "init_kwargs": {"project": "unigen", "mode": "offline", "entity": "us"}}
+runs = want("watched")
 
 
 @pytest.fixture(autouse=True)
@@ -36,26 +37,21 @@ def train(run: TinyRun, *, updates: int, resumed_from: str | None = None) -> Non
     run.finish()
 
 
-def test_tensorboard_event_file_and_its_purge_on_resume(tmp_path: Path) -> None:
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    run = TinyRun(tmp_path, [IterTimerHook(), LoggerHook(interval=2, writers=[{"type": "TensorboardVisBackend"}])])
-    train(run, updates=3)
-    again = TinyRun(
-        tmp_path,
-        [LoggerHook(interval=2, writers=[{"type": "TensorboardVisBackend"}])],
-        progress=Progress(sequences=8, samples=8, tokens=200, updates=2),
-    )
-    train(again, updates=2, resumed_from="iter_4.pth")
-    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    scalars = events.Scalars("loss/text")
-    assert [(event.step, event.value) for event in scalars] == [(1, 2.0), (2, 2.0), (3, 2.0), (4, 2.0)]
-    tags = set(events.Tags()["scalars"])
-    assert {"loss", "loss/image", "lr", "lr/connector", "grad_norm", "tokens_per_second", "share/data"} <= tags
+@dataclass
+class OfflineRun:
+    """What one ``.wandb`` file holds."""
+
+    run: Any
+    config: dict[str, Any] = field(default_factory=dict)
+    metrics: list[Any] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
 
 
 def wandb_records(path: Path) -> Iterator[Any]:
-    """The records of a ``.wandb`` file: LevelDB's log format, a 7-byte header, then blocks of 32 KiB."""
+    """The records of a ``.wandb`` file: LevelDB's log format, a 7-byte header, then blocks of 32 KiB.
+
+    wandb 0.31 reads it in Go alone, so the framing is read here; the records are parsed by wandb's own classes.
+    """
     from wandb.proto import wandb_internal_pb2
 
     content, position, part = path.read_bytes(), 7, b""
@@ -74,42 +70,96 @@ def wandb_records(path: Path) -> Iterator[Any]:
             part = b""
 
 
-def read_wandb(folder: Path) -> tuple[list[str], list[dict[str, Any]]]:
-    """Run ids and history rows of all offline runs under a folder."""
-    ids: list[str] = []
-    rows: list[dict[str, Any]] = []
-    for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
-        for record in wandb_records(path):
-            if record.HasField("run"):
-                ids.append(record.run.run_id)
-            if record.HasField("history"):
-                items = record.history.item
-                rows.append({item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items})
-    return ids, rows
+def read_wandb(path: Path) -> OfflineRun:
+    found = OfflineRun(None)
+    for record in wandb_records(path):
+        kind = record.WhichOneof("record_type")
+        if kind == "run":
+            found.run = record.run
+        if kind in ("run", "config"):
+            entries = record.run.config.update if kind == "run" else record.config.update
+            found.config |= {entry.key or ".".join(entry.nested_key): json.loads(entry.value_json) for entry in entries}
+        if kind == "metric":
+            found.metrics.append(record.metric)
+        if kind == "history":
+            items = record.history.item
+            found.rows.append({item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items})
+    return found
 
 
-def test_offline_wandb_run_goes_on_under_the_same_id_after_a_resume(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def watched() -> Path:
+    """The work dir of a run of two processes with both writers, killed in update 7 and resumed from update 5."""
     pytest.importorskip("wandb")
-    first = LoggerHook(interval=2, writers=[OFFLINE])
-    train(TinyRun(tmp_path, [first]), updates=2)
-    state = json.loads(json.dumps(first.state_dict()))
-    time.sleep(1.1)  # an offline run's folder is named by second and id
-    second = LoggerHook(interval=2, writers=[OFFLINE])
-    second.load_state_dict(state)
-    progress = Progress(sequences=8, samples=8, tokens=200, updates=2)
-    train(TinyRun(tmp_path, [second], progress=progress), updates=1, resumed_from="iter_4.pth")
-    assert second.state_dict() == state
-    ids, rows = read_wandb(tmp_path)
-    for _ in range(100):  # W&B's own process may write a little after finish() on a busy machine
-        if len(rows) == 3:
-            break
-        time.sleep(0.2)
-        ids, rows = read_wandb(tmp_path)
-    assert set(ids) == {state["run_ids"]["WandbVisBackend"]}, rows
-    assert [row["update"] for row in rows] == [1, 2, 3]
-    row = rows[1]
-    assert (row["ce"], row["mse"], row["lr"], row["total_samples"]) == (2.0, 0.5, 0.1, 8)
-    assert row["batch_loss"] == row["loss"] == 2.25 and row["mem_allocated"] == row["memory"] > 0
+    return runs().outcome("watched").folder
+
+
+@pytest.fixture(scope="module")
+def offline(watched: Path) -> list[OfflineRun]:
+    """The files of the killed and of the resumed process."""
+    return [read_wandb(path) for path in sorted(watched.glob("wandb/offline-run-*/*.wandb"))]
+
+
+def starts(folder: Path) -> list[list[dict[str, Any]]]:
+    """Every line that each start of the run wrote to ``metrics.jsonl``, those that a resume made void included."""
+    found: list[list[dict[str, Any]]] = [[]]
+    for line in map(json.loads, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()):
+        if line.get("event") == "resume":
+            found.append([])
+        else:
+            found[-1].append(line)
+    return found
+
+
+def test_an_offline_wandb_run_of_the_real_runner_holds_what_metrics_jsonl_holds(
+    watched: Path, offline: list[OfflineRun]
+) -> None:
+    written = starts(watched)
+    updates = [[line["update"] for line in lines] for lines in written]
+    resumed = list(range(WATCHED_SAVED_AT + 1, WATCHED_UPDATES + 1))
+    assert updates == [list(range(1, KILL_AT)), resumed]
+    first, second = ([row["update"] for row in found.rows] for found in offline)
+    assert first == updates[0][: len(first)] and len(first) > 0, "a kill takes what W&B has not yet written"
+    assert second == updates[1]
+    for found, lines in zip(offline, written, strict=True):
+        for row, line in zip(found.rows, lines, strict=False):
+            assert {name: row.get(name) for name in line} == line  # the axis, every loss, rate and count
+            names = {"ce": "loss/text", "batch_loss": "loss", "mem_allocated": "memory", "total_samples": "samples"}
+            assert {alias: row[alias] for alias in names} == {alias: line[name] for alias, name in names.items()}
+            assert row.get("mse") == line["loss/image"]
+    assert any("mse" in row for found in offline for row in found.rows)
+
+
+def test_one_wandb_run_id_across_a_kill_and_a_resume(watched: Path, offline: list[OfflineRun]) -> None:
+    checkpoint = Path((watched / "last_checkpoint").read_text().strip())
+    state = json.loads((checkpoint / "hooks.json").read_text(encoding="utf-8"))["logger"]
+    assert [found.run.run_id for found in offline] == 2 * [state["run_ids"]["WandbVisBackend"]]
+    assert "is disabled" not in (watched / "train.log").read_text(encoding="utf-8")
+
+
+def test_wandb_gets_the_arguments_and_the_whole_config(offline: list[OfflineRun]) -> None:
+    wanted = WANDB["init_kwargs"]
+    for found in offline:
+        run = found.run
+        given = {"entity": run.entity, "project": run.project, "name": run.display_name, "group": run.run_group}
+        assert given == {name: wanted[name] for name in given}
+        assert found.config["our_own"] == wanted["config"]["our_own"]
+        assert found.config["model"]["type"] == "UnifiedModel" and found.config["model"]["llm"]["hidden_size"] == 32
+        assert any(metric.glob_name == "*" and metric.step_metric == "update" for metric in found.metrics)
+        (own,) = (metric for metric in found.metrics if metric.name == "grad_norm")
+        assert own.summary.max
+
+
+def test_tensorboard_of_the_real_runner_holds_what_metrics_jsonl_holds(watched: Path) -> None:
+    """What the resumed process writes again is hidden: each update is there once."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(str(watched / "tensorboard"))
+    events.Reload()
+    lines = read_lines(watched / "metrics.jsonl")
+    assert len(lines) == WATCHED_UPDATES
+    for name in ("loss", "loss/text", "grad_norm", "tokens", "lr"):
+        found = [(event.step, event.value) for event in events.Scalars(name)]
+        assert found == [(line["update"], pytest.approx(line[name], rel=1e-6)) for line in lines]
 
 
 def test_a_folder_that_cannot_be_written_disables_the_writer_once(

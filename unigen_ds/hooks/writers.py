@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mmengine.config import Config
+
 from unigen_ds.core.log import logger
 from unigen_ds.core.registry import WRITERS
 
@@ -168,6 +170,8 @@ def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
 
 def _plain(value: Any) -> Any:
     """A config as JSON-like values; classes and functions by name."""
+    if isinstance(value, Config):  # which a real run passes, and which is no Mapping
+        value = value.to_dict()
     if isinstance(value, Mapping):
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

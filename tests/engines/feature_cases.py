@@ -1,0 +1,67 @@
+"""Jobs that show one feature each under a real engine, where the matrix of engines would pass without it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.engines.cases import DECODER, KILL_AT, Job, Phase, config
+
+WATCHED_UPDATES = 9
+WATCHED_SAVED_AT = 5
+WANDB: dict[str, Any] = {  # W&B writes its file every 15 s otherwise, and a kill takes what it holds back
+    "type": "WandbVisBackend",
+    "init_kwargs": {
+        "entity": "us", "project": "unigen", "name": "a name", "group": "a group", "mode": "offline",
+        "config": {"our_own": 7}, "settings": {"x_transaction_log_flush_interval": 0.05},
+    },
+    "define_metric_cfg": [{"name": "grad_norm", "summary": "max"}],
+}  # fmt: skip
+
+
+def watched(*, full: bool) -> list[Job]:
+    """Both writers in a run of two processes that is killed with SIGKILL in update 7, and resumed by one process from
+    update 5.
+    """
+    writers = {
+        "visualizer": {"vis_backends": [WANDB, {"type": "TensorboardVisBackend"}]},
+        "default_hooks__checkpoint__interval": 2 * WATCHED_SAVED_AT,
+    }
+    killed = {**config("FULL_SHARD", 2), **writers, "custom_hooks": [{"type": "KillHook", "at_update": KILL_AT}]}
+    resumed = {**config("single", 1), **writers, "custom_hooks": [], "resume": True}
+    return [Job("watched", [Phase(2, killed, WATCHED_UPDATES, killed=True), Phase(1, resumed, WATCHED_UPDATES)])]
+
+
+def structure(*, full: bool) -> list[Job]:
+    """Which units FSDP has, and who holds what: a node of two processes each, which ``num_shard`` leaves open."""
+    hook = {"custom_hooks": [{"type": "StructureHook"}]}
+    hybrid = {**config("HYBRID_SHARD", 4), **hook, "backend": {"type": "fsdp", "sharding_strategy": "HYBRID_SHARD"}}
+    return [
+        Job("structure/by_node", [Phase(4, hybrid, 1, per_node=2)]),
+        Job("structure/FULL_SHARD@2", [Phase(2, {**config("FULL_SHARD", 2), **hook}, 1)]),
+        Job("structure/decoder", [_decoder({**config("FULL_SHARD", 2), **hook, "model": DECODER})]),
+    ]
+
+
+def compiled(*, full: bool) -> list[Job]:
+    """``torch.compile`` under FSDP2, one layer, one update uncut (each shape is compiled anew)."""
+    hook = {"custom_hooks": [{"type": "StructureHook"}], "env": {"dist_timeout_s": 800.0}}
+    jobs = []
+    for on in (False, True):
+        one = {"model__llm__num_hidden_layers": 1, "model__compile": on}
+        unified = {**config("FULL_SHARD", 2, geometry=(4, 1), **one), **hook}
+        small = {"type": "DecoderLM", "llm": {**_LLAMA, "num_hidden_layers": 1}, "compile": on}
+        decoder = {**config("FULL_SHARD", 2, geometry=(4, 1)), **hook, "model": small}
+        jobs.append(Job(f"compiled-fsdp/unified-{on}", [Phase(2, unified, 1)]))
+        jobs.append(Job(f"compiled-fsdp/decoder-{on}", [_decoder(decoder)]))
+    return jobs
+
+
+_LLAMA = {
+    "model_type": "llama", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 80,
+}  # fmt: skip
+
+
+def _decoder(settings: dict[str, Any]) -> Phase:
+    """One update of a decoder language model on documents."""
+    return Phase(2, {**settings, "processor": None}, 1, data="digits/text.jsonl")
