@@ -6,12 +6,15 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
+from tests.tiny import tiny_config
 from unigen_ds.backends.deepspeed import DeepSpeedBackend
 from unigen_ds.backends.deepspeed_config import fill, load_ds_config, offloads, stage_of
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.optim import OptimizerConfig
 from unigen_ds.core.progress import Geometry
+from unigen_ds.runner import Runner
 
 GEOMETRY = Geometry(batch_size=3, accumulative_counts=2, dp_size=4)
 PRESETS = {
@@ -55,6 +58,13 @@ def test_precision_and_absent_clipping_are_filled():
     assert ours["gradient_clipping"] == 0.0
     assert ours["data_types"]["grad_accum_dtype"] == "fp32"
     assert ours["communication_data_type"] == "fp32"
+
+
+def test_fp16_halves_its_loss_scale_at_the_first_overflow_unless_told_otherwise():
+    """As every engine here does: DeepSpeed's own default waits for a second."""
+    assert filled("zero2", precision="fp16")["fp16"] == {"enabled": True, "hysteresis": 1}
+    own = {"zero_optimization": {"stage": 2}, "fp16": {"enabled": "auto", "hysteresis": 3}}
+    assert filled(own, precision="fp16")["fp16"]["hysteresis"] == 3
 
 
 def test_what_is_not_ours_goes_through_untouched():
@@ -170,3 +180,18 @@ def test_every_preset_is_read_whole(caplog):
         for preset in PRESETS:
             DeepSpeedBackend(config=preset).check(geometry=GEOMETRY, optimizer_cfg=OptimizerConfig())
     assert not caplog.text
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+def test_fp16_is_refused_where_deepspeed_cannot_compute_in_it(tmp_path, monkeypatch, stage):
+    """Before processes join; DeepSpeed itself raises only when it builds its engine."""
+    from deepspeed.accelerator import get_accelerator
+
+    if torch.cuda.is_available():
+        pytest.skip("a CUDA device computes in fp16")
+    monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: False)  # a CPU may have the instructions
+    config = tiny_config(tmp_path / "run", tmp_path / "digits", backend=dict(type="deepspeed", config=stage),
+                         optim_wrapper__precision="fp16")  # fmt: skip
+    with pytest.raises(ConfigError, match=r"precision is 'fp16', which DeepSpeed .* Remedy: .* fsdp and single"):
+        Runner.from_cfg(config)
+    assert not (tmp_path / "run").exists()

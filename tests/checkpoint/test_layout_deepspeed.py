@@ -36,6 +36,16 @@ def checkpoint(tmp_path, request) -> Path:
     return Path(shutil.copytree(run_of(name).checkpoints[-1], tmp_path / "iter.pth"))
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_the_files_have_the_names_that_deepspeed_gives_them(name):
+    """``bf16_`` where bf16 is enabled; ZeRO-3 has model states of every rank."""
+    bf16, zero3 = "bf16_" if name.endswith("bf16") else "", name.startswith("zero3")
+    ranks = [f"zero_pp_rank_{rank}_mp_rank_00" for rank in range(2)]
+    wanted = [f"{bf16}{rank}_optim_states.pt" for rank in ranks]
+    wanted += [f"{rank}_model_states.pt" for rank in ranks] if zero3 else ["mp_rank_00_model_states.pt"]
+    assert sorted(path.name for path in run_of(name).checkpoints[-1].glob("*.pt")) == sorted(wanted)
+
+
 class Evil:
     """Unpickled, it makes a file."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 from tokenizers import AddedToken, Regex, Tokenizer
@@ -11,11 +10,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
-from tests.data.support import GOLDEN
+from tests.golden_files import NANOVLM, read_json
 
-NANOVLM = GOLDEN / "nanovlm"
-META = json.loads((NANOVLM / "golden.json").read_text(encoding="utf-8"))
-CONFIG = json.loads((NANOVLM / "config.json").read_text(encoding="utf-8"))
+META, CONFIG = read_json(NANOVLM / "golden.json"), read_json(NANOVLM / "config.json")
 PIECE = re.compile(r"<[^<>\s]+>|[\s\S]")
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
+from tests.golden_files import BAGEL_META
 from unigen_ds.data.datasets import UnifiedGenerationDataset
 from unigen_ds.data.order import GlobalOrder
 from unigen_ds.data.packing import WindowPacking
@@ -17,7 +17,7 @@ from unigen_ds.data.processor import UnifiedProcessor
 from unigen_ds.data.stream import SequenceStream
 from unigen_ds.data.transforms import ImageTransform
 
-GOLDEN = Path(os.environ.get("UNIGEN_GOLDEN", Path(__file__).parent.parent / "golden"))
+_SPECIAL = BAGEL_META["special_ids"]
 
 
 class ByteTokenizer:
@@ -36,7 +36,8 @@ class ByteTokenizer:
 class NumberTokenizer(ByteTokenizer):
     """``"76 12"`` -> [76, 12], with the special ids of the golden pack."""
 
-    bos_id, eos_id, pad_id, image_start_id, image_end_id = 131, 132, 0, 135, 136
+    bos_id, eos_id, pad_id = _SPECIAL["bos_token_id"], _SPECIAL["eos_token_id"], 0
+    image_start_id, image_end_id = _SPECIAL["start_of_image"], _SPECIAL["end_of_image"]
     fingerprint = "numbers"
 
     def encode(self, text: str) -> list[int]:

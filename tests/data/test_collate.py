@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.data.support import (
-    GOLDEN,
     NumberTokenizer,
     image,
     make_processor,
@@ -24,6 +22,7 @@ from tests.data.support import (
     text,
     write_jsonl,
 )
+from tests.golden_files import BAGEL, BAGEL_META, read_json
 from unigen_ds.core.batch import CAUSAL, FULL, NOISE, PackedBatch
 from unigen_ds.data.collate import collate
 from unigen_ds.data.datasets import UnifiedGenerationDataset
@@ -41,14 +40,25 @@ def same(one: PackedBatch, other: PackedBatch) -> None:
         assert torch.equal(a, b) and a.dtype == b.dtype if isinstance(a, Tensor) else a == b, field.name
 
 
+class AsStated(ImageTransform):
+    """Gives each picture, known by its size in the file, the size that the pack states."""
+
+    def __init__(self, max_size: int, min_size: int, stride: int) -> None:
+        super().__init__(max_size, min_size, stride)
+        self.stated: dict[tuple[int, int], tuple[int, int]] = {}
+
+    def size(self, width: int, height: int) -> tuple[int, int]:
+        return self.stated[width, height]
+
+
 def golden_processor(facts: dict[str, Any], **changes: Any) -> UnifiedProcessor:
     down = facts["vae_params"]["downsample"]
     patch = facts["bagel_config"]["latent_patch_size"]
     return UnifiedProcessor(
         NumberTokenizer(),
-        vit_transform=ImageTransform(*facts["vit_transform"]),
+        vit_transform=AsStated(*facts["vit_transform"]),
         vit_patch_size=facts["vit_patch_size"],
-        vae_transform=ImageTransform(*facts["vae_transform"]),
+        vae_transform=AsStated(*facts["vae_transform"]),
         vae_downsample=down * patch,
         latent_channels=facts["vae_params"]["z_channels"],
         latent_patch_size=patch,
@@ -59,34 +69,42 @@ def golden_processor(facts: dict[str, Any], **changes: Any) -> UnifiedProcessor:
     )
 
 
-def golden_records(folder: Path, pack: dict[str, Any]) -> list[Any]:
-    """The four samples of the public pack as conversations, with pictures of the sizes it names."""
+def golden_records(folder: Path, pack: dict[str, Any], processor: UnifiedProcessor) -> list[Any]:
+    """The four samples of the public pack as conversations, with pictures of the sizes it names.
 
-    def draw(name: str, shape: list[int]) -> str:
-        picture(folder / name, shape[2], shape[1])
+    No two files have the same size, so each has the pack's own size for the autoencoder and for the vision tower.
+    """
+    left = {kind: [tuple(shape[:0:-1]) for shape in pack[f"{kind}_image_shapes"]] for kind in ("vae", "vit")}
+    transforms = {"vae": processor.vae_transform, "vit": processor.vit_transform}
+
+    def draw(name: str, *kinds: str) -> str:
+        source = (20 + len(list(folder.glob("*.png"))), 20)
+        picture(folder / name, *source)
+        for kind in kinds:
+            transforms[kind].stated[source] = left[kind].pop(0)
         return name
 
-    vae = [draw(f"vae{i}.png", shape) for i, shape in enumerate(pack["vae_image_shapes"])]
-    vit = draw("vit.png", pack["vit_image_shapes"][0])
+    drawn, seen, edited, result = (
+        draw("drawn.png", "vae"), draw("seen.png", "vit"), draw("edited.png", "vae", "vit"), draw("result.png", "vae")
+    )  # fmt: skip
+    assert left == {"vae": [], "vit": []}
     t2i, und, edit, plain = ([" ".join(map(str, ids)) for ids in s["texts"]] for s in pack["samples"])
     return [
-        talk(text("user", t2i[0]), image("assistant", vae[0])),
-        talk(image("user", vit), text("user", und[0]), text("assistant", und[1])),
-        talk(image("user", vae[1]), text("user", edit[0]), image("assistant", vae[2])),
+        talk(text("user", t2i[0]), image("assistant", drawn)),
+        talk(image("user", seen), text("user", und[0]), text("assistant", und[1])),
+        talk(image("user", edited), text("user", edit[0]), image("assistant", result)),
         talk(text("assistant", plain[0])),
     ]
 
 
 @pytest.mark.parametrize("reweight", [False, True])
 def test_golden_pack(tmp_path: Path, reweight: bool) -> None:
-    pack = json.loads((GOLDEN / "bagel" / "train.json").read_text())
-    facts = json.loads((GOLDEN / "bagel" / "golden.json").read_text())
-    golden = load_file(GOLDEN / "bagel" / "train.safetensors")
-    processor = golden_processor(facts, ce_reweight=reweight)
-    path = write_jsonl(tmp_path / "pack.jsonl", golden_records(tmp_path, pack))
+    pack, golden = read_json(BAGEL / "train.json"), load_file(BAGEL / "train.safetensors")
+    processor = golden_processor(BAGEL_META, ce_reweight=reweight)
+    path = write_jsonl(tmp_path / "pack.jsonl", golden_records(tmp_path, pack, processor))
     dataset = UnifiedGenerationDataset(path, processor)
     assert dataset.lengths()[0].tolist() == pack["sample_lens"]
-    row = tuple(Draw(0, i, 0) for i in range(4))
+    row = tuple(Draw(0, i, 0) for i in range(len(pack["samples"])))
     batch = collate([row], [dataset], processor, seq_length=pack["sequence_length"])
 
     assert batch.num_tokens == pack["sequence_length"] and not batch.skipped

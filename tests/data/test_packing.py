@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import time
 
 import pytest
 
-from tests.data.support import GOLDEN
+from tests.golden_files import NANOVLM, read_json
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.data.packing import WindowPacking
 
-SEQ_LENGTH, MAX_IMAGES = 4096, 18
+STORED = read_json(NANOVLM / "packing.json")
+SEQ_LENGTH, MAX_IMAGES = (STORED["settings"][key] for key in ("seq_length", "max_images_per_knapsack"))
 
 
 def check(groups: list[list[int]], lengths: list[int], tiles: list[int], seq_length: int, max_tiles: int) -> float:
@@ -28,7 +28,7 @@ def check(groups: list[list[int]], lengths: list[int], tiles: list[int], seq_len
 
 @pytest.mark.parametrize(("name", "least"), [("long_tailed", 0.99), ("uniform", 0.99), ("many_images", None)])
 def test_utilisation_on_public_lists(name: str, least: float | None) -> None:
-    stored = json.loads((GOLDEN / "nanovlm" / "packing.json").read_text())["lists"][name]
+    stored = STORED["lists"][name]
     lengths, tiles = (list(column) for column in zip(*stored["samples"], strict=True))
     groups = WindowPacking(max_tiles=MAX_IMAGES).plan(lengths, tiles, SEQ_LENGTH, key=1)
     utilisation = check(groups, lengths, tiles, SEQ_LENGTH, MAX_IMAGES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 
 import pytest
@@ -10,16 +9,13 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from tests.data.support import GOLDEN
+from tests.golden_files import NANOVLM, atol, read_json
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.data.tiles import TILE_TOKENS, Tiling, image_string, num_tiles
 from unigen_ds.data.transforms import open_image
 
-NANOVLM = GOLDEN / "nanovlm"
-SPLIT = json.loads((NANOVLM / "image_split.json").read_text(encoding="utf-8"))
-ATOL = json.loads((GOLDEN / "tolerance.json").read_text(encoding="utf-8"))["nanovlm/image_split tiles"][
-    "suggested_atol"
-]
+SPLIT = read_json(NANOVLM / "image_split.json")
+ATOL = atol("nanovlm/image_split tiles")
 
 
 @pytest.mark.parametrize("number", range(len(SPLIT["cases"])))
@@ -48,7 +44,7 @@ def test_strings_of_several_images(case: dict) -> None:
 
 
 def test_names_of_the_tokens() -> None:
-    config = json.loads((NANOVLM / "config.json").read_text(encoding="utf-8"))
+    config = read_json(NANOVLM / "config.json")
     assert list(TILE_TOKENS) == [v for k, v in config["vlm_extra_tokens"].items() if not k.endswith("image_token")]
 
 

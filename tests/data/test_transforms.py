@@ -10,7 +10,8 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from tests.data.support import GOLDEN, picture
+from tests.data.support import picture
+from tests.golden_files import BAGEL, BAGEL_META, atol, read_json
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.data.transforms import ImageTransform, UnreadableImage, image_size, on_white, open_image, patchify
 
@@ -19,16 +20,23 @@ VAE, VIT = (64, 32, 16), (84, 28, 14)
 
 def test_golden_pixels() -> None:
     """The public inferencer makes the ViT image from the picture that the VAE transform resized."""
-    golden = load_file(GOLDEN / "bagel" / "infer.safetensors")
-    picture = open_image(GOLDEN / "bagel" / "infer_edit.png")
-    vae, vit = ImageTransform(*VAE), ImageTransform(*VIT)
-    torch.testing.assert_close(vae(picture), golden["edit.vae_image"], atol=1e-6, rtol=0)
-    torch.testing.assert_close(vit(vae.resize(picture)), golden["edit.vit_image"], atol=1e-6, rtol=0)
+    golden, cases = load_file(BAGEL / "infer.safetensors"), read_json(BAGEL / "infer.json")
+    vae, vit = (ImageTransform(*BAGEL_META[f"{part}_transform"]) for part in ("vae", "vit"))
+    for case in cases["edit"].values():
+        picture = open_image(BAGEL / case["png"])
+        for made, name in ((vae(picture), "edit.vae_image"), (vit(vae.resize(picture)), "edit.vit_image")):
+            torch.testing.assert_close(made, golden[name], atol=atol(f"bagel/{name}"), rtol=0)
+    seen = {name: case for name, case in cases["und"].items() if case["has_image"]}
+    for case_name, case in seen.items():
+        made, name = vit(vae.resize(open_image(BAGEL / case["png"]))), f"und.{case_name}.vit_image"
+        torch.testing.assert_close(made, golden[name], atol=atol(f"bagel/{name}"), rtol=0)
 
 
 def test_golden_patches() -> None:
-    golden = load_file(GOLDEN / "bagel" / "train.safetensors")
-    patches = torch.cat([patchify(golden[f"vit_image_{i}"], 14) for i in range(2)])
+    golden, shapes = load_file(BAGEL / "train.safetensors"), read_json(BAGEL / "train.json")["vit_image_shapes"]
+    images = [golden[f"vit_image_{i}"] for i in range(len(shapes))]
+    assert [list(image.shape) for image in images] == shapes
+    patches = torch.cat([patchify(image, BAGEL_META["vit_patch_size"]) for image in images])
     assert torch.equal(patches, golden["packed_vit_tokens"])
 
 

@@ -193,9 +193,8 @@ COVER = (
 """What ``make test`` has time for: every saver, every loader, DeepSpeed and FSDP crossed both ways."""
 LOW_PAIRS = (
     ("bf16", "zero1@2", "FULL_SHARD@3"), ("bf16", "FULL_SHARD@2", "zero3@3"),
-    ("fp16", "FULL_SHARD@2", "single@1"), ("fp16", "single@1", "FULL_SHARD@3"),
+    ("fp16", "FULL_SHARD@2", "zero3@3"), ("fp16", "single@1", "FULL_SHARD@3"), ("fp16", "zero2@2", "single@1"),
 )  # fmt: skip
-"""DeepSpeed computes in fp16 on a GPU only; its loss scale is looked at in ``tests/checkpoint``."""
 ELASTIC_SAVED, ELASTIC_UPDATES, OVERFLOW_AT = 3, 8, 2
 SAVER_CUT = {1: (6, 2), 2: (3, 2), 4: (3, 1)}
 LOADER_CUT = {1: (4, 3), 2: (2, 3), 3: (2, 2), 4: (1, 3)}
@@ -224,6 +223,7 @@ def _elastic(precision: str, name: str, cut: dict[int, tuple[int, int]], updates
     hooks = ["SaveAtOnceHook"]
     if precision == "fp16":  # an overflow in update 2: the loss scale must not be the initial one
         model = {"model__type": "FaultyModel", "model__bad_update": OVERFLOW_AT, "model__bad_rank": 0}
+        model["custom_imports"] = {"imports": ["tests.engines.fp16_on_cpu"]}
         hooks.append("FaultHook")
     overrides = config(
         engine,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.engines.cases import DECODER, KILL_AT, Job, Phase, config
+from tests.engines.cases import DECODER, KILL_AT, RESUME_UPDATES, Job, Phase, config, killed_and_straight
 
 WATCHED_UPDATES = 9
 WATCHED_SAVED_AT = 5
@@ -31,6 +31,13 @@ def watched(*, full: bool) -> list[Job]:
     return [Job("watched", [Phase(2, killed, WATCHED_UPDATES, killed=True), Phase(1, resumed, WATCHED_UPDATES)])]
 
 
+def adapter() -> list[Job]:
+    """A user's own data set, with random numbers of its own: killed and resumed, beyond an epoch of 51 records."""
+    own = {"type": "DatasetAdapter", "dataset": {"type": "tests.engines.users.OwnDataset"}, "images": "generate"}
+    phase = Phase(1, config("single", 1, train_dataloader__dataset=own), RESUME_UPDATES)
+    return killed_and_straight("resume/adapter", phase)
+
+
 def structure(*, full: bool) -> list[Job]:
     """Which units FSDP has, and who holds what: a node of two processes each, which ``num_shard`` leaves open."""
     hook = {"custom_hooks": [{"type": "StructureHook"}]}
@@ -44,7 +51,9 @@ def structure(*, full: bool) -> list[Job]:
 
 def compiled(*, full: bool) -> list[Job]:
     """``torch.compile`` under FSDP2, one layer, one update uncut (each shape is compiled anew)."""
-    hook = {"custom_hooks": [{"type": "StructureHook"}], "env": {"dist_timeout_s": 800.0}}
+    hook: dict[str, Any] = {"custom_hooks": [{"type": "StructureHook"}], "env": {"dist_timeout_s": 800.0}}
+    if not full:
+        hook["custom_imports"] = {"imports": ["tests.engines.quick_compiler"]}
     jobs = []
     for on in (False, True):
         one = {"model__llm__num_hidden_layers": 1, "model__compile": on}

@@ -10,7 +10,7 @@ from tests.engines.cases import Job
 GROUPS: dict[str, Callable[..., list[Job]]] = {
     "equivalence": cases.equivalence,
     "bf16": cases.bf16,
-    "resume": lambda full: [*cases.resume(full=full), *model_cases.resume(full=full)],
+    "resume": lambda full: [*cases.resume(full=full), *model_cases.resume(full=full), *feature_cases.adapter()],
     "chain": lambda full: cases.chain(),
     "elastic": cases.elastic,
     "faulty": cases.faulty,

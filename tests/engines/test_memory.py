@@ -55,3 +55,20 @@ def test_the_ranks_together_hold_one_model():
     for engine in ("zero1", "zero2", "zero3", "FULL_SHARD", "SHARD_GRAD_OP"):
         ranks = runs().outcome(f"memory/{engine}@2-fp32").memory()
         assert sum(m["optimizer"] for m in ranks) == pytest.approx(single["optimizer"], rel=0.01)
+
+
+def test_shard_grad_op_keeps_weights_gathered_for_the_backward_pass_and_full_shard_does_not():
+    kept, freed = (runs().outcome(f"memory/{name}@2-fp32").memory() for name in ("SHARD_GRAD_OP", "FULL_SHARD"))
+    for with_weights, without in zip(kept, freed, strict=True):  # both have the same activations
+        whole = 4 * (without["trainable"] + without["frozen"])
+        assert with_weights["gathered"] - without["gathered"] == pytest.approx(whole, rel=0.03)
+        assert without["gathered"] < whole / 4
+
+
+def test_hybrid_shard_holds_one_part_in_num_shard():
+    """On 4 processes in groups of 2: half of the state of one process, not a quarter."""
+    (single,) = runs().outcome("memory/single@1-fp32").memory()
+    ranks = runs().outcome("memory/HYBRID_SHARD@4-fp32").memory()
+    assert len(ranks) == 4
+    for counted in ranks:
+        assert counted["optimizer"] == pytest.approx(single["optimizer"] / 2, rel=0.03)

@@ -84,6 +84,18 @@ def write_parts(folder: Path) -> None:
     (folder / "vit" / "config.json").write_text(json.dumps(vit), encoding="utf-8")
 
 
+class OwnDataset:
+    """A user's own map-style data set, in the form that ``DatasetAdapter`` takes: drawn anew whenever it is asked."""
+
+    def __len__(self) -> int:
+        return 51
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        ids = [1, *torch.randint(6, 16, (2 + index % 5,)).tolist()]
+        image = torch.rand(1, 8, 8) * 2 - 1 if index % 3 == 0 else None
+        return {"input_ids": ids, "labels": ids, "padded_images": image}
+
+
 @MODELS.register_module()
 class FaultyModel(UnifiedModel):
     """The first micro-batch of update ``bad_update`` has a loss that is not finite, on rank ``bad_rank`` alone."""

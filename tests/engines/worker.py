@@ -174,7 +174,7 @@ def _train(phase: dict[str, Any], work_dir: Path, out: Path, *, resume: str | No
 
     data = {"type": "UnifiedGenerationDataset", "data_path": str(out / "data" / phase["data"])}
     given = json.loads(json.dumps(phase["config"]).replace("{data}", str(out / "data")))
-    overrides = {"train_cfg__max_epochs": 2, **given, "train_dataloader__dataset": data}
+    overrides = {"train_cfg__max_epochs": 2, "train_dataloader__dataset": data, **given}
     if resume is not None:
         overrides["load_from" if "load_cfg" in overrides else "resume"] = resume
     Runner.from_cfg(tiny_config(work_dir, out, **overrides), max_updates=phase["max_updates"]).train()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +11,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.golden_files import BAGEL, BAGEL_META, BAGEL_VAE, atol, read_json
 from unigen_ds.core.seeding import generator
 from unigen_ds.data.processor import UnifiedProcessor
 from unigen_ds.data.transforms import ImageTransform
@@ -21,9 +19,8 @@ from unigen_ds.inference.flow_settings import FlowSettings
 from unigen_ds.inference.inferencer import THINK_THEN_DRAW, Context, Contexts, InterleaveInferencer, to_picture
 from unigen_ds.models import UnifiedModel
 
-ROOT = Path(os.environ.get("UNIGEN_GOLDEN", Path(__file__).parent.parent / "golden"))
-BAGEL = ROOT / "bagel"
-META, CASES = (json.loads((BAGEL / name).read_text()) for name in ("golden.json", "infer.json"))
+META, CASES = BAGEL_META, read_json(BAGEL / "infer.json")
+GIVEN = {"pretrained": str(BAGEL), "vae": BAGEL_VAE}
 
 
 class Ids:
@@ -47,19 +44,18 @@ def golden() -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def inferencer() -> InterleaveInferencer:
-    model = UnifiedModel(pretrained=str(BAGEL)).eval()
+    model = UnifiedModel(**GIVEN).eval()
     processor = UnifiedProcessor(
         Ids(),
         vae_transform=ImageTransform(*META["vae_transform"]),
         vit_transform=ImageTransform(*META["vit_transform"]),
-        **UnifiedModel.processor_sizes({"pretrained": str(BAGEL)}),
+        **UnifiedModel.processor_sizes(GIVEN),
     )
     return InterleaveInferencer(model, processor)
 
 
 def close(kind: str, name: str, actual: Tensor, expected: Tensor) -> None:
-    atol = json.loads((ROOT / "tolerance.json").read_text())[f"bagel/{kind}.*.{name}"]["suggested_atol"]
-    torch.testing.assert_close(actual.float(), expected.float(), atol=atol, rtol=0)
+    torch.testing.assert_close(actual.float(), expected.float(), atol=atol(f"bagel/{kind}.*.{name}"), rtol=0)
 
 
 def settings(case: dict[str, Any]) -> FlowSettings:
@@ -109,8 +105,7 @@ def test_text_to_image(inferencer: InterleaveInferencer, golden: dict[str, Tenso
 def test_editing(inferencer: InterleaveInferencer, golden: dict[str, Tensor], name: str) -> None:
     contexts = Contexts()
     latent = inferencer.model.vae.encode(golden["edit.vae_image"][None], golden["edit.vae_noise"])
-    atol = json.loads((ROOT / "tolerance.json").read_text())["bagel/edit.vae_latent"]["suggested_atol"]
-    torch.testing.assert_close(latent, golden["edit.vae_latent"], atol=atol, rtol=0)
+    torch.testing.assert_close(latent, golden["edit.vae_latent"], atol=atol("bagel/edit.vae_latent"), rtol=0)
     inferencer.extend_vae(contexts.full, golden["edit.vae_image"], golden["edit.vae_noise"][0])
     inferencer.extend_vit(contexts.full, golden["edit.vit_image"])
     contexts.without_text = contexts.full.copy()

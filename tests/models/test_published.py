@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import shutil
 from pathlib import Path
 
@@ -13,12 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.golden_files import BAGEL, BAGEL_META, BAGEL_VAE, atol
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.models import UnifiedModel
 from unigen_ds.models.layers import sincos_2d
 from unigen_ds.models.published import FILES, write_published
 
-BAGEL = Path(os.environ.get("UNIGEN_GOLDEN", Path(__file__).parent.parent / "golden")) / "bagel"
 CONFIGS, WEIGHTS = FILES[:2], FILES[2:]
 
 
@@ -38,8 +37,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 def test_every_size_is_read_from_the_files(model: UnifiedModel) -> None:
-    stated = json.loads((BAGEL / "golden.json").read_text())
-    vae, other = stated["vae_params"], stated["bagel_config"]
+    vae, other = BAGEL_META["vae_params"], BAGEL_META["bagel_config"]
     assert model.sizes["vae"] == {
         "type": "FluxAutoencoder",
         "base_channels": vae["ch"],
@@ -54,6 +52,21 @@ def test_every_size_is_read_from_the_files(model: UnifiedModel) -> None:
     sizes = UnifiedModel.processor_sizes({"pretrained": str(BAGEL)})
     assert sizes["vit_max_patches_per_side"] == other["vit_max_num_patch_per_side"]
     assert sizes["vae_downsample"] == vae["downsample"] * other["latent_patch_size"]
+
+
+def test_scale_and_shift_are_given_beside_the_directory() -> None:
+    """No published file states them: ``model.vae`` overrides FLUX's own, and leaves every size to the files."""
+    golden = load_file(BAGEL / "vae.safetensors")
+    given = {"pretrained": str(BAGEL), "vae": BAGEL_VAE}
+    made = UnifiedModel(**given)  # type: ignore[arg-type]
+    with torch.no_grad():
+        latents = made.vae.encode(golden["image"], golden["noise"])
+        torch.testing.assert_close(latents, golden["latent_sampled"], atol=atol("bagel/vae.latent_sampled"), rtol=0)
+        scale, shift = 2 * BAGEL_VAE["scale_factor"], BAGEL_VAE["shift_factor"] - 1
+        other = UnifiedModel(pretrained=str(BAGEL), vae={"scale_factor": scale, "shift_factor": shift})
+        expected = 2 * latents + scale
+        torch.testing.assert_close(other.vae.encode(golden["image"], golden["noise"]), expected)
+    assert UnifiedModel.processor_sizes(given) == UnifiedModel.processor_sizes({"pretrained": str(BAGEL)})
 
 
 def test_round_trip_is_bit_equal(model: UnifiedModel, directory: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.golden_files import BAGEL
 from tests.tiny import tiny_config
 from unigen_ds.core.batch import PackedBatch
 from unigen_ds.core.errors import CheckpointError, ConfigError, ResumeBlocked
@@ -28,7 +29,6 @@ from unigen_ds.runner.build import build_data, build_loader, build_model
 from unigen_ds.runner.trained import open_model
 
 pytest.importorskip("bitsandbytes")
-BAGEL = Path(__file__).parent.parent / "golden" / "bagel"
 FREEZE = ["vae", "vit", "llm"]
 WIDEST_GAP = {"nf4": 1.0 - 0.6961928, "int8": 1 / 127}
 """Between neighbouring levels, where the largest weight of a block (nf4) or row (int8) is 1."""

@@ -6,31 +6,27 @@ Starts from the saved VAE latents; every size and id is read from the files of `
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.golden_files import BAGEL, BAGEL_VAE, GOLDEN, read_json
 from unigen_ds.core.batch import CAUSAL, FULL, NOISE, PackedBatch
 from unigen_ds.models import UnifiedModel, flow
 from unigen_ds.models.vae import encode_by_size
 
-ROOT = Path(os.environ.get("UNIGEN_GOLDEN", Path(__file__).parent.parent / "golden"))
-BAGEL = ROOT / "bagel"
 MODES = {"causal": CAUSAL, "full": FULL, "noise": NOISE}
 
 
 def _json(name: str):
-    return json.loads((BAGEL / name).read_text())
+    return read_json(BAGEL / name)
 
 
 @pytest.fixture(scope="module")
 def tolerance() -> dict[str, float]:
     """Absolute tolerance by quantity, as stated beside the vectors."""
-    stated = json.loads((ROOT / "tolerance.json").read_text())
+    stated = read_json(GOLDEN / "tolerance.json")
     return {k.removeprefix("bagel/"): v.get("suggested_atol", 0) for k, v in stated.items() if k.startswith("bagel/")}
 
 
@@ -165,7 +161,7 @@ def test_losses_and_gradients(model, batch, golden, tolerance):
             assert abs(grad.norm().item() / norm - 1) < tolerance["grad_norm (relative, norms > 1e-3)"], name
 
 
-def test_packed_equals_alone(model, batch, golden):
+def test_packed_equals_alone(model, batch, golden, tolerance):
     """A sample's hidden states do not change when the others of the pack are perturbed."""
     t_L = flow.training_timesteps(batch.timesteps, model.timestep_shift)
     noisy = flow.interpolate(_clean(model, batch, golden), batch.flow_noise, t_L)
@@ -173,13 +169,14 @@ def test_packed_equals_alone(model, batch, golden):
     first = batch.document_ids == 0
     changed_ids = torch.where(batch.document_ids[batch.text_index] == 0, batch.text_ids, batch.text_ids.flip(0) % 7)
     other, _ = model.hidden_states(dataclasses.replace(batch, text_ids=changed_ids), noisy, t_L)
-    torch.testing.assert_close(other[place_of][first], base[place_of][first], atol=2e-6, rtol=0)
-    assert not torch.allclose(other[place_of][~first], base[place_of][~first], atol=1e-3)
+    atol = tolerance["out.last_hidden_state"]
+    _close(other[place_of][first], base[place_of][first], atol)
+    assert not torch.allclose(other[place_of][~first], base[place_of][~first], atol=50 * atol)
 
 
-def test_an_image_is_encoded_as_if_it_were_alone(batch, golden):
+def test_an_image_is_encoded_as_if_it_were_alone(batch, golden, tolerance):
     """The public code pads all images of a pack to the largest; here the padding does not reach the latents."""
-    model = UnifiedModel(pretrained=str(BAGEL))
+    model, atol = UnifiedModel(pretrained=str(BAGEL), vae=BAGEL_VAE), tolerance["padded_latent"]
     together = encode_by_size(model.vae, batch, model.latent_patch_size)
     counts = [rows * columns for rows, columns in batch.latent_shapes]
     for number, (shape, patches) in enumerate(zip(batch.latent_shapes, together.split(counts), strict=True)):
@@ -190,8 +187,8 @@ def test_an_image_is_encoded_as_if_it_were_alone(batch, golden):
             latent_shapes=(shape,),
         )
         alone = encode_by_size(model.vae, one, model.latent_patch_size)
-        torch.testing.assert_close(patches, alone, atol=1e-5, rtol=0)
+        _close(patches, alone, atol)
     padded = flow.patchify_latents(golden["padded_latent"], batch.latent_shapes, model.latent_patch_size)
-    assert (together - padded).abs().max() > 0.1 or len({*batch.latent_shapes}) == 1
+    assert (together - padded).abs().max() > 1000 * atol or len({*batch.latent_shapes}) == 1
     terms = model(batch)
     assert all(torch.isfinite(value) for value in terms.sums.values())

@@ -7,6 +7,7 @@ Every run must end as the others do.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -111,8 +112,15 @@ def agents(number: int, arguments: Sequence[str], *, per_node: int = 1) -> list[
 def test_two_nodes_under_torchrun(tmp_path, data, losses):
     arguments = [written_config(tmp_path, data), "--backend", "fsdp", "--max-updates", str(UPDATES)]
     assert_trained(tmp_path, together(agents(2, arguments), [{}, {}]), losses)
+
+
+def test_torchrun_starts_the_processes_of_one_node(tmp_path, data, losses):
+    """``torchrun --nproc_per_node=2 tools/train.py ... --backend fsdp``, as FSDP trainers document it."""
+    arguments = [written_config(tmp_path, data), "--backend", "fsdp:FULL_SHARD", "--max-updates", str(UPDATES)]
+    assert_trained(tmp_path, together(agents(1, arguments, per_node=2), [{}]), losses)
     log = (tmp_path / "train.log").read_text(encoding="utf-8")
-    assert "FSDP2 FULL_SHARD (2 shard(s)) over 2 process(es)" in log and "rank 0 holds" in log
+    assert "FSDP2 FULL_SHARD (2 shard(s)) over 2 process(es)" in log
+    assert re.search(r"rank 0: [\d,]+ \(5\d\.\d %\), rank 1: [\d,]+ \(4\d\.\d %\)", log)
 
 
 def test_the_deepspeed_launcher(tmp_path, data, losses):

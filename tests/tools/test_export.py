@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.golden_files import BAGEL
 from tests.tiny import tiny_config
 from tools.export import main
 from unigen_ds.core.config import load_config
@@ -18,8 +19,6 @@ from unigen_ds.models import UnifiedModel
 from unigen_ds.models.published import FILES
 from unigen_ds.runner import Runner
 from unigen_ds.runner.trained import open_model
-
-BAGEL = Path(__file__).parent.parent / "golden" / "bagel"
 
 
 @pytest.fixture(scope="module")

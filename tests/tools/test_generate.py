@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from tests.golden_files import BAGEL
 from tests.tiny import tiny_config
 from tools.generate import main
 from unigen_ds.core.errors import CheckpointError
@@ -20,7 +21,6 @@ from unigen_ds.models.published import FILES
 from unigen_ds.runner import Runner
 from unigen_ds.runner.trained import open_inferencer
 
-BAGEL = Path(__file__).parent.parent / "golden" / "bagel"
 FAST = ["--num-timesteps", "3", "--device", "cpu"]
 
 

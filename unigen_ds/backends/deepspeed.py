@@ -33,7 +33,7 @@ from unigen_ds.backends.memory import allocate, blocks_given_back, on_meta, plac
 from unigen_ds.backends.sharded import ShardedBackend
 from unigen_ds.core import dist
 from unigen_ds.core.batch import LossTerms
-from unigen_ds.core.errors import CheckpointError
+from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.modules import persistent_buffers, tied_names
 from unigen_ds.core.optim import COMPUTE_DTYPE, OptimizerConfig, ParamGroup, build_torch_optimizer
 from unigen_ds.core.progress import Geometry
@@ -58,6 +58,18 @@ class _Fragment:
 def _choose_accelerator() -> None:
     """Before DeepSpeed is imported, which takes 2 s: it looks at this then."""
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+
+
+def check_fp16_on_cpu() -> None:
+    """Raise ``ConfigError`` where DeepSpeed would, after the processes have joined."""
+    from deepspeed.accelerator import get_accelerator
+
+    if not get_accelerator().is_fp16_supported():
+        raise ConfigError(
+            "optim_wrapper.precision is 'fp16', which DeepSpeed computes on a CPU with fp16 instructions only",
+            allowed="fp32 or bf16 on this machine",
+            remedy="the backends fsdp and single compute in fp16 on any CPU",
+        )
 
 
 def _terms_to_dict(module: nn.Module, inputs: Any, output: Any) -> Any:
@@ -98,6 +110,8 @@ class DeepSpeedBackend(ShardedBackend):
         _choose_accelerator()
         check_by_deepspeed(filled)
         check_build_tools()
+        if optimizer_cfg.precision == "fp16" and not torch.cuda.is_available():
+            check_fp16_on_cpu()
 
     def prepare(
         self,

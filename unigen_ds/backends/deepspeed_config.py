@@ -112,6 +112,8 @@ def fill(config: Mapping[str, Any], *, geometry: Geometry, optimizer: OptimizerC
             section.get("enabled", AUTO), wanted, f"{precision}.enabled", "optim_wrapper.precision"
         )
         filled[precision] = {k: v for k, v in section.items() if v != AUTO}
+    if optimizer.precision == "fp16":  # halve the loss scale at the first overflow, as every engine does; theirs is 2
+        filled["fp16"].setdefault("hysteresis", 1)
     if optimizer.precision != "fp32":  # gradients are summed and reduced in fp32, as under every engine
         filled["data_types"] = {**(filled.get("data_types") or {}), "grad_accum_dtype": "fp32"}
         filled.setdefault("communication_data_type", "fp32")

@@ -95,7 +95,8 @@ class FSDPBackend(TorchOptimizerBackend):
         held = torch.device("cpu") if self.cpu_offload else self._device
         allocate(root, lambda tensor: torch.empty_like(tensor, device=held))
         self._own(root, dict(root.named_parameters()), param_groups, optimizer_cfg)
-        self.log_summary(f"FSDP2 {self.strategy} ({self.num_shard} shard(s))")
+        units = [name or "the root" for name, module in root.named_modules() if isinstance(module, FSDPModule)]
+        self.log_summary(f"FSDP2 {self.strategy} ({self.num_shard} shard(s))", units=units)
 
     def _make_mesh(self, device_type: str) -> DeviceMesh:
         """Always (replicate, shard), so that all strategies and all units share one mesh object."""

@@ -7,12 +7,14 @@ low-precision copies are refreshed; everything else follows. So any layout loads
 from __future__ import annotations
 
 import abc
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from unigen_ds.backends.base import Backend
+from unigen_ds.core import dist
 from unigen_ds.core.errors import CheckpointError
 from unigen_ds.core.log import logger
 from unigen_ds.core.shards import BUFFER, EMA, LOSS_SCALE, MASTER, STEP, Shard, ShardReader
@@ -42,22 +44,25 @@ class ShardedBackend(Backend):
     def load_loss_scale(self, scale: float, good_updates: int) -> None:
         """Restore dynamic loss scaling."""
 
-    def log_summary(self, engine: str) -> None:
-        """One line at the start: how many parameters, and what this rank holds of them. Not collective."""
+    def log_summary(self, engine: str, *, units: Sequence[str] = ()) -> None:
+        """At the start: how many parameters, the bytes of masters that every rank holds, and the sharding units.
+        Collective.
+        """
         trainable, frozen = sum(self.trainable_sizes().values()), sum(self.frozen_sizes().values())
-        masters = sum(shard.data.numel() for shard in self.master_shards())
+        mine = sum(shard.data.nbytes for shard in self.master_shards())
+        held = dist.sum_floats([mine if rank == self.dp_rank else 0 for rank in range(self.dp_size)])
         logger().info(
-            "%s over %d process(es), %s: %.2f M trainable and %.2f M frozen parameters; rank %d holds %.1f MiB of fp32"
-            " masters and as much for each Adam moment (%.1f %% of the whole).",
+            "%s over %d process(es), %s: %.2f M trainable and %.2f M frozen parameters. Bytes of fp32 masters (and as"
+            " many for each Adam moment): %s.",
             engine,
             self.dp_size,
             self.topology()["precision"],
             trainable / 1e6,
             frozen / 1e6,
-            self.dp_rank,
-            masters * 4 / 2**20,
-            100 * masters / max(trainable, 1),
+            shares(held, whole=4 * trainable),
         )
+        if units:
+            logger().info("Sharding units (%d): %s.", len(units), ", ".join(runs_of_names(units)))
 
     @torch.no_grad()
     def write_master(self, shards: Sequence[Shard]) -> None:
@@ -118,6 +123,35 @@ class ShardedBackend(Backend):
     @abc.abstractmethod
     def frozen_sizes(self) -> Mapping[str, int]:
         """The same for parameters that are not trained."""
+
+
+def shares(held: Sequence[float], *, whole: float) -> str:
+    """The bytes of every rank; ranks in a row that hold the same are named once: ``ranks 0-3: 1,024 (25.0 %)``."""
+    found: list[str] = []
+    for first in (i for i, value in enumerate(held) if i == 0 or held[i - 1] != value):
+        last = next((i - 1 for i in range(first, len(held)) if held[i] != held[first]), len(held) - 1)
+        ranks = f"rank {first}" if first == last else f"ranks {first}-{last}"
+        found.append(f"{ranks}: {held[first]:,.0f} ({100 * held[first] / max(whole, 1):.1f} %)")
+    return ", ".join(found)
+
+
+def runs_of_names(names: Iterable[str]) -> list[str]:
+    """Names that differ in one number alone, as one: ``layers.0``, ``layers.1``, ``layers.2`` -> ``layers.0-2``."""
+    found: list[tuple[str, int | None, int | None, str]] = []
+    for name in names:
+        before, number, after = _LAST_NUMBER.fullmatch(name).groups()  # type: ignore[union-attr]
+        at = int(number) if number else None
+        if found and at is not None and found[-1][0] == before and found[-1][2] == at - 1 and found[-1][3] == after:
+            found[-1] = (before, found[-1][1], at, after)
+        else:
+            found.append((before, at, at, after))
+    return [
+        before + ("" if first is None else str(first) if first == last else f"{first}-{last}") + after
+        for before, first, last, after in found
+    ]
+
+
+_LAST_NUMBER = re.compile(r"(.*?)(?:(?<=\.)(\d+)(?=\.|$))?((?:\.\D[^.]*)*)")
 
 
 def read_into(reader: ShardReader, kind: str, shard: Shard) -> None:

@@ -59,7 +59,7 @@ class UpdateLoader:
         seed: of noise and condition dropout; the processor's by default.
         num_workers: worker processes; 0 loads in this one.
         prefetch_factor: micro-batches that each worker keeps ready.
-        pin_memory: copy batches to page-locked memory (where CUDA is present).
+        pin_memory: copy batches to page-locked memory (where there is an accelerator).
         timeout: seconds to wait for a worker's batch before an error; 0: for ever.
     """
 
@@ -92,7 +92,7 @@ class UpdateLoader:
             collate_fn=_unchanged,
             num_workers=num_workers,
             prefetch_factor=(prefetch_factor or 2) if num_workers else None,
-            pin_memory=pin_memory and torch.cuda.is_available(),
+            pin_memory=pin_memory and torch.accelerator.is_available(),  # as torch's loader asks, which warns where not
             timeout=timeout if num_workers else 0,
             worker_init_fn=_start_worker,
             # without its own generator the loader would draw its base seed from the global one, which dropout uses

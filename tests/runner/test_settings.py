@@ -1,0 +1,181 @@
+"""Settings whose effect only a whole run shows: loss weights, page-locked batches, the policy at the end of an epoch.
+
+Every run is a real one: ``Runner.from_cfg(...).train()`` on one process.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.tiny import tiny_config
+from unigen_ds.core.batch import PackedBatch
+from unigen_ds.core.metrics import read_lines
+from unigen_ds.data.digits import write_digits
+from unigen_ds.hooks.base import Hook, Run
+from unigen_ds.runner import Runner
+
+HEADS = {"text": "language_model.lm_head.weight", "image": "llm2vae.weight"}
+"""The weights that one term of the loss alone reaches."""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return write_digits(tmp_path_factory.mktemp("data") / "digits")
+
+
+def trained(work_dir: Path, data: Path, *, max_updates: int, **overrides: Any) -> list[dict[str, Any]]:
+    """The metrics of a run without packing, dropout, decay and curve."""
+    settings = {
+        "train_dataloader__dataset__split": "val",
+        "train_dataloader__packing": None,
+        "train_dataloader__batch_size": 8,
+        "optim_wrapper__accumulative_counts": 2,
+        "optim_wrapper__optimizer__weight_decay": 0.0,
+        "param_scheduler": [],
+        "processor__text_dropout": 0.0,
+    }
+    config = tiny_config(work_dir, data, **{**settings, **overrides})
+    Runner.from_cfg(config, max_updates=max_updates).train()
+    return read_lines(work_dir / "metrics.jsonl")
+
+
+def last_weights(work_dir: Path) -> dict[str, Tensor]:
+    (checkpoint,) = work_dir.glob("iter_*.pth")
+    return load_file(checkpoint / "model.safetensors")
+
+
+# --- loss_weights -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def weighted(tmp_path_factory, data) -> dict[str, tuple[list[dict[str, Any]], dict[str, Tensor]]]:
+    """Metrics and last weights of two updates, with several ``loss_weights``."""
+    given = {
+        "none": {},
+        "doubled": {"text": 2.0, "image": 2.0},
+        "unlike": {"text": 0.25, "image": 4.0},
+        "without text": {"text": 0.0},
+        "without image": {"image": 0.0},
+    }
+    found = {}
+    for name, weights in given.items():
+        folder = tmp_path_factory.mktemp("run")
+        found[name] = (trained(folder, data, max_updates=2, loss_weights=weights), last_weights(folder))
+    runner = Runner.from_cfg(tiny_config(tmp_path_factory.mktemp("start"), data))
+    found["start"] = ([], dict(runner.backend.full_state_dict(torch.float32)))
+    return found
+
+
+def test_twice_the_weights_are_twice_the_gradient(weighted):
+    """Exactly: a factor of 2 rounds nothing."""
+    (plain, *_), (doubled, *_) = weighted["none"][0], weighted["doubled"][0]
+    assert doubled["loss"] == 2 * plain["loss"] and doubled["grad_norm"] == 2 * plain["grad_norm"]
+
+
+def test_the_logged_loss_is_the_weighted_sum(weighted):
+    (plain, *_), (unlike, *_) = weighted["none"][0], weighted["unlike"][0]
+    for term in ("loss/text", "loss/image"):
+        assert unlike[term] == plain[term], "the terms themselves are not weighted"
+    assert unlike["loss"] == 0.25 * unlike["loss/text"] + 4.0 * unlike["loss/image"]
+    assert unlike["grad_norm"] != pytest.approx(plain["grad_norm"], rel=0.05)
+
+
+@pytest.mark.parametrize(("term", "other"), [("text", "image"), ("image", "text")])
+def test_a_term_of_weight_zero_moves_nothing(weighted, term, other):
+    """Its own weights stay as they began, to the last bit; the other term's are trained."""
+    still, trains = weighted[f"without {term}"][1], weighted[f"without {other}"][1]
+    start = weighted["start"][1]
+    assert still[HEADS[term]].equal(start[HEADS[term]]) and not trains[HEADS[term]].equal(start[HEADS[term]])
+    assert not still[HEADS[other]].equal(start[HEADS[other]])
+
+
+# --- pin_memory ---------------------------------------------------------------------------------------------------
+
+
+class Storages(Hook):
+    """Where the tensors of each batch are that reaches the training loop."""
+
+    seen: ClassVar[list[set[int]]] = []
+
+    def before_train_iter(self, run: Run, index: int, batch: PackedBatch) -> None:
+        tensors = [value for value in vars(batch).values() if isinstance(value, Tensor) and value.numel()]
+        self.seen.append({tensor.untyped_storage().data_ptr() for tensor in tensors})
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("pin_memory", [True, False])
+def test_batches_come_from_page_locked_memory_if_asked_for(tmp_path, data, monkeypatch, pin_memory, num_workers):
+    """Without CUDA: torch's real loader, which is told of an accelerator; the page-locked copy alone is a plain one."""
+    pinned: list[Tensor] = []
+
+    def copied(block: Tensor) -> Tensor:
+        pinned.append(block.clone())
+        return pinned[-1]
+
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+        monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
+        monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+        monkeypatch.setattr(Tensor, "pin_memory", copied)
+    Storages.seen.clear()
+    settings = {"train_dataloader__pin_memory": pin_memory, "train_dataloader__num_workers": num_workers}
+    trained(tmp_path, data, max_updates=2, custom_hooks=[dict(type=Storages)], **settings)
+    blocks = {block.untyped_storage().data_ptr() for block in pinned}
+    assert len(Storages.seen) == 4 and all(len(found) == 1 for found in Storages.seen), "one block a batch"
+    assert [found <= blocks for found in Storages.seen] == [pin_memory] * 4
+
+
+# --- the end of an epoch ------------------------------------------------------------------------------------------
+
+
+class Pairs:
+    """A user's own data set of two tokens."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        ids = [6 + index % 10, 7]
+        return {"input_ids": ids, "labels": ids}
+
+
+@pytest.mark.parametrize(("drop_last", "iterations"), [(True, 781), (False, 782)])
+def test_iterations_of_an_epoch(tmp_path, data, drop_last, iterations):
+    """100,000 samples, 64 on each of 2 processes, all divided by 32: 781 whole iterations, or a further one that is
+    filled up.
+    """
+    settings = pairs(100_000 // 32, batch_size=64 * 2 // 32, drop_last=drop_last)
+    runner = Runner.from_cfg(tiny_config(tmp_path, data, **settings, train_cfg={"max_epochs": 8}))
+    assert runner.ruler.sequences_per_epoch / runner.geometry.sequences_per_iteration == iterations
+    assert runner.total_sequences == 8 * iterations * runner.geometry.sequences_per_iteration
+
+
+@pytest.mark.parametrize(("drop_last", "iterations", "samples"), [(True, 6, 96), (False, 7, 100)])
+def test_the_last_iteration_of_an_epoch_is_left_out_or_filled_up(tmp_path, data, drop_last, iterations, samples):
+    """100 records, 16 an iteration: with ``drop_last=False`` the last iteration has 4 records and 12 empty rows."""
+    settings = pairs(100, batch_size=16, drop_last=drop_last)
+    lines = trained(tmp_path, data, max_updates=99, **settings, train_cfg={"max_epochs": 1})
+    assert [line["iteration"] for line in lines] == list(range(1, iterations + 1))
+    assert (lines[-1]["samples"], lines[-1]["epoch"]) == (samples, 1.0)
+
+
+def pairs(length: int, *, batch_size: int, drop_last: bool) -> dict[str, Any]:
+    """Settings of a run on so many records of two tokens."""
+    inner = {"type": Pairs, "length": length}
+    return {
+        "train_dataloader__dataset": {"type": "DatasetAdapter", "dataset": inner},
+        "train_dataloader__batch_size": batch_size,
+        "train_dataloader__drop_last": drop_last,
+        "train_dataloader__packing": None,
+        "optim_wrapper__accumulative_counts": 1,
+        "param_scheduler": [],
+    }
