@@ -17,7 +17,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,7 @@ from unigen_ds.backends.base import StepResult
 from unigen_ds.backends.memory import allocate, place
 from unigen_ds.backends.torch_optimizer import TorchOptimizerBackend
 from unigen_ds.core import dist
-from unigen_ds.core.errors import ConfigError, nearest
+from unigen_ds.core.errors import ConfigError, suggestion
 from unigen_ds.core.optim import COMPUTE_DTYPE, OptimizerConfig, ParamGroup
 from unigen_ds.core.progress import Geometry
 from unigen_ds.core.registry import BACKENDS
@@ -61,6 +61,12 @@ class FSDPBackend(TorchOptimizerBackend):
             rank ever holds a whole gradient), False for NO_SHARD. False trades memory for one reduction an update.
     """
 
+    model_needs: ClassVar[dict[str, str]] = {
+        "shard_units": "add `def shard_units(self): return list(self.layers)`, the layers that are sharded one by one"
+        " (as in unigen_ds/models/vlm.py), or use --backend deepspeed:zero2"
+    }
+    """Methods that a model must have, and how to add each."""
+
     def __init__(
         self,
         *,
@@ -73,7 +79,7 @@ class FSDPBackend(TorchOptimizerBackend):
             raise ConfigError(
                 f"sharding_strategy is {sharding_strategy!r}",
                 allowed=", ".join(STRATEGIES),
-                remedy=nearest(str(sharding_strategy), STRATEGIES),
+                remedy=suggestion(str(sharding_strategy), STRATEGIES),
             )
         self.strategy, self.cpu_offload = sharding_strategy, cpu_offload
         self.num_shard = check_num_shard(sharding_strategy, num_shard, world_size=dist.env_world_size())

@@ -1,31 +1,27 @@
-"""Training configs: mmengine's ``Config`` (text style, ``_base_``, YAML) with strict keys.
+"""Training configs: mmengine's ``Config`` (text style, ``_base_``, YAML, JSON) with strict keys.
 
 mmengine's own ``merge_from_dict`` creates whatever key it is given, so a mistyped override is silently ignored
-there; here an unknown key, in the file or in ``--cfg-options``, is an error that names the nearest valid one.
+there; here an unknown key, in the file or in ``--cfg-options``, is an error that names the nearest valid one. All of a
+config's problems are one error. A Python file may have helper variables at its top: they are gone when it is loaded.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 from mmengine.config import Config, ConfigDict
 
-from unigen_ds.core.errors import ConfigError, nearest
+from unigen_ds.core.config_file import read_file, unread_names
+from unigen_ds.core.config_hints import SETTINGS, backend_hint, hint, is_setting
+from unigen_ds.core.errors import ConfigError, UnknownKey, close, nearest, raise_any
 from unigen_ds.core.hints import described, fits
 from unigen_ds.core.registry import registered_name
 
 SHIPPED = Path(__file__).resolve().parent.parent / "configs"
-
-SETTINGS = (
-    "batch_size", "accumulative_counts", "max_epochs", "max_iters", "max_updates", "max_tokens", "save_steps",
-    "save_total_limit", "lr", "betas", "weight_decay", "max_norm", "warmup_ratio", "seq_length", "max_length",
-    "dataloader_num_workers", "data_path", "precision", "optim_type", "log_every",
-)  # fmt: skip
-"""Top-level helper names, xtuner style. They have an effect only where the config itself uses them."""
 
 _COMPONENT = Mapping | None  # dict(type=...): its arguments are checked against the class when it is built
 _COMPONENTS = Mapping | Sequence[Mapping] | None
@@ -76,32 +72,6 @@ SCHEMA: dict[str, Any] = {
 }  # fmt: skip
 """Valid keys, two floors deep: a section, or the type of a value."""
 
-MMENGINE: dict[str, str] = {
-    "strategy": "backend=dict(type='deepspeed', config='zero2')",
-    "env_cfg": "delete it; env.dist_timeout_s, env.num_threads and launcher are what there is of it",
-    "default_scope": "delete it, there is one registry for each kind of thing",
-    "log_level": "delete it, default_hooks.logger.interval says how often a line is written",
-    "log_processor": "delete it, default_hooks.logger.interval says how often a line is written",
-    "auto_scale_lr": "delete it, on_batch_change='linear' or 'sqrt' scales the learning rate",
-    "optim_wrapper.type": "delete it, optim_wrapper.precision is 'fp32', 'bf16' or 'fp16'",
-    "optim_wrapper.dtype": "optim_wrapper.precision='bf16' or 'fp16'",
-    "optim_wrapper.loss_scale": "delete it, that of fp16 is dynamic",
-    "optim_wrapper.clip_grad.error_if_nonfinite": "delete it, NanGuardHook skips and counts such updates",
-    "optim_wrapper.clip_grad.norm_type": "delete it, the norm is the L2 norm of all gradients",
-    "train_cfg.type": "delete it, there is one loop",
-    "train_cfg.by_epoch": "delete it, max_epochs or max_iters says it",
-    "train_dataloader.sampler": "delete it, the order follows from randomness.seed alone",
-    "train_dataloader.shuffle": "delete it, the order follows from randomness.seed alone",
-    "train_dataloader.collate_fn": "delete it, the model's processor does it",
-    "train_dataloader.persistent_workers": "delete it, workers live as long as the run",
-    "default_hooks.param_scheduler": "delete it, param_scheduler acts by itself",
-    "default_hooks.sampler_seed": "delete it, the order follows from randomness.seed alone",
-    "default_hooks.runtime_info": "delete it, the logger sees everything",
-    "randomness.deterministic": "delete it, a run is deterministic as far as its kernels are",
-    "randomness.diff_rank_seed": "delete it, every sample has a seed of its own",
-}
-"""Keys of mmengine and xtuner configs that are not keys here, and what to do about them."""
-
 
 def config_path(name: str | Path) -> Path:
     """A path that exists, or the shipped config of that name."""
@@ -117,45 +87,52 @@ def config_path(name: str | Path) -> Path:
     )
 
 
-def load_config(name: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Config:
+Check = Callable[[Mapping[str, Any]], Sequence[ConfigError]]
+
+
+def load_config(
+    name: str | Path, overrides: Iterable[str] | Mapping[str, Any] = (), *, also: Check | None = None
+) -> Config:
     """Read a config, check its keys, apply overrides (``K=V`` texts of ``--cfg-options`` or a mapping of dotted paths).
 
-    Raises ``ConfigError`` for a missing or broken file, an unknown key, or an override of a path that does not exist.
+    ``also`` finds further problems, which are reported in the same error. Raises ``ConfigError`` for a missing or
+    broken file, an unknown key, or an override of a path that does not exist.
     """
     path = config_path(name)
-    try:
-        config = _read(path)
-    except Exception as error:  # a config is the user's code: whatever it raises, say where
-        raise ConfigError(f"config {path} cannot be read: {type(error).__name__}: {error}") from error
+    config = _without_means(read_file(path))
     if config.get("work_dir") is None:
         config["work_dir"] = str(Path("work_dirs") / path.stem)
     given = dict(overrides) if isinstance(overrides, Mapping) else dict(map(parse_override, overrides))
+    errors: list[ConfigError] = []
     for dotted, value in given.items():
-        _apply(config, dotted, value)
-    check_keys(config)
+        try:
+            _apply(config, dotted, value)
+        except ConfigError as error:
+            errors.append(error)
+    errors += key_problems(config)
+    raise_any([*errors, *(also(config) if also else ())])
+    for key in [*config]:
+        if key not in SCHEMA and not key.startswith("_"):
+            config.pop(key)  # a helper variable: the file has read it
     return config
 
 
-def _read(path: Path) -> Config:
-    try:
-        config = Config.fromfile(str(path))
-    except RuntimeError as error:
-        if str(error):
-            raise
-        # mmengine takes a file with imports for one of its lazy style, where calling what is imported raises a bare
-        # RuntimeError; such a file is ordinary Python.
-        config = Config.fromfile(str(path), lazy_import=False)
-    # Names that a config imports or defines as functions are means, not settings.
+def _without_means(config: Config) -> Config:
+    """Without names that a config imports or defines as functions, which are means, not settings."""
     settings = config.to_dict()  # mmengine leaves out what a config of the lazy style imported
     for name in [*config]:
         if name not in settings or isinstance(settings[name], (type, FunctionType)):
             config.pop(name)
-    for section in (config.get("model") or {}, (config.get("optim_wrapper") or {}).get("optimizer") or {}):
-        kind = section.get("type")
+    for section in (config.get("model"), _inside(config.get("optim_wrapper"), "optimizer")):
+        kind = _inside(section, "type")
         if isinstance(kind, type):  # by name, as checkpoints and comparisons have it
             torchs = kind.__module__.startswith("torch.optim")
             section["type"] = kind.__name__ if torchs else registered_name(kind) or kind
     return config
+
+
+def _inside(section: Any, key: str) -> Any:
+    return section.get(key) if isinstance(section, Mapping) else None
 
 
 def parse_override(text: str) -> tuple[str, Any]:
@@ -168,7 +145,7 @@ def parse_override(text: str) -> tuple[str, Any]:
         return dotted.strip(), words[raw.lower()]
     try:
         return dotted.strip(), ast.literal_eval(raw)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, MemoryError, RecursionError):  # the last two: thousands of brackets
         return dotted.strip(), raw
 
 
@@ -180,10 +157,10 @@ def _apply(config: Any, dotted: str, value: Any) -> None:
     node: Any = config
     schema: Any = SCHEMA
     *parents, last = dotted.split(".")
-    if not parents and last in SETTINGS:
+    if not parents and last not in SCHEMA and (last in SETTINGS or (last in config and not last.startswith("_"))):
         raise ConfigError(
             f"override {dotted!r} would have no effect: the config read this helper while it was loaded",
-            remedy=f"override what {last!r} was used for, as in train_dataloader.batch_size or train_cfg.max_epochs",
+            remedy=hint(last, SCHEMA) or f"override the key that {last!r} was used for",
         )
     for key in parents:
         schema = schema.get(key) if isinstance(schema, Mapping) else None
@@ -199,7 +176,9 @@ def _apply(config: Any, dotted: str, value: Any) -> None:
     known = set(node) | set(schema if isinstance(schema, Mapping) else ())
     is_component = "type" in node  # its own arguments are checked when it is built
     if last not in known and not is_component:
-        raise ConfigError(f"override {dotted!r}: no key {last!r} there", remedy=nearest(last, known))
+        problem = f"override {dotted!r}: no key {last!r} there"
+        advice, section = hint(dotted, SCHEMA), ".".join(parents)
+        raise UnknownKey(last, section=section, valid=known if parents else SCHEMA, hint=advice, problem=problem)
     node[last] = value
 
 
@@ -220,47 +199,67 @@ def _list_index(node: list[Any], key: str, dotted: str) -> int:
 
 
 def check_keys(config: Mapping[str, Any]) -> None:
-    """Raise ``ConfigError`` naming every unknown key, or the first value of a wrong type.
+    """Raise ``ConfigError`` for what ``key_problems`` finds."""
+    raise_any(key_problems(config))
+
+
+def key_problems(config: Mapping[str, Any]) -> list[ConfigError]:
+    """An error for every unknown key and every value of a wrong type.
 
     A name that begins with an underscore is the user's own. A section may be None: all its keys are left out.
     """
-    unknown: dict[str, str] = {}
+    errors: list[ConfigError] = []
     for key, value in config.items():
-        if key.startswith("_") or key in SETTINGS:
-            continue
         if key in SCHEMA:
-            unknown |= _unknown_below(value, SCHEMA[key], key)
-        else:
-            guess = nearest(key, (*SCHEMA, *SETTINGS)) + " (a helper variable of your own may begin with '_')"
-            unknown[key] = MMENGINE.get(key, guess)
-    if unknown:
-        what = "unknown config key" + "s" * (len(unknown) > 1)
-        raise ConfigError(
-            f"{what} " + ", ".join(map(repr, unknown)),
-            remedy="; ".join(f"{key}: {said}" if len(unknown) > 1 else said for key, said in unknown.items()),
-        )
+            errors += _problems_below(value, SCHEMA[key], key)
+    others = [str(key) for key in config if key not in SCHEMA and not str(key).startswith("_")]
+    return errors + _top_problems(config, others)
 
 
-def _unknown_below(value: Any, schema: Any, where: str) -> dict[str, str]:
-    """Unknown keys in a section, and what to do about each."""
-    unknown: dict[str, str] = {}
+def _top_problems(config: Any, names: Sequence[str]) -> list[ConfigError]:
+    """Names at the top that are no section. In a Python file only those that nothing reads and that mean something."""
+    path = Path(getattr(config, "filename", None) or "")
+    if not names or path.suffix != ".py" or not path.is_file():
+        return [UnknownKey(name, section="", valid=SCHEMA, hint=hint(name, SCHEMA)) for name in names]
+    errors: list[ConfigError] = []
+    for name in sorted(unread_names(path) & {*names}, key=names.index):
+        meant = close(name, SCHEMA, cutoff=0.8)
+        if is_setting(name, SCHEMA):
+            problem = f"{name!r} at the top of the config has no effect: nothing reads it"
+            advice = hint(name, SCHEMA) or f"use it in the file, or delete {name!r}"
+            errors.append(UnknownKey(name, section="", valid=SCHEMA, hint=advice, problem=problem))
+        elif meant:
+            advice = f"did you mean '{meant}'? A helper variable of your own may begin with '_'"
+            errors.append(UnknownKey(name, section="", valid=SCHEMA, hint=advice))
+    return errors
+
+
+def _problems_below(value: Any, schema: Any, where: str) -> list[ConfigError]:
+    """The same for a section."""
     if not isinstance(schema, Mapping):
-        if not fits(value, schema):
-            raise ConfigError(f"{where} is {value!r}", allowed=described(schema))
-        return unknown
+        meant = backend_hint(value) if where == "backend" else None
+        remedy = f"write backend={backend_spec(meant)!r}" if meant else None
+        wrong = ConfigError(f"{where} is {value!r}", allowed=described(schema), remedy=remedy)
+        return [] if fits(value, schema) else [wrong]
     if not isinstance(value, Mapping | None):
-        raise ConfigError(f"{where} is {value!r}", allowed=f"dict({', '.join(f'{key}=' for key in schema)})")
+        return [ConfigError(f"{where} is {value!r}", allowed=f"dict({', '.join(f'{key}=' for key in schema)})")]
+    errors: list[ConfigError] = []
     for key, inner in (value or {}).items():
         path = f"{where}.{key}"
         if key in schema:
-            unknown |= _unknown_below(inner, schema[key], path)
+            errors += _problems_below(inner, schema[key], path)
         else:
-            unknown[path] = MMENGINE.get(path, nearest(key, schema))
-    return unknown
+            errors.append(UnknownKey(str(key), section=where, valid=schema, hint=hint(path, SCHEMA)))
+    return errors
+
+
+BACKEND_WORDS = "single, deepspeed[:zero1|zero2|zero3|...|FILE.json], fsdp[:FULL_SHARD|...]"
 
 
 def backend_spec(text: str) -> dict[str, str]:
     """``single`` | ``deepspeed[:zero1|...|FILE.json]`` | ``fsdp[:FULL_SHARD|...]`` -> the config's ``backend``."""
     kind, _, detail = text.partition(":")
+    if not detail and (meant := backend_hint(kind)):
+        raise ConfigError(f"--backend {text}", allowed=BACKEND_WORDS, remedy=f"did you mean --backend {meant}?")
     option = {"deepspeed": "config", "fsdp": "sharding_strategy"}.get(kind)
     return {"type": kind} | ({option: detail} if option and detail else {})

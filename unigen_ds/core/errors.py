@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class UnigenError(Exception):
@@ -48,8 +48,75 @@ class TrainingError(UnigenError, RuntimeError):
     """Training cannot go on: too many non-finite updates, or too many unreadable samples."""
 
 
+class UnknownKey(ConfigError):
+    """A key that its section does not have. ``several`` joins those of one section, so that its keys are listed once.
+
+    Args:
+        key: the key alone.
+        section: where it was found, as shown: ``optim_wrapper.clip_grad``; empty for the top of the config.
+        valid: the keys of that section.
+        hint: what to do about this key; None: the nearest valid one is suggested, if one is close.
+        problem: how an error with this key alone begins.
+    """
+
+    def __init__(
+        self, key: str, *, section: str, valid: Iterable[str], hint: str | None = None, problem: str | None = None
+    ) -> None:
+        self.key, self.section = key, section
+        self.valid = tuple(sorted(map(str, valid)))
+        self.hint = hint or suggestion(key, self.valid)
+        self.path = f"{section}.{key}" if section else key
+        super().__init__(problem or f"unknown config key {self.path!r}", remedy=self.hint or valid_names(self.valid))
+
+
+_MOST = 20
+
+
+def several(errors: Sequence[ConfigError]) -> ConfigError:
+    """One error for all of ``errors``: a line for each, unknown keys without a suggestion together by section."""
+    if len(errors) == 1:
+        return errors[0]
+    lines: list[str] = []
+    unexplained: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for error in errors:
+        if not isinstance(error, UnknownKey):
+            lines.append(str(error))
+        elif error.hint is not None:
+            lines.append(f"{error.path}: {error.hint}")
+        else:
+            unexplained.setdefault((error.section, error.valid), []).append(error.key)
+    for (section, valid), keys in unexplained.items():
+        lines.append(f"{section or 'the config'} has no key {', '.join(map(repr, keys))}; {valid_names(valid)}")
+    shown = [*lines[:_MOST], *([f"and {len(lines) - _MOST} more"] if len(lines) > _MOST else [])]
+    return ConfigError(f"{len(errors)} problems in the config:\n  " + "\n  ".join(shown))
+
+
+def raise_any(errors: Sequence[ConfigError]) -> None:
+    """Raise ``several(errors)`` where there are any."""
+    if errors:
+        raise several(errors) from errors[0].__cause__
+
+
+def close(given: str, valid: Iterable[str], *, cutoff: float = 0.7) -> str | None:
+    """The one of ``valid`` that ``given`` is probably meant to be, whatever the case of its letters."""
+    names = {name.lower(): name for name in sorted(map(str, valid), reverse=True)}
+    found = difflib.get_close_matches(str(given).lower(), names, n=1, cutoff=cutoff)
+    return names[found[0]] if found else None
+
+
+def suggestion(given: str, valid: Iterable[str]) -> str | None:
+    """``"did you mean 'x'?"`` where a valid name is close; for an error that lists what is allowed."""
+    near = close(given, valid)
+    return f"did you mean '{near}'?" if near else None
+
+
+def valid_names(valid: Iterable[str]) -> str:
+    """``valid: a, b``, or that there is none."""
+    names = sorted(map(str, valid))
+    return "valid: " + ", ".join(names) if names else "there is none"
+
+
 def nearest(given: str, valid: Iterable[str]) -> str:
-    """Return ``"did you mean 'x'?"`` for the closest valid key, or the sorted list of keys when none is close."""
-    names = sorted(str(name) for name in valid)
-    close = difflib.get_close_matches(given, names, n=1, cutoff=0.5)
-    return f"did you mean '{close[0]}'?" if close else "valid: " + ", ".join(names)
+    """Return ``"did you mean 'x'?"`` for a valid name that is close, or the sorted list of names when none is."""
+    names = sorted(map(str, valid))
+    return suggestion(given, names) or valid_names(names)

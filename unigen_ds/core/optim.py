@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from unigen_ds.core.errors import ConfigError, nearest
+from unigen_ds.core.errors import ConfigError, suggestion
 from unigen_ds.core.registry import check_arguments
 
 COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -45,7 +45,7 @@ class OptimizerConfig:
             raise ConfigError(
                 f"precision is {self.precision!r}",
                 allowed=", ".join(PRECISIONS),
-                remedy=nearest(str(self.precision), PRECISIONS),
+                remedy=suggestion(str(self.precision), PRECISIONS),
             )
         number = isinstance(self.max_norm, (int, float)) and not isinstance(self.max_norm, bool)
         if self.max_norm is not None and not (number and self.max_norm > 0):
@@ -60,10 +60,10 @@ OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = {
 
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
-    """The class of a name in ``OPTIMIZERS``. Raises ``ConfigError`` naming the nearest."""
+    """The class of a name in ``OPTIMIZERS``. Raises ``ConfigError`` naming the suggestion."""
     if not isinstance(name, str) or name not in OPTIMIZERS:
         raise ConfigError(
-            f"optimizer.type is {name!r}", allowed=", ".join(OPTIMIZERS), remedy=nearest(str(name), OPTIMIZERS)
+            f"optimizer.type is {name!r}", allowed=", ".join(OPTIMIZERS), remedy=suggestion(str(name), OPTIMIZERS)
         )
     return OPTIMIZERS[name]
 

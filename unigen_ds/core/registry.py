@@ -8,7 +8,8 @@ from typing import Any
 
 from mmengine.registry import Registry
 
-from unigen_ds.core.errors import ConfigError, nearest
+from unigen_ds.core.config_hints import ANYWHERE, backend_hint
+from unigen_ds.core.errors import ConfigError, UnknownKey, nearest, raise_any
 from unigen_ds.core.hints import argument_hints, described, fits
 from unigen_ds.core.log import logger
 
@@ -25,6 +26,20 @@ BACKENDS = Registry("unigen_backend")
 REGISTRIES = (
     MODELS, AUTOENCODERS, TOKENIZERS, DATASETS, PACKERS, TRANSFORMS, CURVES, HOOKS, WRITERS, BACKENDS,
 )  # fmt: skip
+_TRANSFORMERS_TOKENIZER = "dict(type='PretrainedTokenizer', path='DIR'), or ChatTokenizer for a VLM"
+_INTERFACES: dict[Registry, tuple[tuple[str, ...], str]] = {
+    MODELS: (("forward",), "a torch.nn.Module that returns LossTerms, or dict(type='DecoderLM', pretrained='DIR')"),
+    AUTOENCODERS: (("encode", "decode"), "a torch.nn.Module with encode(images, noise) and decode(latents)"),
+    TOKENIZERS: (("encode", "decode"), _TRANSFORMERS_TOKENIZER),
+    DATASETS: (("lengths", "sample"), "a class with lengths() and sample(index); dict(type='DatasetAdapter', "
+                                      "dataset=dict(type=...)) wraps a map-style data set"),
+    PACKERS: (("plan",), "a class with plan(lengths, tiles, seq_length, key)"),
+    CURVES: (("place", "evaluate"), "a subclass of unigen_ds.schedule.curves.Curve"),
+    HOOKS: (("after_update", "load_shards"), "a subclass of unigen_ds.hooks.base.Hook"),
+    WRITERS: (("open", "write", "close"), "a class with open, write and close, as in unigen_ds/hooks/writers.py"),
+    BACKENDS: (("prepare", "load_tensors"), "a subclass of unigen_ds.backends.base.Backend"),
+}  # fmt: skip
+"""Methods that a class of each kind has, looked up before anything of it is called, and what to write instead."""
 FOREIGN = ("mmengine", "xtuner")
 """Packages for whose classes ours of the same name stand: configs of theirs import them."""
 
@@ -46,45 +61,95 @@ def _last(kind: Any) -> str:
     return kind.rpartition(".")[2] if isinstance(kind, str) else getattr(kind, "__name__", "")
 
 
-def resolve(registry: Registry, spec: Mapping[str, Any], *, where: str) -> tuple[type, dict[str, Any]]:
-    """The class and the arguments of ``dict(type=..., **arguments)``.
+def find(registry: Registry, spec: Mapping[str, Any], *, where: str) -> type:
+    """The class that ``dict(type=..., **arguments)`` names, which is looked at and not called.
 
     ``type`` is a registered name or a class. ``where`` is the config path shown in errors.
-    Raises ``ConfigError`` for an unknown type, a missing type or an unknown argument, naming the nearest valid one.
+    Raises ``ConfigError`` for an unknown type, a missing type, or a class of another kind.
     """
     if not isinstance(spec, Mapping) or "type" not in spec:
         raise ConfigError(f"{where} is {spec!r}", allowed="dict(type='...', ...)")
-    arguments = {key: value for key, value in spec.items() if key != "type"}
     kind = spec["type"]
     cls = counterpart(registry, kind)
-    if cls is not None:
-        logger().info("%s: %s stands for the class of that name here", where, kind)
-    elif isinstance(kind, str):
+    if cls is None and isinstance(kind, str):
         cls = registry.module_dict.get(kind)
         if cls is None:
-            raise ConfigError(f"{where}.type is {kind!r}", remedy=nearest(kind, registry.module_dict))
-    elif callable(kind):
-        cls = kind
-    else:
-        raise ConfigError(f"{where}.type is {kind!r}", allowed="a registered name or a class")
+            meant = backend_hint(kind) if registry is BACKENDS else None
+            remedy = f"did you mean --backend {meant}?" if meant else nearest(kind, registry.module_dict)
+            raise ConfigError(f"{where}.type is {kind!r}", remedy=_of_mmengine(registry, kind) or remedy)
+    methods, instead = _INTERFACES.get(registry, ((), "a registered name or a class"))
+    cls = cls or kind
+    if not isinstance(cls, type):
+        what = f"the function {_path(cls)}, which is not called" if callable(cls) else repr(cls)
+        raise ConfigError(f"{where}.type is {what}", allowed="a registered name or a class", remedy=f"write {instead}")
+    missing = [name for name in methods if not hasattr(cls, name)]
+    if missing:
+        remedy = _of_mmengine(registry, cls) or f"write {instead}"
+        raise ConfigError(f"{where}.type is {_path(cls)}, which has no {', '.join(missing)}", remedy=remedy)
+    return cls
+
+
+def _path(kind: Any) -> str:
+    return f"{getattr(kind, '__module__', '?')}.{getattr(kind, '__qualname__', kind)}"
+
+
+def _of_mmengine(registry: Registry, kind: Any) -> str | None:
+    """What to do about a hook that is written for mmengine's Runner, or a name of one of its own."""
+    if registry is not HOOKS:
+        return None
+    bases = [_path(base) for base in kind.__mro__] if isinstance(kind, type) else [kind]
+    if any(base.split(".")[0] in FOREIGN and base.endswith("Hook") for base in bases):
+        return (
+            "it is written for mmengine's Runner; derive it from unigen_ds.hooks.base.Hook instead"
+            " (its docstring shows the life cycle), or delete it: docs/configs.md lists the hooks that there are"
+        )
+    return None
+
+
+def resolve(registry: Registry, spec: Mapping[str, Any], *, where: str) -> tuple[type, dict[str, Any]]:
+    """The class and the arguments of ``dict(type=..., **arguments)``.
+
+    Raises ``ConfigError`` as ``find`` does, and for arguments that are unknown or of a wrong type, all of them at once.
+    """
+    cls = find(registry, spec, where=where)
+    if counterpart(registry, spec["type"]) is not None:
+        logger().info("%s: %s stands for the class of that name here", where, spec["type"])
+    arguments = {key: value for key, value in spec.items() if key != "type"}
     check_arguments(cls, arguments, where=where)
     return cls, arguments
 
 
+def component_problems(registry: Registry, spec: Mapping[str, Any], *, where: str) -> list[ConfigError]:
+    """What is wrong with a component, without calling anything of it."""
+    try:
+        cls = find(registry, spec, where=where)
+    except ConfigError as error:
+        return [error]
+    return argument_problems(cls, {key: value for key, value in spec.items() if key != "type"}, where=where)
+
+
 def check_arguments(cls: Any, arguments: Mapping[str, Any], *, where: str) -> None:
-    """Raise ``ConfigError`` for an argument that ``cls`` does not have, or of another type than its hint says.
+    """Raise ``ConfigError`` for what ``argument_problems`` finds."""
+    raise_any(argument_problems(cls, arguments, where=where))
+
+
+def argument_problems(cls: Any, arguments: Mapping[str, Any], *, where: str) -> list[ConfigError]:
+    """An error for each argument that ``cls`` does not have, or that is of another type than its hint says.
 
     Classes that take ``**kwargs`` accept all.
     """
     parameters = inspect.signature(cls).parameters
+    errors: list[ConfigError] = []
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         for key in arguments:
             if key not in parameters:
-                raise ConfigError(f"{where} has no key {key!r} ({cls.__name__})", remedy=nearest(key, parameters))
+                problem = f"{where} has no key {key!r} ({cls.__name__})"
+                errors.append(UnknownKey(key, section=where, valid=parameters, hint=ANYWHERE.get(key), problem=problem))
     hints = argument_hints(cls)
     for key, value in arguments.items():
         if key in hints and key in parameters and not fits(value, hints[key]) and value is not parameters[key].default:
-            raise ConfigError(f"{where}.{key} is {value!r}", allowed=described(hints[key]))
+            errors.append(ConfigError(f"{where}.{key} is {value!r}", allowed=described(hints[key])))
+    return errors
 
 
 def build(registry: Registry, spec: Mapping[str, Any], *, where: str, **extra: Any) -> Any:

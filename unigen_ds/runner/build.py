@@ -53,7 +53,7 @@ from unigen_ds.resume.geometry import check_choice, lr_factor
 from unigen_ds.schedule.schedule import Schedules
 
 _PROCESSORS = {"UnifiedProcessor": UnifiedProcessor, "VLMProcessor": VLMProcessor}
-_DEFAULT_HOOKS: dict[str, type[Hook]] = {
+DEFAULT_HOOKS: dict[str, type[Hook]] = {
     "timer": IterTimerHook,
     "nan_guard": NanGuardHook,
     "signals": SignalHook,
@@ -251,7 +251,7 @@ def build_hooks(config: Mapping[str, Any]) -> list[Hook]:
     """
     given = config.get("default_hooks") or {}
     hooks: list[Hook] = []
-    for name, default in _DEFAULT_HOOKS.items():
+    for name, default in DEFAULT_HOOKS.items():
         spec = given.get(name, {})
         if spec is None and name != "logger":  # which keeps metrics.jsonl: every run has one
             continue

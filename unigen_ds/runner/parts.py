@@ -20,8 +20,8 @@ from unigen_ds.backends.base import Backend
 from unigen_ds.backends.memory import on_meta
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core import dist, log
-from unigen_ds.core.config import check_keys
-from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.config import key_problems
+from unigen_ds.core.errors import ConfigError, raise_any
 from unigen_ds.core.progress import Duration, Geometry, Ruler
 from unigen_ds.core.registry import BACKENDS, build, registered_name
 from unigen_ds.core.seeding import seed_everything
@@ -30,6 +30,7 @@ from unigen_ds.data.processor import UnifiedProcessor
 from unigen_ds.data.stream import Cursor
 from unigen_ds.hooks.base import Hook
 from unigen_ds.resume.plan import ResumePlan
+from unigen_ds.runner import components
 from unigen_ds.runner.build import (
     build_geometry,
     build_groups,
@@ -39,15 +40,12 @@ from unigen_ds.runner.build import (
     build_model,
     build_optimizer_config,
     build_schedules,
-    import_custom,
     named_parameters,
     parameter_table,
     seed_of,
 )
 from unigen_ds.runner.start import Start, build_start, check_resume, open_run, plain_values, report
 from unigen_ds.schedule.schedule import Schedules
-
-_REQUIRED = ("model", "tokenizer", "train_dataloader", "optim_wrapper", "train_cfg")
 
 
 @dataclass(frozen=True)
@@ -140,11 +138,7 @@ def build_parts(config: Config, *, max_updates: int | None = None) -> Parts:
 
 def build_engine(config: Mapping[str, Any]) -> tuple[Backend, Geometry]:
     """The engine, not yet prepared, and the geometry: refused here where they cannot work. Joins no process group."""
-    check_keys(config)
-    missing = [key for key in _REQUIRED if config.get(key) is None]
-    if missing:
-        raise ConfigError(f"the config has no {', '.join(missing)}", remedy="see docs/configs.md for the shape")
-    import_custom(config)
+    raise_any([*key_problems(config), *components.problems(config)])
     backend: Backend = build(BACKENDS, config.get("backend") or {"type": "single"}, where="backend")
     geometry = build_geometry(config, backend)
     backend.check(geometry=geometry, optimizer_cfg=build_optimizer_config(config))

@@ -1,0 +1,170 @@
+"""A config file -> mmengine's ``Config``, and the names at the top of its files that nothing reads.
+
+YAML is read by a safe loader (mmengine's own would run ``!!python/object/apply``), also where another file has it as
+its base. A Python file is the user's code and is executed; which of its names are read is taken from its syntax tree.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from mmengine.config import Config
+from mmengine.fileio.handlers import YamlHandler, file_handlers
+
+from unigen_ds.core.encoding import encoding_problem
+from unigen_ds.core.errors import ConfigError
+
+_BASE = "_base_"
+_PLACEHOLDER = re.compile(r"\{\{\s*_base_\.(\w+)")
+_ALL_NAMES = {"globals", "locals", "vars", "eval", "exec"}
+"""A file that calls one of these may read any of its names."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Plain values, and tuples, which mmengine writes with a tag of Python's."""
+
+
+def _tuple(loader: yaml.SafeLoader, node: Any) -> tuple[Any, ...]:
+    return tuple(loader.construct_sequence(node, deep=True))
+
+
+_Loader.add_constructor("tag:yaml.org,2002:python/tuple", _tuple)
+
+
+class _SafeYaml(YamlHandler):
+    def load_from_fileobj(self, file: Any, **kwargs: Any) -> Any:
+        return yaml.load(file, Loader=_Loader)
+
+
+@contextmanager
+def _safe_yaml() -> Iterator[None]:
+    """Inside, mmengine reads YAML by the safe loader."""
+    kept = {name: file_handlers[name] for name in ("yaml", "yml")}
+    file_handlers.update(dict.fromkeys(kept, _SafeYaml()))
+    try:
+        yield
+    finally:
+        file_handlers.update(kept)
+
+
+def read_file(path: Path) -> Config:
+    """The file with its bases. Raises ``ConfigError`` that names it, whatever its code raises."""
+    try:
+        if problem := encoding_problem(path):
+            raise ConfigError(f"config {path} {problem[0]}", remedy=problem[1])
+        with _safe_yaml():
+            return _from_file(path)
+    except yaml.constructor.ConstructorError as error:
+        raise ConfigError(
+            f"config {path} cannot be read: {error.problem}",
+            remedy="YAML holds plain values: no tag may name Python code",
+        ) from error
+    except ConfigError:
+        raise
+    except Exception as error:  # a config is the user's code: whatever it raises, name the file
+        raise ConfigError(f"config {path} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _from_file(path: Path) -> Config:
+    try:
+        return Config.fromfile(str(path))
+    except RuntimeError as error:
+        if str(error):
+            raise
+        # mmengine takes a file with imports for one of its lazy style, where calling what is imported raises a bare
+        # RuntimeError; such a file is ordinary Python.
+        return Config.fromfile(str(path), lazy_import=False)
+
+
+@dataclass(frozen=True)
+class _Names:
+    """What one Python file says of names."""
+
+    bound: set[str]
+    read: set[str]
+    read_of_bases: set[str]
+    bases: list[Path]
+
+
+def unread_names(path: Path, *, read_above: frozenset[str] = frozenset()) -> set[str]:
+    """Names that a config file or one of its bases gives at its top and nothing reads.
+
+    A name of a base counts as read where a file above it has ``_base_.name``. In YAML and JSON nothing can read a name.
+
+    Args:
+        path: the file.
+        read_above: names that files above read of this one.
+    """
+    if path.suffix != ".py":
+        with _safe_yaml():
+            return {*_from_file(path)} - read_above
+    names = _names(path)
+    found = names.bound - names.read - read_above
+    for base in names.bases:
+        found |= unread_names(base, read_above=read_above | names.read_of_bases)
+    return found
+
+
+def _names(path: Path) -> _Names:
+    text = path.read_text(encoding="utf-8")
+    tree = ast.parse(text)
+    read = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    bound = set() if read & _ALL_NAMES else _bound(tree.body)
+    of_bases = set(_PLACEHOLDER.findall(text)) | {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == _BASE
+    }
+    bases: list[Path] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == _BASE:
+            bases += _paths(node.value, path.parent)
+        elif isinstance(node, ast.With):  # mmengine's lazy style: names of the base are names of this file
+            of_bases |= read
+            bases += [_module(inner, path.parent) for inner in node.body if isinstance(inner, ast.ImportFrom)]
+    return _Names(bound - {_BASE}, read, of_bases, [base for base in bases if base.is_file()])
+
+
+def _bound(statements: list[ast.stmt]) -> set[str]:
+    """Names that statements at the top of a file assign to and do not delete again."""
+    stored: set[str] = set()
+    deleted: set[str] = set()
+
+    def look(node: ast.AST) -> None:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
+            return
+        if isinstance(node, (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)):
+            return
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            stored.add(node.id)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Del):
+            deleted.add(node.id)
+        for inner in ast.iter_child_nodes(node):
+            look(inner)
+
+    for statement in statements:
+        look(statement)
+    return stored - deleted
+
+
+def _paths(value: ast.expr, folder: Path) -> list[Path]:
+    """The files that ``_base_ = ...`` names, as far as they are plain texts."""
+    try:
+        given = ast.literal_eval(value)
+    except ValueError:
+        return []
+    return [folder / Path(name).expanduser() for name in ([given] if isinstance(given, str) else given)]
+
+
+def _module(node: ast.ImportFrom, folder: Path) -> Path:
+    """The file of ``from .module import *`` inside ``with read_base()``."""
+    for _ in range(node.level - 1):
+        folder = folder.parent
+    return folder / ((node.module or "").replace(".", "/") + ".py") if node.level else Path()

@@ -1,0 +1,133 @@
+"""What to do about names that other trainers have and this one has not, or has at another place.
+
+In: an unknown key of a config with its path. Out: one sentence for the error, or None. Only tables; nothing is read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+SETTINGS = (
+    "batch_size", "accumulative_counts", "max_epochs", "max_iters", "max_updates", "max_tokens", "save_steps",
+    "save_total_limit", "lr", "betas", "weight_decay", "max_norm", "warmup_ratio", "seq_length", "max_length",
+    "dataloader_num_workers", "data_path", "precision", "optim_type", "log_every",
+)  # fmt: skip
+"""Names that xtuner's configs give their helper variables. At the top of a file they have an effect only where the file
+itself reads them."""
+
+MMENGINE: dict[str, str] = {
+    "strategy": "backend=dict(type='deepspeed', config='zero2')",
+    "env_cfg": "delete it; env.dist_timeout_s, env.num_threads and launcher are what there is of it",
+    "default_scope": "delete it, there is one registry for each kind of thing",
+    "log_level": "delete it, default_hooks.logger.interval sets how often a line is written",
+    "log_processor": "delete it, default_hooks.logger.interval sets how often a line is written",
+    "auto_scale_lr": "delete it, on_batch_change='linear' or 'sqrt' scales the learning rate",
+    "optim_wrapper.type": "delete it, optim_wrapper.precision is 'fp32', 'bf16' or 'fp16'",
+    "optim_wrapper.dtype": "optim_wrapper.precision='bf16' or 'fp16'",
+    "optim_wrapper.loss_scale": "delete it, that of fp16 is dynamic",
+    "optim_wrapper.clip_grad.error_if_nonfinite": "delete it, NanGuardHook skips and counts such updates",
+    "optim_wrapper.clip_grad.norm_type": "delete it, the norm is the L2 norm of all gradients",
+    "train_cfg.type": "delete it, there is one loop",
+    "train_cfg.by_epoch": "delete it, max_epochs or max_iters decides it",
+    "train_dataloader.sampler": "delete it, the order follows from randomness.seed alone",
+    "train_dataloader.shuffle": "delete it, the order follows from randomness.seed alone",
+    "train_dataloader.collate_fn": "delete it, the model's processor does it",
+    "train_dataloader.persistent_workers": "delete it, workers live as long as the run",
+    "default_hooks.param_scheduler": "delete it, param_scheduler acts by itself",
+    "default_hooks.sampler_seed": "delete it, the order follows from randomness.seed alone",
+    "default_hooks.runtime_info": "delete it, the logger sees everything",
+    "randomness.deterministic": "delete it, a run is deterministic as far as its kernels are",
+    "randomness.diff_rank_seed": "delete it, every sample has a seed of its own",
+}
+"""Keys of mmengine and xtuner configs that are not keys here, and what to do about them."""
+
+_NO_VALIDATION = "delete it, there is no validation loop yet"
+ANYWHERE: dict[str, str] = {
+    "world_size": "delete it, the launcher sets the number of processes: torchrun --nproc_per_node N",
+    "runner_type": "delete it, one Runner trains every config, by epochs and by iterations: see train_cfg",
+    "custom_keys": "custom_keys=dict(NAME=dict(lr_mult=0.1)) is groups=[dict(pattern='NAME', lr_mult=0.1)] here",
+    "val_interval": _NO_VALIDATION,
+    "val_begin": _NO_VALIDATION,
+    "val_cfg": _NO_VALIDATION,
+    "val_evaluator": _NO_VALIDATION,
+    "test_cfg": _NO_VALIDATION,
+    "test_dataloader": _NO_VALIDATION,
+    "test_evaluator": _NO_VALIDATION,
+    "max_steps": "train_cfg.max_updates counts optimizer steps, train_cfg.max_iters forward and backward passes",
+}
+"""The same at any place of a config."""
+
+ALIASES: dict[str, str] = {
+    "lr": "optim_wrapper.optimizer.lr",
+    "learning_rate": "optim_wrapper.optimizer.lr",
+    "betas": "optim_wrapper.optimizer.betas",
+    "weight_decay": "optim_wrapper.optimizer.weight_decay",
+    "optim_type": "optim_wrapper.optimizer.type",
+    "gradient_accumulation_steps": "optim_wrapper.accumulative_counts",
+    "max_grad_norm": "optim_wrapper.clip_grad.max_norm",
+    "per_device_train_batch_size": "train_dataloader.batch_size",
+    "train_batch_size": "train_dataloader.batch_size",
+    "max_length": "train_dataloader.seq_length",
+    "max_sequence_length": "train_dataloader.seq_length",
+    "dataloader_num_workers": "train_dataloader.num_workers",
+    "data_path": "train_dataloader.dataset.data_path",
+    "train_data_path": "train_dataloader.dataset.data_path",
+    "num_epochs": "train_cfg.max_epochs",
+    "num_train_epochs": "train_cfg.max_epochs",
+    "total_steps": "train_cfg.max_updates",
+    "warmup_ratio": "param_scheduler",
+    "warmup_steps": "param_scheduler",
+    "save_steps": "default_hooks.checkpoint.interval",
+    "save_every": "default_hooks.checkpoint.interval",
+    "save_total_limit": "default_hooks.checkpoint.max_keep_ckpts",
+    "log_every": "default_hooks.logger.interval",
+    "logging_steps": "default_hooks.logger.interval",
+    "text_loss_weight": "loss_weights.text",
+    "image_loss_weight": "loss_weights.image",
+    "output_dir": "work_dir",
+    "resume_from": "resume='CKPT'",
+    "resume_from_checkpoint": "resume='CKPT'",
+}
+"""Names by which other trainers call a setting, and where it is here."""
+
+_SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")
+_ENGINES = {"ddp": "fsdp:NO_SHARD", "fsdp2": "fsdp:FULL_SHARD", "fsdp1": "fsdp:FULL_SHARD", "zero": "deepspeed:zero2"}
+
+
+def backend_hint(given: Any) -> str | None:
+    """The ``--backend`` that ``zero2`` or ``full_shard`` is meant to be; None where it may be a user's own."""
+    text = given.strip().lower() if isinstance(given, str) else ""
+    if re.fullmatch(r"zero_?-?[123](_offload)?", text):
+        return "deepspeed:" + re.sub(r"zero_?-?", "zero", text)
+    if text.upper() in _SHARDING:
+        return f"fsdp:{text.upper()}"
+    return _ENGINES.get(text)
+
+
+def places(schema: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(last name, whole path) of every key of a schema below its top."""
+    for key, inner in schema.items():
+        if key == "val_dataloader":
+            continue
+        if prefix:
+            yield key, f"{prefix}.{key}"
+        if isinstance(inner, Mapping):
+            yield from places(inner, f"{prefix}.{key}" if prefix else key)
+
+
+def hint(path: str, schema: Mapping[str, Any]) -> str | None:
+    """What to do about an unknown key: another trainer's name, or a key that belongs to another section."""
+    name = path.rpartition(".")[2]
+    known = MMENGINE.get(path) or ANYWHERE.get(name)
+    if known is not None:
+        return known
+    where = dict(reversed([*places(schema)])) | ALIASES
+    place = where.get(name)
+    return f"write {place}" if place and place != path else None
+
+
+def is_setting(name: str, schema: Mapping[str, Any]) -> bool:
+    """Whether a name at the top of a file is a setting of a section, or what another trainer calls one."""
+    return name in SETTINGS or hint(name, schema) is not None

@@ -1,0 +1,105 @@
+"""Every component of a config against its registry: all that is wrong, before anything of any of them is called.
+
+In: a config. Out: errors, for one message. A component inside the arguments of another is checked by that other, except
+for the autoencoder of a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mmengine.registry import Registry
+
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.registry import (
+    AUTOENCODERS,
+    BACKENDS,
+    CURVES,
+    DATASETS,
+    HOOKS,
+    MODELS,
+    PACKERS,
+    TOKENIZERS,
+    TRANSFORMS,
+    WRITERS,
+    component_problems,
+    find,
+)
+from unigen_ds.runner.build import DEFAULT_HOOKS, import_custom
+
+REQUIRED = ("model", "tokenizer", "train_dataloader", "optim_wrapper", "train_cfg")
+
+Found = tuple[Registry, Any, str]
+
+
+def problems(config: Mapping[str, Any]) -> list[ConfigError]:
+    """An error for each section that is missing, and for everything that is wrong with a component."""
+    missing = [key for key in REQUIRED if config.get(key) is None]
+    errors: list[ConfigError] = []
+    if missing:
+        errors.append(
+            ConfigError(f"the config has no {', '.join(missing)}", remedy="see docs/configs.md for the shape")
+        )
+    try:
+        import_custom(config)
+    except ConfigError as error:
+        return [*errors, error]
+    for registry, spec, where in _components(config):
+        errors += component_problems(registry, spec, where=where)
+    return errors or _misfit(config)
+
+
+def _misfit(config: Mapping[str, Any]) -> list[ConfigError]:
+    """What the engine asks of a model that this one does not have."""
+    spec = config.get("backend") or {"type": "single"}
+    engine, model = find(BACKENDS, spec, where="backend"), find(MODELS, config["model"], where="model")
+    return [
+        ConfigError(
+            f"model.type is {model.__name__}, which has no {method}(), and backend {spec['type']!r} needs it",
+            remedy=advice,
+        )
+        for method, advice in getattr(engine, "model_needs", {}).items()
+        if not hasattr(model, method)
+    ]
+
+
+def _components(config: Mapping[str, Any]) -> Iterator[Found]:
+    """Every component, its registry, and where it is. What is no mapping is an error of the section's."""
+    model = config.get("model")
+    yield from _one(MODELS, model, "model")
+    yield from _one(AUTOENCODERS, _get(model, "vae"), "model.vae", typed=True)
+    yield from _one(TOKENIZERS, config.get("tokenizer"), "tokenizer")
+    yield from _one(BACKENDS, config.get("backend"), "backend")
+    processor, loader = config.get("processor"), config.get("train_dataloader")
+    for key in ("vit_transform", "vae_transform"):
+        yield from _one(TRANSFORMS, _get(processor, key), f"processor.{key}")
+    yield from _many(TRANSFORMS, _get(processor, "vit_augment"), "processor.vit_augment")
+    yield from _one(PACKERS, _get(loader, "packing"), "train_dataloader.packing")
+    datasets = _get(loader, "dataset")
+    if isinstance(datasets, Mapping):
+        datasets = [datasets]
+    yield from _many(DATASETS, datasets, "train_dataloader.dataset")
+    curves = config.get("param_scheduler")
+    for registry, spec, where in _many(CURVES, [curves] if isinstance(curves, Mapping) else curves, "param_scheduler"):
+        if not isinstance(_get(spec, "type"), type):  # a class of any package stands for the curve of its name
+            yield registry, spec, where
+    for name, default in DEFAULT_HOOKS.items():
+        if isinstance(spec := _get(config.get("default_hooks"), name), Mapping):
+            yield HOOKS, {"type": default, **spec}, f"default_hooks.{name}"
+    yield from _many(HOOKS, config.get("custom_hooks"), "custom_hooks")
+    yield from _many(WRITERS, _get(config.get("visualizer"), "vis_backends"), "visualizer.vis_backends")
+
+
+def _get(section: Any, key: str) -> Any:
+    return section.get(key) if isinstance(section, Mapping) else None
+
+
+def _one(registry: Registry, spec: Any, where: str, *, typed: bool = False) -> Iterator[Found]:
+    if isinstance(spec, Mapping) and not (typed and "type" not in spec):
+        yield registry, spec, where
+
+
+def _many(registry: Registry, specs: Any, where: str) -> Iterator[Found]:
+    if isinstance(specs, (list, tuple)):
+        yield from ((registry, spec, f"{where}[{number}]") for number, spec in enumerate(specs))
