@@ -49,16 +49,17 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     from unigen_ds.core.config import backend_spec, load_config, parse_override  # after the command line: see train.py
     from unigen_ds.resume import report
+    from unigen_ds.runner.components import problems
     from unigen_ds.runner.inspect import inspect_resume, write_config
 
-    overrides = dict(map(parse_override, arguments.cfg_options))
     try:
+        overrides = dict(map(parse_override, arguments.cfg_options))
         for key in ("work_dir", "assume", "on_batch_change", "on_data_change"):
             if getattr(arguments, key) is not None:
                 overrides[key] = getattr(arguments, key)
-        config = load_config(arguments.config, overrides)
         if arguments.backend is not None:
-            overrides["backend"] = config["backend"] = backend_spec(arguments.backend)
+            overrides["backend"] = backend_spec(arguments.backend)
+        config = load_config(arguments.config, overrides, also=problems)
         if arguments.checkpoint is not None:
             config["resume"] = arguments.checkpoint
         found = inspect_resume(config, world_size=arguments.world_size, verify=arguments.verify)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import Any
 
 if not __package__:
     import _path  # noqa: F401 - a script runs from a checkout without installation
@@ -51,25 +52,17 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     from unigen_ds.core import dist  # after the command line: --help and a wrong argument do not wait for torch
-    from unigen_ds.core.config import backend_spec, load_config, parse_override
+    from unigen_ds.core.config import load_config
     from unigen_ds.runner import train_config
+    from unigen_ds.runner.components import problems
     from unigen_ds.runner.inspect import advice, is_out_of_memory
 
-    overrides = dict(map(parse_override, arguments.cfg_options))
-    if arguments.resume not in (None, AUTO):  # this checkpoint, whatever the config began with
-        overrides |= {"resume": arguments.resume, "load_from": None, "load_cfg": None}
-    given = {"work_dir": arguments.work_dir, "load_from": arguments.load_from, "launcher": arguments.launcher,
-             "on_batch_change": arguments.on_batch_change, "on_data_change": arguments.on_data_change,
-             "assume": arguments.assume}  # fmt: skip
-    overrides |= {key: value for key, value in given.items() if value is not None}
     try:
-        config = load_config(arguments.config, overrides)
+        config = load_config(arguments.config, overrides_of(arguments), also=problems)
         if arguments.resume == AUTO:
             config["resume"] = config.get("resume") or AUTO
         if arguments.seed is not None:
             config["randomness"] = {"seed": arguments.seed}
-        if arguments.backend is not None:
-            config["backend"] = backend_spec(arguments.backend)
         stopped = train_config(config, max_updates=arguments.max_updates)
     except Exception as error:
         if is_out_of_memory(error):
@@ -84,6 +77,20 @@ def main(argv: list[str] | None = None) -> int:
     if argv is None:  # as a command
         dist.leave(status)
     return status
+
+
+def overrides_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the command line changes of the config: ``--cfg-options``, then the options with a name of their own."""
+    from unigen_ds.core.config import backend_spec, parse_override
+
+    overrides = dict(map(parse_override, arguments.cfg_options))
+    if arguments.resume not in (None, AUTO):  # this checkpoint, whatever the config began with
+        overrides |= {"resume": arguments.resume, "load_from": None, "load_cfg": None}
+    if arguments.backend is not None:
+        overrides["backend"] = backend_spec(arguments.backend)
+    named = ("work_dir", "load_from", "launcher", "on_batch_change", "on_data_change", "assume")
+    given = {key: getattr(arguments, key) for key in named}
+    return overrides | {key: value for key, value in given.items() if value is not None}
 
 
 if __name__ == "__main__":

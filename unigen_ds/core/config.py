@@ -225,8 +225,8 @@ def _top_problems(config: Any, names: Sequence[str]) -> list[ConfigError]:
     for name in sorted(unread_names(path) & {*names}, key=names.index):
         meant = close(name, SCHEMA, cutoff=0.8)
         if is_setting(name, SCHEMA):
-            problem = f"{name!r} at the top of the config has no effect: nothing reads it"
-            advice = hint(name, SCHEMA) or f"use it in the file, or delete {name!r}"
+            problem = f"{name!r} at the top of the config has no effect"
+            advice = "nothing reads it there; " + (hint(name, SCHEMA) or "use it in the file, or delete it")
             errors.append(UnknownKey(name, section="", valid=SCHEMA, hint=advice, problem=problem))
         elif meant:
             advice = f"did you mean '{meant}'? A helper variable of your own may begin with '_'"

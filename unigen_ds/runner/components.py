@@ -47,7 +47,8 @@ def problems(config: Mapping[str, Any]) -> list[ConfigError]:
         return [*errors, error]
     for registry, spec, where in _components(config):
         errors += component_problems(registry, spec, where=where)
-    return errors or _misfit(config)
+    whole = isinstance(config.get("model"), Mapping) and isinstance(config.get("backend"), Mapping | None)
+    return errors or (_misfit(config) if whole else [])
 
 
 def _misfit(config: Mapping[str, Any]) -> list[ConfigError]:

@@ -1,0 +1,309 @@
+"""What a user reads who wrote something wrong: the lines that ``tools/train.py`` prints to stderr, and status 2."""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.tiny import tiny_config
+from tools.train import main
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A config that trains, as plain values."""
+    folder = tmp_path_factory.mktemp("messages")
+    config = tiny_config(folder / "run", folder / "data", train_dataloader__num_workers=0)
+    values: dict[str, Any] = json.loads(json.dumps(config.to_dict()))
+    return values
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that a wrong config might write go into the test's folder."""
+    monkeypatch.chdir(tmp_path)
+
+
+def as_python(values: dict[str, Any]) -> str:
+    return "".join(f"{key} = {value!r}\n" for key, value in values.items())
+
+
+def write(tmp_path: Path, form: str, values: dict[str, Any]) -> Path:
+    """The values as a file of that form. ``based.py`` has them in a base and adds to them."""
+    text = {"yaml": partial(yaml.safe_dump, sort_keys=False), "json": json.dumps}.get(form, as_python)(values)
+    name = "config.py" if form == "based.py" else f"config.{form}"
+    if form == "based.py":
+        (tmp_path / "base.py").write_text("randomness = dict(seed=3)\n")
+        text = "_base_ = './base.py'\n" + text
+    (tmp_path / name).write_text(text)
+    return tmp_path / name
+
+
+def words(capsys: pytest.CaptureFixture[str], *arguments: str | Path, status: int = 2) -> str:
+    """What ``tools/train.py`` prints to stderr; it must end with ``status``."""
+    assert main([*map(str, arguments)]) == status
+    return capsys.readouterr().err
+
+
+def trained(path: Path, work_dir: Path) -> None:
+    assert main([str(path), "--max-updates", "1", "--work-dir", str(work_dir)]) == 0
+
+
+# --- names at the top of a file -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["py", "based.py", "yaml", "json"])
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("lr", "write optim_wrapper.optimizer.lr"),
+        ("batch_size", "write train_dataloader.batch_size"),
+        ("max_epochs", "write train_cfg.max_epochs"),
+        ("num_workers", "write train_dataloader.num_workers"),
+        ("learning_rate", "write optim_wrapper.optimizer.lr"),
+    ],
+)
+def test_a_setting_at_the_top_that_nothing_reads_is_an_error(
+    form: str, name: str, remedy: str, plain: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = words(capsys, write(tmp_path, form, {**plain, name: 0.5}))
+    assert f"'{name}'" in said and remedy in said and said.count("\n") == 1
+
+
+def test_a_setting_that_a_base_has_read_already_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "base.py").write_text("lr = 1e-3\noptim_wrapper = dict(optimizer=dict(type='AdamW', lr=lr))\n")
+    (tmp_path / "child.py").write_text("_base_ = './base.py'\nlr = 0.5\n")
+    assert "lr: nothing reads it there; write optim_wrapper.optimizer.lr" in words(capsys, tmp_path / "child.py")
+
+
+@pytest.mark.parametrize("form", ["yaml", "json"])
+def test_any_unknown_name_is_an_error_where_nothing_can_read_it(
+    form: str, plain: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = words(capsys, write(tmp_path, form, {**plain, "num_gpus": 2, "unet": 1}))
+    assert "the config has no key 'num_gpus', 'unet'; valid: assume, backend" in said
+    assert "did you mean" not in said and said.count("custom_imports") == 1, "no far guess; the valid keys once"
+
+
+@pytest.mark.parametrize("form", ["py", "based.py"])
+def test_helper_variables_of_a_python_file_load(form: str, plain: dict[str, Any], tmp_path: Path) -> None:
+    """S3.32: the names of the guide's snippets, and settings that the file reads."""
+    path = write(tmp_path, form, {**plain, "num_gpus": 2, "current_epoch": 3.5})
+    path.write_text(
+        path.read_text()
+        + "batch_size = 2\noriginal_iterations_per_epoch = 100 // (batch_size * num_gpus)\n"
+        + "train_dataloader['batch_size'] = batch_size\n"
+    )
+    trained(path, tmp_path / "run")
+    if form == "py":  # its copy in the work dir has no helper left, and can be trained from
+        trained(tmp_path / "run" / "config.py", tmp_path / "again")
+
+
+def test_a_base_may_have_names_that_its_child_reads(plain: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "values.yaml").write_text("learning_rate: 0.25\n")
+    (tmp_path / "base.py").write_text("_base_ = './values.yaml'\nlr, max_epochs, seq_length = 1e-3, 2, 80\n")
+    path = write(tmp_path, "py", plain)
+    path.write_text(
+        "_base_ = './base.py'\n" + path.read_text() + "optim_wrapper['optimizer']['lr'] = {{_base_.lr}}\n"
+        "train_cfg = dict(max_epochs=_base_.max_epochs)\ntrain_dataloader['seq_length'] = _base_.seq_length\n"
+        "optim_wrapper['optimizer']['weight_decay'] = _base_.learning_rate\n"
+    )
+    trained(path, tmp_path / "run")
+
+
+def test_a_misspelt_section_of_a_python_file_is_an_error(
+    plain: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = words(capsys, write(tmp_path, "py", {**plain, "randomnes": {"seed": 7}}))
+    assert "unknown config key 'randomnes'. Remedy: did you mean 'randomness'?" in said
+
+
+def test_overriding_a_helper_of_ones_own_is_an_error(
+    plain: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = words(capsys, write(tmp_path, "py", {**plain, "num_gpus": 2}), "--cfg-options", "num_gpus=4")
+    assert "'num_gpus' would have no effect" in said
+
+
+# --- nothing of a file or of a value is executed ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["config.yaml", "base.yaml of a YAML file", "base.yaml of a Python file"])
+def test_yaml_runs_nothing(where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = "train_cfg: !!python/object/apply:os.mkdir ['ran']\n"
+    path = tmp_path / "config.yaml"
+    path.write_text(code)
+    if "base" in where:
+        path.rename(tmp_path / "base.yaml")
+        path = tmp_path / ("config.py" if "Python" in where else "config.yaml")
+        path.write_text("_base_ = './base.yaml'\n" if "Python" in where else "_base_: ./base.yaml\n")
+    assert "no tag may name Python code" in words(capsys, path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_tuple_that_mmengine_wrote_is_read(tmp_path: Path) -> None:
+    from unigen_ds.core.config import load_config
+
+    path = tmp_path / "config.yaml"
+    path.write_text("optim_wrapper: {optimizer: {type: AdamW, betas: !!python/tuple [0.9, 0.95]}}\n")
+    assert load_config(path).optim_wrapper.optimizer.betas == (0.9, 0.95)
+
+
+@pytest.mark.parametrize(
+    "value", ["__import__('os').mkdir('ran')", "!!python/object/apply:os.mkdir ['ran']", "(" * 9999]
+)
+def test_a_value_of_the_command_line_is_not_executed(
+    value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = words(capsys, "unified_digits", "--cfg-options", f"train_cfg.max_epochs={value}")
+    assert "train_cfg.max_epochs is" in said and not (tmp_path / "ran").exists()
+
+
+def test_an_override_without_a_value_is_an_error_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "override 'lr'. Allowed: KEY=VALUE" in words(capsys, "unified_digits", "--cfg-options", "lr")
+
+
+CALLED: list[Any] = []
+
+
+class NotATokenizer:
+    """What ``AutoTokenizer`` is: a class whose method makes something else."""
+
+    def __init__(self, **arguments: Any) -> None:
+        CALLED.append(arguments)
+
+    @classmethod
+    def from_pretrained(cls, path: str) -> Any:
+        CALLED.append(path)
+        raise AssertionError("called while the config was checked")
+
+
+@pytest.mark.parametrize("kind", ["NotATokenizer", "NotATokenizer.from_pretrained"])
+def test_a_component_is_compared_with_its_registry_before_it_is_called(
+    kind: str, plain: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path, "py", {key: value for key, value in plain.items() if key != "tokenizer"})
+    path.write_text(
+        f"from {__name__} import NotATokenizer\n" + path.read_text() + f"tokenizer = dict(type={kind}, path='x')\n"
+    )
+    CALLED.clear()
+    said = words(capsys, path)
+    assert "tokenizer.type is" in said and "NotATokenizer" in said
+    assert "write dict(type='PretrainedTokenizer', path='DIR')" in said and not CALLED
+
+
+# --- several problems -------------------------------------------------------------------------------------------------
+
+
+def test_all_problems_are_one_message(
+    plain: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = json.loads(json.dumps(plain))
+    wrong["optim_wrapper"] |= {"foo": 1, "bar": 2, "acumulative_counts": 2}
+    wrong["train_dataloader"]["num_workers"] = "2"
+    wrong["tokenizer"] |= {"sorted": True, "lower": True}
+    wrong["custom_hooks"] = [{"type": "EMAHok"}]
+    wrong |= {"unet": 1}
+    said = words(capsys, write(tmp_path, "yaml", wrong), "--cfg-options", "train_cfg.max_epoch=3")
+    for line in (
+        "train_cfg.max_epoch: did you mean 'max_epochs'?",
+        "optim_wrapper.acumulative_counts: did you mean 'accumulative_counts'?",
+        "optim_wrapper has no key 'foo', 'bar'; valid: accumulative_counts, clip_grad, optimizer, paramwise_cfg,",
+        "train_dataloader.num_workers is '2'. Allowed: a whole number",
+        "tokenizer has no key 'sorted', 'lower'; valid: words",
+        "custom_hooks[0].type is 'EMAHok'. Remedy: did you mean 'EMAHook'?",
+        "the config has no key 'unet'; valid: assume",
+    ):
+        assert said.count(line) == 1, line
+    assert said.startswith("error: 9 problems in the config:") and said.count("\n") == 8
+    assert "launcher'?" not in said, "unet is not launcher"
+
+
+# --- what other trainers call things ----------------------------------------------------------------------------------
+
+HINTS = [
+    ({"world_size": 8}, "the launcher sets the number of processes: torchrun --nproc_per_node N"),
+    ({"backend": {"type": "fsdp", "world_size": 8}}, "the launcher sets the number of processes"),
+    ({"runner_type": "FlexibleRunner"}, "one Runner trains every config"),
+    ({"optim_wrapper.paramwise_cfg": {"custom_keys": {"vit": {"lr_mult": 0.1}}}}, "groups=[dict(pattern='NAME'"),
+    ({"train_cfg.val_interval": 1}, "there is no validation loop yet"),
+    ({"train_cfg.max_steps": 9}, "train_cfg.max_updates counts optimizer steps"),
+    ({"max_steps": 9}, "train_cfg.max_updates counts optimizer steps"),
+    ({"backend": {"type": "zero2"}}, "did you mean --backend deepspeed:zero2?"),
+    ({"backend": "full_shard"}, "write backend={'type': 'fsdp', 'sharding_strategy': 'FULL_SHARD'}"),
+    ({"backend": {"type": "fsdp", "sharding_strategy": "full_shard"}}, "did you mean 'FULL_SHARD'?"),
+]
+
+
+@pytest.mark.parametrize(("changes", "hint"), HINTS, ids=lambda value: str(value)[:40])
+def test_a_name_of_another_trainer_gets_its_own_hint(
+    changes: dict[str, Any], hint: str, plain: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads(json.dumps(plain))
+    for dotted, value in changes.items():
+        *above, last = dotted.split(".")
+        node = config
+        for key in above:
+            node = node[key]
+        node[last] = value
+    said = words(capsys, write(tmp_path, "json", config))
+    assert hint in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [("zero2", "deepspeed:zero2"), ("ZeRO-3", "deepspeed:zero3"), ("full_shard", "fsdp:FULL_SHARD"),
+     ("ddp", "fsdp:NO_SHARD"), ("fsdp:full_shard", "'FULL_SHARD'")],
+)  # fmt: skip
+def test_the_backend_that_is_meant(given: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    said = words(capsys, "unified_digits", "--backend", given)
+    assert meant in said and "did you mean" in said
+
+
+MMENGINE_HOOK = """
+from mmengine.hooks import Hook
+class Mine(Hook):
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        pass
+custom_hooks = [dict(type=Mine)]
+"""
+
+
+def test_a_hook_written_for_mmengine_is_explained(
+    plain: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine_for_mmengine.py").write_text(MMENGINE_HOOK)
+    path = write(tmp_path, "py", {key: value for key, value in plain.items() if key != "custom_hooks"})
+    path.write_text(path.read_text() + MMENGINE_HOOK)
+    said = words(capsys, path)
+    assert "custom_hooks[0].type is" in said and "which has no after_update" in said
+    assert "derive it from unigen_ds.hooks.base.Hook instead" in said
+
+
+def test_a_model_without_shard_units_is_named_before_anything_is_built(
+    plain: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path, "py", {key: value for key, value in plain.items() if key != "model"})
+    path.write_text(
+        "from torch.nn import Linear\n"
+        + path.read_text()
+        + "model = dict(type=Linear, in_features=1, out_features=1)\n"
+    )
+    said = words(capsys, path, "--backend", "fsdp")
+    assert "model.type is Linear, which has no shard_units()" in said and "--backend deepspeed:zero2" in said
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32", "utf-8-sig"])
+def test_a_config_in_another_encoding_is_named(
+    encoding: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").write_bytes("work_dir: x\n".encode(encoding))
+    said = words(capsys, tmp_path / "config.yaml")
+    assert ("byte order mark" if encoding == "utf-8-sig" else encoding[:6].upper() + " text, not UTF-8") in said
+    assert os.path.basename("config.yaml") in said
