@@ -36,6 +36,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a DecoderLM's files; default: 5GB")
     p.add_argument("--tag", help="name of the checkpoint's folder below MODEL")
     p.add_argument("--config", help="of the training, where the checkpoint does not hold it")
+    p.add_argument("--allow-custom-imports", action="store_true",
+                   help="import, and so execute, the modules that the checkpoint's config names")  # fmt: skip
     return p
 
 
@@ -49,7 +51,13 @@ def main(argv: list[str] | None = None) -> int:
     log.setup(rank=0)
     try:
         config = load_config(arguments.config) if arguments.config else None
-        model, processor = open_model(arguments.model, raw=arguments.raw, tag=arguments.tag, config=config)
+        model, processor = open_model(
+            arguments.model,
+            raw=arguments.raw,
+            tag=arguments.tag,
+            config=config,
+            allow_custom_imports=arguments.allow_custom_imports,
+        )
         publish(
             model,
             processor,

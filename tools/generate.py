@@ -65,6 +65,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--raw", action="store_true", help="the weights themselves, not their average")
     p.add_argument("--tag", help="name of the checkpoint's folder below MODEL")
     p.add_argument("--config", help="of the training, where the checkpoint does not hold it")
+    p.add_argument("--allow-custom-imports", action="store_true",
+                   help="import, and so execute, the modules that the checkpoint's config names")  # fmt: skip
     p.add_argument("--device", help="default: cuda where there is one, else cpu")
     p.add_argument("--dtype", choices=DTYPE_NAMES, help="default: bf16 on a GPU, fp32 on a CPU")
     return p
@@ -176,6 +178,7 @@ def generate(arguments: argparse.Namespace) -> None:
         raw=arguments.raw,
         tag=arguments.tag,
         config=load_config(arguments.config) if arguments.config else None,
+        allow_custom_imports=arguments.allow_custom_imports,
         device=device,
         dtype=DTYPES[dtype],
     )

@@ -154,7 +154,9 @@ def _causal_lm(config: Any) -> Any:
     from transformers import AttentionInterface, AutoModelForCausalLM
 
     AttentionInterface.register(_ATTENTION, _attention)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=_ATTENTION)
+    return AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation=_ATTENTION, trust_remote_code=False
+    )
 
 
 def _attention(

@@ -112,7 +112,9 @@ def as_transformers(model: Any, *, tokenizer: Any, dtype: torch.dtype = torch.fl
     config.bos_token_id, config.eos_token_id = tokenizer.bos_id, tokenizer.eos_id
     state = {name: tensor.detach().cpu().to(dtype) for name, tensor in model.state_dict().items()}
     with torch.device("meta"):
-        causal = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        causal = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
+        )
     causal.load_state_dict(state, assign=True)
     causal.tie_weights()
     causal.generation_config.pad_token_id = tokenizer.pad_id  # not of config: there it would freeze an embedding

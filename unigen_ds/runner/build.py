@@ -64,9 +64,19 @@ DEFAULT_HOOKS: dict[str, type[Hook]] = {
 _LIMITS = {"max_epochs": "epoch", "max_iters": "iteration", "max_updates": "update", "max_tokens": "token"}
 
 
+def custom_modules(config: Mapping[str, Any]) -> list[str]:
+    """The modules of ``custom_imports``. Raises ``ConfigError`` where it names none."""
+    given = config.get("custom_imports") or {}
+    names = given.get("imports", ()) if isinstance(given, Mapping) else None
+    names = [names] if isinstance(names, str) else names
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"custom_imports is {given!r}", allowed="dict(imports=['my.module', ...])")
+    return list(names)
+
+
 def import_custom(config: Mapping[str, Any]) -> None:
     """``custom_imports=dict(imports=['my.module'])``: modules that register a user's own classes."""
-    for name in (config.get("custom_imports") or {}).get("imports", ()):
+    for name in custom_modules(config):
         try:
             importlib.import_module(name)
         except ImportError as error:

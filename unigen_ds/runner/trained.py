@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from unigen_ds.checkpoint.convert import open_source
 from unigen_ds.checkpoint.layouts.nanovlm import is_nanovlm
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.checkpoint.writers import Entry
-from unigen_ds.core.errors import CheckpointError
+from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.log import logger
 from unigen_ds.data.processor import UnifiedProcessor
 from unigen_ds.data.vlm_processor import VLMProcessor
@@ -26,13 +27,18 @@ from unigen_ds.models.hf_names import vlm_arguments
 from unigen_ds.models.published import FILES
 from unigen_ds.models.unified import UnifiedModel
 from unigen_ds.models.weights import shown
-from unigen_ds.runner.build import build_model, build_processor, import_custom, seed_of
+from unigen_ds.runner.build import build_model, build_processor, custom_modules, import_custom, seed_of
 
 _VAE_LARGEST, _VIT_SMALLEST = 1024, 224  # pixels, as BAGEL's own transforms have them
 
 
 def open_model(
-    path: Path, *, raw: bool = False, tag: str | None = None, config: Mapping[str, Any] | None = None
+    path: Path,
+    *,
+    raw: bool = False,
+    tag: str | None = None,
+    config: Mapping[str, Any] | None = None,
+    allow_custom_imports: bool = False,
 ) -> tuple[nn.Module, UnifiedProcessor]:
     """The model on the CPU in fp32, and its processor.
 
@@ -41,8 +47,10 @@ def open_model(
         raw: the weights themselves, also where there is an average of them (EMA).
         tag: name of the checkpoint's folder below ``path``.
         config: of the training; None: the one that the checkpoint holds.
+        allow_custom_imports: import the modules that the checkpoint's config names, which executes them.
 
-    Raises ``CheckpointError`` where weights are missing, unexpected or of another shape.
+    Raises ``CheckpointError`` where weights are missing, unexpected or of another shape, ``ConfigError`` where modules
+    would have to be imported.
     """
     if all((path / name).is_file() for name in FILES):
         config = published_config(path)
@@ -51,6 +59,8 @@ def open_model(
     source = open_source(path, tag=tag)
     if config is None:
         config = nanovlm_config(source.directory) if is_nanovlm(source.directory) else _stored_config(source.directory)
+        if not allow_custom_imports:
+            _refuse_imports(config, source.directory)
     import_custom(config)
     processor = build_processor(config, seed=seed_of(config))
     uncompiled = {key: value for key, value in config["model"].items() if key != "compile"}
@@ -111,6 +121,16 @@ def _stored_config(directory: Path) -> dict[str, Any]:
     if not (directory / FILE_NAME).is_file():
         raise CheckpointError(f"{directory} does not hold its config", remedy="name it: --config CONFIG")
     return Manifest.read(directory).config
+
+
+def _refuse_imports(config: Mapping[str, Any], directory: Path) -> None:
+    """A checkpoint may come from anywhere, and an import executes: only what is imported already is harmless."""
+    wanted = [name for name in custom_modules(config) if name not in sys.modules]
+    if wanted:
+        raise ConfigError(
+            f"the config in {directory} imports {', '.join(wanted)} (custom_imports), which would execute their code",
+            remedy="--allow-custom-imports if you trust them, or name a config of your own: --config CONFIG",
+        )
 
 
 @torch.no_grad()

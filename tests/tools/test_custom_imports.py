@@ -1,0 +1,84 @@
+"""A checkpoint is data: modules that its config names are imported, which executes them, only where the user asks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import tiny_config
+from tools.export import main as export
+from tools.generate import main as generate
+from unigen_ds.core.registry import HOOKS
+from unigen_ds.runner import Runner
+
+MODULE = "hook_of_a_stranger"
+SOURCE = """
+from pathlib import Path
+from unigen_ds.core.registry import HOOKS
+from unigen_ds.hooks.base import Hook
+
+Path(__file__).with_suffix(".ran").touch()
+
+@HOOKS.register_module()
+class StrangersHook(Hook):
+    pass
+"""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose config imports a module, which is then no longer imported."""
+    folder = tmp_path_factory.mktemp("strange")
+    (folder / f"{MODULE}.py").write_text(SOURCE)
+    sys.path.insert(0, str(folder))
+    config = tiny_config(
+        folder / "run",
+        folder / "data",
+        custom_imports={"imports": [MODULE]},
+        custom_hooks=[{"type": "StrangersHook"}],
+        default_hooks__checkpoint__interval=1,
+    )
+    Runner.from_cfg(config, max_updates=1).train()
+    sys.path.remove(str(folder))
+    return folder / "run"
+
+
+@pytest.fixture
+def ran(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Exists once the module has been executed again."""
+    monkeypatch.syspath_prepend(str(checkpoint.parent))
+    monkeypatch.delitem(sys.modules, MODULE, raising=False)
+    HOOKS.module_dict.pop("StrangersHook", None)
+    marker = checkpoint.parent / f"{MODULE}.ran"
+    marker.unlink(missing_ok=True)
+    return marker
+
+
+@pytest.mark.parametrize("tool", ["generate", "export"])
+def test_a_checkpoints_modules_are_imported_on_request_alone(
+    tool: str, checkpoint: Path, ran: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main: Callable[[list[str]], int] = generate if tool == "generate" else export
+    arguments = [str(checkpoint)]
+    arguments += (
+        ["--prompt", "draw a zero", "--size", "8", "8", "--num-timesteps", "2", "--out", str(tmp_path / "pictures")]
+        if tool == "generate"
+        else [str(tmp_path / "exported")]
+    )
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert f"imports {MODULE} (custom_imports), which would execute" in said and "--allow-custom-imports" in said
+    assert not ran.exists()
+
+    status = main([*arguments, "--allow-custom-imports"])
+    assert ran.exists(), capsys.readouterr().err
+    assert status == 0 or tool == "export", "a PixelAutoencoder may not be exportable"
+
+
+def test_a_config_of_the_users_own_is_trusted(checkpoint: Path, ran: Path, tmp_path: Path) -> None:
+    arguments = ["--prompt", "draw a one", "--size", "8", "8", "--num-timesteps", "2", "--out", str(tmp_path / "out")]
+    assert generate([str(checkpoint), "--config", str(checkpoint / "config.py"), *arguments]) == 0
+    assert ran.exists()
