@@ -133,7 +133,7 @@ class ChatTokenizer(_Tokenizer):
 
 
 def _pretrained(path: str, tokens: Sequence[str]) -> Any:
-    """The tokenizer at ``path``; those of ``tokens`` that it lacks are added as special ones. Runs no code of its files."""
+    """The tokenizer at ``path``; those of ``tokens`` that it lacks are added as special ones. No code of its is run."""
     from transformers import AutoTokenizer
 
     folder = Path(path).expanduser()
