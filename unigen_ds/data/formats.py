@@ -139,7 +139,7 @@ def read_record(path: Path, offset: int, length: int) -> dict[str, Any]:
         raw = stream.read(length)
     try:
         record = json.loads(raw)
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: of the JSON, its encoding, or a number of 4,300 digits
         raise DataError(
             f"{Place(path, offset)}: no valid JSON: {error}", allowed="one object a line, or one array of objects"
         ) from error
@@ -162,7 +162,7 @@ def parse_record(record: Mapping[str, Any], where: object, *, image_root: Path |
     if "text" in record:
         return [Turn("assistant", "text", _text(record, "text", "text", where))]
     raise DataError(
-        f"{where}: conversations is missing (the record has: {', '.join(map(str, record)) or 'nothing'})",
+        f"{where}: conversations is missing (the record has: {_names(record) or 'nothing'})",
         allowed="{conversations: [...]}, {text_prompt, image_path} or {text}",
     )
 
@@ -203,6 +203,12 @@ def _path(record: Mapping[str, Any], field: str, where: object, image_root: Path
 def _wrong(where: object, field: str, value: Any, allowed: str) -> DataError:
     what = "missing" if value is None else _shown(value)
     return DataError(f"{where}: {field} is {what}", allowed=allowed)
+
+
+def _names(record: Mapping[str, Any]) -> str:
+    """A record's keys, as a terminal and a log file accept them: JSON can spell half of a character."""
+    text = ", ".join(map(str, record)).encode(errors="backslashreplace").decode()
+    return text if len(text) <= 200 else text[:197] + "..."
 
 
 def _shown(value: Any) -> str:

@@ -1,0 +1,139 @@
+"""One damaged checkpoint folder never blocks the good one beside it: hundreds of damaged manifests, fixed seeds."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint.support import make_manifest, save
+from tools.checkpoints import main
+from unigen_ds.checkpoint import report, store
+from unigen_ds.checkpoint.lineage import Lineage
+from unigen_ds.checkpoint.manifest import FILE_NAME
+from unigen_ds.core.errors import CheckpointError
+from unigen_ds.resume.plan import plan_resume
+
+DAMAGED = "iter_99.pth"
+TEXTS: dict[str, bytes] = {
+    "200,000 brackets": b"[" * 200_000,
+    "200,000 objects": b'{"format_version":' * 200_000,
+    "closed brackets": b"[" * 50_000 + b"]" * 50_000,
+    "brackets inside": b'{"format_version": 1, "config": ' + b"[" * 400 + b"]" * 400 + b"}",
+    "1e999": b'{"format_version": 1e999}',
+    "-1e999": b'{"format_version": -1e999, "digest": null}',
+    "NaN": b'{"format_version": NaN}',
+    "5,000 digits": b'{"format_version": ' + b"9" * 5000 + b"}",
+    "a bool": b"true",
+    "a list": b"[1]",
+    "a text": b'"\\ud800"',
+    "a surrogate name": b'{"format_version": 1, "\\ud800": 1}',
+    "UTF-16": '{"format_version": 1}'.encode("utf-16"),
+    "bytes": bytes(range(256)),
+    "nothing": b"",
+}
+WILD: list[Any] = [None, True, -1, 0, 1.5, 1e308, float("inf"), float("nan"), 10**4000, "", "\0", "\ud800", "../..", [], {}, [[]],
+        [None], {"path": 5}, "x" * 5000, [{"path": "\0", "size": "1", "blake2b": None}], [{"path": "a" * 5000, "size": 1}]]  # fmt: skip
+
+
+@pytest.fixture
+def work_dir(tmp_path) -> Path:
+    """A good checkpoint, and a folder whose manifest the test writes."""
+    save(tmp_path, "iter_12.pth")
+    (tmp_path / DAMAGED).mkdir()
+    return tmp_path
+
+
+def examine(work_dir: Path) -> store.Found:
+    """All that looks at a work dir: lists, chooses, prints, plans. Returns the damaged folder as it was found."""
+    found = {f.path.name: f for f in store.list_checkpoints(work_dir)}
+    assert found["iter_12.pth"].problem is None
+    store.next_commit(work_dir)
+    chosen, _ = store.newest(work_dir)
+    assert chosen is not None
+    if found[DAMAGED].problem is not None:
+        assert chosen.path.name == "iter_12.pth"
+        assert plan_resume(work_dir, resume=True, load_from=None).checkpoint == work_dir / "iter_12.pth"
+        assert len(found[DAMAGED].problem) < 2000
+    "\n".join(report.table(work_dir)).encode()  # a terminal accepts it
+    return found[DAMAGED]
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_manifest_that_is_none_is_passed_over(work_dir, name, capsys):
+    (work_dir / DAMAGED / FILE_NAME).write_bytes(TEXTS[name])
+    assert examine(work_dir).problem
+    assert main(["list", str(work_dir)]) == 0
+    assert "iter_12.pth" in capsys.readouterr().out
+    assert main(["verify", str(work_dir)]) == 1
+    assert main(["show", str(work_dir)]) == 0
+    assert "iter_12.pth" in capsys.readouterr().out
+
+
+def nodes(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield from nodes(inner, (*path, key))
+
+
+def signed(state: dict[str, Any]) -> bytes:
+    """With a digest that agrees, so that only the values are wrong."""
+    digest = hashlib.blake2b(json.dumps(state, sort_keys=True).encode(), digest_size=16).hexdigest()
+    return json.dumps(state | {"digest": digest}).encode()
+
+
+def wrong(draw: random.Random, good: dict[str, Any]) -> bytes:
+    """A value replaced or left out, with a digest that agrees; or bytes changed."""
+    state = json.loads(json.dumps(good))
+    path = draw.choice([p for p in nodes(state) if p])
+    inner = state
+    for key in path[:-1]:
+        inner = inner[key]
+    how = draw.randrange(3)
+    if how == 0:
+        inner[path[-1]] = draw.choice(WILD)
+    elif how == 1:
+        del inner[path[-1]]
+    else:
+        raw = bytearray(signed(state))
+        for _ in range(draw.randrange(1, 4)):
+            at = draw.randrange(len(raw))
+            raw[at : at + draw.randrange(4)] = bytes(draw.randrange(256) for _ in range(draw.randrange(4)))
+        return bytes(raw)
+    return signed(state)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_wrong_manifest_is_named_or_read(work_dir, seed):
+    draw, named = random.Random(seed), 0
+    good = json.loads(make_manifest(7, updates=9).to_json())
+    del good["digest"]
+    for _ in range(120):
+        content = wrong(draw, good)
+        (work_dir / DAMAGED / FILE_NAME).write_bytes(content)
+        try:
+            named += examine(work_dir).problem is not None
+        except Exception as error:
+            raise AssertionError(content[:3000]) from error
+    assert named > 60
+
+
+@pytest.mark.parametrize("content", [b"[" * 200_000, b'{"start": null, "last_commit": 1e999, "abandoned": []}', b"[]", b"\xff"])
+def test_a_damaged_lineage_is_a_named_error(tmp_path, content):
+    (tmp_path / "lineage.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match="lineage.json is damaged.*remove it"):
+        Lineage.read(tmp_path)
+
+
+def test_a_damaged_hint_is_no_hint(work_dir):
+    """``last_checkpoint`` is for people: what cannot be read names nothing."""
+    (work_dir / "last_checkpoint").write_bytes(b"\xff\xfe\x00")
+    assert store.read_hint(work_dir) is None
+    (work_dir / DAMAGED).rmdir()
+    assert store.newest(work_dir)[0] is not None
