@@ -37,8 +37,10 @@ TEXTS: dict[str, bytes] = {
     "bytes": bytes(range(256)),
     "nothing": b"",
 }
-WILD: list[Any] = [None, True, -1, 0, 1.5, 1e308, float("inf"), float("nan"), 10**4000, "", "\0", "\ud800", "../..", [], {}, [[]],
-        [None], {"path": 5}, "x" * 5000, [{"path": "\0", "size": "1", "blake2b": None}], [{"path": "a" * 5000, "size": 1}]]  # fmt: skip
+WILD: list[Any] = [
+    None, True, -1, 0, 1.5, 1e308, float("inf"), float("nan"), 10**4000, "", "\0", "\ud800", "../..", [], {}, [[]],
+    [None], {"path": 5}, "x" * 5000, [{"path": "\0", "size": "1", "blake2b": None}], [{"path": "a" * 5000, "size": 1}],
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -129,7 +131,7 @@ def test_a_wrong_manifest_is_named_or_read(work_dir, seed):
 )
 def test_a_damaged_lineage_is_a_named_error(tmp_path, content):
     (tmp_path / "lineage.json").write_bytes(content)
-    with pytest.raises(CheckpointError, match="lineage.json is damaged.*remove it"):
+    with pytest.raises(CheckpointError, match=r"lineage\.json is damaged.*remove it"):
         Lineage.read(tmp_path)
 
 
