@@ -24,7 +24,7 @@ from torch import Tensor
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.shards import BUFFER, MASTER, ShardReader
 
-DIFFERENCES = ("missing", "unexpected", "reshaped")
+DIFFERENCES = ("missing", "unexpected", "reshaped", "sizes")
 VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 """Ends of the names of tensors that have a row for each token."""
 REPORT_FILE = "load_report.json"
@@ -98,6 +98,8 @@ class Fit:
     """Names of the model that keep their initial values -> (stored shape, the model's)."""
     resized: dict[str, tuple[Shape, Shape]] = field(default_factory=dict)
     """The same of vocabularies, which are taken."""
+    sizes: list[str] = field(default_factory=list)
+    """Sizes of the model that differ without changing a shape, in words."""
 
     @property
     def kept(self) -> frozenset[str]:
@@ -118,6 +120,7 @@ class Fit:
             "missing": self.missing,
             "unexpected": self.unexpected,
             "reshaped": self.reshaped,
+            "sizes": self.sizes,
         }
 
     def lines(self) -> Iterator[tuple[str, str]]:
@@ -131,6 +134,7 @@ class Fit:
             ("missing", "missing in the checkpoint", self.missing),
             ("unexpected", "not in the model", self.unexpected),
             ("reshaped", "of another shape", reshaped),
+            ("sizes", "sizes that no shape shows", self.sizes),
         ):
             if names:
                 more = f"; and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
@@ -143,6 +147,7 @@ class Fit:
             grown = any(name.endswith(VOCABULARY) for name in self.reshaped)
             remedy = "load_cfg.revise_keys maps stored names to the model's; "
             remedy += "load_cfg.resize_vocab=True adds rows to a vocabulary, 'shrink' cuts some off; " if grown else ""
+            remedy += "the model's config should state the stored sizes; " if self.sizes else ""
             remedy += f"load_cfg.allow={[*refused]} leaves these as they are; {REPORT_FILE} has every name"
             raise CheckpointError(
                 f"the checkpoint does not fit the model: {'; '.join(refused.values())}", remedy=remedy
@@ -159,6 +164,7 @@ def fit(
     parameters: Sequence[Mapping[str, Any]],
     buffers: Mapping[str, int],
     cfg: LoadConfig,
+    sizes: Sequence[str] = (),
 ) -> Fit:
     """Compare a checkpoint with a model, by name and shape. Reads no tensor; the same on every rank.
 
@@ -166,11 +172,12 @@ def fit(
         stored: the checkpoint's parameter table: rows with ``name``, ``shape`` and ``tied`` (further names).
         parameters: the model's.
         buffers: elements of the model's buffers, by name.
+        sizes: differences of the model that neither a name nor a shape shows, in words (``resume/edited.py``).
 
     A tensor is found by any of its names, so tied embeddings fill a model that does not tie them. Raises
     ``CheckpointError`` where two stored names become one.
     """
-    found, result = _by_revised_name(reader, stored, cfg), Fit()
+    found, result = _by_revised_name(reader, stored, cfg), Fit(sizes=list(sizes))
     wanted = [(MASTER, (row["name"], *row.get("tied", ())), tuple(row["shape"])) for row in parameters]
     wanted += [(BUFFER, (name,), (numel,)) for name, numel in buffers.items()]
     used = set()

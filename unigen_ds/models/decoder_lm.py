@@ -24,7 +24,7 @@ from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.registry import MODELS
 from unigen_ds.models.attention import Attend, plan_attention
 from unigen_ds.models.flops import attention_flops, linear_flops, trains
-from unigen_ds.models.hf_directory import open_directory, transformers_config
+from unigen_ds.models.hf_directory import open_directory, plain_config, transformers_config
 from unigen_ds.models.losses import text_loss_sum
 from unigen_ds.models.weights import PretrainedModel
 
@@ -82,6 +82,10 @@ class DecoderLM(PretrainedModel):
     def processor_sizes(config: Mapping[str, Any]) -> dict[str, int]:
         """Of a data processor: text has none."""
         return {}
+
+    def arguments(self) -> dict[str, Any]:
+        """The sizes as arguments of the constructor, which then needs no ``pretrained``."""
+        return {"llm": plain_config(self.llm_config)}
 
     def initialise(self, name: str, tensor: Tensor, generator: torch.Generator | None = None) -> None:
         """Normal(0, ``initializer_range``), as transformers. Norms one, biases zero."""

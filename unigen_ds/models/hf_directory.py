@@ -22,6 +22,8 @@ from unigen_ds.models.weights import Pretrained, read_json, stored_tensors
 MODEL_TYPES = ("llama", "qwen2")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Whose angles depend on the position alone; of the others they depend on the longest document of the batch, too."""
+_NOT_THE_MODELS = {"use_cache", "pretraining_tp", "bos_token_id", "eos_token_id", "pad_token_id"}
+"""Keys of a config that no layer reads; the tokens are the tokenizer's."""
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
 
 
@@ -59,6 +61,16 @@ def transformers_config(given: Mapping[str, Any], stored: Mapping[str, Any]) -> 
         raise ConfigError(f"model.llm: {error}") from error
     _check(config)
     return config
+
+
+def plain_config(config: Any) -> dict[str, Any]:
+    """What ``transformers_config`` made, as values that make it again: the keys of this kind of model, set or not."""
+    from transformers import PreTrainedConfig
+
+    common = {field.name for field in dataclasses.fields(PreTrainedConfig)}
+    own = {field.name for field in dataclasses.fields(config)} - common - _NOT_THE_MODELS
+    values = config.to_dict()
+    return {"model_type": config.model_type, **{key: values[key] for key in sorted(own) if values.get(key) is not None}}
 
 
 def _check(config: Any) -> None:

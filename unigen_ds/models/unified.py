@@ -255,6 +255,10 @@ class UnifiedModel(PretrainedModel):
             "max_latent_size": sizes["max_latent_size"],
         }
 
+    def arguments(self) -> dict[str, Any]:
+        """The sizes as arguments of the constructor, which then needs no ``pretrained``."""
+        return dict(self.sizes)
+
     def initialise(self, name: str, tensor: Tensor, generator: torch.Generator | None = None) -> None:
         """Language model: Normal(0, 0.02), as Qwen2. All else: Normal(0, 1 / fan-in), so that image content is not
         drowned by the position tables it is added to. Biases zero; ``llm2vae`` zero, so the first velocity is zero.

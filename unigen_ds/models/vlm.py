@@ -135,6 +135,11 @@ class VLM(PretrainedModel):
         _check(vit, factor)
         return {"tile_size": vit["image_size"], "vit_patch_size": vit["patch_size"], "pixel_shuffle_factor": factor}
 
+    def arguments(self) -> dict[str, Any]:
+        """The sizes as arguments of the constructor, which then needs no ``pretrained``."""
+        sizes = {"llm": dict(self.llm_config), "vit": dict(self.vit_config)}
+        return {**sizes, "pixel_shuffle_factor": self.connector.factor}
+
     def initialise(self, name: str, tensor: Tensor, generator: torch.Generator | None = None) -> None:
         """Language model and position table: Normal(0, 0.02). All else: Normal(0, 1 / fan-in). Biases zero."""
         if tensor.ndim > 1:

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+BUILT = "built"
+"""Key of a stored config: what the config left to ``pretrained`` and to defaults, as the model was built."""
 _SIZES = ("model.llm.", "model.vit.", "model.vae.", "model.pixel_shuffle_factor", "model.latent_patch_size")
+_NOT_SIZES = ("dropout", "initializer_range", "max_position_embeddings")
+_IN_SHAPES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "image_size", "patch_size", "num_channels",
+    "channels", "base_channels", "channel_multipliers", "num_blocks", "latent_channels", "latent_patch_size",
+    "pixel_shuffle_factor", "tie_word_embeddings", "layer_types", "max_window_layers",
+)  # fmt: skip
+"""Sizes that the names and shapes of the weights show."""
 _SECTIONS = ("model", "processor", "loss_weights", "optim_wrapper", "custom_hooks")
 _ELSEWHERE = (
     "model.activation_checkpointing", "model.compile", "model.freeze", "model.quantize", "model.pretrained",
@@ -15,14 +24,25 @@ _ELSEWHERE = (
 """Changes no number, or another finding tells of it; so it is with every learning rate."""
 
 
-def other_sizes(stored: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
-    """Sizes of the model that both state, differently. Some leave every shape as it was (the number of heads)."""
-    was, now = dict(_leaves(stored.get("model"), "model")), dict(_leaves(config.get("model"), "model"))
+def other_sizes(stored: Mapping[str, Any], config: Mapping[str, Any], *, hidden: bool = False) -> list[str]:
+    """Sizes of the model that both state, differently. Some leave every shape as it was (the number of heads).
+
+    ``hidden``: only those. Where weights alone are loaded, names and shapes are compared with what ``load_cfg`` allows.
+    """
+    was, now = _sizes(stored), _sizes(config)
     return [
         f"{key} was {was[key]!r} and is {value!r}"
         for key, value in now.items()
-        if _is_size(key) and was.get(key, value) != value
+        if was.get(key, value) != value and not (hidden and key.rpartition(".")[2] in _IN_SHAPES)
     ]
+
+
+def _sizes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted key -> size: as given; where nothing is given, as the model was built."""
+    built = (config.get(BUILT) or {}).get("model")
+    found = {**dict(_leaves(built, "model")), **dict(_leaves(config.get("model"), "model"))}
+    # transformers 5 writes rope_theta into rope_parameters, transformers 4 beside the other sizes
+    return {key.replace("rope_parameters.rope_theta", "rope_theta"): v for key, v in found.items() if _is_size(key)}
 
 
 def edited_settings(stored: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
@@ -42,7 +62,7 @@ def edited_settings(stored: Mapping[str, Any], config: Mapping[str, Any]) -> lis
 
 
 def _is_size(key: str) -> bool:
-    return key.startswith(_SIZES) and not key.endswith(".dropout")
+    return key.startswith(_SIZES) and not key.endswith(_NOT_SIZES)
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:

@@ -72,10 +72,12 @@ def adopt(foreign: Foreign, config: Mapping[str, Any], stream: SequenceStream) -
     )
 
 
-def open_checkpoint(plan: ResumePlan) -> tuple[ShardReader, list[dict[str, Any]]]:
-    """The tensors of the checkpoint that a plan names, and its parameter table, with or without a manifest."""
+def open_checkpoint(plan: ResumePlan) -> tuple[ShardReader, list[dict[str, Any]], Mapping[str, Any]]:
+    """The tensors of the checkpoint that a plan names, its parameter table, and what is known of its config, with or
+    without a manifest.
+    """
     assert plan.checkpoint is not None, "nothing to load"
     if plan.manifest is not None:
-        return open_reader(plan.checkpoint, plan.manifest), plan.manifest.parameters
+        return open_reader(plan.checkpoint, plan.manifest), plan.manifest.parameters, plan.manifest.config
     foreign = open_foreign(plan.checkpoint)
-    return foreign.reader, foreign.parameters
+    return foreign.reader, foreign.parameters, {"model": foreign.sizes}

@@ -44,7 +44,7 @@ from unigen_ds.runner.build import (
     parameter_table,
     seed_of,
 )
-from unigen_ds.runner.start import Start, build_start, check_resume, open_run, plain_values, report
+from unigen_ds.runner.start import Start, build_start, check_resume, open_run, plain_built, plain_values, report
 from unigen_ds.schedule.schedule import Schedules
 
 
@@ -110,7 +110,7 @@ def build_parts(config: Config, *, max_updates: int | None = None) -> Parts:
     )
     return Parts(
         config=config,
-        plain_config=plain_values(config),
+        plain_config={**plain_values(config), **plain_built(model)},
         config_text=config_text(config),
         work_dir=Path(config["work_dir"]),
         backend=backend,

@@ -26,6 +26,7 @@ from unigen_ds.core.seeding import derive_seed, seed_everything
 from unigen_ds.core.shards import ShardReader
 from unigen_ds.data.stream import Cursor
 from unigen_ds.hooks.base import Hook, UpdateResult
+from unigen_ds.resume.edited import other_sizes
 from unigen_ds.resume.finding import refuse
 from unigen_ds.resume.model_check import check_weights, model_findings
 from unigen_ds.runner.adopt import open_checkpoint
@@ -189,9 +190,10 @@ class Runner:
         checkpoint, manifest = self._parts.plan.checkpoint, self._parts.resumed
         if checkpoint is None:
             return
-        reader, stored = open_checkpoint(self._parts.plan)
+        reader, stored, stored_config = open_checkpoint(self._parts.plan)
         if manifest is None:
-            self._load_weights(reader, stored)
+            hidden = other_sizes(stored_config, self._parts.plain_config, hidden=True)
+            self._load_weights(reader, stored, hidden)
             return
         check_weights(stored, parameters=self._parts.parameters)
         refuse(model_findings(manifest, parameters=self._parts.parameters, config=self._parts.plain_config))
@@ -204,11 +206,11 @@ class Runner:
         dist.on_main(lambda: store.go_on_from(self.work_dir, checkpoint))
         self._call("after_load_checkpoint", {**manifest.state_dict(), "path": str(checkpoint)})
 
-    def _load_weights(self, reader: ShardReader, stored: Sequence[Mapping[str, Any]]) -> None:
+    def _load_weights(self, reader: ShardReader, stored: Sequence[Mapping[str, Any]], sizes: Sequence[str]) -> None:
         """As ``load_cfg`` allows. What differs is said, or refused; ``load_report.json`` has every name of it."""
         buffers = {name: buffer.numel() for name, buffer in self.backend.buffers().items()}
         cfg = self._parts.plan.load_cfg
-        found = fit(reader, stored, parameters=self._parts.parameters, buffers=buffers, cfg=cfg)
+        found = fit(reader, stored, parameters=self._parts.parameters, buffers=buffers, cfg=cfg, sizes=sizes)
         report = {"checkpoint": str(self._parts.plan.checkpoint), **found.state_dict()}
         dist.on_main(lambda: write_text_atomic(self.work_dir / REPORT_FILE, json.dumps(report, indent=1) + "\n"))
         found.check(cfg)

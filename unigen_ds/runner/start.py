@@ -27,6 +27,7 @@ from unigen_ds.data.change import DataChange, compare, continued
 from unigen_ds.data.rules import CURRENT, DataRules
 from unigen_ds.data.stream import Cursor
 from unigen_ds.resume import checklist
+from unigen_ds.resume.edited import BUILT
 from unigen_ds.resume.finding import Finding, OldRule, Proposal, refuse
 from unigen_ds.resume.geometry import check_choice
 from unigen_ds.resume.plan import ResumePlan, plan_resume
@@ -184,6 +185,14 @@ def plain_values(config: Config) -> dict[str, Any]:
     """The config as plain JSON values, as a manifest keeps it."""
     plain: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str))
     return plain
+
+
+def plain_built(model: Any) -> dict[str, Any]:
+    """What a manifest's config holds beside the config: the model's arguments as it was built, without ``pretrained``.
+
+    With these a checkpoint needs no other folder to be built again, and sizes that no config states can be compared.
+    """
+    return json.loads(json.dumps({BUILT: {"model": model.arguments()}})) if hasattr(model, "arguments") else {}
 
 
 def report(findings: list[Finding]) -> None:
