@@ -53,6 +53,7 @@ setup(
             *DEMO,
             *TENSORBOARD,
             *QUANTIZE,
+            "accelerate",
             "mypy",
             "pre-commit",
             "psutil",

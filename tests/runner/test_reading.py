@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tools.export import main as export
 from unigen_ds.checkpoint.layouts import safetensors as layout
 from unigen_ds.core.config import load_config
+from unigen_ds.core.errors import CheckpointError, ResumeBlocked
 from unigen_ds.data.tokenizers import WordTokenizer
 from unigen_ds.runner import Runner
 
@@ -68,3 +71,51 @@ def test_a_resume_opens_each_file_once_however_many_tensors_it_has(
     names = sorted(path.relative_to(checkpoint).as_posix() for path in opened)
     assert names == ["ema/rank00000.safetensors", "model.safetensors", "optimizer.safetensors"]
     assert len(list(resumed.backend.model.parameters())) > 10, "each of which was read, and its moments and average"
+
+
+# ---- sizes that no shape shows ---------------------------------------------------------------------------------------
+
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
+
+
+@pytest.mark.parametrize("of", ["checkpoint", "export", "export, stated by pretrained"])
+def test_weights_of_another_number_of_heads_are_refused(data: Path, trained: Runner, tmp_path: Path, of: str) -> None:
+    """8 heads of 2 and 4 heads of 4 have the same shapes."""
+    (source,) = trained.work_dir.glob("*.pth")
+    if of != "checkpoint":
+        assert export([str(source), str(tmp_path / "export")]) == 0
+        source = tmp_path / "export"
+
+    def run(name: str, **given: Any) -> Runner:
+        cfg = config(data, tmp_path / name, load_from=str(source), train_cfg__max_updates=1, **given)
+        cfg.model.llm.update(HEADS)
+        if "pretrained" in of:  # the config states no size at all
+            cfg.model = {"type": "DecoderLM", "pretrained": str(tmp_path / "other")}
+        return Runner.from_cfg(cfg)
+
+    if "pretrained" in of:
+        shutil.copytree(source, tmp_path / "other")
+        stated = json.loads((source / "config.json").read_text()) | {**HEADS, "head_dim": 2}
+        (tmp_path / "other" / "config.json").write_text(json.dumps(stated))
+    said = r"num_attention_heads was 4 and is 8.*load_cfg\.allow=\['sizes'\]"
+    with pytest.raises(CheckpointError, match=said):
+        run("refused").train()
+    run("allowed", load_cfg={"allow": ["sizes"]}).train()
+    report = json.loads((tmp_path / "allowed" / "load_report.json").read_text())
+    assert any("num_attention_heads was 4 and is 8" in line for line in report["sizes"]) and not report["reshaped"]
+
+
+def test_a_resume_compares_the_sizes_that_pretrained_filled_in(data: Path, trained: Runner, tmp_path: Path) -> None:
+    """The config states none, before and after; the folder that it names has changed."""
+    assert export([str(trained.work_dir), str(tmp_path / "start")]) == 0
+
+    def run(**given: Any) -> Runner:
+        cfg = config(data, tmp_path / "run", **given)
+        cfg.model = {"type": "DecoderLM", "pretrained": str(tmp_path / "start")}
+        return Runner.from_cfg(cfg)
+
+    run().train()
+    stated = json.loads((tmp_path / "start" / "config.json").read_text()) | {"rms_norm_eps": 0.5}
+    (tmp_path / "start" / "config.json").write_text(json.dumps(stated))
+    with pytest.raises(ResumeBlocked, match=r"model\.llm\.rms_norm_eps was 1e-0\d and is 0\.5"):
+        run(resume=True, train_cfg__max_updates=3).train()

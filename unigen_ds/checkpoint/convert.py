@@ -27,11 +27,12 @@ import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 
 from unigen_ds.checkpoint import store
-from unigen_ds.checkpoint.foreign import find_directory, open_foreign, stored_dtype
+from unigen_ds.checkpoint.foreign import open_foreign, stored_dtype
 from unigen_ds.checkpoint.layouts import open_reader, own_files
 from unigen_ds.checkpoint.layouts.base import Fetch, PieceReader, slices_of
 from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
+from unigen_ds.checkpoint.weight_files import locate
 from unigen_ds.checkpoint.writers import Entry, Write, write_safetensors, write_torch
 from unigen_ds.core.choices import DTYPE_NAMES
 from unigen_ds.core.errors import CheckpointError, ConfigError
@@ -84,13 +85,14 @@ class Source:
 
 
 def open_source(checkpoint: Path, *, tag: str | None = None) -> Source:
-    """Open a checkpoint; of a work dir, or a folder of DeepSpeed's, the one its hint names, or ``tag``.
+    """Open a checkpoint or a file of weights; of a work dir, or a folder of DeepSpeed's, the one its hint names, or
+    ``tag``.
 
     Raises ``CheckpointError`` where it is incomplete or of an unknown layout.
     """
-    directory = find_directory(checkpoint, tag)
+    directory = locate(checkpoint, tag)
     if not (directory / FILE_NAME).is_file():
-        found = open_foreign(directory, tag=".")
+        found = open_foreign(directory, tag="." if directory.is_dir() else None)
         frozen = frozenset(row["name"] for row in found.parameters if not row["trainable"])
         return Source(directory, found.reader, None, frozen, dict(found.reader.tied))
     manifest = Manifest.read(directory)

@@ -9,28 +9,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.layouts.base import PieceReader
 from unigen_ds.checkpoint.layouts.dcp import DCPReader
 from unigen_ds.checkpoint.layouts.deepspeed import DeepSpeedReader
 from unigen_ds.checkpoint.layouts.nanovlm import NanoVLMReader, is_nanovlm
+from unigen_ds.checkpoint.layouts.plain import TorchReader
 from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
-from unigen_ds.checkpoint.manifest import FILE_NAME
+from unigen_ds.checkpoint.weight_files import is_weight_file, locate, stated_model, trainer_state, weight_files
 from unigen_ds.core.errors import CheckpointError, ConfigError, nearest
 from unigen_ds.core.progress import Geometry
 from unigen_ds.core.shards import LOSS_SCALE, MASTER
 
 ASSUMABLE = ("batch_size", "accumulative_counts", "dp_size")
-HINTS = ("latest", store.HINT)
-"""Files that name the newest checkpoint of a folder: DeepSpeed's; mmengine's and ours."""
-_DEEPSPEED, _SAFETENSORS = "*mp_rank_*_model_states.pt", "*.safetensors"
-_PATTERNS = (_DEEPSPEED, _SAFETENSORS)
+_DEEPSPEED = "*mp_rank_*_model_states.pt"
 
 
 @dataclass(frozen=True)
@@ -38,9 +35,9 @@ class Foreign:
     """A checkpoint of another trainer. None, wherever the files do not tell."""
 
     directory: Path
-    """Where the files lie, the tag followed."""
+    """Where the files are, the tag followed; or the one file."""
     layout: str
-    """As in a manifest: ``deepspeed`` | ``dcp`` | ``safetensors``; or ``nanovlm``."""
+    """As in a manifest: ``deepspeed`` | ``dcp`` | ``safetensors``; or ``nanovlm`` | ``torch``."""
     writer: str
     """Who wrote it, in words."""
     reader: PieceReader
@@ -53,6 +50,8 @@ class Foreign:
     epoch: int | None
     unknown: tuple[str, ...]
     """What cannot be known, one sentence each."""
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the model that configs beside the weights state."""
 
     @property
     def sequences(self) -> int | None:
@@ -75,37 +74,18 @@ def parse_assume(text: str) -> dict[str, int]:
     return found
 
 
-def find_directory(directory: Path, tag: str | None = None) -> Path:
-    """The folder with the files: ``directory`` itself, or one below: of a tag, or what a hint there names.
-
-    Raises ``CheckpointError`` when there is none.
-    """
-    if not directory.is_dir():
-        raise CheckpointError(f"{directory} is not a directory", remedy="name a checkpoint")
-    hints = [path for path in (directory / name for name in HINTS) if path.is_file()]
-    if tag is None and ((directory / FILE_NAME).is_file() or not hints):
-        return directory
-    if tag is None:  # mmengine and this project write whole paths, which may have been true before a move
-        said = Path(hints[0].read_text(encoding="utf-8").strip())
-        tag = said.name if (directory / said.name).is_dir() else str(said)
-    if not (directory / tag).is_dir():
-        folders = sorted(path.name for path in directory.iterdir() if path.is_dir())
-        raise CheckpointError(
-            f"{directory} has no tag {tag!r}", allowed=", ".join(folders) or "it has no folder at all"
-        )
-    return directory / tag
+def is_known(path: Path) -> bool:
+    """Whether ``path``, a folder or a file, is of a layout that ``open_foreign`` reads."""
+    if path.is_file():
+        return is_weight_file(path)
+    return (path / ".metadata").is_file() or any(path.glob(_DEEPSPEED)) or bool(weight_files(path))
 
 
-def is_known(folder: Path) -> bool:
-    """Whether the files are of a layout that ``open_foreign`` reads."""
-    return (folder / ".metadata").is_file() or any(any(folder.glob(pattern)) for pattern in _PATTERNS)
-
-
-def open_foreign(directory: Path, *, tag: str | None = None, assume: Mapping[str, int] | None = None) -> Foreign:
+def open_foreign(path: Path, *, tag: str | None = None, assume: Mapping[str, int] | None = None) -> Foreign:
     """Read a checkpoint that has no manifest. No collective; nothing is written, nothing executed.
 
     Args:
-        directory: the folder with the files, or the one above it with a hint (``HINTS``).
+        path: the folder with the files, one of the files, or the folder above with a hint (``weight_files.HINTS``).
         tag: name of the folder below, instead of what ``latest`` says.
         assume: parts of the geometry that the files do not tell; see ``parse_assume``.
 
@@ -113,19 +93,23 @@ def open_foreign(directory: Path, *, tag: str | None = None, assume: Mapping[str
         CheckpointError: it is no checkpoint of a known layout, or is incomplete, or wants to run something.
         ConfigError: an assumption contradicts the files.
     """
-    folder = find_directory(directory, tag)
-    if any(folder.glob(_DEEPSPEED)):
+    folder = locate(path, tag)
+    if folder.is_dir() and any(folder.glob(_DEEPSPEED)):
         return _deepspeed(folder, dict(assume or {}))
     if (folder / ".metadata").is_file():
         return _bare(folder, "dcp", DCPReader(folder), dict(assume or {}))
     if is_nanovlm(folder):
         return _bare(folder, "nanovlm", NanoVLMReader(folder), dict(assume or {}))
-    if any(folder.glob(_SAFETENSORS)):
-        return _bare(folder, "safetensors", SafetensorsReader(folder), dict(assume or {}))
+    files = weight_files(folder)
+    if files and files[0].suffix == ".safetensors":
+        reader = SafetensorsReader(files[0].parent, files=[file.name for file in files])
+        return _bare(folder, "safetensors", reader, dict(assume or {}))
+    if files:
+        return _bare(folder, "torch", TorchReader(files), dict(assume or {}))
     raise CheckpointError(
         f"{folder} holds no checkpoint",
-        allowed="files of DeepSpeed (*_model_states.pt), PyTorch's DCP (.metadata) or safetensors",
-        remedy="name the folder that holds them, or the one above it and its tag (-t)",
+        allowed="files of DeepSpeed (*_model_states.pt), PyTorch's DCP (.metadata), safetensors or pytorch_model.bin",
+        remedy="name the folder that holds them, the file of weights itself, or the folder above and its tag (-t)",
     )
 
 
@@ -171,10 +155,27 @@ def _bare(folder: Path, layout: str, reader: PieceReader, assume: dict[str, int]
     geometry, unknown = _geometry({}, assume)
     unknown.append("How far it had trained is not stored: no updates, no epoch.")
     unknown.append("Which weights were frozen, and which names are tied, is not stored.")
+    if isinstance(reader, TorchReader) and reader.others:
+        unknown.append(f"Not read: {', '.join(reader.others)}.")
+    parent = folder if folder.is_dir() else folder.parent
+    if not reader.tied:
+        reader.tied = _tied_head(reader, stated_model(parent))
     parameters = _table(reader, frozen=set(), groups={})
     unknown += _unknown_everywhere(reader)
-    return Foreign(folder, layout, f"unknown, {layout} files", reader, parameters, geometry, None, None, None, None,
-                   tuple(unknown))  # fmt: skip
+    writer = trainer_state(parent) or trainer_state(parent.parent) or f"unknown, {layout} files"
+    return Foreign(folder, layout, writer, reader, parameters, geometry, None, None, None, None, tuple(unknown),
+                   stated_model(parent))  # fmt: skip
+
+
+def _tied_head(reader: PieceReader, stated: Mapping[str, Any]) -> dict[str, str]:
+    """Tied embeddings of a Hugging Face directory: stated by its config, and one of the two is stored."""
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    tied = (stated.get("llm") or {}).get("tie_word_embeddings") is True
+    return (
+        {head: embedding}
+        if tied and (MASTER, embedding) in reader.shapes and (MASTER, head) not in reader.shapes
+        else {}
+    )
 
 
 def _table(reader: PieceReader, *, frozen: set[str], groups: Mapping[str, int]) -> list[dict[str, Any]]:

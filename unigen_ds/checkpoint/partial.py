@@ -166,7 +166,9 @@ def fit(
     cfg: LoadConfig,
     sizes: Sequence[str] = (),
 ) -> Fit:
-    """Compare a checkpoint with a model, by name and shape. Reads no tensor; the same on every rank.
+    """Compare a checkpoint with a model, by name and shape; the same on every rank.
+
+    Reads a tensor only where the checkpoint has two of what is one (tied) in the model: are they equal?
 
     Args:
         stored: the checkpoint's parameter table: rows with ``name``, ``shape`` and ``tied`` (further names).
@@ -182,11 +184,12 @@ def fit(
     wanted += [(BUFFER, (name,), (numel,)) for name, numel in buffers.items()]
     used = set()
     for kind, names, shape in wanted:
-        source = next((found[name] for name in names if name in found), None)
-        if source is None:
+        sources = list(dict.fromkeys(found[name] for name in names if name in found))
+        if not sources:
             result.missing.append(names[0])
             continue
-        used.add((source.kind, source.name))
+        source = sources[0]
+        used |= {(each.kind, each.name) for each in sources if each is source or _equal(reader, each, source)}
         if cfg.resizes(names, source.shape, shape) and source.shape != shape:
             result.resized[names[0]] = source.shape, shape
         elif source.shape != shape and not _same_buffer(source, kind, shape):
@@ -213,6 +216,15 @@ def _by_revised_name(reader: ShardReader, stored: Sequence[Mapping[str, Any]], c
                     remedy="make the patterns of load_cfg.revise_keys narrower",
                 )
     return found
+
+
+def _equal(reader: ShardReader, one: _Stored, other: _Stored) -> bool:
+    """Whether two stored tensors are the same, bit by bit: a format without sharing has tied weights twice."""
+    numel = math.prod(one.shape)
+    return one.shape == other.shape and all(
+        torch.equal(*(reader.read(each.kind, each.name, at, min(at + _PIECE, numel)) for each in (one, other)))
+        for at in range(0, numel, _PIECE)
+    )
 
 
 def _same_buffer(source: _Stored, kind: str, shape: Shape) -> bool:

@@ -26,6 +26,7 @@ from typing import Any, Literal
 from unigen_ds.checkpoint import foreign, store
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.checkpoint.partial import LoadConfig
+from unigen_ds.checkpoint.weight_files import locate
 from unigen_ds.core.choices import AUTO
 from unigen_ds.core.errors import CheckpointError, ConfigError
 
@@ -123,19 +124,21 @@ def _newest(work_dir: Path, *, hashes: bool) -> ResumePlan:
 
 
 def checkpoint_directory(given: str) -> Path:
-    """The checkpoint directory that a path means: itself, the one a file inside it belongs to, or another trainer's."""
+    """The checkpoint that a path means: itself, the one a file inside it belongs to, another trainer's, or a file of
+    weights.
+    """
     path = Path(given).expanduser().resolve()
     if not path.exists():
         raise CheckpointError(f"checkpoint {given!r} does not exist (looked at {path})")
-    for candidate in (path, path.parent, path.parent.parent):
-        if (candidate / FILE_NAME).is_file():
-            return candidate
-    whole = path.is_dir() and store.STAGING not in path.name and not path.name.endswith(store.DELETING)
-    found = foreign.find_directory(path) if whole else None
-    if found is not None and foreign.is_known(found) and not (found / FILE_NAME).is_file():
+    whole = store.STAGING not in path.name and not path.name.endswith(store.DELETING)
+    found = locate(path) if whole else path
+    inside = [each.path.name for each in store.list_checkpoints(path)] if path.is_dir() else []
+    hinted = found in [path / name for name in inside]  # by our own hint, which a resume without a name follows
+    if whole and not hinted and ((found / FILE_NAME).is_file() or foreign.is_known(found)):
         return found
-    inside = store.list_checkpoints(path) if path.is_dir() else []
-    hint = f"it holds {', '.join(f.path.name for f in inside)}: name one of them" if inside else None
+    if path.is_dir() and not inside:
+        inside = sorted(folder.name for folder in path.iterdir() if folder.is_dir() and foreign.is_known(folder))
+    hint = f"it holds {', '.join(inside)}: name one of them" if inside else None
     raise CheckpointError(f"{path} is not a checkpoint of this project: it has no {FILE_NAME}", remedy=hint)
 
 

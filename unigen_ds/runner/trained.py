@@ -17,6 +17,7 @@ from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.checkpoint.writers import Entry
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.log import logger
+from unigen_ds.core.modules import tied_names
 from unigen_ds.data.processor import UnifiedProcessor
 from unigen_ds.data.vlm_processor import VLMProcessor
 from unigen_ds.inference.chat import ChatInferencer
@@ -138,7 +139,9 @@ def _fill(model: nn.Module, entries: list[Entry], *, where: Path) -> None:
     own = model.state_dict()
     shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
     stored = {entry.name: tuple(entry.shape) for entry in entries}
-    wrong = [f"no {name}" for name in shapes if name not in stored]
+    first = tied_names(model)  # of tied weights one stored name is enough
+    held = {first.get(name, name) for name in stored}
+    wrong = [f"no {name}" for name in shapes if first.get(name, name) not in held]
     wrong += [f"unexpected {name}" for name in stored if name not in shapes]
     wrong += [f"{n} {stored[n]} for {shapes[n]}" for n in shapes if stored.get(n, shapes[n]) != shapes[n]]
     if wrong:

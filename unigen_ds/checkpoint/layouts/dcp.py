@@ -21,7 +21,9 @@ import torch
 from torch import Tensor
 
 from unigen_ds.checkpoint.layouts.base import Fetch, PieceReader
+from unigen_ds.checkpoint.layouts.plain import WRAPPERS
 from unigen_ds.core.errors import CheckpointError
+from unigen_ds.core.shards import MASTER
 
 _RECORDS = {
     "torch.distributed.checkpoint.metadata": {
@@ -30,6 +32,8 @@ _RECORDS = {
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
 }  # fmt: skip
+_LEFT_OUT = ""
+"""Kind of what is not read."""
 _SMALL = 1 << 16
 """Bytes; an item up to this is simply read."""
 _SAFE = {
@@ -79,7 +83,7 @@ def read_metadata(directory: Path) -> Any:
 
 
 class DCPReader(PieceReader):
-    """A ``ShardReader`` over a directory whose keys are ``kind|name`` (``backends/fsdp.py``)."""
+    """A ``ShardReader`` over a directory whose keys are ``kind|name`` (``backends/fsdp.py``), or another trainer's."""
 
     def __init__(
         self, directory: Path, *, parameters: Iterable[str] | None = None, files: Iterable[str] | None = None
@@ -88,12 +92,15 @@ class DCPReader(PieceReader):
         metadata = read_metadata(directory)
         _check_files(directory, metadata.storage_data.values())
         allowed = None if files is None else set(files)
+        names = _names(metadata)
         chunks: dict[str, dict[tuple[int, ...], Any]] = {}
         for index, info in metadata.storage_data.items():
             tensor = metadata.state_dict_metadata[index.fqn]
             if not hasattr(tensor, "size"):
                 continue
-            kind, _, name = index.fqn.partition("|")
+            kind, name = names[index.fqn]
+            if kind == _LEFT_OUT:
+                continue
             if index.fqn not in chunks:  # once for each tensor, not once for each part of it
                 chunks[index.fqn] = {tuple(chunk.offsets): chunk for chunk in reversed(tensor.chunks)}
             chunk = _chunk(tensor, index, chunks[index.fqn])
@@ -107,6 +114,30 @@ class DCPReader(PieceReader):
             dtype = tensor.properties.state[0]  # the fields: dtype, layout, requires_grad, memory format, pinned
             fetch = _fetch(directory / info.relative_path, info.offset, info.length, numel, dtype)
             self.add(kind, name, start, numel, fetch, shape=tensor.size)
+
+
+def _names(metadata: Any) -> dict[str, tuple[str, str]]:
+    """Stored name -> (kind, name): ours are ``kind|name``.
+
+    Other trainers save nested dictionaries (accelerate: ``{"model": {...}}``), whose paths the planner stores. Of those
+    the model's tensors are taken, without the keys around them; where no path has such a key, all but an optimizer's.
+    """
+    found: dict[str, tuple[str, str]] = {}
+    paths: dict[str, tuple[str, ...]] = {}
+    planned = getattr(metadata, "planner_data", None)
+    for fqn in metadata.state_dict_metadata:
+        kind, bar, name = fqn.partition("|")
+        if bar:
+            found[fqn] = kind, name
+            continue
+        path = planned.get(fqn) if isinstance(planned, dict) else None
+        paths[fqn] = tuple(map(str, path)) if isinstance(path, (tuple, list)) and path else (fqn,)
+    wrapped = any(key in WRAPPERS for path in paths.values() for key in path[:-1])
+    for fqn, path in paths.items():
+        at = next((i for i, key in enumerate(path[:-1]) if key in WRAPPERS), None)
+        left_out = at is None if wrapped else path[0].startswith("optim")
+        found[fqn] = (_LEFT_OUT, fqn) if left_out else (MASTER, ".".join(path if at is None else path[at + 1 :]))
+    return found
 
 
 def _check_files(directory: Path, entries: Iterable[Any]) -> None:

@@ -32,6 +32,11 @@ _OPTIM = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt$"
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_00_model_states\.pt$")
 
 
+def is_deepspeed(name: str) -> bool:
+    """Whether a file of this name is one of DeepSpeed's."""
+    return bool(_OPTIM.match(name) or _MODEL.match(name))
+
+
 class DeepSpeedReader(PieceReader):
     """A ``ShardReader`` over a directory that DeepSpeed wrote, on its own or for this project.
 

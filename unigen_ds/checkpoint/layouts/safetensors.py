@@ -50,6 +50,10 @@ class SafetensorsReader(PieceReader):
 
     def _index(self, path: Path, known: set[str] | None) -> None:
         file = safe_open(path, framework="pt")
+        names = set(file.keys())
+        # safetensors.torch.save_model writes (name left out -> name of the same tensor) into the metadata
+        aliases = {k: v for k, v in (file.metadata() or {}).items() if v in names and k not in names}
+        self.tied = {**self.tied, **aliases}
         for key in file.keys():  # noqa: SIM118 - a safetensors handle, not a dict
             shape = tuple(file.get_slice(key).get_shape())
             fetch = _fetch(file, key, shape)

@@ -8,6 +8,7 @@ a name is how a file would run code, so that is refused, but for the few names b
 
 from __future__ import annotations
 
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,8 @@ def _stand_in(path: str) -> tuple[type, str]:
 def load_file(path: Path) -> Any:
     """What a ``torch.save`` file holds. Raises ``CheckpointError`` when it is damaged, or wants to run something."""
     try:
+        if not zipfile.is_zipfile(path):  # the format before torch 1.6: it cannot be mapped
+            return torch.load(path, weights_only=True, map_location="cpu")
         unknown = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
         for name in unknown:
             if name.partition(".")[0] in _BLOCKED:

@@ -1,0 +1,125 @@
+"""``load_from`` of what the package and its neighbours write: each file is written by the neighbour's own code."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.runner import neighbours
+from tests.runner.test_reading import config, data, trained  # noqa: F401 - fixtures
+from tools.export import main as export
+from unigen_ds.core.errors import CheckpointError, UnigenError
+from unigen_ds.runner import Runner
+from unigen_ds.runner.trained import open_model
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+pytestmark = pytest.mark.timeout(900)
+
+
+def weights(runner: Runner) -> dict[str, Tensor]:
+    return dict(runner.backend.model.state_dict())
+
+
+def load(data: Path, work_dir: Path, path: Path, **overrides: Any) -> Runner:  # noqa: F811
+    """Train for one update with a learning rate of 0: the weights at the end are those that were loaded."""
+    still = {"optim_wrapper__optimizer__lr": 0.0, "train_cfg__max_updates": 1, "randomness__seed": 5}
+    runner = Runner.from_cfg(config(data, work_dir, load_from=str(path), **still, **overrides))
+    runner.train()
+    return runner
+
+
+@pytest.fixture(scope="module")
+def written(trained: Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:  # noqa: F811
+    """Case -> path."""
+    (checkpoint,) = trained.work_dir.glob("*.pth")
+    found = neighbours.merged(checkpoint, tmp_path_factory.mktemp("merged"))
+    for name, write in neighbours.WRITERS.items():
+        model, _ = open_model(trained.work_dir, raw=True)
+        found |= write(model, tmp_path_factory.mktemp(name))
+    folder = tmp_path_factory.mktemp("exported")
+    assert export([str(trained.work_dir), str(folder / "exported"), "--raw"]) == 0
+    found |= neighbours.hugging_face(folder / "exported", folder)
+    yield found
+
+
+def test_every_neighbours_files_load_bit_by_bit(
+    data: Path, trained: Runner, written: dict[str, Path], tmp_path: Path  # noqa: F811
+) -> None:  # fmt: skip
+    expected, wrong = weights(trained), {}
+    assert torch.equal(expected[HEAD], expected[EMBEDDING]) and len(written) == 26
+    for number, (case, path) in enumerate(written.items()):
+        try:
+            runner = load(data, tmp_path / str(number), path)
+        except UnigenError as error:
+            wrong[case] = str(error)
+            continue
+        report = json.loads((tmp_path / str(number) / "load_report.json").read_text())
+        differing = [name for name, tensor in weights(runner).items() if not torch.equal(tensor, expected[name])]
+        if differing or report["missing"] or report["unexpected"]:
+            wrong[case] = f"{differing} {report}"
+    assert wrong == {}
+
+
+def test_a_head_stored_apart_is_not_taken_for_the_tied_one(
+    data: Path, written: dict[str, Path], tmp_path: Path  # noqa: F811
+) -> None:  # fmt: skip
+    state = torch.load(written["plain.pth"])
+    torch.save({**state, HEAD: state[HEAD] + 1}, tmp_path / "apart.pth")
+    with pytest.raises(CheckpointError, match=r"1 not in the model: lm_head\.weight"):
+        load(data, tmp_path / "run", tmp_path / "apart.pth")
+
+
+class Evil:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch '{self.path}'",)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_what_would_run_code_is_refused_and_never_run(data: Path, tmp_path: Path, zipped: bool) -> None:  # noqa: F811
+    mark, path = tmp_path / "executed", tmp_path / "evil.pth"
+    torch.save({"state_dict": {"w": torch.ones(2)}, "meta": Evil(mark)}, path, _use_new_zipfile_serialization=zipped)
+    with pytest.raises(CheckpointError, match=r"evil\.pth (is refused|cannot be read)"):
+        load(data, tmp_path / "run", path)
+    assert not mark.exists()
+    torch.load(path, weights_only=False)
+    subprocess.run(["sleep", "0.2"])
+    assert mark.exists(), "the payload is real"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"optimizer": {"state": {}}, "epoch": 1}, r"holds no weights \(optimizer, epoch\).*state_dict"),
+        (torch.nn.Linear(2, 2), r"is refused: it asks for a call|holds no weights"),
+    ],
+)
+def test_a_file_without_weights_is_named(data: Path, tmp_path: Path, content: Any, message: str) -> None:  # noqa: F811
+    torch.save(content, tmp_path / "other.pth")
+    with pytest.raises(CheckpointError, match=message):
+        load(data, tmp_path / "run", tmp_path / "other.pth")
+
+
+def test_a_shard_that_is_missing_is_named(data: Path, written: dict[str, Path], tmp_path: Path) -> None:  # noqa: F811
+    index = json.loads(written["their index"].read_text())
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"lacks model-00001-of-.*\.safetensors.*index\.json lists"):
+        load(data, tmp_path / "run", tmp_path)
+    index["weight_map"] = {"w": "../elsewhere.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="is no index of weight files"):
+        load(data, tmp_path / "run", tmp_path)
+    with pytest.raises(CheckpointError, match=r"it holds checkpoint-1: name one of them"):
+        load(data, tmp_path / "run", written["Trainer's checkpoint"].parent)
