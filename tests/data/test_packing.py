@@ -6,10 +6,12 @@ import math
 import random
 import time
 
+import numpy as np
 import pytest
 
 from tests.golden_files import NANOVLM, read_json
 from unigen_ds.core.errors import ConfigError
+from unigen_ds.data import packing
 from unigen_ds.data.packing import WindowPacking
 
 STORED = read_json(NANOVLM / "packing.json")
@@ -76,3 +78,27 @@ def test_wrong_settings() -> None:
     for arguments in ({"window": 0}, {"max_tiles": 0}):
         with pytest.raises(ConfigError, match="positive"):
             WindowPacking(**arguments)
+
+
+@pytest.mark.parametrize("max_tiles", [None, 2, 7])
+def test_count_is_the_length_of_the_plan(max_tiles: int | None) -> None:
+    """Short, long, equal and empty samples, with and without images."""
+    packer, draw = WindowPacking(512, max_tiles), np.random.default_rng(7)
+    windows = []
+    for trial in range(60):
+        number, longest = int(draw.integers(1, 120)), (3, 30, 140)[trial % 3]
+        lengths = draw.integers(0, longest, number) if trial % 5 else draw.choice([1, 24, 32, 33, 48], number)
+        windows.append((lengths, draw.integers(0, 4, number) * (trial % 2)))
+    plans = [packer.plan(*map(list, window), 96, 5) for window in windows]
+    assert packer.counts(windows, 96) == list(map(len, plans))
+    assert packer.count(np.zeros(3, dtype=int), np.zeros(3, dtype=int), 96) == 1
+
+
+def test_many_windows_with_images_are_counted_by_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    packer, draw = WindowPacking(64, 3), np.random.default_rng(8)
+    windows = [(draw.integers(1, 40, 20), draw.integers(0, 3, 20)) for _ in range(12)]
+    alone = packer.counts(windows, 96)
+    monkeypatch.setattr(packing, "_PARALLEL", 4)
+    monkeypatch.setattr(packing.os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(WindowPacking, "_groups", lambda *_: pytest.fail("planned in this process"))
+    assert packer.counts(windows, 96) == alone

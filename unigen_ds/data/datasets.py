@@ -23,7 +23,7 @@ from torch import Tensor
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.registry import DATASETS, check_arguments
 from unigen_ds.core.seeding import derive_seed
-from unigen_ds.data.index import Array, Counts, Index, count, fingerprint, plan_record, prefix_digest, record_digest
+from unigen_ds.data.index import Array, Counts, Index, count, fingerprint, prefix_digest, record_digest, record_turns
 from unigen_ds.data.processor import UnifiedProcessor
 from unigen_ds.data.samples import ImageKind, ImageSplit, Sample, Split, TokenSplit
 
@@ -100,8 +100,8 @@ class UnifiedGenerationDataset:
 
     def sample(self, index: int, *, pass_number: int = 0) -> Sample:
         """The record as splits; reads the record and the headers of its images."""
-        offset, length = int(self.index.offsets[index]), int(self.index.lengths[index])
-        return plan_record(self.path, offset, length, self.processor, self.image_root)
+        raw, place = self.index.read(self.path, index, self.processor.rules)
+        return self.processor.plan(record_turns(raw, place, self.image_root), place)
 
     @property
     def fingerprint(self) -> str:

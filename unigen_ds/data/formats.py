@@ -132,19 +132,34 @@ def _element(path: Path, data: mmap.mmap, start: int, stop: int) -> tuple[int, i
     return start + raw.index(text[:1]), len(text)
 
 
+def read_bytes(path: Path, offset: int, length: int) -> bytes:
+    """That byte range, during a run. Raises ``DataError`` where the file has gone since its index was made."""
+    try:
+        with path.open("rb") as stream:
+            stream.seek(offset)
+            return stream.read(length)
+    except OSError as error:
+        raise DataError(
+            f"data file {path} can no longer be read: {error.strerror}",
+            remedy="a run reads its data files until it ends: restore the file, then continue with --resume",
+        ) from error
+
+
 def read_record(path: Path, offset: int, length: int) -> dict[str, Any]:
     """Parse the record in that byte range. Raises ``DataError`` where it is no JSON object."""
-    with path.open("rb") as stream:
-        stream.seek(offset)
-        raw = stream.read(length)
+    return load_record(read_bytes(path, offset, length), Place(path, offset))
+
+
+def load_record(raw: bytes, place: Place) -> dict[str, Any]:
+    """Parse the bytes of one record. Raises ``DataError`` where it is no JSON object."""
     try:
         record = json.loads(raw)
     except (ValueError, RecursionError) as error:  # ValueError: of the JSON, its encoding, or a number of 4,300 digits
         raise DataError(
-            f"{Place(path, offset)}: no valid JSON: {error}", allowed="one object a line, or one array of objects"
+            f"{place}: no valid JSON: {error}", allowed="one object a line, or one array of objects"
         ) from error
     if not isinstance(record, dict):
-        raise DataError(f"{Place(path, offset)}: the record is {_shown(record)}", allowed="a JSON object")
+        raise DataError(f"{place}: the record is {_shown(record)}", allowed="a JSON object")
     return record
 
 

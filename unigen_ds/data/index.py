@@ -18,7 +18,6 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,9 +27,9 @@ from unigen_ds.core.errors import DataError
 from unigen_ds.core.files import quick_digest, write_atomic
 from unigen_ds.core.log import logger
 from unigen_ds.data.content import content_digest
-from unigen_ds.data.formats import Place, Turn, parse_record, read_record, scan
+from unigen_ds.data.formats import Place, Turn, load_record, parse_record, read_bytes, scan
 from unigen_ds.data.processor import UnifiedProcessor
-from unigen_ds.data.rules import TOUCH_BITS
+from unigen_ds.data.rules import TOUCH_BITS, DataRules
 from unigen_ds.data.samples import ImageSplit, Sample, TextSplit, TiledSplit, TokenSplit
 
 FOLDER = ".unigen_index"
@@ -92,6 +91,9 @@ class Counts:
         return digest.hexdigest()
 
 
+_COLUMNS = dataclasses.fields(Counts)
+
+
 def count(sample: Sample, *, unk_id: int | None = None, empty_texts: int = 0) -> tuple[int, ...]:
     """One row of ``Counts``. ``unk_id``: the tokenizer's id of unknown words, if it has one."""
     images = [split for split in sample.splits if isinstance(split, (ImageSplit, TiledSplit))]
@@ -145,6 +147,18 @@ class Index:
 
     def __len__(self) -> int:
         return len(self.offsets)
+
+    def read(self, path: Path, index: int, rules: DataRules) -> tuple[bytes, Place]:
+        """The bytes of a record, and where it is. Raises ``DataError`` where they are no longer those of the index."""
+        offset, counts = int(self.offsets[index]), self.counts
+        raw = read_bytes(path, offset, int(self.lengths[index]))
+        row = tuple(int(getattr(counts, field.name)[index]) for field in _COLUMNS[:_DIGESTED])
+        if record_digest(raw, row, rules.marks(int(counts.touched[index]))) != self.records[index]:
+            raise DataError(
+                f"record {index} of data file {path} was changed during the run: it is not the one of the index",
+                remedy="restore the file, then continue with --resume; --on-data-change continues with changed data",
+            )
+        return raw, Place(path, offset)
 
     @classmethod
     def build(
@@ -316,24 +330,19 @@ def _plan_chunk(chunk: tuple[Path, Path, UnifiedProcessor, Array, Array]) -> tup
     rows, digests = [], []
     with path.open("rb") as stream:
         for offset, length in zip(offsets.tolist(), lengths.tolist(), strict=True):
-            turns = record_turns(path, offset, length, root)
-            empty = sum(turn.kind == "text" and not turn.value.strip() for turn in turns)
-            sample = processor.plan(turns, Place(path, offset))
-            rows.append(count(sample, unk_id=unk_id, empty_texts=empty))
             stream.seek(offset)
-            digests.append(record_digest(stream.read(length), rows[-1], processor.rules.marks(sample.touched)))
+            raw, place = stream.read(length), Place(path, offset)
+            turns = record_turns(raw, place, root)
+            empty = sum(turn.kind == "text" and not turn.value.strip() for turn in turns)
+            sample = processor.plan(turns, place)
+            rows.append(count(sample, unk_id=unk_id, empty_texts=empty))
+            digests.append(record_digest(raw, rows[-1], processor.rules.marks(sample.touched)))
     return rows, digests
 
 
-def plan_record(path: Path, offset: int, length: int, processor: UnifiedProcessor, root: Path) -> Sample:
-    """Read, parse and plan one record. Raises ``DataError`` with file and line where it is malformed."""
-    return processor.plan(record_turns(path, offset, length, root), Place(path, offset))
-
-
-def record_turns(path: Path, offset: int, length: int, root: Path) -> list[Turn]:
+def record_turns(raw: bytes, place: Place, root: Path) -> list[Turn]:
     """The turns of one record. Raises ``DataError`` with file and line where it is malformed."""
-    place = Place(path, offset)
-    record: dict[str, Any] = read_record(path, offset, length)
+    record = load_record(raw, place)
     turns = parse_record(record, place, image_root=root)
     if all(turn.role != "assistant" for turn in turns):
         raise DataError(f"{place}: conversations has no assistant turn: nothing to learn from")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import signal
 import threading
 from collections import deque
@@ -26,13 +27,15 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from unigen_ds.core.batch import PackedBatch
-from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.errors import ConfigError, TrainingError, UnigenError
 from unigen_ds.core.progress import Geometry
 from unigen_ds.data.collate import collate
 from unigen_ds.data.processor import UnifiedProcessor
 from unigen_ds.data.stream import Cursor, Row, SequenceStream
 
 _ALIGN = 64
+_LOST = re.compile(r"DataLoader (worker \(pid.*?\)( is| exited).*|timed out after .*)", re.DOTALL)
+"""torch's messages of workers that ended or hang; raised by its handler of SIGCHLD too, so anywhere in the loop."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,7 @@ class UpdateLoader:
             # without its own generator the loader would draw its base seed from the global one, which dropout uses
             generator=torch.Generator().manual_seed(0),
         )
-        self._iterator: Iterator[Packet] | None = None
+        self._iterator: Iterator[Packet | UnigenError] | None = None
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
         if self._iterator is None:
@@ -109,6 +112,8 @@ class UpdateLoader:
     def _next(self) -> MicroBatch:
         assert self._iterator is not None, "the loader is closed"
         packet = next(self._iterator)
+        if isinstance(packet, UnigenError):  # raised in a worker, whose traceback is of no use to anybody
+            raise packet
         cursor, rows = self._iterations.pending.popleft()
         return MicroBatch(packet.unpacked(), cursor, rows)
 
@@ -120,6 +125,24 @@ class UpdateLoader:
             shutdown()
         self._iterator = None
         self._iterations.pending.clear()
+
+
+def lost_worker(error: BaseException) -> TrainingError | None:
+    """What a user can do, where ``error`` is of a worker process that was killed or hangs; else None."""
+    found = _LOST.search(str(error)) if type(error) is RuntimeError else None
+    if found is None:
+        return None
+    what = " ".join(found.group(1).split()).rstrip(".")
+    if what.startswith("timed out"):
+        remedy = (
+            "set a larger train_dataloader.timeout (0: none), or find what the workers wait for; continue with --resume"
+        )
+        return TrainingError(f"the data loader {what}: no worker process gave a batch", remedy=remedy)
+    return TrainingError(
+        f"a worker process of the data loader ended: {what}",
+        remedy="the system kills processes when memory (or /dev/shm) is full (see dmesg): lower "
+        "train_dataloader.num_workers or prefetch_factor; continue with --resume",
+    )
 
 
 class _Iterations(Sampler[list[Row]]):
@@ -138,17 +161,20 @@ class _Iterations(Sampler[list[Row]]):
             yield rows[self._dp_rank :: self._geometry.dp_size]
 
 
-class _Rows(Dataset["Packet"]):
+class _Rows(Dataset["Packet | UnigenError"]):
     """In a worker: a list of rows is the index, a micro-batch the item."""
 
     def __init__(self, stream: SequenceStream, processor: UnifiedProcessor, seed: int | None) -> None:
         self._datasets, self._names, self._seq_length = stream.datasets, stream.names, stream.seq_length
         self._processor, self._seed = processor, seed
 
-    def __getitem__(self, rows: Sequence[Row]) -> Packet:
-        batch = collate(
-            rows, self._datasets, self._processor, seq_length=self._seq_length, seed=self._seed, names=self._names
-        )
+    def __getitem__(self, rows: Sequence[Row]) -> Packet | UnigenError:
+        try:
+            batch = collate(
+                rows, self._datasets, self._processor, seq_length=self._seq_length, seed=self._seed, names=self._names
+            )
+        except UnigenError as error:  # as a value: the loader would make a message of the worker's whole traceback
+            return error
         return Packet.packed(batch)
 
 

@@ -147,6 +147,11 @@ class GlobalOrder:
 
     def draws(self, epoch: int, start: int, stop: int) -> list[Draw]:
         """The draws at places ``start .. stop`` of ``epoch``."""
+        rows = zip(*(column.tolist() for column in self.columns(epoch, start, stop)), strict=True)
+        return [Draw(*row) for row in rows]
+
+    def columns(self, epoch: int, start: int, stop: int) -> tuple[NDArray[np.int64], ...]:
+        """``draws`` as three arrays: source, index, pass_number."""
         assert epoch >= self.first_epoch, (epoch, self.first_epoch)
         assert 0 <= start <= stop <= self.epoch_size, (start, stop, self.epoch_size)
         places = np.arange(start, stop, dtype=np.int64)
@@ -160,7 +165,7 @@ class GlobalOrder:
             number = begun + shuffled[here] - (int(self._bounds[k]) - self.counts[k])
             passes[here] = self.first_pass + number // self.sizes[k]
             records[here] = self._records(k, passes[here], number % self.sizes[k])
-        return [Draw(*row) for row in zip(sources.tolist(), records.tolist(), passes.tolist(), strict=True)]
+        return sources, records, passes
 
     def _records(self, source: int, passes: NDArray[np.int64], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
         records = np.empty_like(offsets)

@@ -25,7 +25,7 @@ import numpy as np
 from unigen_ds.core.errors import CheckpointError, ConfigError, DataError
 from unigen_ds.core.seeding import derive_seed
 from unigen_ds.data.datasets import PlannedDataset, source_names
-from unigen_ds.data.index import cached, fingerprint
+from unigen_ds.data.index import Array, cached, fingerprint
 from unigen_ds.data.order import Draw, GlobalOrder
 from unigen_ds.data.rules import CURRENT, DataRules
 
@@ -260,13 +260,28 @@ class SequenceStream:
     def window_rows(self, epoch: int, window: int) -> list[Row]:
         """All rows of one window of a packed stream."""
         assert self.packer is not None
-        start, order = window * self.packer.window, self.epoch_order(epoch)
-        draws = order.draws(epoch, start, min(start + self.packer.window, order.epoch_size))
+        draws = self.epoch_order(epoch).draws(epoch, *self._window_range(epoch, window))
         lengths = [int(self._tokens[d.source][d.index]) for d in draws]
         tiles = [int(self._tiles[d.source][d.index]) for d in draws]
         key = derive_seed(self.order.seed, "window", epoch, window)
         groups = self.packer.plan(lengths, tiles, self.seq_length, key)
         return [tuple(draws[i] for i in group) for group in groups]
+
+    def _window_range(self, epoch: int, window: int) -> tuple[int, int]:
+        """Places of the epoch's order."""
+        assert self.packer is not None
+        start = window * self.packer.window
+        return start, min(start + self.packer.window, self.epoch_order(epoch).epoch_size)
+
+    def _window_lengths(self, epoch: int, window: int) -> tuple[Array, Array]:
+        """(tokens, tiles) of each draw of a window."""
+        sources, records, _ = self.epoch_order(epoch).columns(epoch, *self._window_range(epoch, window))
+        tokens, tiles = np.empty_like(records), np.empty_like(records)
+        for source in np.unique(sources).tolist():
+            here = sources == source
+            tokens[here] = self._tokens[source][records[here]]
+            tiles[here] = self._tiles[source][records[here]]
+        return tokens, tiles
 
     def window_count(self, epoch: int, window: int) -> int:
         """Rows of one window. Those of the first epoch are planned once and cached with the index."""
@@ -285,7 +300,12 @@ class SequenceStream:
         cache = None if folder is None else folder / f"plan-{key[:16]}.npz"
 
         def make() -> dict[str, Any]:
-            counts = [len(self.window_rows(epoch, window)) for window in range(self.num_windows(epoch))]
+            windows = range(self.num_windows(epoch))
+            counted = getattr(self.packer, "counts", None)  # a packer of a user's own may only plan
+            if counted is not None:
+                counts = counted([self._window_lengths(epoch, w) for w in windows], self.seq_length)
+            else:
+                counts = [len(self.window_rows(epoch, window)) for window in windows]
             return {"counts": np.asarray(counts, dtype=np.int64)}
 
         return cached(cache, key, make)["counts"].tolist()

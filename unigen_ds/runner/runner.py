@@ -24,6 +24,7 @@ from unigen_ds.core.log import logger
 from unigen_ds.core.progress import Progress
 from unigen_ds.core.seeding import derive_seed, seed_everything
 from unigen_ds.core.shards import ShardReader
+from unigen_ds.data.loader import lost_worker
 from unigen_ds.data.stream import Cursor
 from unigen_ds.hooks.base import Hook, UpdateResult
 from unigen_ds.resume.edited import other_sizes
@@ -103,7 +104,10 @@ class Runner:
             self._call("after_train")
             self._call("after_run")
         except BaseException as error:
-            self._tell(error)
+            lost = lost_worker(error)
+            self._tell(lost or error)
+            if lost is not None:
+                raise lost from error
             raise
         finally:
             self._parts.loader.close()
