@@ -96,8 +96,7 @@ def build_stream(config: Mapping[str, Any], *, world_size: int, manifest: Manife
     Where records were appended since, the run's part is that of the old ones.
     """
     from unigen_ds.data.change import compare, continued
-    from unigen_ds.data.rules import CURRENT, DataRules
-    from unigen_ds.runner.build import build_data, import_custom
+    from unigen_ds.runner.build import build_data, import_custom, rules_of
 
     missing = [key for key in _NEEDED if config.get(key) is None]
     if missing:
@@ -107,7 +106,7 @@ def build_stream(config: Mapping[str, Any], *, world_size: int, manifest: Manife
     geometry = Geometry(batch_size, config["optim_wrapper"].get("accumulative_counts", 1), world_size)
     if manifest:
         geometry = manifest.ruler.geometry
-    rules = DataRules.stored(manifest.loader["facts"]) if manifest else CURRENT
+    rules = rules_of(config, manifest)
     stream = build_data(config, geometry=geometry, ruler=manifest.ruler if manifest else None, rules=rules).stream
     if manifest and not compare(manifest.loader, stream).obstacles:
         stream, _ = continued(manifest.loader, stream, on_change="append")
@@ -202,6 +201,9 @@ def _ledger_lines(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _statistics_lines(report: Mapping[str, Any]) -> Iterator[str]:
+    from unigen_ds.data.overflow import overflow_line
+    from unigen_ds.data.statistics import special_line
+
     for name, source in report["sources"].items():
         records = source["records"]
         weight = "" if source["weight"] is None else f", weight {source['weight']:g}"
@@ -219,12 +221,12 @@ def _statistics_lines(report: Mapping[str, Any]) -> Iterator[str]:
         targets = source["text_targets"] + source["image_targets"]
         yield _row("text targets", source["text_targets"], targets)
         yield _row("image targets", source["image_targets"], targets)
+        if source["records_special_tokens"] and report["rules"]["special_tokens"]:
+            yield "  " + special_line(source["records_special_tokens"], records=records)
+        yield "  " + overflow_line(source["overflow"], records=records, seq_length=report["seq_length"])
     lengths = report["lengths"]
     yield "tokens per record: " + "  ".join(f"{key} {value:,.4g}" for key, value in lengths.items())
-    cut = report["truncated"]
-    yield f"sequences: {report['sequences_per_epoch']:,} per epoch of at most {report['seq_length']:,} tokens; " + (
-        f"{cut:,} records are longer and are cut" if cut else "no record is longer"
-    )
+    yield f"sequences: {report['sequences_per_epoch']:,} per epoch of at most {report['seq_length']:,} tokens"
     how = "packed" if report["packed"] else "not packed"
     yield f"{how}: {report['samples_per_sequence']:.2f} samples a sequence, {report['utilisation']:.1%} of it filled"
     yield f"fingerprint: {report['fingerprint']}"

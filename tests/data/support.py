@@ -12,6 +12,7 @@ from PIL import Image
 from tests.golden_files import BAGEL_META
 from unigen_ds.data.datasets import UnifiedGenerationDataset
 from unigen_ds.data.order import GlobalOrder
+from unigen_ds.data.overflow import Fitted, Overflow
 from unigen_ds.data.packing import WindowPacking
 from unigen_ds.data.processor import UnifiedProcessor
 from unigen_ds.data.stream import SequenceStream
@@ -115,6 +116,9 @@ def mixed_dataset(folder: Path, number: int = 40, **changes: Any) -> UnifiedGene
 
 
 def make_stream(datasets: list[Any], *, window: int | None = None, seq_length: int = 96, **more: Any) -> SequenceStream:
-    order = GlobalOrder([len(d) for d in datasets], more.pop("weights", None), seed=more.pop("seed", 3))
+    overflow = more.pop("overflow", None)
+    overflow = overflow if isinstance(overflow, Overflow) else Overflow(seq_length, overflow)
+    sizes = [len(Fitted(d, overflow)) for d in datasets]
+    order = GlobalOrder(sizes, more.pop("weights", None), seed=more.pop("seed", 3))
     packer = None if window is None else WindowPacking(window, max_tiles=more.pop("max_tiles", None))
-    return SequenceStream(datasets, order, packer=packer, seq_length=seq_length, **more)
+    return SequenceStream(datasets, order, packer=packer, seq_length=seq_length, overflow=overflow, **more)

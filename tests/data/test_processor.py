@@ -10,7 +10,7 @@ import pytest
 from tests.data.support import ByteTokenizer, image, make_processor, picture, talk, text
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.formats import parse_record
-from unigen_ds.data.samples import ImageSplit, Sample, TextSplit, TokenSplit
+from unigen_ds.data.samples import IGNORED, ImageSplit, Sample, TextSplit, TokenSplit
 from unigen_ds.data.transforms import ImageTransform
 
 
@@ -98,10 +98,12 @@ def test_truncation_never_cuts_an_image(folder: Path) -> None:
     lengths = [split.num_tokens for split in sample.splits]
     assert lengths == [10, 6, 6]
     assert sample.truncated(22) == sample
-    assert sample.truncated(21).splits[2] == TextSplit(tuple(b"tha"), loss=True)
-    assert len(sample.truncated(18).splits) == 2 and len(sample.truncated(9).splits) == 0
-    cut = Sample((TokenSplit((1, 2, 3), (2, 3, -100)),)).truncated(2)
-    assert cut.splits == (TokenSplit((1, 2), (2, 3)),)
+    assert sample.truncated(21).splits[2] == TextSplit(tuple(b"that"), loss=True, following=IGNORED)
+    assert sample.truncated(21, version=0).splits[2] == TextSplit(tuple(b"tha"), loss=True)
+    assert len(sample.truncated(17).splits) == 2 and len(sample.truncated(9).splits) == 0
+    cut = Sample((TokenSplit((1, 2, 3), (2, 3, -100)),))
+    assert cut.truncated(2).splits == (TokenSplit((1, 2), (2, IGNORED)),)
+    assert cut.truncated(2, version=0).splits == (TokenSplit((1, 2), (2, 3)),)
 
 
 def test_fingerprint_follows_what_changes_a_plan() -> None:

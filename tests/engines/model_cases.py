@@ -35,6 +35,7 @@ VLM: dict[str, Any] = {
     "tokenizer": {"type": "ChatTokenizer", "path": "{data}/talks/tokenizer"},
     "processor": {"max_image_size": 32},
     "train_dataloader__seq_length": LONGEST,
+    "train_dataloader__overflow": "truncate",
 }  # fmt: skip
 FLUX: dict[str, Any] = {
     "model__vae": {

@@ -1,7 +1,7 @@
 """Data of the models with pictures: of several sizes, uneven on purpose, some records without anything to learn.
 
 Of nine records three are texts, so that a micro-batch may hold no image; others have no text target, so that one may
-hold none: an image is drawn there, or the answer lies behind ``seq_length`` and is cut off.
+hold none: an image is drawn there, or the answer comes after ``seq_length`` tokens and is cut off.
 """
 
 from __future__ import annotations

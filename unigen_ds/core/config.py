@@ -19,6 +19,7 @@ from unigen_ds.core.config_file import read_file, unread_names
 from unigen_ds.core.config_hints import SETTINGS, backend_hint, hint, is_setting
 from unigen_ds.core.errors import ConfigError, UnknownKey, close, nearest, raise_any
 from unigen_ds.core.hints import described, fits
+from unigen_ds.core.paths import expand_paths
 from unigen_ds.core.registry import registered_name
 
 SHIPPED = Path(__file__).resolve().parent.parent / "configs"
@@ -28,7 +29,7 @@ _COMPONENTS = Mapping | Sequence[Mapping] | None
 _DATALOADER = {
     "batch_size": int | None, "global_batch_size": int | None, "num_workers": int, "drop_last": bool,
     "seq_length": int, "packing": _COMPONENT, "dataset": _COMPONENTS, "prefetch_factor": int | None,
-    "pin_memory": bool, "max_skipped_fraction": float, "timeout": float,
+    "pin_memory": bool, "overflow": str | None, "max_skipped_fraction": float, "timeout": float,
 }  # fmt: skip
 SCHEMA: dict[str, Any] = {
     "model": _COMPONENT,
@@ -114,6 +115,7 @@ def load_config(
     for key in [*config]:
         if key not in SCHEMA and not key.startswith("_"):
             config.pop(key)  # a helper variable: the file has read it
+    expand_paths(config)
     return config
 
 

@@ -5,11 +5,47 @@
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from unigen_ds.core.errors import ConfigError
 
 PACKAGE = Path(__file__).resolve().parent.parent
+
+
+PATH_KEYS = frozenset((
+    "work_dir", "load_from", "resume", "data_path", "image_root", "cache_dir", "root", "path", "pretrained", "config",
+    "save_dir",
+))  # fmt: skip
+"""Keys of a config whose texts are paths, at any depth."""
+_VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})")
+
+
+def expand(path: str, *, where: str) -> str:
+    """``~`` and environment variables replaced. Raises ``ConfigError`` naming a variable that is not set."""
+    expanded = os.path.expanduser(os.path.expandvars(path))
+    missing = _VARIABLE.search(expanded)
+    if missing and not os.path.exists(expanded):
+        raise ConfigError(
+            f"{where} is {path!r}, and the environment variable {missing[1].strip('{}')} is not set",
+            remedy="set it, or write the path out",
+        )
+    return expanded
+
+
+def expand_paths(config: Any, *, where: str = "", is_path: bool = False) -> None:
+    """``expand`` every path of a config, in place: the one place where it is done."""
+    pairs = config.items() if hasattr(config, "items") else enumerate(config)
+    for key, value in [*pairs]:
+        name = f"{where}.{key}" if where else str(key)
+        path = is_path or key in PATH_KEYS
+        if isinstance(value, (Mapping, list, tuple)):
+            expand_paths(value, where=name, is_path=path)
+        elif path and isinstance(value, str) and not isinstance(config, tuple):
+            config[key] = expand(value, where=name)
 
 
 def tool(name: str) -> list[str]:

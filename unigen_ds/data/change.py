@@ -32,7 +32,8 @@ class DataChange:
     """Sentences for people. False where the data is the same."""
 
     differences: tuple[tuple[str, str], ...] = ()
-    """(fact, what it was and is); facts: format, seed, packing, seq_length, rules, names, sizes, weights, content."""
+    """(fact, what it was and is); facts: format, seed, packing, seq_length, overflow, rules, names, sizes, weights,
+    content."""
     obstacles: tuple[str, ...] = ()
     """Why the new data is more than the old data with records appended; none where it is just that."""
 
@@ -65,9 +66,17 @@ def _settings(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[
     for fact, words in _SETTINGS.items():
         if was[fact] != now[fact]:
             yield fact, f"{words} was {was[fact]} and is {now[fact]}"
+    if was.get("overflow") != now["overflow"]:
+        yield "overflow", f"overflow was {_overflow(was.get('overflow'))} and is {_overflow(now['overflow'])}"
     for rule, version in DataRules.stored(was).state_dict().items():
         if version != now["rules"][rule]:
             yield "rules", f"the data rule {rule} had version {version} and has {now['rules'][rule]}"
+
+
+def _overflow(actions: Mapping[str, str] | None) -> str:
+    if actions is None:
+        return "that of version 0 (every long record is cut)"
+    return ", ".join(f"{kind}: {action}" for kind, action in actions.items())
 
 
 def _differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -9,16 +9,17 @@ once, and a token is the assistant's where it begins inside such a part.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from unigen_ds.core.errors import DataError
+from unigen_ds.data.samples import IGNORED
 
-IGNORED = -100
+Encode = Callable[[str], tuple[list[int], list[int]]]
 
 
 def chat_ids(
-    tokenizer: Any, messages: Sequence[Mapping[str, str]], *, reply: bool = False
+    tokenizer: Any, messages: Sequence[Mapping[str, str]], *, reply: bool = False, encode: Encode | None = None
 ) -> tuple[list[int], list[bool]]:
     """Ids of a conversation and, for each, whether the assistant said it.
 
@@ -26,6 +27,7 @@ def chat_ids(
         tokenizer: a fast tokenizer of transformers with a chat template.
         messages: ``{"role": ..., "content": ...}``, as the template takes them.
         reply: end with what invites the assistant to speak.
+        encode: another way from the rendered text to ids and the place in it where each begins.
 
     Raises ``DataError`` where the template changes what came before when a message is added: then no mask is right.
     """
@@ -33,17 +35,20 @@ def chat_ids(
     bounds: list[int] = []  # begin, end, begin, end, ... of the assistant's parts in the text
     for number, message in enumerate(messages):
         if message["role"] == "assistant":
-            before = _render(tokenizer, messages[:number], reply=True)
             after = _render(tokenizer, messages[: number + 1])
+            before = _render(tokenizer, messages[:number], reply=True) if number else _opening(tokenizer, after)
             if not (after.startswith(before) and text.startswith(after)):
                 raise DataError(
                     f"the chat template renders message {number} differently when others follow or precede it",
                     remedy="use a template that only appends; there is no assistant mask for this one",
                 )
             bounds += (len(before), len(after))
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    said = [bool(bisect_right(bounds, start) % 2) for start, _ in encoded["offset_mapping"]]
-    return list(encoded["input_ids"]), said
+    if encode is not None:
+        ids, starts = encode(text)
+    else:
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        ids, starts = list(encoded["input_ids"]), [start for start, _ in encoded["offset_mapping"]]
+    return ids, [bool(bisect_right(bounds, start) % 2) for start in starts]
 
 
 def next_token_labels(ids: Sequence[int], said: Sequence[bool]) -> list[int]:
@@ -51,6 +56,14 @@ def next_token_labels(ids: Sequence[int], said: Sequence[bool]) -> list[int]:
     return [i if by_assistant else IGNORED for i, by_assistant in zip(ids[1:], said[1:], strict=True)] + [
         IGNORED
     ] * bool(ids)
+
+
+def _opening(tokenizer: Any, text: str) -> str:
+    """What a chat that the assistant begins has before its words. A template is given no empty conversation."""
+    asked = [{"role": "user", "content": "?"}]
+    prompt = _render(tokenizer, asked, reply=True).removeprefix(_render(tokenizer, asked))
+    before, found, _ = text.partition(prompt)
+    return before + found
 
 
 def _render(tokenizer: Any, messages: Sequence[Mapping[str, str]], *, reply: bool = False) -> str:

@@ -20,12 +20,21 @@ from unigen_ds.core.batch import CAUSAL, FULL, NOISE, PackedBatch
 from unigen_ds.core.seeding import generator
 from unigen_ds.data.datasets import PlannedDataset, source_names
 from unigen_ds.data.order import Draw
+from unigen_ds.data.overflow import part_of, unit_tokens
 from unigen_ds.data.processor import UnifiedProcessor
-from unigen_ds.data.samples import ImageSplit, Sample, Split, TextSplit, TiledSplit, TokenSplit
+from unigen_ds.data.samples import (
+    END,
+    IGNORED,
+    ImageSplit,
+    Sample,
+    Split,
+    TextSplit,
+    TextTokenizer,
+    TiledSplit,
+    TokenSplit,
+)
 from unigen_ds.data.stream import Row
 from unigen_ds.data.transforms import UnreadableImage, open_image, patchify
-
-IGNORED = -100
 
 
 @dataclass(frozen=True)
@@ -98,7 +107,7 @@ def collate(
             except UnreadableImage as error:
                 skipped.append({"sample": sample_id, "path": error.path, "why": error.problem})
                 planned = int(datasets[draw.source].lengths()[0][draw.index])
-                builder.add_padding(min(planned, seq_length))
+                builder.add_padding(unit_tokens(planned, draw.piece, seq_length))
                 continue
             builder.add_document(loaded)
         if builder.num_tokens == before:
@@ -119,18 +128,20 @@ def load(
 ) -> list[Loaded]:
     """Read, truncate, drop conditions, decode. Raises ``UnreadableImage`` where the sample must be skipped."""
     sample = dataset.sample(draw.index, pass_number=draw.pass_number)
-    truncated = sample.truncated(seq_length)
-    for split in truncated.splits:
+    version = processor.rules.overflow
+    cut = sample if draw.piece >= 0 else sample.truncated(seq_length, version=version)
+    for split in cut.splits:
         if isinstance(split, (ImageSplit, TiledSplit)) and split.error:
             raise _unreadable(split.path, split.error)
     planned = int(dataset.lengths()[0][draw.index])
     if sample.num_tokens != planned:
         changed = next((s.path for s in sample.splits if isinstance(s, (ImageSplit, TiledSplit))), "")
         raise _unreadable(changed, f"the sample has {sample.num_tokens} tokens, but {planned} when it was indexed")
+    part = part_of(sample, draw.piece, seq_length, version=version)
     key = (seed, draw.pass_number, name)
-    dropped = _dropped(truncated, processor, key)
+    dropped = _dropped(part, processor, key)
     loaded: list[Loaded] = []
-    for place, split in enumerate(truncated.splits):
+    for place, split in enumerate(part.splits):
         if isinstance(split, TiledSplit):
             loaded.append(load_tiles(split, processor))
         elif not isinstance(split, ImageSplit):
@@ -206,6 +217,15 @@ def load_tiles(split: TiledSplit, processor: UnifiedProcessor) -> LoadedTiles:
     return LoadedTiles(split, torch.cat([patchify(tile, processor.vit_patch_size) for tile in tiles]))
 
 
+def text_tokens(split: TextSplit, tokenizer: TextTokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Ids of a text and what each predicts."""
+    begin, end = (tokenizer.bos_id,) * split.begins, (tokenizer.eos_id,) * (split.following is None)
+    ids = (*begin, *split.ids, *end)
+    following = {None: IGNORED, END: tokenizer.eos_id}.get(split.following, split.following)
+    targets = (*ids[1:], following) if split.loss else (IGNORED,) * len(ids)
+    return ids, targets  # type: ignore[return-value]
+
+
 def _normal(shape: tuple[int, ...], key: tuple[object, ...]) -> Tensor:
     return torch.randn(shape, generator=generator(*key), dtype=torch.float32)
 
@@ -253,8 +273,7 @@ class _Builder:
                 self._add_tokens(split.ids, split.labels, position)
                 position += len(split.ids)
             else:
-                ids = (self.processor.tokenizer.bos_id, *split.ids, self.processor.tokenizer.eos_id)
-                targets = (*ids[1:], IGNORED) if split.loss else (IGNORED,) * len(ids)
+                ids, targets = text_tokens(split, self.processor.tokenizer)
                 self._add_tokens(ids, targets, position)
                 position += len(ids)
         if self.num_tokens > start:

@@ -25,7 +25,9 @@ from unigen_ds.core.registry import DATASETS, check_arguments
 from unigen_ds.core.seeding import derive_seed
 from unigen_ds.data.index import Array, Counts, Index, count, fingerprint, prefix_digest, record_digest, record_turns
 from unigen_ds.data.processor import UnifiedProcessor
-from unigen_ds.data.samples import ImageKind, ImageSplit, Sample, Split, TokenSplit
+from unigen_ds.data.samples import ImageKind, ImageSplit, Sample, Split, TiledSplit, TokenSplit
+
+_SHOWN = 5
 
 
 class PlannedDataset(Protocol):
@@ -271,6 +273,24 @@ def _images(item: Mapping[str, Any], where: str) -> Sequence[Tensor]:
     if not isinstance(images, Tensor) or images.ndim not in (3, 4):
         raise DataError(f"{where}.padded_images is {type(images).__name__}", allowed="None, [C, H, W] or [n, C, H, W]")
     return (images,) if images.ndim == 3 else tuple(images)
+
+
+def check_readable(datasets: Sequence[PlannedDataset], names: Sequence[str]) -> None:
+    """Raise ``DataError`` with the first paths where no image of a source can be read: its folder is wrong."""
+    for name, dataset in zip(names, datasets, strict=True):
+        if not dataset.counts().no_image_readable:
+            continue
+        broken: dict[str, str] = {}
+        for index in np.flatnonzero(dataset.counts().unreadable).tolist():
+            splits = dataset.sample(index).splits
+            broken |= {s.path: s.error for s in splits if isinstance(s, (ImageSplit, TiledSplit)) and s.error}
+            if len(broken) >= _SHOWN:
+                break
+        raise DataError(
+            f"{name}: none of its {int(dataset.counts().images.sum()):,} images can be read. The first:\n  "
+            + "\n  ".join(list(broken.values())[:_SHOWN]),
+            remedy="image paths are files, relative to the data file's folder or to image_root",
+        )
 
 
 def dataset_weights(datasets: Sequence[PlannedDataset]) -> list[float] | None:

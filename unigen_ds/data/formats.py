@@ -1,11 +1,15 @@
 """JSON and JSONL files -> records by byte offset -> turns of a conversation.
 
-Three record formats, also mixed in one file::
+Four record formats, also mixed in one file::
 
     {"conversations": [{"role": "user", "type": "text", "content": "..."},
                        {"role": "assistant", "type": "image", "image_path": "images/1.png"}, ...]}
     {"text_prompt": "...", "image_path": "images/1.png"}          (user text, then an assistant image)
     {"text": "..."}                                               (a document: all of it is learnt)
+    {"image": "images/1.png", "conversations": [{"from": "human", "value": "<image>\\nWhat?"}, {"from": "gpt", ...}]}
+
+The last is LLaVA's: each ``<image>`` of a human turn stands for the next of the record's images. In the others it is
+text like any other.
 
 A file is scanned once for the byte range of each record; afterwards one record is one seek and one read, so a file
 may be larger than memory. A malformed record is a ``DataError`` that names file, line and field; the line number is
@@ -18,7 +22,7 @@ import json
 import mmap
 import re
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -28,7 +32,15 @@ from numpy.typing import NDArray
 
 from unigen_ds.core.errors import DataError
 
-_ROLES = {"user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant", "system": "system"}
+Role = Literal["user", "assistant", "system"]
+PLACEHOLDER = "<image>"
+_ROLES: dict[str, Role] = {
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "system": "system",
+}
 _BOM = b"\xef\xbb\xbf"
 _TOKENS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{},]', re.DOTALL)
 """All that matters for the outline of a JSON text: whole strings (to be passed over), brackets and commas."""
@@ -38,7 +50,7 @@ _TOKENS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{},]', re.DOTALL)
 class Turn:
     """One text or one image of a conversation. ``role`` is user, assistant or system."""
 
-    role: Literal["user", "assistant", "system"]
+    role: Role
     kind: Literal["text", "image"]
     value: str
     """The text, or the path of the image."""
@@ -169,6 +181,8 @@ def parse_record(record: Mapping[str, Any], where: object, *, image_root: Path |
         turns = record["conversations"]
         if not isinstance(turns, list) or not turns:
             raise _wrong(where, "conversations", turns, "a list of at least one turn")
+        if isinstance(turns[0], Mapping) and "from" in turns[0] and "role" not in turns[0]:
+            return list(_llava(record, turns, where, image_root))
         return [_turn(turn, f"conversations[{i}]", where, image_root) for i, turn in enumerate(turns)]
     if "text_prompt" in record or "image_path" in record:
         prompt = _text(record, "text_prompt", "text_prompt", where)
@@ -178,22 +192,52 @@ def parse_record(record: Mapping[str, Any], where: object, *, image_root: Path |
         return [Turn("assistant", "text", _text(record, "text", "text", where))]
     raise DataError(
         f"{where}: conversations is missing (the record has: {_names(record) or 'nothing'})",
-        allowed="{conversations: [...]}, {text_prompt, image_path} or {text}",
+        allowed="{conversations: [...]}, {text_prompt, image_path}, {text} or LLaVA's {image, conversations}",
     )
+
+
+def _llava(record: Mapping[str, Any], turns: Sequence[Any], where: object, image_root: Path | None) -> Iterator[Turn]:
+    """LLaVA's record: ``image`` (a path, or a list of them) and turns of ``from`` and ``value``."""
+    given = record.get("image")
+    images = [] if given is None else given if isinstance(given, list) else [given]
+    paths = [_image_path(image, "image", where, image_root) for image in images]
+    used, found = 0, list[Turn]()
+    for i, turn in enumerate(turns):
+        field = f"conversations[{i}]"
+        if not isinstance(turn, Mapping):
+            raise _wrong(where, field, turn, "an object {from, value}")
+        role, value = _role(turn.get("from"), f"{field}.from", where), _text(turn, "value", f"{field}.value", where)
+        parts = value.split(PLACEHOLDER) if role == "user" else [value]
+        for number, part in enumerate(parts):
+            if number:
+                found += [Turn("user", "image", path) for path in paths[used : used + 1]]
+                used += 1
+            text = part.strip() if len(parts) > 1 else part
+            if text or len(parts) == 1:
+                found.append(Turn(role, "text", text))
+    if used != len(paths):
+        raise DataError(
+            f"{where}: the human turns have {used} {PLACEHOLDER} and the record has {len(paths)} images",
+            allowed=f"one {PLACEHOLDER} for each image",
+        )
+    yield from found
 
 
 def _turn(turn: Any, field: str, where: object, image_root: Path | None) -> Turn:
     if not isinstance(turn, Mapping):
         raise _wrong(where, field, turn, "an object {role, type, content | image_path}")
-    role = turn.get("role")
-    if not isinstance(role, str) or role not in _ROLES:
-        raise _wrong(where, f"{field}.role", role, ", ".join(_ROLES))
-    kind = turn.get("type")
+    role, kind = _role(turn.get("role"), f"{field}.role", where), turn.get("type")
     if kind == "text":
-        return Turn(_ROLES[role], "text", _text(turn, "content", f"{field}.content", where))  # type: ignore[arg-type]
+        return Turn(role, "text", _text(turn, "content", f"{field}.content", where))
     if kind == "image":
-        return Turn(_ROLES[role], "image", _path(turn, f"{field}.image_path", where, image_root))  # type: ignore[arg-type]
+        return Turn(role, "image", _path(turn, f"{field}.image_path", where, image_root))
     raise _wrong(where, f"{field}.type", kind, "text, image")
+
+
+def _role(value: Any, field: str, where: object) -> Role:
+    if not isinstance(value, str) or value not in _ROLES:
+        raise _wrong(where, field, value, ", ".join(_ROLES))
+    return _ROLES[value]
 
 
 def _text(record: Mapping[str, Any], key: str, field: str, where: object) -> str:
@@ -209,7 +253,10 @@ def _text(record: Mapping[str, Any], key: str, field: str, where: object) -> str
 
 
 def _path(record: Mapping[str, Any], field: str, where: object, image_root: Path | None) -> str:
-    value = record.get("image_path")
+    return _image_path(record.get("image_path"), field, where, image_root)
+
+
+def _image_path(value: Any, field: str, where: object, image_root: Path | None) -> str:
     if not isinstance(value, str) or not value:
         raise _wrong(where, field, value, "the path of an image")
     return str(image_root / value) if image_root is not None else value

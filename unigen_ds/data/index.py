@@ -35,7 +35,7 @@ from unigen_ds.data.samples import ImageSplit, Sample, TextSplit, TiledSplit, To
 FOLDER = ".unigen_index"
 _FORMAT = "unigen-index-1"
 """Of the digest that checkpoints keep."""
-_CACHE_FORMAT = "unigen-index-4"
+_CACHE_FORMAT = "unigen-index-5"
 _CHUNK = 2048
 KINDS = ("text", "conversation", "images")
 """What a record is, for ``train_dataloader.overflow``."""
@@ -58,7 +58,7 @@ class Counts:
     unreadable: Array
     """Images whose header could not be read."""
     images: Array
-    """Images, readable or not."""
+    """Images, readable or not; one that is seen in two ways counts twice."""
     kind: Array
     """0 plain text, 1 a conversation of texts, 2 a record with images (``KINDS``)."""
     touched: Array
@@ -67,10 +67,17 @@ class Counts:
     """Text tokens that are the tokenizer's unknown word."""
     empty_texts: Array
     """Texts (captions, questions, answers) without any character but white space."""
+    largest_image: Array
+    """Tokens of the largest image."""
 
     def touched_by(self, rule: str) -> NDArray[np.bool_]:
         """[N] whether a data rule changes the record."""
         return (self.touched & TOUCH_BITS[rule]) != 0
+
+    @property
+    def no_image_readable(self) -> bool:
+        """There are images, and none can be read."""
+        return 0 < int(self.images.sum()) == int(self.unreadable.sum())
 
     @property
     def all_touched(self) -> int:
@@ -97,7 +104,7 @@ _COLUMNS = dataclasses.fields(Counts)
 def count(sample: Sample, *, unk_id: int | None = None, empty_texts: int = 0) -> tuple[int, ...]:
     """One row of ``Counts``. ``unk_id``: the tokenizer's id of unknown words, if it has one."""
     images = [split for split in sample.splits if isinstance(split, (ImageSplit, TiledSplit))]
-    text_targets = sum(len(s.ids) + 1 for s in sample.splits if isinstance(s, TextSplit) and s.loss)
+    text_targets = sum(split.num_targets for split in sample.splits if isinstance(split, TextSplit))
     ids = [split.ids for split in sample.splits if isinstance(split, (TextSplit, TokenSplit))]
     text_targets += sum(label >= 0 for s in sample.splits if isinstance(s, TokenSplit) for label in s.labels)
     return (
@@ -107,11 +114,12 @@ def count(sample: Sample, *, unk_id: int | None = None, empty_texts: int = 0) ->
         text_targets,
         sum(s.num_tokens - 2 for s in sample.splits if isinstance(s, ImageSplit) and s.kind == "noise"),
         sum(bool(split.error) for split in images),
-        len({split.path for split in images}),
+        len(images),
         KINDS.index("images" if images else "text" if sample.plain else "conversation"),
         sample.touched,
         0 if unk_id is None else sum(part.count(unk_id) for part in ids),
         empty_texts,
+        max((split.num_tokens for split in images), default=0),
     )
 
 
@@ -189,6 +197,8 @@ class Index:
 
         arrays = cached(cache, key, make)
         counts = Counts(*(arrays[field.name] for field in dataclasses.fields(Counts)))
+        if cache is not None and counts.no_image_readable:  # a wrong folder, most likely: look again next time
+            cache.unlink(missing_ok=True)
         _report(path, counts, cache)
         # not of the key: the same data at another place is the same data, and so is what no rule changes; and of a
         # quick digest, as older checkpoints keep it: a change that it misses shows in the digests of the records

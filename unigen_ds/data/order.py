@@ -84,10 +84,19 @@ class Draw(NamedTuple):
     source: int
     index: int  # type: ignore[assignment]  # hides tuple.index, which nothing here needs
     pass_number: int
+    piece: int = -1
+    """Which piece of a record that is split (``overflow.py``); -1: the record."""
+
+    def __repr__(self) -> str:
+        piece = f", piece={self.piece}" if self.piece >= 0 else ""
+        return f"Draw(source={self.source}, index={self.index}, pass_number={self.pass_number}{piece})"
 
     def sample_id(self, names: Sequence[str]) -> str:
-        """``source:index:pass``: what the ledger digests and what a sample's randomness is keyed by."""
-        return f"{names[self.source]}:{self.index}:{self.pass_number}"
+        """``source:index:pass``, of a piece ``source:index:pass:piece``: what the ledger digests and what a sample's
+        randomness is keyed by.
+        """
+        piece = f":{self.piece}" if self.piece >= 0 else ""
+        return f"{names[self.source]}:{self.index}:{self.pass_number}{piece}"
 
 
 def shares(total: int, weights: Sequence[float]) -> list[int]:

@@ -124,22 +124,31 @@ class UnifiedProcessor:
         An image whose header cannot be read does not raise: its split carries the reason and the smallest size.
         """
         splits: list[Split] = []
-        merged = _merged(turns)
+        merged, spelled = _merged(turns), False
         last_generated = max(
             (i for i, t in enumerate(merged) if t.role == "assistant" and t.kind == "image"), default=-1
         )
         for i, turn in enumerate(merged):
             generated = turn.role == "assistant"
             if turn.kind == "text":
-                ids = tuple(self.tokenizer.encode(turn.value))
-                splits.append(TextSplit(ids, loss=generated, droppable=not generated))
+                spelled |= self.spells_special(turn.value)
+                splits.append(TextSplit(self._ids(turn.value), loss=generated, droppable=not generated))
                 continue
             size, error = image_header(turn.value)
             if generated:
                 splits.append(self._image(turn.value, "noise", size, error, where))
             if not generated or i + 1 < len(merged):
                 splits += self._condition(turn.value, size, error, where, edited=last_generated > i)
-        return Sample(tuple(splits), plain=is_document(turns))
+        return Sample(tuple(splits), plain=is_document(turns), spells_special=spelled)
+
+    def spells_special(self, text: str) -> bool:
+        """Whether a text spells a special token of the tokenizer."""
+        spells = getattr(self.tokenizer, "spells_special", None)
+        return bool(spells and spells(text))
+
+    def _ids(self, text: str) -> tuple[int, ...]:
+        old = self.rules.special_tokens == 0 and getattr(self.tokenizer, "encode_unprotected", None)
+        return tuple((old or self.tokenizer.encode)(text))
 
     def _condition(
         self, path: str, size: tuple[int, int] | None, error: str, where: object, *, edited: bool

@@ -27,9 +27,9 @@ TOUCH_BITS = {"images": 1, "special_tokens": 2}
 class DataRules:
     """The version of each rule; the defaults are the current ones."""
 
-    overflow: int = 0
+    overflow: int = 1
     images: int = 0
-    special_tokens: int = 0
+    special_tokens: int = 1
 
     @classmethod
     def stored(cls, facts: Mapping[str, Any]) -> DataRules:

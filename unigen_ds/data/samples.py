@@ -12,27 +12,47 @@ Token layout of a split, as in BAGEL's public packing code:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
 
+import numpy as np
 from torch import Tensor
 
-from unigen_ds.data.rules import TOUCH_BITS
+from unigen_ds.data.rules import CURRENT, TOUCH_BITS
 
 ImageKind = Literal["vit", "vae", "noise"]
+IGNORED = -100
+"""A label: nothing is to be predicted."""
+END = -1
+"""As ``TextSplit.following``: the end token."""
 
 
 @dataclass(frozen=True)
 class TextSplit:
-    """A text; ``ids`` without begin and end. ``droppable``: condition dropout may remove it."""
+    """A text, or a part of one; ``ids`` without begin and end. ``droppable``: condition dropout may remove it."""
 
     ids: tuple[int, ...]
     loss: bool
     droppable: bool = False
+    begins: bool = True
+    """Whether the begin token comes first: not in a later part of a text."""
+    following: int | None = None
+    """None: the text ends here, with the end token. In an earlier part, which has none: what its last token predicts,
+    the text's next id, ``END`` or ``IGNORED``."""
 
     @property
     def num_tokens(self) -> int:
-        return len(self.ids) + 2
+        return len(self.ids) + self.begins + (self.following is None)
+
+    @property
+    def num_targets(self) -> int:
+        return self.loss * max(0, self.num_tokens - (self.following in (None, IGNORED)))
+
+    def part(self, start: int, stop: int) -> TextSplit:
+        """Tokens ``start .. stop`` of a whole text, begin and end counted. Its last token predicts what follows."""
+        following = (*self.ids, END)[stop - 1] if stop < self.num_tokens else None
+        ids = self.ids[max(start - 1, 0) : stop - 1]
+        return replace(self, ids=ids, begins=start == 0, following=following)
 
 
 @dataclass(frozen=True)
@@ -45,6 +65,10 @@ class TokenSplit:
     @property
     def num_tokens(self) -> int:
         return len(self.ids)
+
+    def part(self, start: int, stop: int) -> TokenSplit:
+        """Tokens ``start .. stop``."""
+        return TokenSplit(self.ids[start:stop], self.labels[start:stop])
 
 
 @dataclass(frozen=True)
@@ -116,8 +140,11 @@ class Sample:
         images = sum(isinstance(split, ImageSplit) and split.kind != "noise" for split in self.splits)
         return images + sum(split.num_tiles for split in self.splits if isinstance(split, TiledSplit))
 
-    def truncated(self, seq_length: int) -> Sample:
-        """Cut to ``seq_length`` tokens: a text is shortened, an image stays whole or goes with all that follows."""
+    def truncated(self, seq_length: int, *, version: int = CURRENT.overflow) -> Sample:
+        """Cut to ``seq_length`` tokens: a text is shortened, an image stays whole or goes with all that follows.
+
+        The last token before the cut predicts nothing; in ``version`` 0 of the rule a text gets an end token there.
+        """
         kept: list[Split] = []
         left = seq_length
         for split in self.splits:
@@ -125,12 +152,47 @@ class Sample:
                 kept.append(split)
                 left -= split.num_tokens
                 continue
-            if isinstance(split, TextSplit) and left > 2:
-                kept.append(TextSplit(split.ids[: left - 2], split.loss, split.droppable))
+            if isinstance(split, TextSplit) and version == 0:
+                kept += [TextSplit(split.ids[: left - 2], split.loss, split.droppable)] * (left > 2)
+            elif isinstance(split, TextSplit) and left > 1:
+                kept.append(replace(split.part(0, left), following=IGNORED))
             elif isinstance(split, TokenSplit) and left > 0:
-                kept.append(TokenSplit(split.ids[:left], split.labels[:left]))
+                cut = split.part(0, left)
+                kept.append(cut if version == 0 else replace(cut, labels=(*cut.labels[:-1], IGNORED)))
             break
-        return Sample(tuple(kept))
+        return replace(self, splits=tuple(kept))
+
+    def part(self, start: int, stop: int) -> Sample:
+        """Tokens ``start .. stop`` of a record of texts."""
+        kept, first = [], 0
+        for split in self.splits:
+            assert isinstance(split, (TextSplit, TokenSplit)), "only texts are split"
+            begin, end = max(start - first, 0), min(stop - first, split.num_tokens)
+            if (begin, end) == (0, split.num_tokens):
+                kept.append(split)
+            elif begin < end:
+                kept.append(split.part(begin, end))
+            first += split.num_tokens
+        return replace(self, splits=tuple(kept))
+
+
+def num_pieces(num_tokens: Any, seq_length: int) -> Any:
+    """Pieces of a record of ``num_tokens`` (a number, or an array of them)."""
+    return -(-num_tokens // seq_length)
+
+
+def piece_bounds(num_tokens: Any, seq_length: int, piece: Any) -> tuple[Any, Any]:
+    """First token of a piece of a record, and the first one after it. Numbers, or arrays of them.
+
+    Every piece is full but the last; where that would be a single token (an end that predicts nothing), it gets the
+    token before it too.
+    """
+
+    def start(number: Any) -> Any:
+        single = (num_tokens % seq_length == 1) & (number == num_pieces(num_tokens, seq_length) - 1) & (seq_length > 1)
+        return np.minimum(number * seq_length - single * (number > 0), num_tokens)
+
+    return start(piece), start(piece + 1)
 
 
 class TextTokenizer(Protocol):
@@ -143,7 +205,11 @@ class TextTokenizer(Protocol):
     image_end_id: int
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, without special tokens."""
+        """Ids of a text that a user wrote: ordinary text, whatever it spells.
+
+        A tokenizer whose texts can spell a special token also has ``spells_special(text) -> bool`` and
+        ``encode_unprotected(text)``, as ``tokenizers.py``.
+        """
         ...
 
     def decode(self, ids: list[int]) -> str:

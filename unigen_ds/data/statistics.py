@@ -5,12 +5,15 @@ For ``tools/inspect_data.py``: nothing is decoded, everything comes from the ind
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from unigen_ds.data.datasets import PlannedDataset
+from unigen_ds.data.index import Counts
+from unigen_ds.data.overflow import overflow_line, unit_tokens
 from unigen_ds.data.stream import Cursor, Row, SequenceStream
 
 _PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
@@ -20,27 +23,48 @@ _WINDOWS = 8
 def describe(source: PlannedDataset | SequenceStream) -> dict[str, Any]:
     """Plain numbers. Of a stream: those of each source, of all together, and of the sequences they make."""
     if not isinstance(source, SequenceStream):
-        return _describe_dataset(source)
+        return _describe_dataset(source, source.counts())
     tokens = np.concatenate([d.lengths()[0] for d in source.datasets])
     return {
         "fingerprint": source.fingerprint,
-        "records": int(source.order.epoch_size),
+        "rules": source.rules.state_dict(),
+        "records": len(tokens),
         "sources": {
-            name: {**_describe_dataset(d), "draws_per_epoch": source.order.counts[k], "weight": d.weight}
-            for k, (name, d) in enumerate(zip(source.names, source.datasets, strict=True))
+            name: {
+                **_describe_dataset(fitted.dataset, fitted.kept),
+                "overflow": fitted.report(name),
+                "draws_per_epoch": source.order.counts[k],
+                "weight": fitted.dataset.weight,
+            }
+            for k, (name, fitted) in enumerate(zip(source.names, source.fitted, strict=True))
         },
         "lengths": _percentiles(tokens),
-        "truncated": int((tokens > source.seq_length).sum()),
         "seq_length": source.seq_length,
         "sequences_per_epoch": source.sequences_per_epoch,
         **_packing(source),
     }
 
 
-def _describe_dataset(dataset: PlannedDataset) -> dict[str, Any]:
-    counts = dataset.counts()
-    tokens, image_tokens = int(counts.tokens.sum()), int(counts.image_tokens.sum())
-    with_image = counts.image_tokens > 0
+def start_lines(stream: SequenceStream) -> Iterator[tuple[bool, str]]:
+    """What a start reports of each source: whether it is a warning, and a sentence."""
+    for name, fitted in zip(stream.names, stream.fitted, strict=True):
+        report, records = fitted.report(name), len(fitted.dataset)
+        lost = report["share_lost"] > 0 or report["skipped"] > 0
+        yield lost, f"Data, {name}: {overflow_line(report, records=records, seq_length=stream.seq_length)}."
+        spelled = int(fitted.dataset.counts().touched_by("special_tokens").sum())
+        if spelled and stream.rules.special_tokens:
+            yield False, f"Data, {name}: {special_line(spelled, records=records)}."
+
+
+def special_line(spelled: int, *, records: int) -> str:
+    """How many records spell a special token."""
+    return f"{spelled:,} of {records:,} records spell a special token, which is read as ordinary text"
+
+
+def _describe_dataset(dataset: PlannedDataset, counts: Counts) -> dict[str, Any]:
+    """``counts``: of what is trained on."""
+    whole, tokens, image_tokens = dataset.counts(), int(counts.tokens.sum()), int(counts.image_tokens.sum())
+    with_image = counts.images > 0
     return {
         "name": dataset.name,
         "records": len(dataset),
@@ -48,8 +72,9 @@ def _describe_dataset(dataset: PlannedDataset) -> dict[str, Any]:
         "records_text_only": int((~with_image).sum()),
         "records_unreadable": int((counts.unreadable > 0).sum()),
         "records_with_empty_text": int((counts.empty_texts > 0).sum()),
-        "unknown_tokens": int(counts.unknown.sum()),
-        "unknown_token_share": int(counts.unknown.sum()) / max(tokens - image_tokens, 1),
+        "unknown_tokens": int(whole.unknown.sum()),
+        "unknown_token_share": int(whole.unknown.sum()) / max(int((whole.tokens - whole.image_tokens).sum()), 1),
+        "records_special_tokens": int(counts.touched_by("special_tokens").sum()),
         "tokens": tokens,
         "text_tokens": tokens - image_tokens,
         "image_tokens": image_tokens,
@@ -57,7 +82,7 @@ def _describe_dataset(dataset: PlannedDataset) -> dict[str, Any]:
         "text_targets": int(counts.text_targets.sum()),
         "image_targets": int(counts.image_targets.sum()),
         "condition_images": int(counts.tiles.sum()),
-        "lengths": _percentiles(counts.tokens),
+        "lengths": _percentiles(dataset.lengths()[0]),
     }
 
 
@@ -71,13 +96,12 @@ def _packing(stream: SequenceStream) -> dict[str, Any]:
     """Share of ``seq_length`` that is filled, and samples a sequence, over the first windows of a whole epoch."""
     epoch = stream.phases[-1].first_epoch
     if stream.packer is None:
-        order = stream.epoch_order(epoch)
-        start = order.draws(epoch, 0, min(order.epoch_size, 65536))
-        rows: list[Row] = [(draw,) for draw in start]
+        units = min(stream.epoch_order(epoch).epoch_size, 65536)
+        rows: list[Row] = [row for row, _ in islice(stream.rows(Cursor(epoch)), units)]
     else:
         rows = [r for w in range(min(stream.num_windows(epoch), _WINDOWS)) for r in stream.window_rows(epoch, w)]
-    lengths = [d.lengths()[0] for d in stream.datasets]
-    filled = sum(min(int(lengths[d.source][d.index]), stream.seq_length) for row in rows for d in row)
+    lengths, limit = [d.lengths()[0] for d in stream.datasets], stream.seq_length
+    filled = sum(unit_tokens(int(lengths[d.source][d.index]), d.piece, limit) for row in rows for d in row)
     return {
         "packed": stream.packer is not None,
         "utilisation": filled / (len(rows) * stream.seq_length),

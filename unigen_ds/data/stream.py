@@ -27,6 +27,7 @@ from unigen_ds.core.seeding import derive_seed
 from unigen_ds.data.datasets import PlannedDataset, source_names
 from unigen_ds.data.index import Array, cached, fingerprint
 from unigen_ds.data.order import Draw, GlobalOrder
+from unigen_ds.data.overflow import Fitted, Overflow
 from unigen_ds.data.rules import CURRENT, DataRules
 
 Row = tuple[Draw, ...]
@@ -79,7 +80,7 @@ class Phase:
     first_sequence: int | None
     """Sequences of the run before it; None: only planning tells (data was appended in the middle of an epoch)."""
     sizes: tuple[int, ...]
-    """Records of each source that take part."""
+    """Units of each source that take part: records, or pieces of them."""
     weights: tuple[float, ...] | None
     rows_per_epoch: int | None
     """Unpacked: rows of each of its epochs. Packed: None, they follow from the plan."""
@@ -109,9 +110,10 @@ class SequenceStream:
 
     Args:
         datasets: the sources, in the order of ``order``'s sizes.
-        order: the global order.
+        order: the global order of their units (``overflow.Fitted``).
         packer: groups samples into sequences; None: one sample a sequence.
-        seq_length: tokens of a sequence at most; longer samples are truncated.
+        seq_length: tokens of a sequence at most.
+        overflow: what happens to longer records; None: the default.
         drop_last: unpacked only: an epoch leaves out the samples that fill no whole iteration; otherwise empty rows
             fill up the last one. A packed epoch always keeps all.
         sequences_per_iteration: of the geometry at the first start; unpacked epochs are rounded to whole ones.
@@ -127,6 +129,7 @@ class SequenceStream:
         *,
         packer: Packer | None,
         seq_length: int,
+        overflow: Overflow | None = None,
         drop_last: bool = True,
         sequences_per_iteration: int = 1,
         sequences_per_epoch: int | None = None,
@@ -135,12 +138,13 @@ class SequenceStream:
     ) -> None:
         if seq_length < 1:
             raise ConfigError(f"seq_length is {seq_length}", allowed="at least 1 token")
-        assert tuple(len(d) for d in datasets) == order.sizes, "the order is that of other data sets"
+        self.fitted = tuple(Fitted(dataset, overflow or Overflow(seq_length)) for dataset in datasets)
+        assert tuple(map(len, self.fitted)) == order.sizes, "the order is that of other data sets"
         self.datasets, self.order, self.packer, self.seq_length = tuple(datasets), order, packer, seq_length
         self.drop_last, self.sequences_per_iteration, self.rules = drop_last, sequences_per_iteration, rules
         self.names = source_names(datasets)
-        self._tokens = [np.minimum(d.lengths()[0], seq_length) for d in datasets]
-        self._tiles = [d.lengths()[1] for d in datasets]
+        self._tokens = [source.tokens for source in self.fitted]
+        self._tiles = [source.tiles for source in self.fitted]
         self._window_counts: dict[tuple[int, int], int] = {}
         if not phases:
             rows = None if packer is not None else sequences_per_epoch or self._whole_iterations()
@@ -159,6 +163,7 @@ class SequenceStream:
             self.order,
             packer=self.packer,
             seq_length=self.seq_length,
+            overflow=self.fitted[0].overflow,
             drop_last=self.drop_last,
             sequences_per_iteration=self.sequences_per_iteration,
             sequences_per_epoch=self.sequences_per_epoch,
@@ -225,25 +230,33 @@ class SequenceStream:
     def facts(self) -> dict[str, Any]:
         """The data by name, so that a resume can say what changed. Plain values."""
         records = [dataset.prefix_digest(len(dataset)) for dataset in self.datasets]
-        return {**self._fingerprinted, "records": records, "rules": self.rules.state_dict()}
+        return {
+            **self._fingerprinted,
+            "records": records,
+            "rules": self.rules.state_dict(),
+            "overflow": self.fitted[0].overflow.facts,
+            "units": list(self.order.sizes),
+        }
 
     def num_touched(self, rule: str) -> int:
         """Records that a rule of ``DataRules`` changes in one of its versions."""
         if rule == "overflow":
-            return sum(int((d.lengths()[0] > self.seq_length).sum()) for d in self.datasets)
+            return sum(len(source.longer) for source in self.fitted)
         return sum(int(d.counts().touched_by(rule).sum()) for d in self.datasets)
 
     @property
     def _fingerprinted(self) -> dict[str, Any]:
+        touched = sorted({item for source in self.fitted for item in source.touched.items()})
         return {
             "format": _FORMAT,
             "names": list(self.names),
-            "sizes": list(self.order.sizes),
+            "sizes": [len(dataset) for dataset in self.datasets],
             "digests": [dataset.fingerprint for dataset in self.datasets],
             "weights": None if self.order.weights is None else list(self.order.weights),
             "seed": self.order.seed,
             "packing": None if self.packer is None else self.packer.fingerprint,
             "seq_length": self.seq_length,
+            **({"long_records": touched} if touched and self.rules.overflow else {}),
         }
 
     @property
@@ -265,7 +278,10 @@ class SequenceStream:
         tiles = [int(self._tiles[d.source][d.index]) for d in draws]
         key = derive_seed(self.order.seed, "window", epoch, window)
         groups = self.packer.plan(lengths, tiles, self.seq_length, key)
-        return [tuple(draws[i] for i in group) for group in groups]
+        return [tuple(self._record(draws[i]) for i in group) for group in groups]
+
+    def _record(self, unit: Draw) -> Draw:
+        return self.fitted[unit.source].record(unit)
 
     def _window_range(self, epoch: int, window: int) -> tuple[int, int]:
         """Places of the epoch's order."""
@@ -350,7 +366,7 @@ class SequenceStream:
             stop = min(row + _CHUNK, length)
             filled = min(stop, order.epoch_size)
             draws = order.draws(epoch, min(row, filled), filled)
-            rows: list[Row] = [(draw,) for draw in draws] + [()] * (stop - row - len(draws))
+            rows: list[Row] = [(self._record(draw),) for draw in draws] + [()] * (stop - row - len(draws))
             for i, content in enumerate(rows, start=row + 1):
                 sequences += 1
                 yield content, Cursor(epoch + 1, 0, 0, sequences) if i == length else Cursor(epoch, 0, i, sequences)

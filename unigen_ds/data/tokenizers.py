@@ -9,6 +9,7 @@ from typing import Any
 
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.registry import TOKENIZERS
+from unigen_ds.data.special import Special
 from unigen_ds.data.tiles import GLOBAL_TOKEN, IMAGE_TOKEN, TILE_TOKENS
 
 _SPECIAL = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>")
@@ -27,13 +28,32 @@ class _Tokenizer:
         self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.eos_id
         self.unk_id = _unknown_id(tokenizer)
         self._fingerprint = _digest(tokenizer)
+        self.special = Special(tokenizer, names)
 
     def __len__(self) -> int:
         """Ids there are; the least ``vocab_size`` a model needs."""
         return len(self._tokenizer)
 
     def encode(self, text: str) -> list[int]:
+        return self.encode_texts([text])[0]
+
+    def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of texts that users wrote: one that spells a special token is ordinary text."""
+        spelled = [self.special.spelled(text) for text in texts]
+        ordinary = [text for text, forges in zip(texts, spelled, strict=True) if not forges]
+        rest = iter(self._tokenizer(ordinary, add_special_tokens=False)["input_ids"] if ordinary else ())
+        return [
+            self.special.encode(text) if forges else list(next(rest))
+            for text, forges in zip(texts, spelled, strict=True)
+        ]
+
+    def encode_unprotected(self, text: str) -> list[int]:
+        """Version 0 of the rule ``special_tokens``: what is spelled becomes the token."""
         return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def spells_special(self, text: str) -> bool:
+        """Whether a text spells a special token."""
+        return self.special.spelled(text)
 
     def decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))

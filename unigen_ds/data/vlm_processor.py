@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.chat import chat_ids, next_token_labels
@@ -80,19 +81,25 @@ class VLMProcessor(UnifiedProcessor):
 
         An image whose header cannot be read does not raise: its split carries the reason and one tile.
         """
-        messages, images = [], []
-        for message in _messages(turns, where):
+        messages, images, found = [], [], _messages(turns, where)
+        texts, signs = ["\n".join(message.texts) for message in found], dict[str, str]()
+        spelled = any(map(self.spells_special, texts))
+        if self.rules.special_tokens == 0:
+            texts = [text.replace(IMAGE_TOKEN, "") for text in texts]
+        elif spelled:
+            texts, signs = self.tokenizer.special.shield(texts)
+        for message, text in zip(found, texts, strict=True):
             grids = []
             for path in message.images:
                 size, error = image_header(path)
                 grids.append(self.tiling.grid(*size) if size else (1, 1))
                 images.append((path, num_tiles(grids[-1]), error))
-            text = "\n".join(message.texts).replace(IMAGE_TOKEN, "")  # only an image may stand for an image
             content = image_string(grids, tokens_per_tile=self.tokens_per_tile) + text
             messages.append({"role": message.role, "content": content})
-        ids, said = chat_ids(self.tokenizer.chat, messages, reply=reply)
+        encode = partial(self.tokenizer.special.encode_shielded, signs=signs) if signs else None
+        ids, said = chat_ids(self.tokenizer.chat, messages, reply=reply, encode=encode)
         splits = self._splits(ids, next_token_labels(ids, said), images, where)
-        return Sample(tuple(splits), plain=is_document(turns))
+        return Sample(tuple(splits), plain=is_document(turns), spells_special=spelled)
 
     def _splits(
         self, ids: Sequence[int], labels: Sequence[int], images: Sequence[tuple[str, int, str]], where: object

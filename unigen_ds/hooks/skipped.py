@@ -1,4 +1,4 @@
-"""Name and count samples that could not be decoded, and stop when they are too many."""
+"""Name and count samples that could not be decoded, stop when they are too many; warn of updates without targets."""
 
 from __future__ import annotations
 
@@ -43,6 +43,12 @@ class SkippedSamplesHook(Hook):
         self._pending.extend(batch.skipped)
 
     def after_update(self, run: Run, result: UpdateResult) -> None:
+        if not any(result.counts.values()) and dist.is_main():
+            logger().warning(
+                "Update %d had no target in its %d samples: nothing was learned from it.",
+                run.progress.updates,
+                run.progress.samples - run.previous.samples,
+            )
         if not result.num_skipped:
             return
         records = [record for part in dist.gather_objects(self._pending) for record in part]

@@ -145,7 +145,7 @@ def _iterations_per_epoch(manifest: Manifest, geometry: Geometry) -> int:
     """As a run that began with this geometry would count: unpacked, by samples, the rest dropped."""
     facts = manifest.loader.get("facts") or {}
     unpacked = "sizes" in facts and not facts.get("packing") and not facts.get("weights")
-    samples = sum(facts["sizes"]) if unpacked else manifest.ruler.sequences_per_epoch
+    samples = sum(facts.get("units", facts["sizes"])) if unpacked else manifest.ruler.sequences_per_epoch
     return max(1, samples // geometry.sequences_per_iteration)
 
 
@@ -256,8 +256,8 @@ def check_rules(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
             "warn",
             f"version {rule.version}",
             f"version {rule.version}, as the checkpoint; version {rule.current} would change {rule.affected:,} records",
-            f"the run keeps the rule that it began with; docs/data.md describes the versions of {rule.name!r}",
-            "--on-data-change restart adopts the new rule with a new epoch",
+            f"the run keeps the rule that it began with (docs/data.md describes the versions of {rule.name!r});"
+            " --on-data-change restart adopts the new one, with a new epoch",
         )
 
 

@@ -26,9 +26,10 @@ from unigen_ds.data import augment as _augment  # noqa: F401
 from unigen_ds.data import digits as _digits  # noqa: F401
 from unigen_ds.data import packing as _packing  # noqa: F401
 from unigen_ds.data import tokenizers as _tokenizers  # noqa: F401
-from unigen_ds.data.datasets import dataset_weights
+from unigen_ds.data.datasets import dataset_weights, source_names
 from unigen_ds.data.loader import UpdateLoader
 from unigen_ds.data.order import GlobalOrder
+from unigen_ds.data.overflow import Fitted, Overflow, check_overflow
 from unigen_ds.data.processor import UnifiedProcessor
 from unigen_ds.data.rules import CURRENT, DataRules
 from unigen_ds.data.stream import Cursor, SequenceStream
@@ -116,19 +117,36 @@ def build_data(
         build(DATASETS, spec, where=f"train_dataloader.dataset[{i}]", processor=processor)
         for i, spec in enumerate(specs)
     ]
+    overflow = Overflow(loader.get("seq_length", 4096), loader.get("overflow"), rules.overflow)
+    fitted = [Fitted(dataset, overflow) for dataset in datasets]
+    if not all(map(len, fitted)):  # else the start refuses, and tools/inspect_data.py shows the numbers
+        check_overflow(fitted, source_names(datasets))
     packing = loader.get("packing")
     packer = build(PACKERS, packing, where="train_dataloader.packing") if packing else None
     stream = SequenceStream(
         datasets,
-        GlobalOrder([len(d) for d in datasets], weights=dataset_weights(datasets), seed=seed),
+        GlobalOrder([len(source) for source in fitted], weights=dataset_weights(datasets), seed=seed),
         packer=packer,
-        seq_length=loader.get("seq_length", 4096),
+        seq_length=overflow.seq_length,
+        overflow=overflow,
         drop_last=loader.get("drop_last", True),
         sequences_per_iteration=(ruler.geometry if ruler else geometry).sequences_per_iteration,
         sequences_per_epoch=ruler.sequences_per_epoch if ruler else None,
         rules=rules,
     )
     return Data(processor, stream)
+
+
+def rules_of(config: Mapping[str, Any], manifest: Manifest | None) -> DataRules:
+    """The versions of the data rules that a run follows: those of its checkpoint.
+
+    A config that sets ``overflow`` asks for the current rule: the change is then compared as any of the data is.
+    """
+    if manifest is None:
+        return CURRENT
+    stored = DataRules.stored(manifest.loader["facts"])
+    given = config["train_dataloader"].get("overflow") is not None
+    return replace(stored, overflow=CURRENT.overflow) if given else stored
 
 
 def build_processor(config: Mapping[str, Any], *, seed: int, rules: DataRules = CURRENT) -> UnifiedProcessor:

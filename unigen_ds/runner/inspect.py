@@ -19,7 +19,7 @@ from unigen_ds.core.choices import AUTO
 from unigen_ds.core.config import check_keys
 from unigen_ds.core.errors import CheckpointError
 from unigen_ds.core.files import write_text_atomic
-from unigen_ds.core.paths import tool
+from unigen_ds.core.paths import expand_paths, tool
 from unigen_ds.core.progress import Geometry
 from unigen_ds.resume.finding import Finding
 from unigen_ds.resume.geometry import MemoryPlan, cut_keys, equal_cuts, memory_plans
@@ -64,6 +64,7 @@ def inspect_resume(config: Config, *, world_size: int | None = None, verify: boo
     ``CheckpointError`` where there is nothing to resume from, and ``ConfigError``.
     """
     check_keys(config)
+    expand_paths(config)
     work_dir, resume = Path(config["work_dir"]), config.get("resume") or AUTO
     named = isinstance(resume, str) and resume != AUTO
     plan = plan_resume(work_dir, resume=resume, load_from=None if named else config.get("load_from"), hashes=verify)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from logging import INFO, WARNING
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -22,11 +23,13 @@ from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core import dist, log
 from unigen_ds.core.config import key_problems
 from unigen_ds.core.errors import ConfigError, raise_any
+from unigen_ds.core.paths import expand_paths
 from unigen_ds.core.progress import Duration, Geometry, Ruler
 from unigen_ds.core.registry import BACKENDS, build, registered_name
 from unigen_ds.core.seeding import seed_everything
 from unigen_ds.data.loader import UpdateLoader
 from unigen_ds.data.processor import UnifiedProcessor
+from unigen_ds.data.statistics import start_lines
 from unigen_ds.data.stream import Cursor
 from unigen_ds.hooks.base import Hook
 from unigen_ds.resume.plan import ResumePlan
@@ -105,6 +108,9 @@ def build_parts(config: Config, *, max_updates: int | None = None) -> Parts:
     if initial is not None and plan.mode != "resume":  # a resume reads them from its checkpoint
         backend.load_tensors(initial, weights_only=True)
     seed_everything(seed, rank=dist.rank())
+    if dist.is_main():
+        for warns, line in start_lines(data.stream):
+            log.logger().log(WARNING if warns else INFO, line)
     log.logger().info(
         "Effective batch: %s sequences per update; %d per epoch.", geometry, start.ruler.sequences_per_epoch
     )
@@ -139,6 +145,7 @@ def build_parts(config: Config, *, max_updates: int | None = None) -> Parts:
 def build_engine(config: Mapping[str, Any]) -> tuple[Backend, Geometry]:
     """The engine, not yet prepared, and the geometry: refused here where they cannot work. Joins no process group."""
     raise_any([*key_problems(config), *components.problems(config)])
+    expand_paths(config)
     backend: Backend = build(BACKENDS, config.get("backend") or {"type": "single"}, where="backend")
     geometry = build_geometry(config, backend)
     backend.check(geometry=geometry, optimizer_cfg=build_optimizer_config(config))

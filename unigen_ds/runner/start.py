@@ -24,7 +24,8 @@ from unigen_ds.core.choices import BATCH_CHOICES, DATA_CHOICES
 from unigen_ds.core.optim import ParamGroup
 from unigen_ds.core.progress import Duration, Geometry, Ruler
 from unigen_ds.data.change import DataChange, compare, continued
-from unigen_ds.data.rules import CURRENT, DataRules
+from unigen_ds.data.datasets import check_readable
+from unigen_ds.data.overflow import check_overflow
 from unigen_ds.data.stream import Cursor
 from unigen_ds.resume import checklist
 from unigen_ds.resume.edited import BUILT
@@ -41,6 +42,7 @@ from unigen_ds.runner.build import (
     build_schedules,
     named_parameters,
     parameter_table,
+    rules_of,
     total_sequences,
 )
 
@@ -89,8 +91,10 @@ def build_start(config: Config, plan: ResumePlan, *, geometry: Geometry) -> Star
         foreign = open_foreign(plan.checkpoint, assume=parse_assume(config.get("assume") or ""))
         manifest = adopt(foreign, config, build_data(config, geometry=geometry_of(foreign), ruler=None).stream)
         unknown = foreign.unknown
-    rules = DataRules.stored(manifest.loader["facts"]) if manifest and choice != "restart" else CURRENT
+    rules = rules_of(config, None if choice == "restart" else manifest)
     data = build_data(config, geometry=geometry, ruler=manifest.ruler if manifest else None, rules=rules)
+    check_readable(data.stream.datasets, data.stream.names)
+    check_overflow(data.stream.fitted, data.stream.names)
     change, cursor = DataChange(), Cursor()
     ruler = manifest.ruler if manifest else Ruler(geometry, data.stream.sequences_per_epoch)
     if manifest:

@@ -1,0 +1,67 @@
+"""A tiny ``DecoderLM`` on a few documents, as a config, with a hook that keeps what the model is given."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from tests.data.support import write_jsonl
+from unigen_ds.core.batch import PackedBatch
+from unigen_ds.core.config import load_config
+from unigen_ds.core.registry import HOOKS
+from unigen_ds.hooks.base import Hook
+from unigen_ds.runner import Runner
+
+WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+CONFIG = """
+model = dict(type="DecoderLM", llm=dict(model_type="llama", vocab_size=20, hidden_size=8, intermediate_size=12,
+             num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64))
+tokenizer = dict(type="WordTokenizer", words={words!r})
+train_dataloader = dict(batch_size=1, seq_length=16, packing=dict(type="WindowPacking", window=64),
+                        dataset=dict(type="UnifiedGenerationDataset", data_path={data!r}))
+optim_wrapper = dict(optimizer=dict(type="AdamW", lr=5e-3))
+train_cfg = dict(max_epochs=1)
+backend = dict(type="single")
+default_hooks = dict(logger=dict(interval=100), checkpoint=dict(interval=-1))
+custom_hooks = [dict(type="KeepBatches")]
+randomness = dict(seed=1)
+work_dir = {work_dir!r}
+"""
+
+
+@HOOKS.register_module(force=True)
+class KeepBatches(Hook):
+    """Every micro-batch, in order."""
+
+    def __init__(self) -> None:
+        self.batches: list[PackedBatch] = []
+
+    def before_train_iter(self, run: Any, index: int, batch: PackedBatch) -> None:
+        self.batches.append(batch)
+
+    @property
+    def ids(self) -> list[str]:
+        return [sample for batch in self.batches for sample in batch.sample_ids]
+
+    @property
+    def targets(self) -> Counter[int]:
+        return Counter(i for batch in self.batches for i in batch.text_target_ids.tolist())
+
+
+def text_config(folder: Path, records: list[Any], **overrides: Any) -> Any:
+    """``overrides``: dotted paths with ``__`` for the dots."""
+    data = write_jsonl(folder / "train.jsonl", records)
+    body = CONFIG.format(words=list(WORDS), data=str(data), work_dir=str(folder / "run"))
+    (folder / "config.py").write_text(body, encoding="utf-8")
+    return load_config(folder / "config.py", {key.replace("__", "."): value for key, value in overrides.items()})
+
+
+def trained(config: Any) -> tuple[Runner, KeepBatches]:
+    runner = Runner.from_cfg(config)
+    runner.train()
+    return runner, next(hook for hook in runner.hooks if isinstance(hook, KeepBatches))
+
+
+def words(number: int, first: int = 0) -> str:
+    return " ".join(WORDS[(first + k) % 10] for k in range(number))

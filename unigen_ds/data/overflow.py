@@ -1,0 +1,236 @@
+"""Records longer than ``seq_length`` (``train_dataloader.overflow``): split, truncated, skipped or refused; counted.
+
+In: the counts of a source (from its index) and the settings. Out: the units of the source that the global order draws
+(a record, or one piece of it), their lengths, and what is not trained on. Without a setting a plain text is split into
+pieces that together have every token and every target once, and any other record is left out, because a cut separates
+an answer from its question or an image from its prompt. What is too long follows from the index alone: nothing is read.
+
+Version 0 of the rule (checkpoints of before): every long record is cut to ``seq_length``; its text gets an end token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+
+from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.data.datasets import PlannedDataset
+from unigen_ds.data.index import KINDS, Array, Counts, cached, count, fingerprint
+from unigen_ds.data.order import Draw
+from unigen_ds.data.rules import CURRENT
+from unigen_ds.data.samples import Sample, num_pieces, piece_bounds
+
+Action = Literal["split", "truncate", "skip", "error"]
+ACTIONS: tuple[Action, ...] = ("split", "truncate", "skip", "error")
+_BY_KIND: dict[str | None, dict[str, Action]] = {
+    **{action: dict.fromkeys(KINDS, action) for action in ACTIONS},
+    None: {"text": "split", "conversation": "skip", "images": "skip"},
+    "split": {"text": "split", "conversation": "split", "images": "skip"},  # an image stays with its text
+}
+_NAMED = 5
+_MOST_LOST = 0.5
+
+
+@dataclass(frozen=True)
+class Overflow:
+    """The settings.
+
+    Args:
+        seq_length: tokens of a sequence at most.
+        given: ``train_dataloader.overflow``; None: the default of each kind of record.
+        version: of the rule ``overflow`` (``rules.py``).
+    """
+
+    seq_length: int
+    given: str | None = None
+    version: int = CURRENT.overflow
+
+    def __post_init__(self) -> None:
+        if self.given is not None and self.given not in ACTIONS:
+            raise ConfigError(f"train_dataloader.overflow is {self.given!r}", allowed=", ".join(ACTIONS))
+
+    @property
+    def actions(self) -> dict[str, Action]:
+        """What happens to a long record of each kind."""
+        if self.version == 0:
+            return dict.fromkeys(KINDS, "truncate")
+        return _BY_KIND[self.given]
+
+    @property
+    def facts(self) -> dict[str, Action] | None:
+        """For the manifest; None: version 0."""
+        return self.actions if self.version else None
+
+
+class Fitted:
+    """One source, fitted to sequences of ``overflow.seq_length`` tokens."""
+
+    def __init__(self, dataset: PlannedDataset, overflow: Overflow) -> None:
+        self.dataset, self.overflow = dataset, overflow
+        limit, (tokens, tiles) = overflow.seq_length, dataset.lengths()
+        self.longer: Array = np.flatnonzero(tokens > limit)
+        kinds, actions = dataset.counts().kind, overflow.actions
+        self.by_action: dict[Action, Array] = {
+            action: self.longer[np.isin(kinds[self.longer], [KINDS.index(k) for k in KINDS if actions[k] == action])]
+            for action in ACTIONS
+        }
+        """Records that are too long, by what happens to them."""
+        self._records: Array | None = None
+        self._pieces: Array | None = None
+        self.tokens: Array = np.minimum(tokens, limit)
+        """Of each unit."""
+        self.tiles: Array = tiles
+        split, skip = self.by_action["split"], self.by_action["skip"]
+        if split.size or skip.size:
+            number = np.ones(len(tokens), dtype=np.int64)
+            number[split], number[skip] = num_pieces(tokens[split], limit), 0
+            records = np.repeat(np.arange(len(tokens), dtype=np.int64), number)
+            piece = np.arange(len(records), dtype=np.int64) - np.repeat(np.cumsum(number) - number, number)
+            whole = number[records] == 1
+            start, stop = piece_bounds(tokens[records], limit, piece)
+            self._records, self._pieces = records, np.where(whole, -1, piece)
+            self.tokens, self.tiles = np.where(whole, self.tokens[records], stop - start), tiles[records]
+
+    def __len__(self) -> int:
+        """Units: draws of one pass."""
+        return len(self.tokens)
+
+    def record(self, unit: Draw) -> Draw:
+        """A draw of a unit as a draw of its record."""
+        if self._records is None or self._pieces is None:
+            return unit
+        return Draw(unit.source, int(self._records[unit.index]), unit.pass_number, int(self._pieces[unit.index]))
+
+    @property
+    def touched(self) -> dict[str, Action]:
+        """What happens to the kinds of records that have a long one: enters the fingerprint of the data."""
+        present = {KINDS[kind] for kind in np.unique(self.dataset.counts().kind[self.longer]).tolist()}
+        return {kind: action for kind, action in self.overflow.actions.items() if kind in present}
+
+    @cached_property
+    def kept(self) -> Counts:
+        """Counts of what is trained on, per record: zeros for a skipped one. Reads truncated records once (cached)."""
+        counts = self.dataset.counts()
+        table = np.stack([getattr(counts, name) for name in _COLUMNS], axis=1)
+        table[np.concatenate([self.by_action["skip"], self.by_action["error"]]), :_CONTENT] = 0
+        cut = self.by_action["truncate"]
+        if cut.size:
+            table[cut, :_CONTENT] = self._truncated(cut)[:, :_CONTENT]
+        return Counts(*np.ascontiguousarray(table.T))
+
+    def _truncated(self, records: Array) -> Array:
+        """Rows of ``Counts`` of records after the cut."""
+        overflow, folder = self.overflow, self.dataset.cache_folder
+        key = fingerprint(self.dataset.fingerprint, overflow.seq_length, overflow.version, overflow.actions, _COLUMNS)
+
+        def make() -> dict[str, Array]:
+            samples = (self.dataset.sample(index) for index in records.tolist())
+            rows = [count(sample.truncated(overflow.seq_length, version=overflow.version)) for sample in samples]
+            return {"rows": np.asarray(rows, dtype=np.int64)}
+
+        return cached(folder and folder / f"cut-{key[:16]}.npz", key, make)["rows"]
+
+    def report(self, name: str) -> dict[str, Any]:
+        """Plain numbers. ``name``: of the source in sample ids."""
+        whole, kept = self.dataset.counts(), self.kept
+        targets = {
+            f"{kind}_targets{suffix}": int(value)
+            for kind in ("text", "image")
+            for total in [int(getattr(whole, f"{kind}_targets").sum())]
+            for suffix, value in (("", total), ("_lost", total - getattr(kept, f"{kind}_targets").sum()))
+        }
+        lost = targets["text_targets_lost"] + targets["image_targets_lost"]
+        return {
+            "longer": len(self.longer),
+            **{_DONE[action]: len(self.by_action[action]) for action in ACTIONS},
+            "pieces": int(num_pieces(whole.tokens[self.by_action["split"]], self.overflow.seq_length).sum()),
+            "skipped_records": [f"{name}:{index}" for index in self.by_action["skip"].tolist()],
+            **targets,
+            "share_lost": lost / max(targets["text_targets"] + targets["image_targets"], 1),
+        }
+
+
+_COLUMNS = tuple(Counts.__dataclass_fields__)
+_CONTENT = _COLUMNS.index("unreadable")
+"""Columns before it count what a sequence contains."""
+_DONE: dict[Action, str] = {"split": "split", "truncate": "truncated", "skip": "skipped", "error": "refused"}
+
+
+def part_of(sample: Sample, piece: int, seq_length: int, *, version: int) -> Sample:
+    """What a drawn unit is of its record."""
+    if piece < 0:
+        return sample.truncated(seq_length, version=version)
+    start, stop = piece_bounds(sample.num_tokens, seq_length, piece)
+    return sample.part(int(start), int(stop))
+
+
+def unit_tokens(num_tokens: int, piece: int, seq_length: int) -> int:
+    """Tokens of a drawn unit of a record of ``num_tokens``."""
+    if piece < 0:
+        return min(num_tokens, seq_length)
+    start, stop = piece_bounds(num_tokens, seq_length, piece)
+    return int(stop - start)
+
+
+def check_overflow(sources: Sequence[Fitted], names: Sequence[str]) -> None:
+    """Raise ``DataError`` where ``overflow='error'`` and a record is too long, or most image targets would be lost.
+
+    Version 0 of the rule refuses nothing.
+    """
+    for name, source in zip(names, sources, strict=True):
+        refused, limit = source.by_action["error"], source.overflow.seq_length
+        if refused.size:
+            raise DataError(
+                f"{name}: {len(refused):,} of {len(source.dataset):,} records are longer than seq_length {limit:,}"
+                f" ({_first(name, refused)}), and train_dataloader.overflow is 'error'",
+                remedy=f"seq_length of at least {int(source.dataset.lengths()[0].max()):,}, or another overflow:"
+                " 'split', 'truncate' or 'skip'",
+            )
+        if source.overflow.version == 0:
+            continue
+        total, kept = (int(counts.image_targets.sum()) for counts in (source.dataset.counts(), source.kept))
+        if total - kept > _MOST_LOST * total:
+            raise DataError(
+                f"{name}: {total - kept:,} of {total:,} image targets do not fit seq_length {limit:,}"
+                f" (the largest image has {int(source.dataset.counts().largest_image.max()):,} tokens, the longest"
+                f" record {int(source.dataset.lengths()[0].max()):,})",
+                allowed="at most half of a source's image targets lost",
+                remedy="a larger train_dataloader.seq_length, or a smaller max_size of processor.vae_transform",
+            )
+    for name, source in zip(names, sources, strict=True):
+        if not len(source):
+            raise DataError(
+                f"{name}: all {len(source.dataset):,} records are longer than seq_length {source.overflow.seq_length:,}"
+                " and are skipped",
+                remedy="a larger train_dataloader.seq_length, or train_dataloader.overflow='split' or 'truncate'",
+            )
+
+
+def overflow_line(report: Mapping[str, Any], *, records: int, seq_length: int) -> str:
+    """``Fitted.report`` as a sentence."""
+    if not report["longer"]:
+        return f"all {records:,} records fit seq_length {seq_length:,}: 0.0% of the targets are lost"
+    done = []
+    if report["split"]:
+        done.append(f"{report['split']:,} split into {report['pieces']:,} samples")
+    if report["truncated"]:
+        done.append(f"{report['truncated']:,} truncated")
+    if report["refused"]:
+        done.append(f"{report['refused']:,} refused")
+    if report["skipped"]:
+        shown = ", ".join(report["skipped_records"][:_NAMED])
+        done.append(f"{report['skipped']:,} skipped ({shown}{', ...' if report['skipped'] > _NAMED else ''})")
+    return (
+        f"{report['longer']:,} of {records:,} records are longer than seq_length {seq_length:,}: {', '.join(done)};"
+        f" {report['share_lost']:.1%} of the targets are lost ({report['text_targets_lost']:,} of"
+        f" {report['text_targets']:,} text targets, {report['image_targets_lost']:,} of"
+        f" {report['image_targets']:,} image targets)"
+    )
+
+
+def _first(name: str, records: Array) -> str:
+    return ", ".join(f"{name}:{index}" for index in records[:_NAMED].tolist()) + ", ..." * (len(records) > _NAMED)
