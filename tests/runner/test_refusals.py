@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.tiny import tiny_config
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.progress import Geometry, split_global_batch
+from unigen_ds.runner import Runner
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -42,6 +44,34 @@ def test_a_port_in_use_is_named_with_a_free_one(tmp_path, busy_port):
     processes = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     said = refused(tmp_path, "--backend", "fsdp", MASTER_PORT=str(busy_port), **processes)
     assert f"MASTER_PORT {busy_port} cannot be opened" in said and "is free just now" in said
+
+
+@pytest.mark.parametrize(
+    ("launcher", "variables", "said"),
+    [
+        ("none", {"LOCAL_WORLD_SIZE": "4"}, "num_shard is 4 and there are 6 process"),
+        ("none", {"LOCAL_SIZE": "4"}, "num_shard is 4 and there are 6 process"),
+        ("mpi", {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, "num_shard is 4 and there are 6 process"),
+        ("slurm", {"SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, "num_shard is 4 and there are 6 process"),
+        ("slurm", {"SLURM_STEP_TASKS_PER_NODE": "4,2"}, "does not report one number .* Remedy: num_shard=N"),
+        ("none", {}, "does not report one number .* Remedy: num_shard=N"),
+    ],
+)
+def test_the_processes_of_a_node_under_every_launcher(tmp_path, monkeypatch, launcher, variables, said):
+    """What HYBRID_SHARD shards over where ``num_shard`` is left out; here no divisor of the 6 processes."""
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID", "OMPI_COMM_WORLD_RANK",
+                 "OMPI_COMM_WORLD_LOCAL_RANK"):  # fmt: skip
+        monkeypatch.setenv(name, "0")
+    for name in ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"):
+        monkeypatch.setenv(name, "6")
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", **variables}.items():
+        monkeypatch.setenv(name, value)
+    backend = {"type": "fsdp", "sharding_strategy": "HYBRID_SHARD"}
+    config = tiny_config(tmp_path / "run", tmp_path / "digits", backend=backend, launcher=launcher)
+    with pytest.raises(ConfigError, match=said):
+        Runner.from_cfg(config)
 
 
 def test_more_shards_than_processes(tmp_path):

@@ -249,7 +249,12 @@ def check_num_shard(strategy: str, num_shard: int | None, *, world_size: int) ->
     if strategy == "NO_SHARD":
         wanted = 1
     elif strategy == "HYBRID_SHARD":
-        wanted = num_shard or int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        wanted = num_shard or dist.env_processes_per_node() or 0
+        if not wanted:
+            raise ConfigError(
+                "HYBRID_SHARD has no num_shard, and the launcher does not report one number of processes for all nodes",
+                remedy="num_shard=N: how many processes, one node's at best, share one copy of the model",
+            )
     else:
         wanted = world_size
     if num_shard is not None and strategy != "HYBRID_SHARD" and num_shard != wanted:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -24,6 +25,8 @@ _ENV = {
     "slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
     "mpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
 }
+_PROCESSES_OF_A_NODE = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE")
+"""As torchrun, the deepspeed launcher, MPI and SLURM (``4`` or ``4(x2)``) report them."""
 
 
 def launcher_environment(launcher: str) -> None:
@@ -47,6 +50,15 @@ def launcher_environment(launcher: str) -> None:
 def env_rank() -> int:
     """Rank as the launcher announces it, before any process group exists."""
     return int(os.environ.get("RANK", "0"))
+
+
+def env_processes_per_node() -> int | None:
+    """Processes of a node as the launcher announces them; None where it does not, or where nodes differ."""
+    for name in _PROCESSES_OF_A_NODE:
+        if given := os.environ.get(name):
+            found = re.fullmatch(r"(\d+)(?:\(x\d+\))?", given)
+            return int(found[1]) if found else None
+    return 1 if env_world_size() == 1 else None
 
 
 def env_world_size() -> int:
