@@ -50,17 +50,21 @@ def structure(*, full: bool) -> list[Job]:
 
 
 def compiled(*, full: bool) -> list[Job]:
-    """``torch.compile`` under FSDP2, one layer, one update uncut (each shape is compiled anew)."""
+    """``torch.compile`` under FSDP2, one layer, one update uncut (each shape is compiled anew).
+
+    ``make test``: the unified model, whose layer takes longest, in one process, which wraps and compiles as two do.
+    """
     hook: dict[str, Any] = {"custom_hooks": [{"type": "StructureHook"}], "env": {"dist_timeout_s": 800.0}}
     if not full:
         hook["custom_imports"] = {"imports": ["tests.engines.quick_compiler"]}
+    world = 2 if full else 1
     jobs = []
     for on in (False, True):
         one = {"model__llm__num_hidden_layers": 1, "model__compile": on}
-        unified = {**config("FULL_SHARD", 2, geometry=(4, 1), **one), **hook}
+        unified = {**config("FULL_SHARD", world, geometry=(8 // world, 1), **one), **hook}
         small = {"type": "DecoderLM", "llm": {**_LLAMA, "num_hidden_layers": 1}, "compile": on}
         decoder = {**config("FULL_SHARD", 2, geometry=(4, 1)), **hook, "model": small}
-        jobs.append(Job(f"compiled-fsdp/unified-{on}", [Phase(2, unified, 1)]))
+        jobs.append(Job(f"compiled-fsdp/unified-{on}", [Phase(world, unified, 1)]))
         jobs.append(Job(f"compiled-fsdp/decoder-{on}", [_decoder(decoder)]))
     return jobs
 

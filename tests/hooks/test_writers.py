@@ -1,7 +1,6 @@
 """Real event files and a real offline W&B run; and a writer that fails ends nothing but itself."""
 
 import json
-import logging
 import struct
 import sys
 from collections.abc import Iterator
@@ -14,27 +13,18 @@ import pytest
 from tests.engines.cases import KILL_AT
 from tests.engines.feature_cases import WANDB, WATCHED_SAVED_AT, WATCHED_UPDATES
 from tests.engines.launch import want
-from tests.hooks.tiny_run import TinyRun
-from unigen_ds.core.log import NAME
+from tests.tiny import tiny_config
 from unigen_ds.core.metrics import read_lines
-from unigen_ds.hooks.logger import LoggerHook
+from unigen_ds.data.digits import write_digits
+from unigen_ds.runner import Runner
 
 runs = want("watched")
 
 
 @pytest.fixture(autouse=True)
-def warnings_of_the_logger(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logging.getLogger(NAME), "propagate", True)
-    monkeypatch.setenv("WANDB_SILENT", "true")
+def no_settings_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WANDB_MODE", "WANDB_RUN_ID", "WANDB_DIR"):
         monkeypatch.delenv(name, raising=False)
-
-
-def train(run: TinyRun, *, updates: int, resumed_from: str | None = None) -> None:
-    run.start(resumed_from=resumed_from)
-    for _ in range(updates):
-        run.update()
-    run.finish()
 
 
 @dataclass
@@ -162,34 +152,37 @@ def test_tensorboard_of_the_real_runner_holds_what_metrics_jsonl_holds(watched: 
         assert found == [(line["update"], pytest.approx(line[name], rel=1e-6)) for line in lines]
 
 
-def test_a_folder_that_cannot_be_written_disables_the_writer_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def trained(work_dir: Path, data: Path, writer: dict[str, Any]) -> list[str]:
+    """Three updates of a real run with a writer that fails. Returns what the log says of it."""
+    settings = {"train_dataloader__batch_size": 4, "train_dataloader__packing": None}
+    config = tiny_config(work_dir, data, visualizer={"vis_backends": [writer]}, **settings)
+    assert Runner.from_cfg(config, max_updates=3).train().updates == 3
+    assert [line["update"] for line in read_lines(work_dir / "metrics.jsonl")] == [1, 2, 3]
+    lines = (work_dir / "train.log").read_text(encoding="utf-8").splitlines()
+    return [line.partition(" WARNING ")[2] for line in lines if "is disabled" in line]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_digits(tmp_path_factory.mktemp("data") / "digits")
+
+
+def test_a_folder_that_cannot_be_written_disables_the_writer_once(tmp_path: Path, data: Path) -> None:
     pytest.importorskip("tensorboard")
     (tmp_path / "file").write_text("a file where a folder should be")
     writer = {"type": "TensorboardVisBackend", "save_dir": str(tmp_path / "file")}
-    run = TinyRun(tmp_path, [LoggerHook(interval=2, writers=[writer])])
-    train(run, updates=3)
-    assert len(read_lines(tmp_path / "metrics.jsonl")) == 3
-    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(warnings) == 1 and "TensorboardVisBackend is disabled, training goes on" in warnings[0]
+    (said,) = trained(tmp_path / "run", data, writer)
+    assert said.startswith("TensorboardVisBackend is disabled, training goes on")
 
 
-def test_wandb_refusing_its_arguments_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_wandb_refusing_its_arguments_stops_nothing(tmp_path: Path, data: Path) -> None:
     pytest.importorskip("wandb")
     writer = {"type": "WandbVisBackend", "init_kwargs": {"mode": "no such mode"}}
-    run = TinyRun(tmp_path, [LoggerHook(interval=2, writers=[writer])])
-    train(run, updates=2)
-    assert len(read_lines(tmp_path / "metrics.jsonl")) == 2
-    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(warnings) == 1 and "WandbVisBackend is disabled" in warnings[0]
+    (said,) = trained(tmp_path / "run", data, writer)
+    assert said.startswith("WandbVisBackend is disabled, training goes on")
 
 
-def test_a_missing_package_names_what_to_install(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package_names_what_to_install(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # Python's own way to say "not installed"
-    run = TinyRun(tmp_path, [LoggerHook(interval=2, writers=[{"type": "TensorboardVisBackend"}])])
-    train(run, updates=2)
-    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(warnings) == 1 and "unigen_ds[tensorboard]" in warnings[0]
+    (said,) = trained(tmp_path / "run", data, {"type": "TensorboardVisBackend"})
+    assert "unigen_ds[tensorboard]" in said

@@ -94,6 +94,13 @@ def test_a_machine_one_does_not_have(run_dir, capsys):
     assert found["rng"]["status"] == "warn" and found["progress.position"]["now"].startswith("iteration 8 of")
 
 
+def test_nodes_that_no_launcher_reports_are_taken_for_one(run_dir, capsys):
+    """A checklist must not need the cluster: ``HYBRID_SHARD`` without ``num_shard`` is asked for at a start only."""
+    settings = {"train_dataloader__batch_size": 2, "optim_wrapper__accumulative_counts": 2}
+    assert asked(run_dir, "--json", "--world-size", "3", "--backend", "fsdp:HYBRID_SHARD", **settings) == 0
+    assert "num_shard 3, sharding_strategy HYBRID_SHARD" in findings(capsys)["engine"]["now"]
+
+
 def test_a_number_of_processes_that_divides_nothing(run_dir, capsys):
     assert asked(run_dir, "--json", "--world-size", "5", "--backend", "fsdp") == 3
     assert "the nearest effective batches are 10 and 15" in findings(capsys)["batch.effective"]["remedy"]

@@ -87,14 +87,17 @@ def inspect_resume(config: Config, *, world_size: int | None = None, verify: boo
 @contextmanager
 def _announced(world_size: int) -> Iterator[None]:
     """As if a launcher had announced so many processes."""
-    before = os.environ.get("WORLD_SIZE")
+    before = {name: os.environ.get(name) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
     os.environ["WORLD_SIZE"] = str(world_size)
+    if dist.env_processes_per_node() is None:  # no launcher reports the nodes: as if there were one
+        os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
     try:
         yield
     finally:
-        os.environ.pop("WORLD_SIZE")
-        if before is not None:
-            os.environ["WORLD_SIZE"] = before
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def _nearest_cut(cuts: Sequence[Geometry], batch_size: int) -> Geometry | None:
