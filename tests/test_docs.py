@@ -6,6 +6,7 @@ import ast
 import inspect
 import json
 import re
+import signal
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from fractions import Fraction
@@ -17,7 +18,8 @@ import pytest
 from mmengine.registry import Registry
 
 import unigen_ds.runner.build  # noqa: F401 - registers everything
-from unigen_ds.core import registry
+from tools import train
+from unigen_ds.core import errors, registry
 from unigen_ds.core.config import SCHEMA, SETTINGS
 from unigen_ds.core.paths import ds_configs_dir
 from unigen_ds.schedule import Curve
@@ -25,6 +27,7 @@ from unigen_ds.schedule import Curve
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "tests" / "golden").glob("*.md")])
 CONFIGS = (ROOT / "docs" / "configs.md").read_text(encoding="utf-8")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 REQUIREMENTS = (ROOT / "docs" / "requirements.md").read_text(encoding="utf-8")
 COUNTS = {"S0.": 33, "S1.": 37, "S2.": 34, "S3.": 34, "S4.": 68, "B": 12, "N": 30}
 INJECTED = {"processor", "writers"}
@@ -182,3 +185,70 @@ def test_commands_and_files_exist(page: Path) -> None:
     """Tools, modules and tests that a page names."""
     for name in re.findall(r"\b((?:tools|unigen_ds|tests|docs)/[\w/]+\.\w+)\b", page.read_text(encoding="utf-8")):
         assert (ROOT / name).exists(), f"{label(page)} names {name}"
+
+
+# --- docs/architecture.md ---------------------------------------------------------------------------------------------
+
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+NOT_MODULES = {"argparse"}
+PROSE = {"runner"}
+"""Described in sentences, with the suffix of each file."""
+
+
+def repository_names() -> list[str]:
+    """Paths of the project's modules and pages, each with a slash before it."""
+    return [f"/{label(path)}" for top in ("unigen_ds", "tools", "tests", "docs", "benchmarks")
+            for path in (ROOT / top).rglob("*") if path.suffix in (".py", ".md")]  # fmt: skip
+
+
+def test_architecture_names_no_file_that_is_not_there() -> None:
+    """``core/progress.py``, ``parts.py``: any file of the project whose path ends so."""
+    named = set(re.findall(r"(?<![\w/.<>])[\w/.]*\w\.(?:py|md)\b", ARCHITECTURE))
+    missing = [name for name in named if not any(path.endswith(f"/{name}") for path in repository_names())]
+    assert len(named) > 25 and not missing, missing
+
+
+def listed_modules() -> list[tuple[str, str]]:
+    """(package, module) of the plan of the layers: single words between commas, what is in brackets left out."""
+    block = ARCHITECTURE.split("```\n7  tools/")[1].split("```")[0]
+    found, package, text = [], "tools", ""
+    for line in [*block.splitlines(), "0  end/"]:
+        heading = re.match(r"[\d ]\s+(?:unigen_ds/)?(\w+)/", line)
+        if heading:
+            words = re.split(r"[,;:]|->|\band\b|\s{2,}", re.sub(r"\([^)]*\)?|[^(]*\)", " , ", text))
+            found += [(package, word.strip()) for word in words if re.fullmatch(r"[a-z_]+", word.strip())]
+            package, text = heading[1], line[heading.end() :]
+        else:
+            text += "  " + line.strip()
+    return [(package, word) for package, word in found if word not in NOT_MODULES and package not in PROSE]
+
+
+def test_the_plan_of_the_layers_names_modules_that_are_there() -> None:
+    found = listed_modules()
+    missing = [
+        f"{package}/{word}"
+        for package, word in found
+        if not any((ROOT / top / package / f"{word}.py").exists() for top in ("", "unigen_ds"))
+    ]
+    assert len(found) > 40 and not missing, missing
+
+
+def test_every_exit_status_is_that_of_the_code() -> None:
+    """The table: each error class in the row of its status, and no error class left out."""
+    table = ARCHITECTURE.split("## Exit statuses")[1].split("\n## ")[0]
+    rows = [(int(status), set(re.findall(r"`(\w+Error|ResumeBlocked)`", raised)))
+            for status, raised in re.findall(r"^\| (\d+) \| .+? \| (.*?) ?\|$", table, re.MULTILINE)]  # fmt: skip
+    classes = {
+        name: cls.exit_status
+        for name, cls in vars(errors).items()
+        if isinstance(cls, type) and issubclass(cls, errors.UnigenError)
+        if cls is not errors.UnigenError and cls is not errors.UnknownKey
+    }
+    classes["SaveError"] = getattr(getattr(errors, "SaveError", None), "exit_status", 4)
+    named = {name: status for status, names in rows for name in names}
+    assert named == classes
+    assert {status for status, _ in rows} == {0, 1, *classes.values(), train.STOPPED_BY_SIGNAL, 128 + signal.SIGKILL}
+    for text in (README, train.__doc__ or ""):
+        assert set(re.findall(r"(?<![\w.])(\d+) (?=[a-z])", text.split("Exit status:")[1].split("\n\n")[0])) == {
+            str(status) for status in (0, 1, *classes.values(), train.STOPPED_BY_SIGNAL)
+        }

@@ -1,11 +1,13 @@
 """Train a model: ``python tools/train.py CONFIG [--resume [CKPT]] ...``; installed as ``unigen-train``.
 
-Exit status: 0 done, 2 wrong usage or config, 3 the resume is blocked, 143 stopped by a signal after saving.
+Exit status: 0 done, 1 another error (an unexpected one: with a traceback), 2 wrong usage or config, 3 the resume is
+blocked, 4 the last save failed, 143 stopped by a signal after saving.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from typing import Any
 
@@ -14,7 +16,7 @@ if not __package__:
 
 from unigen_ds.core.choices import AUTO, BATCH_CHOICES, DATA_CHOICES, LAUNCHERS
 from unigen_ds.core.errors import UnigenError
-from unigen_ds.core.log import logger
+from unigen_ds.core.log import logger, quiet_libraries
 
 STOPPED_BY_SIGNAL = 143
 
@@ -51,6 +53,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
+    quiet_libraries(int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))))
     from unigen_ds.core import dist  # after the command line: --help and a wrong argument do not wait for torch
     from unigen_ds.core.config import load_config
     from unigen_ds.runner import train_config

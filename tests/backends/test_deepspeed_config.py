@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.tiny import tiny_config
+from tests.tiny import TINY, tiny_config
 from unigen_ds.backends.deepspeed import DeepSpeedBackend
 from unigen_ds.backends.deepspeed_config import fill, load_ds_config, offloads, stage_of
 from unigen_ds.core.errors import ConfigError
@@ -16,6 +20,7 @@ from unigen_ds.core.optim import OptimizerConfig
 from unigen_ds.core.progress import Geometry
 from unigen_ds.runner import Runner
 
+ROOT = Path(__file__).resolve().parents[2]
 GEOMETRY = Geometry(batch_size=3, accumulative_counts=2, dp_size=4)
 PRESETS = {
     "zero1": (1, []),
@@ -195,3 +200,37 @@ def test_fp16_is_refused_where_deepspeed_cannot_compute_in_it(tmp_path, monkeypa
     with pytest.raises(ConfigError, match=r"precision is 'fp16', which DeepSpeed .* Remedy: .* fsdp and single"):
         Runner.from_cfg(config)
     assert not (tmp_path / "run").exists()
+
+
+HUGGING_FACE = {
+    "bf16": {"enabled": "auto"},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": "auto", "warmup_num_steps": "auto"}},
+    "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"},
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+}
+
+
+def test_a_json_in_hugging_faces_habit_trains_and_the_log_names_whose_values_count(tmp_path):
+    """Its optimizer and scheduler give no value: every one is "auto"."""
+    (tmp_path / "hf.json").write_text(json.dumps(HUGGING_FACE))
+    options = {**TINY, "train_dataloader.dataset.root": str(tmp_path / "data")}
+    command = [sys.executable, "tools/train.py", "unified_digits", "--work-dir", str(tmp_path / "run")]
+    command += ["--max-updates", "1", "--backend", f"deepspeed:{tmp_path / 'hf.json'}", "--cfg-options"]
+    command += [f"{key}={value!r}" for key, value in options.items()]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    log = (tmp_path / "run" / "train.log").read_text()
+    assert log.count('optimizer (AdamW) has only "auto" values: optim_wrapper.optimizer is used') == 1
+    assert log.count('scheduler (WarmupLR) has only "auto" values: param_scheduler is used') == 1
+
+
+def test_one_value_of_its_own_is_a_contradiction():
+    for section, key in (("optimizer", "lr"), ("scheduler", "warmup_num_steps")):
+        given = {**HUGGING_FACE[section]["params"], key: 1}
+        with pytest.raises(ConfigError, match=f"has a {section}"):
+            filled({**HUGGING_FACE, section: {**HUGGING_FACE[section], "params": given}})

@@ -48,6 +48,7 @@ def change(folder: Path, **values: Any) -> None:
 @pytest.mark.parametrize("case", ZERO)
 def test_every_weight_is_the_engines(written, case):
     found = open_foreign(written / case, tag="iter_6.pth" if case == "mmengine" else None)
+    assert found.precision == ("bf16" if case == "mmengine" or "bf16" in case else "fp32")
     held = load_safetensors(written / f"{case}.safetensors")
     trained = {row["name"]: row for row in found.parameters if row["trainable"]}
     assert trained.keys() == held.keys()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.tiny import TINY, tiny_config
 from tools import resume as tool
@@ -87,6 +88,34 @@ def test_the_tool_reads_it_too(folder, capsys):
     found = {f["id"]: f for f in json.loads(capsys.readouterr().out)["findings"]}
     assert found["checkpoint.foreign"]["status"] == "warn" and found["model.structure"]["status"] == "ok"
     assert found["progress.position"]["was"].startswith("iteration 12 of")
+
+
+@pytest.mark.parametrize("section", [{"enabled": True}, {"enabled": "auto"}])
+def test_the_precision_is_the_stored_one(folder, tmp_path, capsys, section):
+    """Of a run in bf16 its ds_config tells it; what it leaves open is not called fp32."""
+    shutil.copytree(folder / "plain", tmp_path / "plain")
+    (header,) = (tmp_path / "plain").glob("*/*_model_states.pt")
+    state = torch.load(header, weights_only=False)
+    state["ds_config"]["bf16"] = section
+    torch.save(state, header)
+    values = {**TINY, **{k.replace("__", "."): v for k, v in CUT.items()}, "param_scheduler": []}
+    values["train_dataloader.dataset.root"] = str(folder / "digits")
+    arguments = [
+        "unified_digits",
+        "--work-dir",
+        str(folder / "asked"),
+        "--checkpoint",
+        str(tmp_path / "plain"),
+        "--json",
+    ]
+    assert tool.main([*arguments, "--cfg-options", *(f"{k}={v!r}" for k, v in values.items())]) == 0
+    found = {f["id"]: f for f in json.loads(capsys.readouterr().out)["findings"]}
+    stored = "bf16" if section["enabled"] is True else "not stored"
+    assert (found["precision"]["status"], found["precision"]["was"], found["precision"]["now"]) == (
+        "warn",
+        stored,
+        "fp32",
+    )
 
 
 def test_bare_weights_cannot_be_resumed(folder):

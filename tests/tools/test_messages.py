@@ -307,3 +307,88 @@ def test_a_config_in_another_encoding_is_named(
     said = words(capsys, tmp_path / "config.yaml")
     assert ("byte order mark" if encoding == "utf-8-sig" else encoding[:6].upper() + " text, not UTF-8") in said
     assert os.path.basename("config.yaml") in said
+
+
+# --- data, tokenizer, images, EMA -------------------------------------------------------------------------------------
+
+
+def on_file(plain: dict[str, Any], data: Path, **changes: Any) -> dict[str, Any]:
+    """The config on a JSONL file of the user's."""
+    config: dict[str, Any] = json.loads(json.dumps(plain))
+    config["train_dataloader"]["dataset"] = {"type": "UnifiedGenerationDataset", "data_path": str(data)}
+    return config | changes
+
+
+RECORD = json.dumps({"text": "draw a zero"})
+FILES = {
+    "parquet": (b"PAR1\x15\x04\x15\x10", "is a Parquet file", "pandas.read_parquet('data.jsonl').to_json("),
+    "gzip": (b"\x1f\x8b\x08\0", "is compressed by gzip", "gunzip -k data.jsonl"),
+    "utf-16": (
+        RECORD.encode("utf-16"),
+        "is UTF-16 text, not UTF-8",
+        "iconv -f UTF-16 -t UTF-8 data.jsonl > utf8.jsonl",
+    ),
+    "utf-16 without a mark": (RECORD.encode("utf-16-le"), "is UTF-16 text, not UTF-8", "iconv -f UTF-16LE"),
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_a_data_file_of_another_format_is_named_with_the_command_that_converts_it(
+    kind: str, plain: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content, what, command = FILES[kind]
+    (tmp_path / "data.jsonl").write_bytes(content)
+    path = write(tmp_path, "json", on_file(plain, tmp_path / "data.jsonl", work_dir=str(tmp_path / "run")))
+    said = words(capsys, path, status=1)
+    assert what in said and command in said
+
+
+def test_a_folder_as_data_file_names_what_it_holds(
+    plain: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "train.jsonl").write_text(RECORD)
+    path = write(tmp_path, "json", on_file(plain, tmp_path / "folder", work_dir=str(tmp_path / "run")))
+    said = words(capsys, path, status=1)
+    assert f"data file {tmp_path / 'folder'} is a folder" in said and "name one of its files: train.jsonl" in said
+
+
+def test_a_byte_order_mark_in_a_data_file_is_passed_over(plain: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_bytes("".join(RECORD + "\n" for _ in range(24)).encode("utf-8-sig"))
+    config = on_file(plain, tmp_path / "data.jsonl")
+    trained(write(tmp_path, "json", config), tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [("./tokenizer", "there is no such folder"), ("{folder}/gone", "there is no such folder"),
+     ("{folder}", "holds no tokenizer (it holds: config.json")],
+)  # fmt: skip
+def test_a_tokenizer_folder_that_is_missing_or_empty_is_named(
+    path: str, problem: str, plain: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = {"type": "PretrainedTokenizer", "path": path.format(folder=tmp_path)}
+    config = write(tmp_path, "json", {**plain, "tokenizer": tokenizer, "work_dir": str(tmp_path / "run")})
+    said = words(capsys, config)
+    assert "tokenizer.path" in said and problem in said and "a folder with tokenizer.json" in said
+
+
+def test_grey_autoencoder_and_colour_images(
+    plain: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads(json.dumps(plain))
+    del config["processor"]["vae_transform"]["mode"]
+    said = words(capsys, write(tmp_path, "json", config))
+    assert "model.vae.channels is 1, and processor.vae_transform makes 3 (mode='RGB')" in said
+    assert "processor.vae_transform.mode='L' converts the images, or model.vae.channels=3" in said
+
+
+@pytest.mark.parametrize(("momentum", "warned"), [(0.9999, True), (0.01, False)])
+def test_an_average_whose_momentum_looks_like_a_decay(
+    momentum: float, warned: bool, plain: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hooks = [{"type": "EMAHook", "momentum": momentum}]
+    trained(write(tmp_path, "json", {**plain, "custom_hooks": hooks}), tmp_path / "run")
+    log = (tmp_path / "run" / "train.log").read_text()
+    assert ("EMAHook.momentum is 0.9999" in log) is warned
+    assert ("for a decay of 0.9999 write momentum=0.0001" in log) is warned

@@ -24,6 +24,7 @@ from unigen_ds.backends.deepspeed_config import (
     check_by_deepspeed,
     check_ds_config,
     fill,
+    left_to_config,
     load_ds_config,
     offloads,
     stage_of,
@@ -34,6 +35,7 @@ from unigen_ds.backends.sharded import ShardedBackend
 from unigen_ds.core import dist
 from unigen_ds.core.batch import LossTerms
 from unigen_ds.core.errors import CheckpointError, ConfigError
+from unigen_ds.core.log import logger
 from unigen_ds.core.modules import persistent_buffers, tied_names
 from unigen_ds.core.optim import COMPUTE_DTYPE, OptimizerConfig, ParamGroup, build_torch_optimizer
 from unigen_ds.core.progress import Geometry
@@ -121,6 +123,8 @@ class DeepSpeedBackend(ShardedBackend):
         *,
         geometry: Geometry,
     ) -> None:
+        for sentence in left_to_config(self._ds_config) if dist.is_main() else ():
+            logger().info(sentence)
         _choose_accelerator()
         load_shared_memory_op()
         dist.ensure_initialized()

@@ -61,14 +61,35 @@ def offloads(config: Mapping[str, Any]) -> list[str]:
     return [k for k in ("offload_optimizer", "offload_param") if (zero.get(k) or {}).get("device", "none") != "none"]
 
 
+OWNED = {"scheduler": "param_scheduler", "optimizer": "optim_wrapper.optimizer"}
+"""Sections that our config has under every engine, and its name for each."""
+
+
+def _only_auto(section: Any) -> bool:
+    """Whether a section gives no value: absent, or, as Hugging Face's Trainer wants it, ``"auto"`` for every one."""
+    if isinstance(section, Mapping):
+        return all(_only_auto(value) for key, value in section.items() if key != "type")
+    return section in (None, AUTO)
+
+
+def left_to_config(config: Mapping[str, Any]) -> list[str]:
+    """A sentence for each section of the JSON that gives no value, so that our config's counts."""
+    return [
+        f'The DeepSpeed config\'s {section} ({config[section].get("type", AUTO)}) has only "auto" values:'
+        f" {owner} is used, as under every engine."
+        for section, owner in OWNED.items()
+        if isinstance(config.get(section), Mapping)
+    ]
+
+
 def check_ds_config(config: Mapping[str, Any]) -> None:
     """Refuse what cannot work, from the file alone. Raises ``ConfigError``."""
     for section in ("zero_optimization", "bf16", "fp16", "data_types", "torch_autocast"):
         if not isinstance(config.get(section), Mapping | None) and config[section] != AUTO:
             raise ConfigError(f"the DeepSpeed config says {section} = {config[section]!r}", allowed="{...}")
     stage_of(config)
-    for section, owner in (("scheduler", "param_scheduler"), ("optimizer", "optim_wrapper.optimizer")):
-        if config.get(section) not in (None, AUTO):
+    for section, owner in OWNED.items():
+        if not _only_auto(config.get(section)):
             given = config[section].get("type") if isinstance(config[section], Mapping) else config[section]
             raise ConfigError(
                 f"the DeepSpeed config has a {section} ({given}), and so has ours ({owner})",

@@ -52,6 +52,8 @@ class Foreign:
     """What cannot be known, one sentence each."""
     sizes: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the model that configs beside the weights state."""
+    precision: str | None = None
+    """``fp32``, ``bf16`` or ``fp16``: what it was trained in."""
 
     @property
     def sequences(self) -> int | None:
@@ -147,7 +149,20 @@ def _deepspeed(folder: Path, assume: dict[str, int]) -> Foreign:
         iteration=iteration,
         epoch=epoch,
         unknown=tuple(unknown),
+        precision=_precision(header),
     )
+
+
+def _precision(header: Mapping[str, Any]) -> str | None:
+    """From the stored ``ds_config``: a section that is not there, or not enabled, means fp32."""
+    config = header.get("ds_config")
+    if not isinstance(config, dict):
+        return None
+    for name, sections in (("bf16", ("bf16", "bfloat16")), ("fp16", ("fp16",))):
+        found = [config[section].get("enabled") for section in sections if isinstance(config.get(section), dict)]
+        if any(found):
+            return name if all(value in (True, False) for value in found) else None  # "auto" does not tell
+    return "fp32"
 
 
 def _bare(folder: Path, layout: str, reader: PieceReader, assume: dict[str, int]) -> Foreign:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
+import warnings
 from pathlib import Path
 
 NAME = "unigen_ds"
@@ -12,6 +14,22 @@ NAME = "unigen_ds"
 def logger() -> logging.Logger:
     """The project's logger. Usable before ``setup``."""
     return logging.getLogger(NAME)
+
+
+LIBRARIES = ("torch", "bitsandbytes", "transformers", "deepspeed", "DeepSpeed", "mmengine")
+
+
+def quiet_libraries(rank: int) -> None:
+    """On every rank but 0, hide the warnings of libraries: each would be printed once for every process.
+
+    Call it before torch is imported, which warns then, too. Errors, and warnings of this project, are shown everywhere.
+    """
+    if rank == 0:
+        return
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # those of torch's C++ part
+    warnings.filterwarnings("ignore", module=rf"({'|'.join(LIBRARIES)})(\.|$)")
+    for name in LIBRARIES:
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def setup(*, rank: int, log_file: Path | None = None, level: int = logging.INFO) -> logging.Logger:

@@ -31,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unigen_ds.core.errors import DataError
+from unigen_ds.data.data_file import check_data_file
 
 Role = Literal["user", "assistant", "system"]
 PLACEHOLDER = "<image>"
@@ -77,8 +78,7 @@ def scan(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
     Which of the two it is, is told by the first character, not by the name of the file.
     """
-    if not path.is_file():
-        raise DataError(f"data file {path} does not exist", allowed="a .json or .jsonl file")
+    check_data_file(path)
     offsets, lengths = array("q"), array("q")
     for offset, length in _array_elements(path) if _is_array(path) else _lines(path):
         offsets.append(offset)

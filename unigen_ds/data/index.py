@@ -27,6 +27,7 @@ from unigen_ds.core.errors import DataError
 from unigen_ds.core.files import quick_digest, write_atomic
 from unigen_ds.core.log import logger
 from unigen_ds.data.content import content_digest
+from unigen_ds.data.data_file import check_data_file
 from unigen_ds.data.formats import Place, Turn, load_record, parse_record, read_bytes, scan
 from unigen_ds.data.processor import UnifiedProcessor
 from unigen_ds.data.rules import TOUCH_BITS, DataRules
@@ -183,8 +184,7 @@ class Index:
         Several processes may start together: one plans, the others wait for its file where the file system has locks.
         Raises ``DataError`` for a malformed record. An unreadable image is no error here.
         """
-        if not path.is_file():
-            raise DataError(f"data file {path} does not exist", allowed="a .json or .jsonl file")
+        check_data_file(path)
         root = path.parent if image_root is None else image_root
         rules = processor.rules
         folder = cache_folder(path, cache_dir)

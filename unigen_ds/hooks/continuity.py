@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from unigen_ds.core import dist
 from unigen_ds.core.errors import ConfigError, TrainingError
 from unigen_ds.core.log import logger
 from unigen_ds.core.registry import HOOKS
@@ -62,7 +63,8 @@ class ContinuityHook(Hook):
                 allowed=f"a difference of {bound:g}",
                 remedy="look for what changed: code, data behind the same names, precision; or set on_mismatch='warn'",
             )
-        logger().warning("Continuity: %s, more than %g: model or data may not be what was saved.", problem, bound)
+        if dist.is_main():  # the ranks agree on the losses
+            logger().warning("Continuity: %s, more than %g: model or data may not be what was saved.", problem, bound)
 
     def state_dict(self) -> dict[str, Any]:
         return {"losses": self._losses} if self._losses else {}

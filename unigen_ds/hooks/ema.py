@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from unigen_ds.core import dist
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.log import logger
 from unigen_ds.core.progress import Duration
@@ -13,6 +14,9 @@ from unigen_ds.core.registry import HOOKS
 from unigen_ds.core.shards import EMA, Shard, ShardReader
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.optim.ema import ShardEMA, check_momentum
+
+LARGEST_USUAL = 0.5
+"""A momentum above it forgets more than it keeps; decays are 0.9 and more."""
 
 
 @HOOKS.register_module()
@@ -43,6 +47,12 @@ class EMAHook(Hook):
         return self._average
 
     def before_run(self, run: Run) -> None:
+        if self.momentum > LARGEST_USUAL and dist.is_main():
+            logger().warning(
+                "EMAHook.momentum is %g: each update replaces %g%% of the average, which looks like a decay."
+                " Momentum is 1 - decay: for a decay of %g write momentum=%.6g.",
+                self.momentum, 100 * self.momentum, self.momentum, 1 - self.momentum,
+            )  # fmt: skip
         self._begin = run.ruler.duration(self._begin_value, self._begin_unit) if self._begin_value else None
         self._average = ShardEMA(run.backend.master_shards(), momentum=self.momentum)
 

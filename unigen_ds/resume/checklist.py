@@ -266,10 +266,10 @@ def check_rules(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
 
 def check_engine(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
     was, now = dict(manifest.topology), dict(proposal.topology)
-    precision = (was.pop("precision", "fp32"), now.pop("precision", "fp32"))
+    stored, precision = was.pop("precision", None), now.pop("precision", "fp32")
     yield Finding(
-        "precision", "ok" if precision[0] == precision[1] else "warn", *precision,
-        "" if precision[0] == precision[1] else "masters and moments are fp32 in all; results differ by its rounding",
+        "precision", "ok" if stored == precision else "warn", stored or "not stored", precision,
+        "" if stored == precision else "masters and moments are fp32 in all; results differ by its rounding",
     )  # fmt: skip
     same = was == now
     yield Finding(

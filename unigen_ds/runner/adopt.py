@@ -61,7 +61,7 @@ def adopt(foreign: Foreign, config: Mapping[str, Any], stream: SequenceStream) -
         ),
         geometry=geometry,
         ruler=ruler,
-        topology={"engine": foreign.writer, "dp_size": geometry.dp_size},
+        topology={"engine": foreign.writer, "dp_size": geometry.dp_size, "precision": foreign.precision},
         schedule=schedules.state_dict(),
         loader={"cursor": cursor.state_dict(), **stream.identity},
         parameters=foreign.parameters,

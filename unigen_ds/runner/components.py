@@ -30,6 +30,7 @@ from unigen_ds.runner.build import DEFAULT_HOOKS, import_custom
 
 REQUIRED = ("model", "tokenizer", "train_dataloader", "optim_wrapper", "train_cfg")
 
+_CHANNELS = {"RGB": 3, "L": 1}
 Found = tuple[Registry, Any, str]
 
 
@@ -52,10 +53,10 @@ def problems(config: Mapping[str, Any]) -> list[ConfigError]:
 
 
 def _misfit(config: Mapping[str, Any]) -> list[ConfigError]:
-    """What the engine asks of a model that this one does not have."""
+    """What the engine asks of a model that this one does not have, and images of other channels than it takes."""
     spec = config.get("backend") or {"type": "single"}
     engine, model = find(BACKENDS, spec, where="backend"), find(MODELS, config["model"], where="model")
-    return [
+    errors = [
         ConfigError(
             f"model.type is {model.__name__}, which has no {method}(), and backend {spec['type']!r} needs it",
             remedy=advice,
@@ -63,6 +64,17 @@ def _misfit(config: Mapping[str, Any]) -> list[ConfigError]:
         for method, advice in getattr(engine, "model_needs", {}).items()
         if not hasattr(model, method)
     ]
+    for part, key in (("vae", "channels"), ("vit", "num_channels")):
+        transform, section = _get(config.get("processor"), f"{part}_transform"), _get(config["model"], part)
+        given = section.get(key, 3) if isinstance(section, Mapping) else None
+        mode = _get(transform, "mode") or "RGB"
+        made = _CHANNELS.get(mode) if _get(transform, "type") == "ImageTransform" else None
+        if isinstance(given, int) and made is not None and given != made:
+            other = next((name for name, number in _CHANNELS.items() if number == given), None)
+            grey = f"processor.{part}_transform.mode={other!r} converts the images, or " if other else ""
+            problem = f"model.{part}.{key} is {given}, and processor.{part}_transform makes {made} (mode={mode!r})"
+            errors.append(ConfigError(problem, remedy=f"{grey}model.{part}.{key}={made} keeps them as they are"))
+    return errors
 
 
 def _components(config: Mapping[str, Any]) -> Iterator[Found]:
