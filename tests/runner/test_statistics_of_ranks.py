@@ -43,6 +43,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """What both processes print, at a start and at a resume."""
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "model_with_batch_norm.py").write_text(MODULE)
+    (folder / "run").mkdir()
     config = Path(written_config(folder / "run", folder / "data"))
     text = config.read_text().replace("'UnifiedModel'", "'WithBatchNorm'")
     config.write_text(text + "\ncustom_imports = dict(imports=['model_with_batch_norm'])\n")

@@ -350,7 +350,7 @@ def test_a_folder_as_data_file_names_what_it_holds(
     (tmp_path / "folder" / "train.jsonl").write_text(RECORD)
     path = write(tmp_path, "json", on_file(plain, tmp_path / "folder", work_dir=str(tmp_path / "run")))
     said = words(capsys, path, status=1)
-    assert f"data file {tmp_path / 'folder'} is a folder" in said and "name one of its files: train.jsonl" in said
+    assert f"data file {tmp_path / 'folder'} is a folder" in said and "name one of its files (train.jsonl)" in said
 
 
 def test_a_byte_order_mark_in_a_data_file_is_passed_over(plain: dict[str, Any], tmp_path: Path) -> None:

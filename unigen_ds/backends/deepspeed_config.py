@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +66,23 @@ OWNED = {"scheduler": "param_scheduler", "optimizer": "optim_wrapper.optimizer"}
 
 
 def _only_auto(section: Any) -> bool:
-    """Whether a section gives no value: absent, or, as Hugging Face's Trainer wants it, ``"auto"`` for every one."""
-    if isinstance(section, Mapping):
-        return all(_only_auto(value) for key, value in section.items() if key != "type")
-    return section in (None, AUTO)
+    """Whether a section gives no value: absent, or, as Hugging Face's Trainer wants it, ``"auto"`` for every one.
+
+    A ``type`` without any value asks for that type with its defaults, which is a value.
+    """
+    if not isinstance(section, Mapping):
+        return section in (None, AUTO)
+    values = [*_values(section)]
+    return bool(values) and all(value == AUTO for value in values)
+
+
+def _values(section: Mapping[str, Any]) -> Iterator[Any]:
+    """Every value of a section and its ``params``, without the ``type``."""
+    for key, value in section.items():
+        if isinstance(value, Mapping):
+            yield from _values(value)
+        elif key != "type":
+            yield value
 
 
 def left_to_config(config: Mapping[str, Any]) -> list[str]:
