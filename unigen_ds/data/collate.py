@@ -34,7 +34,7 @@ from unigen_ds.data.samples import (
     TokenSplit,
 )
 from unigen_ds.data.stream import Row
-from unigen_ds.data.transforms import UnreadableImage, open_image, patchify
+from unigen_ds.data.transforms import UnreadableImage, patchify
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def _load_image(split: ImageSplit, processor: UnifiedProcessor, key: tuple[objec
         transform = processor.vit_transform if vit else processor.vae_transform
         assert transform is not None, "planned without a transform"
         try:
-            image = transform(open_image(split.path))
+            image = transform(processor.read_image(split.path))
         except UnreadableImage as error:
             raise _unreadable(split.path, error.problem) from error
     stride = processor.vit_patch_size if vit else processor.vae_downsample
@@ -209,7 +209,7 @@ def load_tiles(split: TiledSplit, processor: UnifiedProcessor) -> LoadedTiles:
     """Decode and cut. Raises ``UnreadableImage``."""
     assert processor.tiling is not None, "planned without tiles"
     try:
-        tiles = processor.tiling(open_image(split.path))
+        tiles = processor.tiling(processor.read_image(split.path))
     except UnreadableImage as error:
         raise _unreadable(split.path, error.problem) from error
     if len(tiles) != split.num_tiles:  # as above

@@ -21,6 +21,7 @@ from unigen_ds.core.registry import DATASETS
 from unigen_ds.data.datasets import UnifiedGenerationDataset
 from unigen_ds.data.order import permute_many
 from unigen_ds.data.processor import UnifiedProcessor
+from unigen_ds.data.transforms import open_image
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 TRAIN_SIZE = 1500
@@ -103,8 +104,7 @@ def read_split(root: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
     images, labels = [], []
     for line in (root / f"{split}_caption.jsonl").read_text(encoding="utf-8").splitlines():
         question, answer = json.loads(line)["conversations"]
-        with Image.open(root / question["image_path"]) as image:
-            images.append(np.asarray(image, dtype=np.float64) / 255.0)
+        images.append(np.asarray(open_image(root / question["image_path"]), dtype=np.float64) / 255.0)
         labels.append(WORDS.index(answer["content"].split()[-1]))
     return np.stack(images), np.asarray(labels)
 

@@ -18,6 +18,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +39,8 @@ _FORMAT = "unigen-index-1"
 """Of the digest that checkpoints keep."""
 _CACHE_FORMAT = "unigen-index-5"
 _CHUNK = 2048
+_BATCH = 256
+"""Records that are read and tokenized together: enough for the speed, few enough for memory."""
 KINDS = ("text", "conversation", "images")
 """What a record is, for ``train_dataloader.overflow``."""
 _DIGESTED = 6
@@ -241,11 +244,11 @@ def cached(cache: Path | None, key: str, make: Callable[[], Mapping[str, Array]]
     """The arrays of ``cache`` where it holds those of ``key``, else those of ``make``, which are then written there."""
     if cache is None:
         return dict(make())
-    found = _read(cache, key)
+    found = _stored(cache, key)
     if found is not None:
         return found
     with _locked(cache):
-        found = _read(cache, key)  # another process may have been first
+        found = _stored(cache, key)  # another process may have been first
         if found is None:
             found = dict(make())
             try:
@@ -260,7 +263,7 @@ def _write(path: Path, key: str, arrays: Mapping[str, Array]) -> None:
         np.savez(stream, key=np.asarray(key), **arrays)  # type: ignore[arg-type]
 
 
-def _read(cache: Path, key: str) -> dict[str, Array] | None:
+def _stored(cache: Path, key: str) -> dict[str, Array] | None:
     if not cache.exists():
         return None
     try:
@@ -336,18 +339,35 @@ def _report(path: Path, counts: Counts, cache: Path | None) -> None:
 def _plan_chunk(chunk: tuple[Path, Path, UnifiedProcessor, Array, Array]) -> tuple[list[tuple[int, ...]], list[int]]:
     """Counts and digest of each record."""
     path, root, processor, offsets, lengths = chunk
-    unk_id = getattr(processor.tokenizer, "unk_id", None)
-    rows, digests = [], []
+    spans = list(zip(offsets.tolist(), lengths.tolist(), strict=True))
+    rows: list[tuple[int, ...]] = []
+    digests: list[int] = []
     with path.open("rb") as stream:
-        for offset, length in zip(offsets.tolist(), lengths.tolist(), strict=True):
-            stream.seek(offset)
-            raw, place = stream.read(length), Place(path, offset)
-            turns = record_turns(raw, place, root)
-            empty = sum(turn.kind == "text" and not turn.value.strip() for turn in turns)
-            sample = processor.plan(turns, place)
-            rows.append(count(sample, unk_id=unk_id, empty_texts=empty))
-            digests.append(record_digest(raw, rows[-1], processor.rules.marks(sample.touched)))
+        for first in range(0, len(spans), _BATCH):
+            raws = [_read(stream, *span) for span in spans[first : first + _BATCH]]
+            places = [Place(path, offset) for offset, _ in spans[first : first + _BATCH]]
+            for row, digest in _plan_batch(raws, places, processor, root):
+                rows.append(row)
+                digests.append(digest)
     return rows, digests
+
+
+def _plan_batch(
+    raws: Sequence[bytes], places: Sequence[Place], processor: UnifiedProcessor, root: Path
+) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Counts and digest of each of some records; their texts are tokenized in one call."""
+    unk_id = getattr(processor.tokenizer, "unk_id", None)
+    records = [record_turns(raw, place, root) for raw, place in zip(raws, places, strict=True)]
+    samples = processor.plan_many(zip(records, places, strict=True))
+    for raw, turns, sample in zip(raws, records, samples, strict=True):
+        empty = sum(turn.kind == "text" and not turn.value.strip() for turn in turns)
+        row = count(sample, unk_id=unk_id, empty_texts=empty)
+        yield row, record_digest(raw, row, processor.rules.marks(sample.touched))
+
+
+def _read(stream: BinaryIO, offset: int, length: int) -> bytes:
+    stream.seek(offset)
+    return stream.read(length)
 
 
 def record_turns(raw: bytes, place: Place, root: Path) -> list[Turn]:

@@ -12,8 +12,11 @@ Lengths are known after planning; randomness comes later, in ``collate``. Planni
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Literal
+
+from PIL import Image
 
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.augment import Augment
@@ -21,7 +24,7 @@ from unigen_ds.data.formats import Turn
 from unigen_ds.data.rules import CURRENT, DataRules
 from unigen_ds.data.samples import ImageKind, ImageSplit, Sample, Split, TextSplit, TextTokenizer
 from unigen_ds.data.tiles import Tiling
-from unigen_ds.data.transforms import ImageTransform, UnreadableImage, image_size
+from unigen_ds.data.transforms import ImageHeader, ImageTransform, flattened, image_header, open_image
 
 
 class UnifiedProcessor:
@@ -46,6 +49,8 @@ class UnifiedProcessor:
         rules: versions of the rules by which texts and images are read.
     """
 
+    on_white = True
+    """Transparent places become white, as in BAGEL; else what is under them is seen."""
     tiling: Tiling | None = None
     """How images are cut into tiles, in a processor whose samples have ``TiledSplit``s."""
 
@@ -118,54 +123,72 @@ class UnifiedProcessor:
         )
         return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
+    def read_image(self, image: str | Path | Image.Image) -> Image.Image:
+        """A picture as this model's family reads it, in RGB or L. Raises ``UnreadableImage``."""
+        decoded = image if isinstance(image, Image.Image) else open_image(image, rule=self.rules.images)
+        return flattened(decoded, white=self.on_white) if self.rules.images else decoded
+
+    def touches(self, header: ImageHeader) -> bool:
+        """Whether the rule ``images`` reads such a picture differently in one of its versions."""
+        return header.changed or header.mode in ("LA", "PA", "La", "RGBa")
+
     def plan(self, turns: Sequence[Turn], where: object = "") -> Sample:
         """The splits of a conversation. ``where`` begins errors.
 
         An image whose header cannot be read does not raise: its split carries the reason and the smallest size.
         """
-        splits: list[Split] = []
-        merged, spelled = _merged(turns), False
+        return next(self.plan_many([(turns, where)]))
+
+    def plan_many(self, records: Iterable[tuple[Sequence[Turn], object]]) -> Iterator[Sample]:
+        """``plan`` of each (turns, where); their texts are tokenized together."""
+        merged = [(_merged(turns), is_document(turns), where) for turns, where in records]
+        texts = [turn.value for turns, _, _ in merged for turn in turns if turn.kind == "text"]
+        ids = iter(self._encoded(texts))
+        for turns, plain, where in merged:
+            spelled = any(turn.kind == "text" and self.spells_special(turn.value) for turn in turns)
+            yield Sample(tuple(self._splits(turns, ids, where)), plain=plain, spells_special=spelled)
+
+    def _encoded(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
+        # a tokenizer of a user's own may have "encode" alone
+        together = getattr(self.tokenizer, "encode_texts", None)
+        if self.rules.special_tokens == 0:
+            together = getattr(self.tokenizer, "encode_texts_unprotected", together)
+        return together(texts) if together else [self.tokenizer.encode(text) for text in texts]
+
+    def _splits(self, merged: Sequence[Turn], ids: Iterator[Sequence[int]], where: object) -> Iterator[Split]:
+        """Those of one record; ``ids``: of the texts, in order."""
         last_generated = max(
             (i for i, t in enumerate(merged) if t.role == "assistant" and t.kind == "image"), default=-1
         )
         for i, turn in enumerate(merged):
             generated = turn.role == "assistant"
             if turn.kind == "text":
-                spelled |= self.spells_special(turn.value)
-                splits.append(TextSplit(self._ids(turn.value), loss=generated, droppable=not generated))
+                yield TextSplit(tuple(next(ids)), loss=generated, droppable=not generated)
                 continue
-            size, error = image_header(turn.value)
+            header = image_header(turn.value, rule=self.rules.images)
             if generated:
-                splits.append(self._image(turn.value, "noise", size, error, where))
+                yield self._image(turn.value, "noise", header, where)
             if not generated or i + 1 < len(merged):
-                splits += self._condition(turn.value, size, error, where, edited=last_generated > i)
-        return Sample(tuple(splits), plain=is_document(turns), spells_special=spelled)
+                yield from self._condition(turn.value, header, where, edited=last_generated > i)
 
     def spells_special(self, text: str) -> bool:
         """Whether a text spells a special token of the tokenizer."""
         spells = getattr(self.tokenizer, "spells_special", None)
         return bool(spells and spells(text))
 
-    def _ids(self, text: str) -> tuple[int, ...]:
-        old = self.rules.special_tokens == 0 and getattr(self.tokenizer, "encode_unprotected", None)
-        return tuple((old or self.tokenizer.encode)(text))
-
-    def _condition(
-        self, path: str, size: tuple[int, int] | None, error: str, where: object, *, edited: bool
-    ) -> list[Split]:
+    def _condition(self, path: str, header: ImageHeader, where: object, *, edited: bool) -> list[Split]:
         splits: list[Split] = []
         if edited and self.vae_transform is not None:
-            splits.append(self._image(path, "vae", size, error, where, droppable=True))
+            splits.append(self._image(path, "vae", header, where, droppable=True))
         if self.vit_transform is not None or not splits:
-            splits.append(self._image(path, "vit", size, error, where, droppable=True))
+            splits.append(self._image(path, "vit", header, where, droppable=True))
         return splits
 
     def _image(
         self,
         path: str,
         kind: ImageKind,
-        size: tuple[int, int] | None,
-        error: str,
+        header: ImageHeader,
         where: object,
         *,
         droppable: bool = False,
@@ -178,8 +201,10 @@ class UnifiedProcessor:
                 remedy="use a model and a processor that have it, or leave such records out",
             )
         stride = self.vit_patch_size if kind == "vit" else self.vae_downsample
-        width, height = transform.size(*(size or (transform.min_size, transform.min_size)))
-        return ImageSplit(path, kind, (height // stride, width // stride), droppable=droppable, error=error)
+        width, height = transform.size(*(header.size or (transform.min_size, transform.min_size)))
+        return ImageSplit(
+            path, kind, (height // stride, width // stride), droppable, header.error, self.touches(header)
+        )
 
 
 def _check_transform(name: str, transform: ImageTransform | None, stride: int, table: int) -> None:
@@ -209,11 +234,3 @@ def _merged(turns: Sequence[Turn]) -> list[Turn]:
 def is_document(turns: Sequence[Turn]) -> bool:
     """Whether a record is plain text, all of it to be learned."""
     return all(turn.role == "assistant" and turn.kind == "text" for turn in turns)
-
-
-def image_header(path: str) -> tuple[tuple[int, int] | None, str]:
-    """(width, height), or None and why there is none."""
-    try:
-        return image_size(path), ""
-    except UnreadableImage as error:
-        return None, error.problem

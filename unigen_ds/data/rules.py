@@ -7,6 +7,7 @@ that no rule touches keeps its fingerprint. A resume reads with the checkpoint's
 =================  ===  ===========================================================================================
 overflow           0    every record longer than ``seq_length`` is cut, without a message
 images             0    as PIL decodes: EXIF orientation ignored, 16-bit grey clipped, transparency on white
+                   1    upright by EXIF, 16-bit grey by its upper 8 bits, transparency as the model's family reads it
 special_tokens     0    a text that spells a special token becomes that token
 =================  ===  ===========================================================================================
 """
@@ -28,7 +29,7 @@ class DataRules:
     """The version of each rule; the defaults are the current ones."""
 
     overflow: int = 1
-    images: int = 0
+    images: int = 1
     special_tokens: int = 1
 
     @classmethod

@@ -28,6 +28,9 @@ class _Tokenizer:
         self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.eos_id
         self.unk_id = _unknown_id(tokenizer)
         self._fingerprint = _digest(tokenizer)
+        # which its file may ask for, and transformers turns off in each call
+        tokenizer.backend_tokenizer.no_truncation()
+        tokenizer.backend_tokenizer.no_padding()
         self.special = Special(tokenizer, names)
 
     def __len__(self) -> int:
@@ -41,15 +44,20 @@ class _Tokenizer:
         """Ids of texts that users wrote: one that spells a special token is ordinary text."""
         spelled = [self.special.spelled(text) for text in texts]
         ordinary = [text for text, forges in zip(texts, spelled, strict=True) if not forges]
-        rest = iter(self._tokenizer(ordinary, add_special_tokens=False)["input_ids"] if ordinary else ())
+        rest = iter(self.encode_texts_unprotected(ordinary))
         return [
-            self.special.encode(text) if forges else list(next(rest))
-            for text, forges in zip(texts, spelled, strict=True)
+            self.special.encode(text) if forges else next(rest) for text, forges in zip(texts, spelled, strict=True)
         ]
 
     def encode_unprotected(self, text: str) -> list[int]:
         """Version 0 of the rule ``special_tokens``: what is spelled becomes the token."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        return self.encode_texts_unprotected([text])[0]
+
+    def encode_texts_unprotected(self, texts: Sequence[str]) -> list[list[int]]:
+        """``encode_unprotected`` of each, in one call: several times as fast for short texts."""
+        backend = self._tokenizer.backend_tokenizer
+        backend.encode_special_tokens = False  # a call for a text that spells a special token leaves it on
+        return [one.ids for one in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def spells_special(self, text: str) -> bool:
         """Whether a text spells a special token."""

@@ -8,8 +8,12 @@ indexed without decoding a single picture. Resizing is PIL's bicubic on uint8, o
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -18,7 +22,10 @@ from torch import Tensor
 
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.registry import TRANSFORMS
+from unigen_ds.data.rules import CURRENT
 
+_ALPHA = ("RGBA", "LA", "PA", "RGBa", "La")
+_ORIENTATION = 0x0112
 PngImagePlugin.MAX_TEXT_CHUNK = 100 << 20  # web pictures carry long comments; PIL's 1 MiB refuses the whole picture
 
 
@@ -29,39 +36,149 @@ class UnreadableImage(DataError):
     """The file, where it is known."""
 
 
+FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "JPEG2000", "AVIF", "ICO", "TGA", "PCX",
+           "SGI", "QOI", "PSD")  # fmt: skip
+"""What is opened, whatever the file is called. PIL has more: an EPS, for one, is drawn by starting Ghostscript."""
+MAX_PIXELS = 178_956_970
+"""Pixels of an image at most, checked before any is decoded: a small file may claim a size that fills the memory."""
+_DEEP = ("I;16", "I;16L", "I;16B", "I;16N")
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""EXIF orientation -> what brings the picture upright."""
+
+
+@dataclass(frozen=True)
+class ImageHeader:
+    """What is known of an image before it is decoded."""
+
+    size: tuple[int, int] | None
+    """(width, height) after the rule ``images``; None: not readable."""
+    error: str = ""
+    """Why it cannot be read."""
+    changed: bool = False
+    """Whether version 1 of the rule turns it, or reads its 16 bits of grey."""
+    mode: str = ""
+    """PIL's name for its channels."""
+    transparent: bool = False
+    """Whether it has an alpha channel or a transparent colour."""
+
+
+def image_header(path: str | Path, *, rule: int = CURRENT.images) -> ImageHeader:
+    """From the header alone, by that version of the rule ``images``. An unreadable image does not raise."""
+    try:
+        with _opened(path, "read", rule) as image:
+            orientation = _orientation(image)
+            width, height = image.size
+            if rule and orientation >= 5:
+                width, height = height, width
+            transparent = image.mode in _ALPHA or "transparency" in image.info
+            turned = orientation > 1 or (image.format == "TIFF" and image.size != _stored_size(image))
+            return ImageHeader((width, height), "", turned or _is_deep(image), image.mode, transparent)
+    except UnreadableImage as error:
+        return ImageHeader(None, error.problem)
+
+
 def image_size(path: str | Path) -> tuple[int, int]:
     """(width, height) from the header. Raises ``UnreadableImage`` naming the path."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            with Image.open(path) as image:
-                width, height = image.size
-        if min(width, height) < 1:
-            raise ValueError(f"its size is {width} x {height}")
-        return width, height
-    except MemoryError:
-        raise
-    except Exception as error:  # PIL's readers raise anything on a broken file
-        raise UnreadableImage(f"image {path} cannot be read: {type(error).__name__}: {error}") from error
+    header = image_header(path)
+    if header.size is None:
+        raise UnreadableImage(header.error)
+    return header.size
 
 
-def open_image(path: str | Path) -> Image.Image:
-    """The decoded picture. Raises ``UnreadableImage`` naming the path; a cut-off file is refused, not greyed out."""
+def open_image(path: str | Path, *, rule: int = CURRENT.images) -> Image.Image:
+    """The decoded picture, upright, grey in 8 bits (by version 1 of the rule ``images``; version 0: as PIL gives it).
+
+    Raises ``UnreadableImage`` naming the path; a cut-off file is refused, not greyed out.
+    """
+    with _opened(path, "decoded", rule) as image:
+        orientation = _orientation(image) if rule else 1
+        image.load()
+        if rule and _is_deep(image):
+            # the upper 8 bits, as PIL reads colours of 16 bits; it clips grey to 255, which is white almost everywhere
+            return _turned(Image.fromarray((np.asarray(image).astype(np.int64) >> 8).astype(np.uint8)), orientation)
+        return _turned(image, orientation)
+
+
+@contextmanager
+def _opened(path: str | Path, what: str, rule: int) -> Iterator[Image.Image]:
+    """The file, its header read. Raises ``UnreadableImage`` for whatever goes wrong in the block."""
+    # by its path PIL maps an uncompressed TIFF into memory, with width and height exchanged where EXIF turns it
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with Image.open(path) as image:
-                image.load()
-                return image
+            with ExitStack() as files:
+                source = files.enter_context(open(path, "rb")) if rule else path
+                image = files.enter_context(Image.open(source, formats=_formats()))
+                width, height = image.size
+                if min(width, height) < 1:
+                    raise ValueError(f"its size is {width} x {height}")
+                if width * height > MAX_PIXELS:
+                    raise ValueError(f"it has {width} x {height} pixels; at most {MAX_PIXELS:,} are decoded")
+                yield image
     except MemoryError:
         raise
-    except Exception as error:  # as above
-        raise UnreadableImage(f"image {path} cannot be decoded: {type(error).__name__}: {error}") from error
+    except Exception as error:  # PIL's readers raise anything on a broken file
+        raise UnreadableImage(f"image {path} cannot be {what}: {type(error).__name__}: {error}") from error
+
+
+@cache
+def _formats() -> tuple[str, ...]:
+    """Those of ``FORMATS`` that this PIL was built with."""
+    Image.init()
+    return tuple(name for name in FORMATS if name in Image.OPEN)
+
+
+def _orientation(image: Image.Image) -> int:
+    """EXIF's, 1 to 8, from the header. A TIFF is turned by PIL itself, while it is decoded."""
+    if image.format == "TIFF" or (image.format == "PNG" and not {"exif", "Raw profile type exif"} & set(image.info)):
+        return 1  # a PNG would be decoded to look for EXIF data after its pixels
+    try:
+        found = image.getexif().get(_ORIENTATION, 1)
+    except Exception:  # damaged EXIF data is no reason to leave out the picture
+        return 1
+    return found if found in _TURNS else 1
+
+
+def _stored_size(tiff: Any) -> tuple[int, int]:
+    return tiff.tag_v2.get(256), tiff.tag_v2.get(257)
+
+
+def _is_deep(image: Image.Image) -> bool:
+    """Whether its grey has 16 bits."""
+    return image.mode in _DEEP or (image.mode == "I" and image.format in ("PNG", "PPM"))
+
+
+def _turned(image: Image.Image, orientation: int) -> Image.Image:
+    return image.transpose(_TURNS[orientation]) if orientation in _TURNS else image
+
+
+def flattened(image: Image.Image, *, white: bool) -> Image.Image:
+    """``image`` without transparency, in RGB or L.
+
+    ``white``: as BAGEL's ``pil_img2rgb``: RGBA, and images with a transparent colour, on white; of others an alpha
+    channel is left out. Else as nanoVLM: PIL's ``convert("RGB")``, which leaves out every alpha channel.
+    """
+    if white and (image.mode == "RGBA" or image.info.get("transparency") is not None):
+        return on_white(image, "RGB")
+    if image.mode not in ("RGB", "L"):
+        image = image.convert("RGB")
+    if "transparency" in image.info:  # a colour that the next step would take for transparent
+        image = image.copy()
+        del image.info["transparency"]
+    return image
 
 
 def on_white(image: Image.Image, mode: str) -> Image.Image:
     """``image`` in ``mode``; transparent places become white."""
-    if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
+    if image.mode in _ALPHA or "transparency" in image.info:
         rgba = image.convert("RGBA")
         background = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
         image = Image.alpha_composite(background, rgba)

@@ -7,18 +7,19 @@ does. Everything is causal, every token has a rotary position of its own. Planni
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.chat import chat_ids, next_token_labels
 from unigen_ds.data.formats import Turn
-from unigen_ds.data.processor import UnifiedProcessor, image_header, is_document
+from unigen_ds.data.processor import UnifiedProcessor, is_document
 from unigen_ds.data.rules import CURRENT, DataRules
 from unigen_ds.data.samples import Sample, Split, TiledSplit, TokenSplit
 from unigen_ds.data.tiles import IMAGE_TOKEN, Tiling, image_string, num_tiles
 from unigen_ds.data.tokenizers import ChatTokenizer
+from unigen_ds.data.transforms import ImageHeader, image_header
 
 
 @dataclass
@@ -44,6 +45,7 @@ class VLMProcessor(UnifiedProcessor):
     """
 
     tokenizer: ChatTokenizer
+    on_white = False
 
     def __init__(
         self,
@@ -76,6 +78,9 @@ class VLMProcessor(UnifiedProcessor):
         facts = ("vlm-plan-1", self.tokenizer.fingerprint, self.tiling, self.tokens_per_tile)
         return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
+    def touches(self, header: ImageHeader) -> bool:
+        return header.changed or header.transparent
+
     def plan(self, turns: Sequence[Turn], where: object = "", *, reply: bool = False) -> Sample:
         """The splits of a conversation. ``where`` begins errors; with ``reply`` the assistant is to speak next.
 
@@ -91,18 +96,22 @@ class VLMProcessor(UnifiedProcessor):
         for message, text in zip(found, texts, strict=True):
             grids = []
             for path in message.images:
-                size, error = image_header(path)
-                grids.append(self.tiling.grid(*size) if size else (1, 1))
-                images.append((path, num_tiles(grids[-1]), error))
+                header = image_header(path, rule=self.rules.images)
+                grids.append(self.tiling.grid(*header.size) if header.size else (1, 1))
+                images.append((path, num_tiles(grids[-1]), header))
             content = image_string(grids, tokens_per_tile=self.tokens_per_tile) + text
             messages.append({"role": message.role, "content": content})
         encode = partial(self.tokenizer.special.encode_shielded, signs=signs) if signs else None
         ids, said = chat_ids(self.tokenizer.chat, messages, reply=reply, encode=encode)
-        splits = self._splits(ids, next_token_labels(ids, said), images, where)
+        splits = self._tiled_splits(ids, next_token_labels(ids, said), images, where)
         return Sample(tuple(splits), plain=is_document(turns), spells_special=spelled)
 
-    def _splits(
-        self, ids: Sequence[int], labels: Sequence[int], images: Sequence[tuple[str, int, str]], where: object
+    def plan_many(self, records: Iterable[tuple[Sequence[Turn], object]]) -> Iterator[Sample]:
+        """``plan`` of each (turns, where)."""
+        return (self.plan(turns, where) for turns, where in records)
+
+    def _tiled_splits(
+        self, ids: Sequence[int], labels: Sequence[int], images: Sequence[tuple[str, int, ImageHeader]], where: object
     ) -> Iterator[Split]:
         """The ids cut at images: each from its first tile's own token to its last image token."""
         image_id = self.tokenizer.image_id
@@ -110,11 +119,11 @@ class VLMProcessor(UnifiedProcessor):
         if len(places) != self.tokens_per_tile * sum(number for _, number, _ in images):
             raise DataError(f"{where}: the chat template drops or repeats what a message says")
         done, used = 0, 0
-        for path, number, error in images:
+        for path, number, header in images:
             first, last = places[used] - 1, places[used + number * self.tokens_per_tile - 1] + 1
             if done < first:
                 yield TokenSplit(tuple(ids[done:first]), tuple(labels[done:first]))
-            yield TiledSplit(path, tuple(ids[first:last]), image_id, number, error)
+            yield TiledSplit(path, tuple(ids[first:last]), image_id, number, header.error, self.touches(header))
             done, used = last, used + number * self.tokens_per_tile
         if done < len(ids):
             yield TokenSplit(tuple(ids[done:]), tuple(labels[done:]))

@@ -25,7 +25,6 @@ from unigen_ds.core.seeding import generator
 from unigen_ds.data.collate import Loaded, pack_documents
 from unigen_ds.data.processor import UnifiedProcessor
 from unigen_ds.data.samples import ImageSplit, TextSplit, TokenSplit
-from unigen_ds.data.transforms import open_image
 from unigen_ds.inference.flow_settings import BAGEL_FLOW, FlowSettings
 from unigen_ds.inference.kv_cache import KVCache
 from unigen_ds.inference.sampler import guide, image_grid, noise_image, times, vit_image
@@ -117,7 +116,7 @@ class InterleaveInferencer:
         if think:
             self._show_prompt(contexts, THINK_THEN_ANSWER if understand else THINK_THEN_DRAW)
         for number, given in enumerate(images):
-            image = given if isinstance(given, Image.Image) else open_image(given)
+            image = self.processor.read_image(given)
             shown = self._show_image(contexts, image, draw=not understand, noise_key=(seed, number, "vae"))
             size = size or (shown.height, shown.width)
         self._add_text(contexts, prompt)
