@@ -50,12 +50,25 @@ def test_it_follows_the_formula(momentum):
     for _ in range(30):
         for shard in backend.master_shards():
             shard.data.add_(torch.randn_like(shard.data))
-        ema.update(backend.master_shards())
+        ema.update(backend.master_data())
         seen.append([shard.data.clone() for shard in backend.master_shards()])
     assert ema.num_updates == 30
     for index, shard in enumerate(ema.shards):
         expected = by_hand([weights[index] for weights in seen], momentum)
         torch.testing.assert_close(shard.data.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_it_has_the_bits_of_a_loop_over_the_tensors():
+    """One call for all tensors, and ``lerp_`` on each: an average begun with one continues bit-equal with the other."""
+    backend = backend_of((7, 5), (33,), (), (1,), (128, 3))
+    ema = ShardEMA(backend.master_shards(), momentum=0.003)
+    looped = [shard.data.clone() for shard in ema.shards]
+    for number in range(20):
+        for shard, average in zip(backend.master_shards(), looped, strict=True):
+            shard.data.add_(torch.randn_like(shard.data))
+            average.copy_(shard.data) if number == 0 else average.lerp_(shard.data, 0.003)
+        ema.update(backend.master_data())
+    assert all(torch.equal(shard.data, average) for shard, average in zip(ema.shards, looped, strict=True))
 
 
 def test_it_shares_no_memory_with_the_weights():

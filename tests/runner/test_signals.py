@@ -70,6 +70,8 @@ class SignalledHook(Hook):
     def after_update(self, run, result):
         self.per_update.append(len(calls))
         (run.work_dir / f"calls_{dist.rank()}.json").write_text(json.dumps(self.per_update))
+        fused = [group["fused"] for group in run.backend._optimizer.param_groups]
+        (run.work_dir / f"fused_{dist.rank()}.json").write_text(json.dumps(fused))
 
     def at(self, update):
         if json.loads(os.environ["SIGNALS"]).get(os.environ["RANK"]) == update:
@@ -147,6 +149,12 @@ def test_an_update_that_is_not_logged_waits_for_no_sum(runs):
     calls = json.loads((runs[0] / "none" / "calls_0.json").read_text())
     assert len(calls) == UPDATES and calls[0] and calls[-1]
     assert calls[1:-1] == [0] * (UPDATES - 2)
+
+
+def test_fsdp_steps_by_the_fused_kernel(runs):
+    for rank in range(2):
+        fused = json.loads((runs[0] / "none" / f"fused_{rank}.json").read_text())
+        assert fused and all(fused)
 
 
 @HOOKS.register_module()

@@ -112,6 +112,10 @@ class Backend(abc.ABC):
     def master_shards(self) -> Sequence[Shard]:
         """Every local fp32 master shard of a trainable parameter, padding stripped. Not collective."""
 
+    def master_data(self) -> list[Tensor]:
+        """The data of ``master_shards``, in their order: what an average follows in every update. Not collective."""
+        return [shard.data for shard in self.master_shards()]
+
     @abc.abstractmethod
     def write_master(self, shards: Sequence[Shard]) -> None:
         """Copy ``shards`` (as cut by ``master_shards``) into the masters; low-precision copies agree afterwards."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from unigen_ds.backends.sharded import ShardedBackend
 from unigen_ds.core.loss_scale import LossScale
 from unigen_ds.core.modules import persistent_buffers
-from unigen_ds.core.optim import OptimizerConfig, ParamGroup, build_torch_optimizer
+from unigen_ds.core.optim import OptimizerConfig, ParamGroup, build_torch_optimizer, default_fused, fuses
 from unigen_ds.core.shards import LOSS_SCALE
 
 
@@ -31,7 +32,17 @@ class TorchOptimizerBackend(ShardedBackend):
         self._model, self._masters, self._cfg = model, masters, cfg
         self._trainable = [name for name, p in masters.items() if p.requires_grad]
         self._scale = LossScale() if cfg.precision == "fp16" else None
+        self._master_data: list[Tensor] | None = None
+        devices = {p.device for p in masters.values()}
+        if cfg.fused and default_fused(cfg.type, cfg.arguments) and all(map(fuses, devices)):
+            cfg = replace(cfg, arguments={**cfg.arguments, "fused": True})
         self._optimizer = build_torch_optimizer(cfg, [(g, [masters[name] for name in g.parameters]) for g in groups])
+
+    def master_data(self) -> list[Tensor]:
+        """Collected once: the masters keep their memory, and every step changes them in place."""
+        if self._master_data is None:
+            self._master_data = super().master_data()
+        return self._master_data
 
     def _gradients(self) -> list[Tensor]:
         """Those of all trained masters, as the sharding engines see them: an absent gradient is a zero gradient."""

@@ -39,6 +39,8 @@ class OptimizerConfig:
     max_norm: float | None = None
     """Gradient clipping threshold on the global norm; None: no clipping."""
     precision: str = "fp32"
+    fused: bool = False
+    """The run's choice where ``arguments`` make none: torch's fused kernel, if the engine steps tensor by tensor."""
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
@@ -71,6 +73,20 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
 def default_weight_decay(name: str) -> float:
     """torch's own default, where the config gives none: 0.01 for AdamW, 0 for Adam and SGD."""
     return float(inspect.signature(optimizer_class(name)).parameters["weight_decay"].default)
+
+
+def default_fused(name: str, arguments: Mapping[str, Any]) -> bool:
+    """Whether a new run uses torch's fused kernel: for AdamW, where no argument chooses another implementation."""
+    return name == "AdamW" and not {"fused", "foreach", "capturable", "differentiable"} & set(arguments)
+
+
+def fuses(device: torch.device) -> bool:
+    """Whether torch's AdamW has a fused kernel for a device."""
+    try:
+        torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1, device=device))], fused=True)
+    except RuntimeError:
+        return False
+    return True
 
 
 def build_torch_optimizer(

@@ -58,15 +58,15 @@ class EMAHook(Hook):
 
     def before_train(self, run: Run) -> None:
         if self.average.num_updates == 0:  # weights may have been loaded since before_run
-            self.average.copy_from(run.backend.master_shards())
+            self.average.copy_from(run.backend.master_data())
 
     def after_update(self, run: Run, result: UpdateResult) -> None:
         if not result.applied:
             return
         if self._begin is None or self._begin.reached(run.progress):
-            self.average.update(run.backend.master_shards())
+            self.average.update(run.backend.master_data())
         else:
-            self.average.copy_from(run.backend.master_shards())
+            self.average.copy_from(run.backend.master_data())
 
     def swapped(self, run: Run) -> AbstractContextManager[None]:
         """The model computes with the averaged weights inside the context."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.shards import EMA, Shard, ShardReader
@@ -29,19 +30,23 @@ class ShardEMA:
         self.momentum = check_momentum(momentum)
         self.num_updates = 0
         self.shards = [replace(shard, data=shard.data.detach().clone()) for shard in shards]
+        self._data = [shard.data for shard in self.shards]
 
     @torch.no_grad()
-    def copy_from(self, shards: Sequence[Shard]) -> None:
-        """Make the average equal to ``shards``: what it is until averaging begins."""
-        torch._foreach_copy_([s.data for s in self.shards], [s.data.detach() for s in shards])
+    def copy_from(self, weights: Sequence[Tensor]) -> None:
+        """Make the average equal to ``weights`` (``Backend.master_data``): what it is until averaging begins."""
+        torch._foreach_copy_(self._data, list(weights))
 
     @torch.no_grad()
-    def update(self, shards: Sequence[Shard]) -> None:
-        """Move towards ``shards``. The first update copies, as mmengine's does: the random start does not linger."""
+    def update(self, weights: Sequence[Tensor]) -> None:
+        """Move towards ``weights``. The first update copies, as mmengine's does: the random start does not linger.
+
+        The same bits as ``lerp_`` on each tensor.
+        """
         if self.num_updates == 0:
-            self.copy_from(shards)
+            self.copy_from(weights)
         else:
-            torch._foreach_lerp_([s.data for s in self.shards], [s.data.detach() for s in shards], self.momentum)
+            torch._foreach_lerp_(self._data, list(weights), self.momentum)
         self.num_updates += 1
 
     def load(self, reader: ShardReader) -> None:

@@ -19,7 +19,7 @@ from unigen_ds.backends.base import Backend
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.choices import BATCH_CHOICES
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.optim import OptimizerConfig, ParamGroup, build_torch_optimizer
+from unigen_ds.core.optim import OptimizerConfig, ParamGroup, build_torch_optimizer, default_fused
 from unigen_ds.core.progress import Duration, Geometry, Ruler, split_global_batch
 from unigen_ds.core.registry import DATASETS, HOOKS, MODELS, PACKERS, TOKENIZERS, TRANSFORMS, build, resolve
 from unigen_ds.data import augment as _augment  # noqa: F401
@@ -225,7 +225,22 @@ def seed_of(config: Mapping[str, Any]) -> int:
     return int((config.get("randomness") or {}).get("seed", 0))
 
 
-def build_optimizer_config(config: Mapping[str, Any]) -> OptimizerConfig:
+def recorded_fused(config: Mapping[str, Any], manifest: Manifest | None) -> bool | None:
+    """``optim_wrapper.optimizer.fused`` for the manifest, where the config does not give it; None: no record.
+
+    A new run uses torch's fused AdamW; a resumed one what it has always used, which without a record is not fused.
+    """
+    optimizer = config["optim_wrapper"]["optimizer"]
+    if not default_fused(str(optimizer.get("type", "AdamW")), optimizer):
+        return None
+    if manifest is None:
+        return True
+    stored = ((manifest.config.get("optim_wrapper") or {}).get("optimizer") or {}).get("fused")
+    return None if stored is None else bool(stored)
+
+
+def build_optimizer_config(config: Mapping[str, Any], *, fused: bool | None = None) -> OptimizerConfig:
+    """``fused``: ``recorded_fused``'s value."""
     wrapper = config["optim_wrapper"]
     if not wrapper.get("optimizer"):
         raise ConfigError("the config has no optim_wrapper.optimizer", allowed="dict(type='AdamW', lr=...)")
@@ -235,6 +250,7 @@ def build_optimizer_config(config: Mapping[str, Any]) -> OptimizerConfig:
         arguments={k: v for k, v in optimizer.items() if k not in ("lr", "weight_decay")},
         max_norm=(wrapper.get("clip_grad") or {}).get("max_norm"),
         precision=wrapper.get("precision", "fp32"),
+        fused=bool(fused),
     )
     one = ParamGroup("default", lr=1.0, weight_decay=0.0, parameters=("one",))
     build_torch_optimizer(found, [(one, [nn.Parameter(torch.zeros(1))])])  # refuses arguments before processes join

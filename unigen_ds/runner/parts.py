@@ -45,6 +45,7 @@ from unigen_ds.runner.build import (
     build_schedules,
     named_parameters,
     parameter_table,
+    recorded_fused,
     seed_of,
 )
 from unigen_ds.runner.start import Start, build_start, check_resume, open_run, plain_built, plain_values, report
@@ -87,8 +88,8 @@ def build_parts(config: Config, *, max_updates: int | None = None) -> Parts:
     """Build everything. Raises ``ConfigError``, ``DataError``, ``CheckpointError`` or ``ResumeBlocked``."""
     dist.launcher_environment(config.get("launcher", "none"))
     backend, geometry = build_engine(config)
-    optimizer_cfg = build_optimizer_config(config)
     plan, start, (hooks, loss_weights) = _begin(config, backend, geometry)
+    optimizer_cfg = build_optimizer_config(config, fused=recorded_fused(config, start.manifest))
     seed, data = seed_of(config), start.data
     seed_everything(seed, rank=dist.rank())
     model: Any = build_model(config, data.processor, stream=True)
@@ -116,7 +117,7 @@ def build_parts(config: Config, *, max_updates: int | None = None) -> Parts:
     )
     return Parts(
         config=config,
-        plain_config={**plain_values(config), **plain_built(model)},
+        plain_config={**plain_values(config, start.manifest), **plain_built(model)},
         config_text=config_text(config),
         work_dir=Path(config["work_dir"]),
         backend=backend,

@@ -42,6 +42,7 @@ from unigen_ds.runner.build import (
     build_schedules,
     named_parameters,
     parameter_table,
+    recorded_fused,
     rules_of,
     total_sequences,
 )
@@ -116,8 +117,8 @@ def check_resume(
     hashed: bool = True,
 ) -> tuple[Start, list[Finding]]:
     """The start of a resume, and all findings of the checklist. Needs no process group and no device."""
-    start, plain = build_start(config, plan, geometry=geometry), plain_values(config)
-    manifest = start.manifest
+    start = build_start(config, plan, geometry=geometry)
+    manifest, plain = start.manifest, plain_values(config, start.manifest)
     assert manifest is not None, "only a resume is checked"
     rows, groups = _parameters(config, plain, manifest, start)
     schedules = build_schedules(
@@ -185,9 +186,11 @@ def _free_bytes(work_dir: Path) -> int | None:
     return shutil.disk_usage(folder).free if folder else None
 
 
-def plain_values(config: Config) -> dict[str, Any]:
-    """The config as plain JSON values, as a manifest keeps it."""
+def plain_values(config: Config, manifest: Manifest | None) -> dict[str, Any]:
+    """The config as plain JSON values, as a manifest keeps it, with what the run itself chose (``recorded_fused``)."""
     plain: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str))
+    if (fused := recorded_fused(plain, manifest)) is not None:
+        plain["optim_wrapper"]["optimizer"]["fused"] = fused
     return plain
 
 
