@@ -45,6 +45,7 @@ from torch.nn import functional as F
 
 from unigen_ds.core import dist
 from unigen_ds.core.optim import OptimizerConfig, ParamGroup
+from unigen_ds.core.outputs import write_output
 from unigen_ds.core.progress import Geometry
 
 LIMIT = 1.2
@@ -127,13 +128,23 @@ def make_backend(engine: str, world: int, *, universal: bool = False) -> Any:
     return backend
 
 
+def write_state(backend: Any, folder: Path) -> None:
+    """The engine's own files, without a checkpoint around them. Collective."""
+    state = backend.state_files()
+    results = [write_output(folder, file)[2] for file in state.files]
+    gathered = dist.gather_to_main([result for result in results if result is not None])
+    for file in state.index(gathered) if gathered is not None else ():
+        write_output(folder, file)
+    dist.barrier()
+
+
 def save(engine: str, world: int, folder: Path) -> dict[str, Any]:
     """One real update, then the engine's own files; for ``single`` also what plain PyTorch would write."""
     backend = make_backend(engine, world)
     with backend.accumulate(last=True):
         backend.backward(backend.model(torch.arange(TOKENS).view(1, -1)) / world)
     backend.step()
-    backend.save_shards(folder)
+    write_state(backend, folder)
     if engine == "single":
         (folder / "model.safetensors").unlink()
         (folder / "optimizer.safetensors").unlink()

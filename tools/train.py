@@ -72,11 +72,13 @@ def main(argv: list[str] | None = None) -> int:
             print(advice(config, sys.argv[1:] if argv is None else argv), file=sys.stderr)
         if not isinstance(error, UnigenError):
             raise
-        logger().error("%s", error) if logger().handlers else print(f"error: {error}", file=sys.stderr)
-        return error.exit_status
+        if dist.is_main() or not error.everywhere:
+            logger().error("%s", error) if logger().handlers else print(f"error: {error}", file=sys.stderr)
+        status = error.exit_status
+    else:
+        status = STOPPED_BY_SIGNAL if stopped == "signal" else 0
     finally:
         dist.shutdown()
-    status = STOPPED_BY_SIGNAL if stopped == "signal" else 0
     if argv is None:  # as a command
         dist.leave(status)
     return status

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from tests.checkpoint.support import write_state
 from unigen_ds.backends.base import Backend, StepResult
 from unigen_ds.backends.single import SingleBackend
 from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
@@ -296,7 +297,7 @@ def test_masters_are_views():
 def test_round_trip_goes_on_to_the_last_bit(tmp_path, precision):
     backend = make(precision=precision)
     train(backend, 0, 1, 2, scale=1e-3)
-    assert backend.save_shards(tmp_path) == {"layout": "safetensors"}
+    assert write_state(backend, tmp_path) == "safetensors"
     straight = [train(backend, n, scale=1e-3) for n in (3, 4)]
 
     other = make(precision=precision, seed=1)
@@ -313,7 +314,7 @@ def test_round_trip_goes_on_to_the_last_bit(tmp_path, precision):
 def test_the_step_and_the_moments_are_there_by_name(tmp_path):
     backend = make()
     train(backend, 0, 1, 2)
-    backend.save_shards(tmp_path)
+    write_state(backend, tmp_path)
     reader = SafetensorsReader(tmp_path, parameters=[n for n, _ in backend.model.named_parameters()])
     trained = sorted(n for n, p in backend.model.named_parameters() if p.requires_grad)
     for kind in (EXP_AVG, EXP_AVG_SQ, STEP):
@@ -327,7 +328,7 @@ def test_the_step_and_the_moments_are_there_by_name(tmp_path):
 def test_momentum_of_another_optimizer_type_is_kept_too(tmp_path):
     backend, other = make(type="SGD"), make(type="SGD", seed=1)
     train(backend, 0, 1, scale=1e-3)
-    backend.save_shards(tmp_path)
+    write_state(backend, tmp_path)
     other.load_tensors(SafetensorsReader(tmp_path, parameters=[n for n, _ in other.model.named_parameters()]))
     train(backend, 2, scale=1e-3), train(other, 2, scale=1e-3)
     assert_equal(state(other), state(backend))
@@ -336,7 +337,7 @@ def test_momentum_of_another_optimizer_type_is_kept_too(tmp_path):
 def test_weights_only_leaves_the_optimizer_empty(tmp_path):
     backend, other = make(), make(seed=1)
     train(backend, 0, 1)
-    backend.save_shards(tmp_path)
+    write_state(backend, tmp_path)
     reader = SafetensorsReader(tmp_path, parameters=[n for n, _ in other.model.named_parameters()])
     other.load_tensors(reader, weights_only=True)
     assert_equal(state(other), dict(backend.model.state_dict()) and {
@@ -346,7 +347,7 @@ def test_weights_only_leaves_the_optimizer_empty(tmp_path):
 
 def test_before_the_first_applied_update_there_are_no_moments(tmp_path):
     backend, other = make(), make(seed=1)
-    backend.save_shards(tmp_path)
+    write_state(backend, tmp_path)
     other.load_tensors(SafetensorsReader(tmp_path, parameters=[n for n, _ in other.model.named_parameters()]))
     train(backend, 0), train(other, 0)
     assert_equal(state(other), state(backend))

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from unigen_ds.backends.base import Backend
 from unigen_ds.backends.single import SingleBackend
 from unigen_ds.checkpoint import saver, store
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.optim import OptimizerConfig, ParamGroup
+from unigen_ds.core.outputs import write_output
 from unigen_ds.core.progress import Geometry, Progress, Ruler
 from unigen_ds.core.shards import Shard
 from unigen_ds.schedule.schedule import Schedules
@@ -88,6 +90,15 @@ def save_chain(work_dir: Path, *iterations: int, parent: str | None = None) -> l
         paths.append(path)
         parent = path.name
     return paths
+
+
+def write_state(backend: Backend, directory: Path) -> str:
+    """The engine's files of a lone process, without a checkpoint around them. Returns the layout."""
+    state = backend.state_files()
+    results = [write_output(directory, file)[2] for file in state.files]
+    for file in state.index([[result for result in results if result is not None]]):
+        write_output(directory, file)
+    return state.layout
 
 
 def flip_byte(path: Path, at: int = -1) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,8 +18,9 @@ from tests.tiny import tiny_config
 from unigen_ds.checkpoint import saver, store
 from unigen_ds.checkpoint.layouts import open_reader
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
-from unigen_ds.core.errors import CheckpointError
+from unigen_ds.core.errors import CheckpointError, SaveError
 from unigen_ds.core.metrics import read_lines
+from unigen_ds.core.outputs import Output, StateFiles
 from unigen_ds.core.shards import EXP_AVG, MASTER, Shard
 from unigen_ds.hooks.base import Hook
 from unigen_ds.runner import Runner
@@ -62,9 +64,12 @@ def test_an_error_leaves_what_was_there(tmp_path):
     before = tree(tmp_path)
 
     class Broken(type(make_backend())):  # type: ignore[misc]
-        def save_shards(self, directory: Path) -> dict[str, str]:
-            (directory / "model.safetensors").write_bytes(b"half")
-            raise OSError(28, "No space left on device")
+        def state_files(self) -> StateFiles:
+            def write(stream) -> None:
+                stream.write(b"half")
+                raise OSError(28, "No space left on device")
+
+            return StateFiles("safetensors", [Output("model.safetensors", 8, write)])
 
     backend = make_backend()
     backend.__class__ = Broken
@@ -128,16 +133,26 @@ def fill(disk: Path, *, leave: int) -> Path:
     return ballast
 
 
+def room(error: SaveError) -> tuple[int, int]:
+    """The bytes that were needed and free, as the message gives them."""
+    found = re.search(r"it needs .* MiB \(([\d,]+) bytes\) and .* MiB \(([\d,]+) bytes\) are free", str(error))
+    assert found, error
+    needed, free = (int(number.replace(",", "")) for number in found.groups())
+    return needed, free
+
+
 WIDTH = 12_000  # about 190 KiB of weights, as much of EMA, and twice that of moments
 
 
-def test_a_disk_that_fills_up_during_the_save(small_disk):
-    """No earlier checkpoint tells the size, and masters alone would fit: the write itself fails."""
+def test_a_disk_that_fills_up_during_the_save(small_disk, monkeypatch):
+    """As with a quota, nothing shows beforehand: the write itself fails."""
     backend = make_backend(width=WIDTH)
     ballast = fill(small_disk, leave=600 * 1024)
-    with pytest.raises(CheckpointError, match=r"could not write checkpoint .* Remedy: free disk space"):
+    with monkeypatch.context() as patch, pytest.raises(SaveError, match=r"Errno 28.* Remedy: free disk") as caught:
+        patch.setattr(saver, "_lacks_room", lambda work_dir, needed: False)
         save(small_disk, backend=backend)
-    assert os.listdir(small_disk) == ["ballast"]
+    needed, free = room(caught.value)
+    assert free == 600 * 1024 < needed and os.listdir(small_disk) == ["ballast"]
     ballast.unlink()
     assert store.newest(small_disk)[0] is None
     assert Manifest.read(save(small_disk, backend=backend)).commit == 1
@@ -149,9 +164,11 @@ def test_a_disk_that_is_too_full_is_refused_before_anything_is_written(small_dis
     size = sum(len(content) for name, content in tree(first).items() if name != FILE_NAME)
     ballast = fill(small_disk, leave=size - 65536)
     before = tree(small_disk)
-    monkeypatch.setattr(backend, "save_shards", None)  # not reached
-    with pytest.raises(CheckpointError, match=r"it needs about 0\.\d MiB and 0\.\d MiB are free"):
+    monkeypatch.setattr(saver, "_write", None)  # not reached
+    with pytest.raises(SaveError) as caught:
         save(small_disk, "iter_24.pth", backend=backend)
+    needed, free = room(caught.value)
+    assert free < size - 60000 <= needed == size and str(small_disk / "iter_24.pth") in str(caught.value)
     assert tree(small_disk) == before
     monkeypatch.undo()
     ballast.unlink()
@@ -183,7 +200,7 @@ def test_training_goes_on_over_a_full_disk(small_disk, tmp_path, caplog):
     names = [f.path.name for f in store.list_checkpoints(small_disk) if f.problem is None]
     assert names == ["iter_2.pth", "iter_6.pth"]
     log = (small_disk / "train.log").read_text()
-    assert "ERROR could not" in log and "iter_4.pth" in log and "Training goes on without this checkpoint." in log
+    assert "ERROR could not" in log and "iter_4.pth" in log and "Training continues without this checkpoint." in log
     assert not list(small_disk.glob("*.tmp-*"))
     assert Manifest.read(small_disk / "iter_6.pth").parent == "iter_2.pth"
     losses = [[line["loss"] for line in read_lines(d / "metrics.jsonl")] for d in (tmp_path / "straight", small_disk)]
@@ -231,7 +248,7 @@ def test_a_killed_save_is_invisible(tmp_path):
     code = (
         "import os, signal, sys; from pathlib import Path; sys.path.insert(0, '.')\n"
         "from tests.checkpoint.support import save\n"
-        "sys.addaudithook(lambda e, a: e == 'open' and str(a[0]).endswith('manifest.json') and a[1] == 'w'"
+        "sys.addaudithook(lambda e, a: e == 'open' and str(a[0]).endswith('manifest.json') and a[2] & os.O_CREAT"
         " and os.kill(os.getpid(), signal.SIGKILL))\n"
         "save(Path(sys.argv[1]))\n"
     )

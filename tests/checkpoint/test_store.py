@@ -262,14 +262,14 @@ def test_an_unreadable_file_is_a_reason_not_a_crash(tmp_path):
     assert store.verify(tmp_path / "iter_24.pth", manifest, hashes=True) is None
     model.unlink()
     model.symlink_to("/proc/self/mem")  # is a file of 0 bytes, and reading it fails
-    entries = [e if e.path != "model.safetensors" else type(e)(e.path, 0, e.blake2b) for e in manifest.files]
+    entries = [e if e.path != "model.safetensors" else type(e)(e.path, 0, e.digest) for e in manifest.files]
     manifest.files = entries
     assert "cannot be read" in str(store.verify(tmp_path / "iter_24.pth", manifest, hashes=True))
 
 
 def test_the_manifest_is_json_that_other_tools_can_read(tmp_path):
     state = json.loads((save(tmp_path) / FILE_NAME).read_text())
-    assert state["format_version"] == 1 and state["commit"] == 1 and state["iteration"] == 12
+    assert state["format_version"] == 2 and state["commit"] == 1 and state["iteration"] == 12
     listed = {entry["path"] for entry in state["files"]}
     present = {p.relative_to(tmp_path / "iter_12.pth").as_posix() for p in (tmp_path / "iter_12.pth").rglob("*.*")}
     assert listed == present - {FILE_NAME}

@@ -14,7 +14,7 @@ def write(path: Path, *records: dict[str, object]) -> None:
 
 
 def test_a_resume_voids_later_updates_and_only_them(tmp_path: Path) -> None:
-    path = tmp_path / "sub" / "metrics.jsonl"
+    path = tmp_path / "metrics.jsonl"
     write(path, {"update": 1, "loss": 1.0}, {"update": 2, "loss": 2.0}, {"update": 3, "loss": 3.0})
     write(path, {"event": "resume", "updates": 2}, {"update": 3, "loss": 30.0}, {"note": "kept"})
     write(path, {"event": "resume", "updates": 1}, {"update": 2, "loss": 20.0})

@@ -50,6 +50,8 @@ class Phase:
     max_updates: int = UPDATES
     killed: bool = False
     """It must end by SIGKILL."""
+    disk_mib: int = 0
+    """The work dir is a disk of its own (tmpfs) of this size, where mounting is possible."""
     data: str = "digits/mixed.jsonl"
     """Below the folder of the launch's data, which ``{data}`` stands for in ``config``."""
     per_node: int | None = None
@@ -235,6 +237,30 @@ def _elastic(precision: str, name: str, cut: dict[int, tuple[int, int]], updates
     )
     overrides["custom_hooks"] = [*overrides["custom_hooks"], *({"type": hook} for hook in hooks)]
     return Phase(int(world), overrides, updates)
+
+
+FULL_DISK_SAVERS = (("single", 1), ("zero1", 2), ("zero2", 2), ("zero3", 2), ("FULL_SHARD", 2))
+FULL_DISK_UPDATES, FAULTS_AT, FULL_FROM, FULL_TO = 8, 2, 3, 5
+
+
+def full_disk(*, full: bool) -> list[Job]:
+    """A user's own model, undisturbed; and on a small disk of its own. There, after update 2, before any save, a
+    checkpoint is saved again and again, while the N-th write of each rank in turn fails; the periodic save of update 4
+    meets a disk that is really full; that of update 6 succeeds.
+    """
+    jobs = []
+    for engine, world in FULL_DISK_SAVERS:
+        overrides = config(engine, world, model={"type": "OddModel"})
+        jobs.append(Job(f"full_disk/straight/{engine}@{world}", [Phase(world, overrides, FULL_DISK_UPDATES)]))
+        hook = {"type": "FullDiskHook", "at_update": FAULTS_AT, "full": [FULL_FROM, FULL_TO]}
+        overrides = {
+            **overrides,
+            "default_hooks__checkpoint__interval": 2 * GEOMETRY[world][1],
+            "default_hooks__checkpoint__max_keep_ckpts": -1,
+            "custom_hooks": [*overrides["custom_hooks"], hook],
+        }
+        jobs.append(Job(f"full_disk/{engine}@{world}", [Phase(world, overrides, FULL_DISK_UPDATES, disk_mib=4)]))
+    return jobs
 
 
 BAD_UPDATE, BAD_UPDATES = 5, 8

@@ -14,6 +14,7 @@ GROUPS: dict[str, Callable[..., list[Job]]] = {
     "chain": lambda full: cases.chain(),
     "elastic": cases.elastic,
     "faulty": cases.faulty,
+    "full_disk": cases.full_disk,
     "frozen": cases.frozen,
     "packed": cases.packed,
     "odd": cases.odd,

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests import full_disk
 from tests.engines.cases import Job
 from tests.engines.groups import jobs_of
 from unigen_ds.checkpoint import store
@@ -104,7 +105,7 @@ class Launched:
                 subprocess.run(
                     [sys.executable, "-m", "tests.engines.worker", str(cases), str(out)],
                     cwd=ROOT,
-                    env={k: v for k, v in os.environ.items() if k not in LAUNCHER},
+                    env={k: v for k, v in os.environ.items() if k not in LAUNCHER} | _preloaded(jobs, out),
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     timeout=timeout_s,
@@ -118,6 +119,13 @@ class Launched:
         problem = self.results[name]["problem"]
         assert problem is None, f"{name}: {problem}"
         return Outcome(self.out / name)
+
+
+def _preloaded(jobs: Sequence[Job], out: Path) -> dict[str, str]:
+    """For jobs on a full disk: the library that makes its calls fail."""
+    if not any(phase.disk_mib for job in jobs for phase in job.phases):
+        return {}
+    return {"LD_PRELOAD": str(full_disk.library(out))}
 
 
 _WANTED: set[str] = set()

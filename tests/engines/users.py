@@ -6,7 +6,7 @@ import gc
 import json
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,12 @@ from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
+from tests import full_disk
 from tests.engines.cases import PRIME_RECORDS
+from unigen_ds.checkpoint import saver, store
 from unigen_ds.core import dist
 from unigen_ds.core.batch import LossTerms, PackedBatch
+from unigen_ds.core.errors import SaveError
 from unigen_ds.core.registry import HOOKS, MODELS
 from unigen_ds.data.digits import write_digits
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
@@ -221,6 +224,56 @@ class SaveAtOnceHook(Hook):
     def before_train(self, run: Run) -> None:
         if run.progress.updates:
             run.save_checkpoint("loaded.pth")
+
+
+@HOOKS.register_module()
+class FullDiskHook(Hook):
+    """Saves while the N-th change of the disk by one rank fails, for every N and every rank, until none fails.
+
+    ``faults.json`` of the work dir: each attempt's rank, failed call, error by rank, and what it left in the work dir.
+    ``full``: after the first of these updates the disk is filled up, if it is a small one; after the second, freed.
+    """
+
+    ROOM = 32 << 10
+
+    def __init__(self, *, at_update: int, full: list[int]) -> None:
+        self.at_update, (self.full_from, self.full_to) = at_update, full
+
+    def after_update(self, run: Run, result: UpdateResult) -> None:
+        if run.progress.updates == self.at_update:
+            attempts = [attempt for rank in range(dist.world_size()) for attempt in self._attempts(run, rank)]
+            if dist.is_main():
+                (run.work_dir / "faults.json").write_text(json.dumps(attempts), encoding="utf-8")
+        ballast = run.work_dir / "ballast"
+        if dist.is_main() and run.progress.updates == self.full_from and os.path.ismount(run.work_dir):
+            status = os.statvfs(run.work_dir)
+            ballast.write_bytes(b"x" * (status.f_bavail * status.f_frsize - self.ROOM))
+        if dist.is_main() and run.progress.updates == self.full_to:
+            ballast.unlink(missing_ok=True)
+
+    def _attempts(self, run: Run, rank: int) -> Iterator[dict[str, Any]]:
+        number, failed = 0, "first"
+        saver._THREADS = 1  # the N-th call is the same one in every attempt
+        while failed:
+            number += 1
+            if dist.is_main():  # else the journals' flushes would be among the counted calls of some attempts alone
+                for hook in run.hooks:
+                    hook.sync()
+            if dist.rank() == rank:
+                full_disk.arm(run.work_dir, number, lasting=number % 2 == 0)
+            error, path = "", None
+            try:
+                path = run.save_checkpoint("try.pth")
+            except SaveError as raised:
+                error = str(raised)
+            failed = full_disk.disarm() if dist.rank() == rank else ""
+            failed = "".join(dist.gather_objects(failed))
+            errors = dist.gather_objects(error)
+            left = sorted(p.name for p in run.work_dir.iterdir() if ".pth" in p.name)
+            dist.barrier()
+            if path is not None and dist.is_main():
+                store.delete(path)
+            yield {"rank": rank, "failed": failed, "errors": errors, "left": left}
 
 
 @HOOKS.register_module()

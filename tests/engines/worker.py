@@ -14,7 +14,9 @@ import gc
 import importlib
 import json
 import os
+import shutil
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -79,6 +81,8 @@ class Pool:
         from unigen_ds.core.dist import free_port
 
         running = Running(job, number)
+        if number == 0 and running.phase["disk_mib"]:
+            _mount(self.out / job["name"], running.phase["disk_mib"])
         port = free_port()
         for rank in range(running.phase["world"]):
             sys.stdout.flush()
@@ -118,9 +122,27 @@ class Pool:
         elif running.number + 1 < len(running.job["phases"]) and not running.job["same_process"]:
             self._start(running.job, running.number + 1)
             return
+        _unmount(self.out / name)
         seconds = time.monotonic() - self.begun[name]
         self.results[name] = {"problem": problem, "seconds": round(seconds, 2)}
         print(f"{name}: {'failed' if problem else 'done'} after {seconds:.1f} s", flush=True)
+
+
+def _mount(folder: Path, size_mib: int) -> None:
+    """A disk of its own for a work dir, where that is possible."""
+    folder.mkdir(parents=True, exist_ok=True)
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size_mib}m", "tmpfs", str(folder)]
+    if os.geteuid() == 0:
+        subprocess.run(command, capture_output=True)
+
+
+def _unmount(folder: Path) -> None:
+    """Keep the files and let go of the disk, which would outlive the tests."""
+    if os.path.ismount(folder):
+        kept = shutil.copytree(folder, folder.with_name(folder.name + ".kept"))
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+        folder.rmdir()
+        kept.rename(folder)
 
 
 def _kill(group: int) -> None:

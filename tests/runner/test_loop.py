@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.checkpoint.support import write_state
 from tests.tiny import tiny_config
 from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.manifest import Manifest
@@ -418,7 +419,7 @@ class Bytes(Hook):
     def _save(self, run: Run) -> None:
         folder = self.folder / str(len(self.saved))
         folder.mkdir(parents=True)
-        run.backend.save_shards(folder)
+        write_state(run.backend, folder)
         self.saved.append({path.name: path.read_bytes() for path in folder.iterdir()})
 
 

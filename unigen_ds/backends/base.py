@@ -10,13 +10,13 @@ import abc
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from unigen_ds.core.optim import PRECISIONS, OptimizerConfig, ParamGroup
+from unigen_ds.core.outputs import StateFiles
 from unigen_ds.core.progress import Geometry
 from unigen_ds.core.shards import Shard, ShardReader
 
@@ -125,8 +125,11 @@ class Backend(abc.ABC):
         """The model computes with ``shards`` inside the context; the masters are restored bit by bit, always."""
 
     @abc.abstractmethod
-    def save_shards(self, directory: Path) -> dict[str, Any]:
-        """Write the engine's native layout into an existing directory. Returns ``{'layout': name}``."""
+    def state_files(self) -> StateFiles:
+        """The files of the engine's native layout that this rank writes. Touches no disk.
+
+        The saver writes them, without collectives, before the next update: they refer to the engine's own memory.
+        """
 
     @abc.abstractmethod
     def buffers(self) -> Mapping[str, Tensor]:

@@ -13,7 +13,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from unigen_ds.backends.deepspeed_config import (
     offloads,
     stage_of,
 )
+from unigen_ds.backends.deepspeed_files import FOLDER, HandOver
 from unigen_ds.backends.deepspeed_op import check_build_tools, load_shared_memory_op
 from unigen_ds.backends.memory import allocate, blocks_given_back, on_meta, place
 from unigen_ds.backends.sharded import ShardedBackend
@@ -38,6 +38,7 @@ from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.log import logger
 from unigen_ds.core.modules import persistent_buffers, tied_names
 from unigen_ds.core.optim import COMPUTE_DTYPE, OptimizerConfig, ParamGroup, build_torch_optimizer
+from unigen_ds.core.outputs import StateFiles
 from unigen_ds.core.progress import Geometry
 from unigen_ds.core.registry import BACKENDS
 from unigen_ds.core.shards import Shard
@@ -368,14 +369,15 @@ class DeepSpeedBackend(ShardedBackend):
         if self._cfg.precision == "fp16" and scaler is not None:
             set_loss_scale(scaler, scale, good_updates)
 
-    def save_shards(self, directory: Path) -> dict[str, Any]:
-        """DeepSpeed's own files, flat in ``directory``; without the scripts it copies along (ours does their work)."""
-        self._engine.save_checkpoint(os.fspath(directory), tag=".", save_latest=False)
-        if dist.is_main():
-            for script in ("zero_to_fp32.py", "zero_to_torch.py"):
-                (directory / script).unlink(missing_ok=True)
-        dist.barrier()
-        return {"layout": "deepspeed"}
+    def state_files(self) -> StateFiles:
+        """DeepSpeed's own files, without the scripts that it copies beside them (ours do their work).
+
+        ``save_checkpoint`` has barriers in it; ``HandOver`` makes it name the files' content instead of writing it.
+        """
+        hand_over = HandOver(self._engine.checkpoint_engine)
+        with hand_over.installed(self._engine):
+            self._engine.save_checkpoint(FOLDER, tag=".", save_latest=False)
+        return StateFiles("deepspeed", hand_over.outputs)
 
     def full_state_dict(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         masters = {shard.name: shard for shard in self.master_shards()}

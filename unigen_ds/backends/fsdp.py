@@ -16,12 +16,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -37,11 +35,13 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.nn.utils import get_total_norm
 
 from unigen_ds.backends.base import StepResult
+from unigen_ds.backends.dcp_files import dcp_files
 from unigen_ds.backends.memory import allocate, place
 from unigen_ds.backends.torch_optimizer import TorchOptimizerBackend
 from unigen_ds.core import dist
 from unigen_ds.core.errors import ConfigError, suggestion
 from unigen_ds.core.optim import COMPUTE_DTYPE, OptimizerConfig, ParamGroup
+from unigen_ds.core.outputs import StateFiles
 from unigen_ds.core.progress import Geometry
 from unigen_ds.core.registry import BACKENDS
 from unigen_ds.core.shards import BUFFER, MASTER, Shard
@@ -223,18 +223,15 @@ class FSDPBackend(TorchOptimizerBackend):
     def moments(self, kind: str) -> list[Shard]:
         return self._shards(self._trainable, self._moment_tensors(kind))
 
-    def save_shards(self, directory: Path) -> dict[str, Any]:
-        """PyTorch's distributed checkpoint: ``.metadata`` and one ``__<rank>_0.distcp`` per process.
-
-        Keys are ``kind|name`` (``core/shards.py``); DCP knows the offsets of the parts.
-        """
+    def state_files(self) -> StateFiles:
+        """PyTorch's distributed checkpoint. Keys are ``kind|name`` (``core/shards.py``); DCP knows the offsets."""
         self.refresh_copies()
         state: dict[str, Tensor] = {f"{MASTER}|{name}": p.detach() for name, p in self._masters.items()}
         state |= {f"{BUFFER}|{name}": b for name, b in self.buffers().items()}
         for (kind, name), value in self._optimizer_tensors().items():
             state[f"{kind}|{name}"] = value.reshape(1) if value.ndim == 0 else value
-        save_distributed(state, checkpoint_id=os.fspath(directory))
-        return {"layout": "dcp"}
+        replicas = dist.world_size() // self.num_shard
+        return dcp_files(state, replica=self._mesh.get_local_rank("replicate"), replicas=replicas)
 
     def full_state_dict(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         self.refresh_copies()

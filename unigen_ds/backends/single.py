@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
@@ -19,6 +17,7 @@ from unigen_ds.core.dist import env_world_size
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.modules import tied_names
 from unigen_ds.core.optim import COMPUTE_DTYPE, OptimizerConfig, ParamGroup
+from unigen_ds.core.outputs import StateFiles, safetensors_output
 from unigen_ds.core.progress import Geometry
 from unigen_ds.core.registry import BACKENDS
 from unigen_ds.core.shards import Shard, shard_key
@@ -126,16 +125,16 @@ class SingleBackend(TorchOptimizerBackend):
     def moments(self, kind: str) -> list[Shard]:
         return self._shards(self._moment_tensors(kind))
 
-    def save_shards(self, directory: Path) -> dict[str, Any]:
+    def state_files(self) -> StateFiles:
         """``model.safetensors`` under the model's own names (any tool reads it) and ``optimizer.safetensors``."""
-        tensors = {name: t.detach().cpu().contiguous() for name, t in {**self._masters, **self.buffers()}.items()}
-        save_file(tensors, directory / "model.safetensors", {"format": "pt"})
         state = {
-            shard_key(kind, name, 0): value.detach().cpu().reshape(-1).contiguous()
-            for (kind, name), value in self._optimizer_tensors().items()
+            shard_key(kind, name, 0): value.reshape(-1) for (kind, name), value in self._optimizer_tensors().items()
         }
-        save_file(state, directory / "optimizer.safetensors", {"format": "pt"})
-        return {"layout": "safetensors"}
+        form = {"format": "pt"}
+        return StateFiles("safetensors", [
+            safetensors_output("model.safetensors", {**self._masters, **self.buffers()}, form),
+            safetensors_output("optimizer.safetensors", state, form),
+        ])  # fmt: skip
 
     def full_state_dict(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         first = tied_names(self._model)

@@ -6,6 +6,7 @@ not inherit it. Network file systems pass it between machines; where one knows n
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -13,7 +14,8 @@ import socket
 from pathlib import Path
 from typing import IO
 
-from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.errors import ConfigError, TrainingError
+from unigen_ds.core.files import fsync_path, make_directory
 from unigen_ds.core.log import logger
 
 FILE_NAME = ".lock"
@@ -27,10 +29,13 @@ class WorkDirLock:
 
     def __init__(self, work_dir: Path) -> None:
         try:
-            work_dir.mkdir(parents=True, exist_ok=True)
+            make_directory(work_dir)
+            with contextlib.suppress(PermissionError):  # a parent that may be passed through, but not read
+                fsync_path(work_dir.absolute().parent)
             self._stream: IO[str] = (work_dir / FILE_NAME).open("a+", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"work_dir {work_dir} cannot be written: {error}") from error
+        self._work_dir = work_dir
         self.exclusive = True
         try:
             fcntl.lockf(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -49,6 +54,20 @@ class WorkDirLock:
         self._stream.truncate(0)
         self._stream.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         self._stream.flush()
+
+    def check(self) -> None:
+        """Raises ``TrainingError`` where the work dir is no longer the one that was locked."""
+        held = os.fstat(self._stream.fileno())
+        try:
+            found = (self._work_dir / FILE_NAME).stat()
+        except OSError:
+            found = None
+        if found is None or (found.st_dev, found.st_ino) != (held.st_dev, held.st_ino):
+            raise TrainingError(
+                f"work_dir {self._work_dir} was moved or deleted during the run",
+                remedy="move it back: the next save then succeeds; from a folder that was deleted nothing can be"
+                " resumed, so start the run again",
+            )
 
     def release(self) -> None:
         """Safe to call twice. The file stays: removing it would let two processes lock two files of one name."""

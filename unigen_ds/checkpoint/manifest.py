@@ -1,9 +1,10 @@
 """``manifest.json``: what a checkpoint directory holds and where the run was. Written last, so it marks completeness.
 
-Schema of ``format_version`` 1 (frozen; a change that old readers cannot take raises the version):
+Schema of ``format_version`` 2 (frozen; a change that old readers cannot accept raises the version). Version 1 differs
+in one point, and is read: an entry of ``files`` has ``blake2b`` (hex) instead of ``digest``.
 
 ===================  =================================================================================
-format_version       1
+format_version       2
 layout               ``safetensors`` | ``deepspeed`` | ``dcp``: which reader opens the tensor files
 commit               number of this commit in the work dir: grows by one, whatever happens to ``iter_<n>``
 parent               directory name of the checkpoint this run went on from, or null
@@ -16,7 +17,7 @@ topology             engine, sharding, offload, process count, precision
 schedule             the curves in sequences and tokens (``Schedules.state_dict``), with ``lr_scale``
 loader               cursor {epoch, window, row, sequences}, seed, data fingerprint
 parameters           [{name, shape, dtype, trainable, group, tied}]; tied: further names of the same tensor
-files                [{path, size, blake2b}] of every file but this one
+files                [{path, size, digest}] of every file but this one; digest: ``xxh3_128:<hex>``
 config               the config as plain values (data, never executed)
 versions             python, torch, unigen_ds, ...
 metrics              validation metrics of the save, for ``save_best``
@@ -39,7 +40,7 @@ from typing import Any
 from unigen_ds.core.errors import CheckpointError
 from unigen_ds.core.progress import Geometry, Progress, Ruler
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 FILE_NAME = "manifest.json"
 _SHOWN = 300
 """Characters of an error that a message repeats: a damaged file may hold any number of them."""
@@ -73,7 +74,16 @@ class FileEntry:
 
     path: str
     size: int
-    blake2b: str
+    digest: str
+    """``algorithm:hex``; empty where it is not known (another trainer's checkpoint)."""
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> FileEntry:
+        """An entry of any format version."""
+        if "blake2b" in state:  # format 1
+            state = {**state, "digest": f"blake2b:{state['blake2b']}"}
+            del state["blake2b"]
+        return cls(**state)
 
 
 @dataclass
@@ -132,7 +142,7 @@ class Manifest:
             state["progress"] = Progress.from_state_dict(state["progress"])
             state["geometry"] = Geometry(**state["geometry"])
             state["ruler"] = Ruler.from_state_dict(state["ruler"])
-            state["files"] = [FileEntry(**entry) for entry in state["files"]]
+            state["files"] = [FileEntry.from_state(entry) for entry in state["files"]]
             return _checked(cls(**state))
         except (OSError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError) as error:
             what = f"{type(error).__name__}: {error}"[:_SHOWN].encode(errors="backslashreplace").decode()
@@ -151,6 +161,8 @@ def _checked(manifest: Manifest) -> Manifest:
     sizes = [entry.size for entry in manifest.files]
     if not all(isinstance(size, int) and size >= 0 for size in sizes):
         raise ValueError(f"files of sizes {sizes[:5]}")
+    if not all(isinstance(entry.digest, str) for entry in manifest.files):
+        raise ValueError("files without a digest")
     if not all(isinstance(entry.path, str) and "\0" not in entry.path for entry in manifest.files):
         raise ValueError("files without a name")
     counts = [*vars(manifest.progress).values(), manifest.commit, manifest.ruler.sequences_per_epoch - 1]

@@ -2,40 +2,47 @@
 
 ::
 
-    iter_100.pth.tmp-<commit>/   every rank writes its files, flushes them to disk, reports sizes and hashes
-    manifest.json                rank 0, last
-    rename                       the commit: from here on it exists
-    last_checkpoint              a hint
+    hand-over  every rank: the engine names the files of this rank (collectives, no disk)
+               rank 0:     journals on disk, is there room, iter_100.pth.tmp-<commit>/ made
+    write      every rank: writes its files with their hashes, flushes each to disk (disk, no collectives)
+    commit     rank 0:     index files, manifest.json last, rename: from here on it exists; last_checkpoint, a hint
 
-A failure on any rank (a full disk, say) makes every rank raise the same ``CheckpointError``, removes the staging
-directory, and leaves every older checkpoint as it was. A disk that is known to be too full is refused before anything
-is written. Deleting older ones is the caller's, after the commit.
+Each phase ends with one gather of every rank's outcome to rank 0 and one short answer to all (``_phase``), so no rank
+can wait in another collective than the others. A failure on any rank (a full disk, say) in any phase makes every rank
+raise the same ``SaveError``, removes the staging directory, and leaves every older checkpoint as it was. Deleting older
+ones is the caller's task, after the commit.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from unigen_ds.backends.base import Backend
 from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.manifest import FILE_NAME, FileEntry, Manifest
 from unigen_ds.core import dist
-from unigen_ds.core.errors import CheckpointError
-from unigen_ds.core.files import file_digest, fsync_path
+from unigen_ds.core.errors import SaveError, UnigenError
+from unigen_ds.core.files import fsync_path, make_directory
 from unigen_ds.core.log import logger
+from unigen_ds.core.outputs import Output, StateFiles, bytes_output, safetensors_output, write_output
 from unigen_ds.core.seeding import rng_state, set_rng_state
 from unigen_ds.core.shards import Shard, shard_key
 
 RNG_DIRECTORY, HOOKS_FILE, CONFIG_FILE = "rng", "hooks.json", "config.py"
+_THREADS = 4
+"""Files that a rank writes at a time: one is hashed while the system flushes another."""
+_NAMED = 3
+"""Ranks whose errors are given in full."""
 
 
 def save(
@@ -47,148 +54,191 @@ def save(
     hook_states: Mapping[str, Any],
     hook_shards: Mapping[str, Sequence[Shard]],
     config_text: str,
+    before: Callable[[], None] = lambda: None,
 ) -> Path:
-    """Write and commit ``work_dir/name``. Collective. Returns the committed directory.
+    """Write and commit ``work_dir/name``. Collective. Returns the committed directory; raises ``SaveError``.
 
-    ``hook_shards``: directory name -> shards (``{'ema': [...]}``). ``manifest`` gets its files and layout here.
-    A name that exists gets a suffix: ``iter_100.pth`` -> ``iter_100_2.pth``.
+    ``hook_shards``: directory name -> shards (``{'ema': [...]}``). ``before`` is called on rank 0 first of all; an
+    error of it is a failure of the save. ``manifest`` gets its commit number, files and layout here. A name that exists
+    gets a suffix: ``iter_100.pth`` -> ``iter_100_2.pth``.
     """
-    final: Path = dist.broadcast_object(_free_name(work_dir, name) if dist.is_main() else None)
-    staging = final.with_name(f"{final.name}{store.STAGING}{manifest.commit}")
-    size = _least_size(backend, hook_shards)
-    try:
-        _on_main(lambda: _check_space(work_dir, manifest, hook_shards, least=size), "prepare", final)
-        _on_main(lambda: _make_staging(work_dir, staging), "prepare", final)
-        info = _everywhere(lambda: backend.save_shards(staging), "write", final)
-        manifest.layout = info[0]["layout"]
-        _everywhere(lambda: _write_own_files(staging, hook_shards), "write", final)
-        _on_main(lambda: _write_shared_files(staging, hook_states, config_text), "write", final)
-        listed = _everywhere(lambda: _list(staging), "list", final)
-        files = sorted({path for part in listed for path in part})
-        entries = _everywhere(lambda: _flush(staging, files), "flush", final)
-        manifest.files = sorted((e for part in entries for e in part), key=lambda e: e.path)
-        _on_main(lambda: _commit(work_dir, staging, final, manifest), "commit", final)
-    except BaseException:
+    attempt = _Attempt(work_dir, name, manifest)
+    handed: list[StateFiles] = []
+
+    def hand_over() -> tuple[int, set[str]]:
+        state = backend.state_files()
+        files = [*state.files, _random_state(), *_hook_files(hook_shards)]
         if dist.is_main():
-            shutil.rmtree(staging, ignore_errors=True)
-        raise
+            files.append(bytes_output(HOOKS_FILE, json.dumps(hook_states, indent=1).encode()))
+            files.append(bytes_output(CONFIG_FILE, config_text.encode()))
+        handed.append(StateFiles(state.layout, files, state.index))
+        return sum(file.nbytes for file in files), {os.path.dirname(file.path) for file in files}
+
+    final, staging = _phase(attempt, hand_over, then=lambda announced: attempt.prepare(announced, before))
+    _phase(attempt, lambda: _write(staging, handed[0].files), then=lambda parts: attempt.commit(handed[0], parts))
     return final
 
 
-def _everywhere(action: Callable[[], Any], what: str, final: Path) -> list[Any]:
-    """Run on every rank; if it fails on any, fail on all. Returns every rank's value."""
-    outcome: tuple[Any, str | None]
+def _phase(attempt: _Attempt, action: Callable[[], Any], *, then: Callable[[list[Any]], Any]) -> Any:
+    """``action`` on every rank, then ``then`` on rank 0 with what each returned. Collective; returns rank 0's value.
+
+    Where one of them fails, all ranks raise the same error. What the ranks return goes to rank 0 alone.
+    """
     try:
-        outcome = (action(), None)
+        value, problem = _outcome(action)
+        gathered = dist.gather_to_main((value, problem))
+        answer: tuple[Any, SaveError | None] = (None, None)
+        if gathered is not None:
+            problems = [problem for _, problem in gathered if problem is not None]
+            if not problems:
+                result, problem = _outcome(lambda: then([value for value, _ in gathered]))
+                answer, problems = (result, None), [] if problem is None else [problem]
+            if problems:
+                answer = None, attempt.failure(problems)
+        result, failure = dist.broadcast_object(answer)
+    except BaseException:  # the process is about to end
+        attempt.remove()
+        raise
+    if failure is not None:
+        raise failure
+    return result
+
+
+def _outcome(action: Callable[[], Any]) -> tuple[Any, _Problem | None]:
+    try:
+        return action(), None
+    except UnigenError as error:
+        return None, _Problem(dist.rank(), error.problem, error.remedy)
     except Exception as error:
-        outcome = (None, f"rank {dist.rank()}: {type(error).__name__}: {error}")
-    outcomes = dist.gather_objects(outcome)
-    failures = [problem for _, problem in outcomes if problem]
-    if failures:
-        raise CheckpointError(
-            f"could not {what} checkpoint {final}: {'; '.join(failures)}",
-            remedy="free disk space (there must be room for one checkpoint more than max_keep_ckpts, because an old one"
-            " goes only after the new one is complete) or fix the permission; older checkpoints and the training itself"
-            " are untouched",
-        )
-    return [value for value, _ in outcomes]
+        return None, _Problem(dist.rank(), f"{type(error).__name__}: {error}", None)
 
 
-def _on_main(action: Callable[[], Any], what: str, final: Path) -> None:
-    _everywhere(lambda: action() if dist.is_main() else None, what, final)
+@dataclass(frozen=True)
+class _Problem:
+    """Why a phase failed on a rank."""
+
+    rank: int
+    text: str
+    remedy: str | None
 
 
-def _free_name(work_dir: Path, name: str) -> Path:
-    stem, _, ending = name.rpartition(".")
-    candidate, number = work_dir / name, 2
+class _Attempt:
+    """What rank 0 knows of one save. No method communicates."""
+
+    def __init__(self, work_dir: Path, name: str, manifest: Manifest) -> None:
+        self.work_dir, self.manifest = work_dir, manifest
+        self.final = work_dir / name
+        self.staging: Path | None = None
+        self.needed: int | None = None
+
+    def prepare(self, announced: Sequence[tuple[int, set[str]]], before: Callable[[], None]) -> tuple[Path, Path]:
+        """Make the staging directory, where there is room. A quota shows only when it is reached, as cleanly.
+
+        ``announced``: by rank, the bytes and the folders of its files.
+        """
+        self.needed = sum(size for size, _ in announced)
+        before()
+        make_directory(self.work_dir)
+        self.manifest.commit = store.next_commit(self.work_dir)
+        self.final = _free_name(self.final)
+        if _lacks_room(self.work_dir, self.needed):
+            raise UnigenError("the disk has too little room")
+        staging = self.final.with_name(f"{self.final.name}{store.STAGING}{self.manifest.commit}")
+        if staging.exists():
+            shutil.rmtree(staging)
+        self.staging = staging
+        for folder in sorted(set().union({""}, *(folders for _, folders in announced))):
+            (staging / folder).mkdir()
+        return self.final, staging
+
+    def commit(self, state: StateFiles, parts: Sequence[tuple[list[FileEntry], list[Any]]]) -> None:
+        """``parts``: the entries of the files that each rank wrote, and what their ``write`` returned."""
+        staging = self.staging
+        assert staging is not None
+        index, _ = _write(staging, state.index([results for _, results in parts]))
+        entries = [entry for of_rank, _ in parts for entry in of_rank] + index
+        self.manifest.layout, self.manifest.files = state.layout, sorted(entries, key=lambda entry: entry.path)
+        _write(staging, [bytes_output(FILE_NAME, self.manifest.to_json().encode())])
+        os.rename(staging, self.final)
+        try:
+            fsync_path(self.work_dir)
+        except OSError:  # it may or may not survive a power cut: rather none than one that is reported as failed
+            self.staging = self.final
+            raise
+        try:
+            store.write_hint(self.work_dir, self.final)
+        except OSError as error:  # it is committed; the hint is only for people and other tools
+            logger().warning("%s could not be updated: %s", store.HINT, error)
+
+    def failure(self, problems: Sequence[_Problem]) -> SaveError:
+        """Remove what was written; what happened, and how much room there is."""
+        self.remove()
+        parts = [f"rank {problem.rank}: {problem.text}" for problem in problems[:_NAMED]]
+        if len(problems) > _NAMED:
+            parts.append(f"and {len(problems) - _NAMED} more ranks")
+        text = f"could not write checkpoint {self.final}: {'; '.join(parts)}"
+        if self.needed is not None and self.work_dir.is_dir():
+            text += f"; it needs {_size(self.needed)} and {_size(shutil.disk_usage(self.work_dir).free)} are free there"
+        remedy = next((problem.remedy for problem in problems if problem.remedy), None)
+        return SaveError(text, remedy=remedy or _REMEDY)
+
+    def remove(self) -> None:
+        """Remove the staging directory, if this is rank 0 and it was made."""
+        if self.staging is not None:
+            shutil.rmtree(self.staging, ignore_errors=True)
+            if self.staging.exists():
+                logger().warning("%s could not be removed: the next start tries again.", self.staging)
+
+
+_REMEDY = (
+    "free disk space (there must be room for one checkpoint more than max_keep_ckpts, because an old one goes only"
+    " after the new one is complete) or fix the permission; older checkpoints and the training itself are untouched"
+)
+
+
+def _lacks_room(work_dir: Path, needed: int) -> bool:
+    return shutil.disk_usage(work_dir).free < needed
+
+
+def _size(number: int) -> str:
+    return f"{number / 2**20:,.1f} MiB ({number:,} bytes)"
+
+
+def _free_name(wanted: Path) -> Path:
+    stem, _, ending = wanted.name.rpartition(".")
+    candidate, number = wanted, 2
     while candidate.exists():
-        candidate, number = work_dir / f"{stem}_{number}.{ending}", number + 1
+        candidate, number = wanted.with_name(f"{stem}_{number}.{ending}"), number + 1
     return candidate
 
 
-def _least_size(backend: Backend, hook_shards: Mapping[str, Sequence[Shard]]) -> float:
-    """Bytes that the checkpoint will have at the very least, over all ranks: masters and hooks' shards. Collective."""
-    parts = [backend.master_shards(), *hook_shards.values()]
-    own = sum(shard.data.nbytes for shards in parts for shard in shards if shard.primary)
-    return dist.sum_floats([float(own)])[0]
-
-
-def _check_space(
-    work_dir: Path, manifest: Manifest, hook_shards: Mapping[str, Sequence[Shard]], *, least: float
-) -> None:
-    """Raise ``OSError`` when the disk cannot hold the checkpoint: one like the last of the same topology, or ``least``.
-
-    A quota does not show here; running into it fails the save later, as cleanly.
-    """
-    work_dir.mkdir(parents=True, exist_ok=True)
-    folders = {"", RNG_DIRECTORY, *hook_shards}
-    needed = least
-    for found in reversed(store.list_checkpoints(work_dir)):
-        if found.problem is None and found.manifest is not None and found.manifest.topology == manifest.topology:
-            files = found.manifest.files
-            needed = max(needed, sum(entry.size for entry in files if entry.path.rpartition("/")[0] in folders))
-            break
-    free = shutil.disk_usage(work_dir).free
-    if free < needed:
-        text = f"it needs about {needed / 2**20:,.1f} MiB and {free / 2**20:,.1f} MiB are free"
-        raise OSError(errno.ENOSPC, text, str(work_dir))
-
-
-def _make_staging(work_dir: Path, staging: Path) -> None:
-    work_dir.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(staging, ignore_errors=True)
-    (staging / RNG_DIRECTORY).mkdir(parents=True)
-
-
-def _write_own_files(staging: Path, hook_shards: Mapping[str, Sequence[Shard]]) -> None:
-    """This rank's random state and its part of every hook's shards."""
-    rank = dist.rank()
+def _random_state() -> Output:
     state = rng_state()
     scalars = json.dumps(state.pop("scalars"))
-    save_file(state, staging / RNG_DIRECTORY / f"rank{rank:05d}.safetensors", {"scalars": scalars})
+    return safetensors_output(f"{RNG_DIRECTORY}/{_rank_file()}", state, {"scalars": scalars})
+
+
+def _hook_files(hook_shards: Mapping[str, Sequence[Shard]]) -> list[Output]:
+    """This rank's part of every hook's shards."""
+    files = []
     for directory, shards in hook_shards.items():
-        (staging / directory).mkdir(exist_ok=True)
-        tensors = {
-            shard_key(directory, shard.name, shard.flat_start): shard.data.detach().cpu().contiguous()
-            for shard in shards
-            if shard.primary
-        }
-        save_file(tensors, staging / directory / f"rank{rank:05d}.safetensors", {"format": "pt"})
+        tensors = {shard_key(directory, s.name, s.flat_start): s.data for s in shards if s.primary}
+        files.append(safetensors_output(f"{directory}/{_rank_file()}", tensors, {"format": "pt"}))
+    return files
 
 
-def _write_shared_files(staging: Path, hook_states: Mapping[str, Any], config_text: str) -> None:
-    (staging / HOOKS_FILE).write_text(json.dumps(hook_states, indent=1), encoding="utf-8")
-    (staging / CONFIG_FILE).write_text(config_text, encoding="utf-8")
+def _rank_file() -> str:
+    return f"rank{dist.rank():05d}.safetensors"
 
 
-def _list(staging: Path) -> list[str]:
-    """The files that this rank sees. A network disk may show others' late, but always one's own: the union is all."""
-    return [p.relative_to(staging).as_posix() for p in staging.rglob("*") if p.is_file()]
-
-
-def _flush(staging: Path, files: Sequence[str]) -> list[FileEntry]:
-    """Flush this rank's share of all files to the shared disk and report size and hash."""
-    entries = []
-    for name in files[dist.rank() :: dist.world_size()]:
-        path = staging / name
-        fsync_path(path)
-        entries.append(FileEntry(name, path.stat().st_size, file_digest(path)))
-    return entries
-
-
-def _commit(work_dir: Path, staging: Path, final: Path, manifest: Manifest) -> None:
-    for directory in (p for p in staging.rglob("*") if p.is_dir()):
-        fsync_path(directory)
-    path = staging / FILE_NAME
-    path.write_text(manifest.to_json(), encoding="utf-8")
-    fsync_path(path)
-    fsync_path(staging)
-    os.rename(staging, final)
-    fsync_path(work_dir)
-    try:
-        store.write_hint(work_dir, final)
-    except OSError as error:  # it is committed; the hint is only for people and other tools
-        logger().warning("%s could not be updated: %s", store.HINT, error)
+def _write(staging: Path, files: Sequence[Output]) -> tuple[list[FileEntry], list[Any]]:
+    """Write files and flush them and their folders to disk: their entries, and what their ``write`` returned."""
+    with ThreadPoolExecutor(_THREADS) as pool:
+        written = list(pool.map(lambda file: write_output(staging, file), files))
+    for folder in sorted({(staging / file.path).parent for file in files} | {staging}):
+        fsync_path(folder)
+    entries = [FileEntry(file.path, size, digest) for file, (size, digest, _) in zip(files, written, strict=True)]
+    return entries, [result for *_, result in written if result is not None]
 
 
 def restore_rng(directory: Path) -> bool:

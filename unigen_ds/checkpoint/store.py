@@ -7,21 +7,24 @@ iteration 3000 may become 1500. Manifests decide, and ``lineage.json`` where a r
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from unigen_ds.checkpoint.lineage import Lineage
-from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
+from unigen_ds.checkpoint.manifest import FILE_NAME, FileEntry, Manifest
 from unigen_ds.core.errors import CheckpointError
-from unigen_ds.core.files import file_digest, fsync_path, write_text_atomic
+from unigen_ds.core.files import file_digest, fsync_path, remove_leftovers, write_text_atomic
 from unigen_ds.core.log import logger
 
 HINT = "last_checkpoint"
 STAGING = ".tmp-"
 DELETING = ".deleting"
+_HASH_THREADS = min(8, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True)
@@ -54,17 +57,25 @@ def list_checkpoints(work_dir: Path) -> list[Found]:
 
 def verify(directory: Path, manifest: Manifest, *, hashes: bool = False) -> str | None:
     """The first problem of a checkpoint's files, or None. ``hashes`` reads every byte; else sizes are compared."""
-    for entry in manifest.files:
-        path = directory / entry.path
-        try:
-            if not path.is_file():
-                return f"{path} is missing"
-            if path.stat().st_size != entry.size:
-                return f"{path} has {path.stat().st_size} bytes, {entry.size} were written"
-            if hashes and file_digest(path) != entry.blake2b:
-                return f"{path} has changed since it was written (hash differs)"
-        except (OSError, ValueError) as error:
-            return f"{path} cannot be read: {error}"
+    problems = (_problem(directory / entry.path, entry) for entry in manifest.files)
+    problem = next(filter(None, problems), None)
+    if problem is not None or not hashes:
+        return problem
+    with ThreadPoolExecutor(_HASH_THREADS) as pool:
+        contents = pool.map(lambda entry: _problem(directory / entry.path, entry, hashed=True), manifest.files)
+        return next(filter(None, contents), None)
+
+
+def _problem(path: Path, entry: FileEntry, *, hashed: bool = False) -> str | None:
+    try:
+        if not path.is_file():
+            return f"{path} is missing"
+        if path.stat().st_size != entry.size:
+            return f"{path} has {path.stat().st_size} bytes, {entry.size} were written"
+        if hashed and file_digest(path, entry.digest.partition(":")[0]) != entry.digest:
+            return f"{path} has changed since it was written (hash differs)"
+    except (OSError, ValueError) as error:
+        return f"{path} cannot be read: {error}"
     return None
 
 
@@ -192,7 +203,7 @@ def sweep(work_dir: Path, *, older_than_s: float = 0.0) -> list[Path]:
 
     Without a lock (``WorkDirLock.exclusive``) another process may be saving: then only what is old goes.
     """
-    swept = []
+    swept = remove_leftovers(work_dir)
     for path in sorted(work_dir.iterdir()) if work_dir.is_dir() else []:
         unfinished = ".pth" in path.name and (STAGING in path.name or path.name.endswith(DELETING))
         if not (unfinished and path.is_dir()):

@@ -170,6 +170,15 @@ def gather_objects(value: Any) -> list[Any]:
     return gathered
 
 
+def gather_to_main(value: Any) -> list[Any] | None:
+    """The value of every rank, by rank, on rank 0; None elsewhere. Collective."""
+    if not td.is_initialized() or td.get_world_size() == 1:
+        return [value]
+    gathered: list[Any] | None = [None] * td.get_world_size() if is_main() else None
+    td.gather_object(value, gathered, dst=0)
+    return gathered
+
+
 def broadcast_object(value: Any) -> Any:
     """Rank 0's value, on every rank. Collective."""
     if not td.is_initialized() or td.get_world_size() == 1:

@@ -13,6 +13,8 @@ class UnigenError(Exception):
     """Base of all errors of the project. ``exit_status`` is what the command line tools return."""
 
     exit_status = 1
+    everywhere = False
+    """Whether all ranks raise it with the same text: then rank 0 alone reports it."""
 
     def __init__(self, problem: str, *, allowed: str | None = None, remedy: str | None = None) -> None:
         parts = [problem, allowed and f"Allowed: {allowed}", remedy and f"Remedy: {remedy}"]
@@ -42,6 +44,17 @@ class ResumeBlocked(CheckpointError):
     """The run may not go on as asked; nothing was changed. The command line tools exit with 3."""
 
     exit_status = 3
+
+
+class SaveError(CheckpointError):
+    """A checkpoint could not be written; nothing of it is left. Raised on all ranks alike.
+
+    A periodic save that fails is logged, and training continues. The last save of a run, and the save on a signal, end
+    the run with this error: the command line tools exit with 4.
+    """
+
+    exit_status = 4
+    everywhere = True
 
 
 class TrainingError(UnigenError, RuntimeError):

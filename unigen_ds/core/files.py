@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
+import re
 import shutil
+import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import xxhash
 from safetensors import SafetensorError
 
 from unigen_ds.core.errors import CheckpointError, ConfigError
 
+ALGORITHM = "xxh3_128"
+"""Of a checkpoint's files."""
 _BLOCK = 1 << 20
 
 
@@ -25,12 +33,65 @@ def fsync_path(path: Path) -> None:
         os.close(descriptor)
 
 
+def make_directory(path: Path) -> None:
+    """Make a folder with its missing parents; the entry of each one that is made is on disk in its own parent."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    for folder in reversed(missing):
+        with contextlib.suppress(FileExistsError):  # another process was faster
+            folder.mkdir()
+        fsync_path(folder.parent)
+    if not path.is_dir():
+        raise NotADirectoryError(f"{path} is not a folder")
+
+
+_HOST = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())
+_LEFTOVER = re.compile(r"\.(?P<name>.+)\.(tmp|writing)-(?P<host>[A-Za-z0-9-]*)\.(?P<process>\d+)")
+_ABANDONED_S = 86400.0
+
+
+def temporary_beside(path: Path, kind: str) -> Path:
+    """The name under which this process fills ``path``; what a killed process left of it is removed."""
+    remove_leftovers(path.parent, of=path.name)
+    return path.with_name(f".{path.name}.{kind}-{_HOST}.{os.getpid()}")
+
+
+def remove_leftovers(folder: Path, *, of: str | None = None) -> list[Path]:
+    """Remove the temporary files and folders that killed processes left in ``folder``: those ``of`` one name, or all.
+
+    What belongs to a living process of this machine stays, and what may belong to one of another for a day.
+    """
+    removed = []
+    with contextlib.suppress(OSError):
+        for path in list(folder.iterdir()):
+            match = _LEFTOVER.fullmatch(path.name)
+            if match is None or (of is not None and match["name"] != of) or not _left(path, match):
+                continue
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            removed.append(path)
+    return removed
+
+
+def _left(path: Path, match: re.Match[str]) -> bool:
+    if match["host"] != _HOST:
+        return time.time() - path.stat().st_mtime > _ABANDONED_S
+    process = int(match["process"])
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return True
+    except OverflowError:
+        return False
+    except PermissionError:
+        return False
+    return process == os.getpid()  # ours, and we write one file of a name at a time: an earlier process had the number
+
+
 def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
     """Let ``write`` fill a temporary file beside ``path``, make it durable, then rename it into place.
 
     On any error ``path`` keeps what it held and the temporary file is removed.
     """
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    temporary = temporary_beside(path, "tmp")
     try:
         write(temporary)
         fsync_path(temporary)
@@ -58,7 +119,7 @@ def new_directory(out: Path) -> Iterator[Path]:
     """
     if out.exists():
         raise ConfigError(f"{out} exists", allowed="a new folder")
-    staging = out.with_name(f".{out.name}.writing-{os.getpid()}")
+    staging = temporary_beside(out, "writing")
     try:
         staging.mkdir(parents=True)
         yield staging
@@ -80,13 +141,22 @@ def copy_files(source: Path, folder: Path, *, wanted: Callable[[str], bool]) -> 
             shutil.copyfile(path, folder / path.name)
 
 
-def file_digest(path: Path) -> str:
-    """BLAKE2b-128 of the whole content, hex."""
-    digest = hashlib.blake2b(digest_size=16)
-    with path.open("rb") as stream:
-        while block := stream.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+_ALGORITHMS: dict[str, Callable[[], Any]] = {
+    ALGORITHM: xxhash.xxh3_128,
+    "blake2b": lambda: hashlib.blake2b(digest_size=16),  # of checkpoints written before format 2
+}
+
+
+def file_digest(path: Path, algorithm: str = ALGORITHM) -> str:
+    """``algorithm:hex`` of the whole content. Raises ``ValueError`` for an algorithm that is not known."""
+    if algorithm not in _ALGORITHMS:
+        raise ValueError(f"hash algorithm {algorithm!r} is not known (known: {', '.join(_ALGORITHMS)})")
+    digest = _ALGORITHMS[algorithm]()
+    block = memoryview(bytearray(_BLOCK))
+    with path.open("rb", buffering=0) as stream:
+        while number := stream.readinto(block):
+            digest.update(block[:number])
+    return f"{algorithm}:{digest.hexdigest()}"
 
 
 def quick_digest(path: Path, *, blocks: int = 64) -> str:

@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
 import warnings
 from pathlib import Path
 
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.files import make_directory
+
 NAME = "unigen_ds"
+
+
+class _LogFile(logging.FileHandler):
+    """A log that cannot be written (a full disk) is one line on the console, not a traceback for each message."""
+
+    failed = False
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # what is still collected cannot be written
+            super().close()
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not self.failed:
+            self.failed = True
+            with contextlib.suppress(OSError):  # the console may be a file on the same disk
+                print(f"{self.baseFilename} cannot be written ({sys.exc_info()[1]}): see the console.", file=sys.stderr)
 
 
 def logger() -> logging.Logger:
@@ -50,8 +70,12 @@ def setup(*, rank: int, log_file: Path | None = None, level: int = logging.INFO)
     console.setLevel(level if rank == 0 else logging.WARNING)
     log.addHandler(console)
     if rank == 0 and log_file is not None:
-        log_file.parent.mkdir(parents=True, exist_ok=True)
-        file = logging.FileHandler(log_file, mode="a", encoding="utf-8")
+        try:
+            make_directory(log_file.parent)
+            file = _LogFile(log_file, mode="a", encoding="utf-8")
+        except OSError as error:
+            problem = f"work_dir {log_file.parent} cannot be written: {error}"
+            raise ConfigError(problem, remedy="choose another --work-dir, or free disk space") from error
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         log.addHandler(file)
     return log

@@ -6,33 +6,81 @@ line of an update beyond ``n``, because those updates run again. ``read_lines`` 
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from unigen_ds.core.files import fsync_path
 
 METRICS_FILE = "metrics.jsonl"
 
 
 class JsonLines:
-    """Appends a JSON object per line. Each is written in one call, so a kill leaves at most one partial last line."""
+    """Appends a JSON object per line. A kill leaves at most one partial last line.
+
+    A line that cannot be written (a full disk) is kept in memory, in order, and written before the next one.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torn = path.exists() and path.stat().st_size > 0 and not _ends_with_newline(path)
-        self._stream = path.open("a", encoding="utf-8")
-        if torn:  # a kill cut the last line: end it, so that the next line stands alone
-            self._stream.write("\n")
+        self._pending: list[bytes] = []
+        self._descriptor: int | None = None
+        self._unsynced = True
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._pending)
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write one record; non-finite floats become null, which JSON has no word for."""
-        self._stream.write(json.dumps(_plain(record), allow_nan=False) + "\n")
-        self._stream.flush()
+        """Write one record; non-finite floats become null, which JSON has no word for.
+
+        Raises ``OSError`` where it cannot be written now; it is then pending.
+        """
+        self._pending.append((json.dumps(_plain(record), allow_nan=False) + "\n").encode())
+        self.write_pending()
+
+    def write_pending(self) -> None:
+        """Write what could not be written before. Raises ``OSError``; what is left stays pending."""
+        while self._pending:
+            descriptor = self._open()
+            self._unsynced = True
+            line = self._pending[0]
+            try:
+                written = os.write(descriptor, line)
+            except OSError as error:
+                error.filename = str(self.path)
+                raise
+            if written < len(line):  # the disk is full now: no part of a line stays
+                os.ftruncate(descriptor, os.fstat(descriptor).st_size - written)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+            del self._pending[0]
+
+    def sync(self) -> None:
+        """Have every line on disk, the file's name too. Raises ``OSError`` where a line is still pending."""
+        self.write_pending()
+        if self._descriptor is not None and self._unsynced:
+            os.fsync(self._descriptor)
+            fsync_path(self.path.parent)
+            self._unsynced = False
+
+    def _open(self) -> int:
+        if self._descriptor is None:
+            torn = self.path.exists() and self.path.stat().st_size > 0 and not _ends_with_newline(self.path)
+            descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._descriptor = descriptor
+            if torn:  # a kill cut the last line: end it, so that the next line is a line of its own
+                self._pending[0] = b"\n" + self._pending[0]
+        return self._descriptor
 
     def close(self) -> None:
-        self._stream.close()
+        """Lines that are still pending are lost."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
 
 def _plain(value: Any) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +16,7 @@ import numpy as np
 from PIL import Image
 
 from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.files import temporary_beside
 from unigen_ds.core.registry import DATASETS
 from unigen_ds.data.datasets import UnifiedGenerationDataset
 from unigen_ds.data.order import permute_many
@@ -86,9 +86,9 @@ def write_digits(root: Path) -> Path:
         return root
     data = _load()
     root.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{root.name}.tmp-", dir=root.parent))
+    temporary = temporary_beside(root, "tmp")
+    temporary.mkdir()
     try:
-        temporary.chmod(0o755)  # mkdtemp's folders are for their owner alone
         _write(temporary, data)
         os.replace(temporary, root)
     except OSError:

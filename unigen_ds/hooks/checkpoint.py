@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from unigen_ds.checkpoint import store
 from unigen_ds.core import dist
-from unigen_ds.core.errors import CheckpointError, ConfigError
+from unigen_ds.core.errors import ConfigError, SaveError, UnigenError
 from unigen_ds.core.log import logger
 from unigen_ds.core.progress import Duration
 from unigen_ds.core.registry import HOOKS
@@ -21,8 +21,8 @@ class CheckpointHook(Hook):
         max_keep_ckpts: complete checkpoints to keep, oldest deleted first; -1 keeps all.
         filename_tmpl: directory name with one ``{}`` for the iteration; must contain ``.pth``.
 
-    A periodic save that fails (a full disk) is an error in the log and training goes on: the state in memory is worth
-    more than the save. The last save of a run raises.
+    A periodic save that fails (a full disk) is an error in the log and training continues: the state in memory is worth
+    more than the save. The last save of a run, and the one on a signal, raises ``SaveError`` (exit status 4).
     """
 
     name = "checkpoint"
@@ -59,8 +59,9 @@ class CheckpointHook(Hook):
         elif self._every is not None and self._every.every(run.progress, run.previous):
             try:
                 self._save(run)
-            except CheckpointError as error:  # raised on every rank alike
-                logger().error("%s Training goes on without this checkpoint.", error)
+            except SaveError as error:  # raised on every rank alike
+                if dist.is_main():
+                    logger().error("%s Training continues without this checkpoint.", error)
 
     def after_train(self, run: Run) -> None:
         if self._settled != run.progress.updates:  # a hook that runs later asked for the stop
@@ -71,5 +72,8 @@ class CheckpointHook(Hook):
         self._settled = run.progress.updates
         logger().info("Saved checkpoint %s.", path)
         if dist.is_main():
-            for old in store.retain(run.work_dir, max_keep=self.max_keep_ckpts):
-                logger().info("Deleted old checkpoint %s.", old)
+            try:
+                for old in store.retain(run.work_dir, max_keep=self.max_keep_ckpts):
+                    logger().info("Deleted old checkpoint %s.", old)
+            except (OSError, UnigenError) as error:  # other ranks know nothing of it: it must not end this one
+                logger().warning("Old checkpoints were not deleted: %s", error)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from unigen_ds.core import dist
+from unigen_ds.core.log import logger
 from unigen_ds.core.metrics import JsonLines
 from unigen_ds.hooks.base import Run
 
@@ -22,6 +23,7 @@ class Journal:
         self._file_name = file_name
         self._lines: JsonLines | None = None
         self._resumed = False
+        self._warned = False
 
     def resume(self, run: Run, manifest: Mapping[str, Any]) -> None:
         """Call from ``after_load_checkpoint``: lines beyond the loaded progress no longer count."""
@@ -50,15 +52,42 @@ class Journal:
         )
 
     def append(self, run: Run, record: Mapping[str, Any]) -> None:
-        """Write one line."""
+        """Write one line. A full disk is one warning: training continues, and the line is written later."""
         if not dist.is_main():
             return
         if self._lines is None:
             self._lines = JsonLines(run.work_dir / self._file_name)
-        self._lines.append(record)
+        try:
+            self._lines.append(record)
+        except OSError as error:
+            if not self._warned:
+                logger().warning(
+                    "%s cannot be written (%s). Training continues; its lines are kept in memory and written later.",
+                    self._lines.path,
+                    error,
+                )
+            self._warned = True
+        else:
+            self._written()
+
+    def sync(self) -> None:
+        """Have all lines on disk: a save calls it first. Raises ``OSError`` where that cannot be."""
+        if self._lines is not None:
+            self._lines.sync()
+            self._written()
+
+    def _written(self) -> None:
+        if self._warned:
+            logger().info("%s is complete again.", self._file_name)
+        self._warned = False
 
     def close(self) -> None:
         """Close the file; a later line opens it again."""
-        if self._lines is not None:
-            self._lines.close()
-            self._lines = None
+        if self._lines is None:
+            return
+        try:
+            self._lines.write_pending()
+        except OSError as error:
+            logger().error("%d lines of %s could not be written: %s", self._lines.num_pending, self._lines.path, error)
+        self._lines.close()
+        self._lines = None

@@ -44,6 +44,9 @@ class LedgerHook(Hook):
             },
         )
 
+    def sync(self) -> None:
+        self._journal.sync()
+
     def after_run(self, run: Run) -> None:
         self._journal.close()
 

@@ -76,7 +76,14 @@ class LoggerHook(Hook):
         if first or every.every(run.progress, run.previous):
             self._log(run, result)
 
+    def before_save_checkpoint(self, run: Run, metrics: dict[str, float]) -> None:
+        if run.done:  # the last line is there before the last checkpoint
+            self._log_last(run)
+
     def after_train(self, run: Run) -> None:
+        self._log_last(run)
+
+    def _log_last(self, run: Run) -> None:
         if self._last is not None and self._logged_update != run.progress.updates:
             self._log(run, self._last)
 
@@ -94,6 +101,9 @@ class LoggerHook(Hook):
             logger().info("%s at update %d: %s", event, update, shown)
             for writer in self._writers:
                 writer.write(metrics, update=update)
+
+    def sync(self) -> None:
+        self._journal.sync()
 
     def after_run(self, run: Run) -> None:
         self._close()

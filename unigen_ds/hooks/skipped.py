@@ -66,6 +66,9 @@ class SkippedSamplesHook(Hook):
                 remedy="see skipped_samples.jsonl in the work dir; repair the data or raise the limit",
             )
 
+    def sync(self) -> None:
+        self._journal.sync()
+
     def after_run(self, run: Run) -> None:
         self._journal.close()
 

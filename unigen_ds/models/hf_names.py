@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.files import write_atomic, write_text_atomic
+from unigen_ds.core.outputs import save_safetensors
 from unigen_ds.models.quantized import plain_state_dict
 from unigen_ds.models.weights import Pretrained, Stored, check_fixed, read_json, stated_sizes, stored_tensors
 
@@ -165,7 +165,7 @@ def save_nanovlm(model: Any, directory: Path, *, config: Mapping[str, Any]) -> N
         metadata[_EMBEDDING] = _HEAD
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-    write_atomic(directory / WEIGHTS, lambda path: save_file(tensors, path, metadata))
+    write_atomic(directory / WEIGHTS, lambda path: save_safetensors(path, tensors, metadata))
     write_text_atomic(directory / CONFIG, json.dumps(config, indent=4))
 
 

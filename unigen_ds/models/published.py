@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.files import copy_files, new_directory
 from unigen_ds.core.log import logger
+from unigen_ds.core.outputs import save_safetensors
 from unigen_ds.models.quantized import plain_state_dict
 from unigen_ds.models.sizes import check_sizes
 from unigen_ds.models.weights import Pretrained, Stored, read_json, shown, stated_sizes, stored_tensors
@@ -186,7 +186,7 @@ def write_published(model: Any, out: Path, *, source: Path | None = None, dtype:
         if source is not None:
             copy_files(source, staging, wanted=lambda name: name not in (WEIGHTS, VAE_WEIGHTS))
         for file, tensors in ((WEIGHTS, rest), (VAE_WEIGHTS, vae)):
-            save_file(tensors, staging / file, metadata={"format": "pt"})
+            save_safetensors(staging / file, tensors, {"format": "pt"})
 
 
 def _check_source(source: Path, configs: Mapping[str, Mapping[str, Any]]) -> None:

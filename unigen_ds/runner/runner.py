@@ -108,6 +108,8 @@ class Runner:
             self._tell(lost or error)
             if lost is not None:
                 raise lost from error
+            if isinstance(error, OSError) and self._lock is not None:
+                self._lock.check()  # names the cause where the work dir is gone
             raise
         finally:
             self._parts.loader.close()
@@ -242,7 +244,7 @@ class Runner:
         """See ``hooks.base.Run``."""
         parts = self._parts
         manifest = Manifest(
-            commit=dist.broadcast_object(store.next_commit(self.work_dir) if dist.is_main() else None),
+            commit=0,  # given by the saver
             parent=self._parent,
             progress=self.progress,
             geometry=self.geometry,
@@ -263,9 +265,17 @@ class Runner:
             hook_states={hook.name: state for hook in self.hooks if (state := hook.state_dict())},
             hook_shards={folder: shards for hook in self.hooks for folder, shards in hook.shards().items()},
             config_text=parts.config_text,
+            before=self._before_save,
         )
         self._parent = path.name
         return path
+
+    def _before_save(self) -> None:
+        """On rank 0. Raises ``OSError`` or ``TrainingError``: then the save fails."""
+        assert self._lock is not None, "saved outside of train()"
+        self._lock.check()
+        for hook in self.hooks:
+            hook.sync()
 
 
 def _parent_name(work_dir: Path, checkpoint: Path | None) -> str | None:
