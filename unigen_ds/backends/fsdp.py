@@ -13,7 +13,6 @@ gradients in fp32. Units are the model's ``shard_units()``; the root holds the r
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
