@@ -59,7 +59,9 @@ def write_tokenizer(folder: Path) -> PretrainedTokenizer:
 
 def text_sides(folder: Path, number: int) -> dict[str, Callable[[], Any]]:
     tokenizer = write_tokenizer(folder / "tokenizer")
-    words, draw = (ROOT / "docs" / "data.md").read_text().split(), random.Random(1)
+    # without the spelled special tokens, which ours encodes as text and the peers as tokens
+    words = [word for word in (ROOT / "docs" / "data.md").read_text().split() if "<" not in word]
+    draw = random.Random(1)
     texts = [" ".join(draw.choices(words, k=draw.randint(8, 30))) for _ in range(number)]
     path = folder / "texts.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
