@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import pickle
 import signal
 import time
 from collections import Counter
@@ -203,6 +205,26 @@ def test_packet_holds_every_field(data: Any) -> None:
     for some in (rows, [()]):
         batch = collate(some, [data], data.processor, seq_length=96)
         same(Packet.packed(batch).unpacked(), batch)
+
+
+def test_a_packet_by_value_has_the_same_bits_and_aligned_memory(data: Any) -> None:
+    """A small batch comes through the pipe, not by a shared-memory file; sums of unaligned memory could differ."""
+    batch = collate([row for row, _ in islice(make_stream([data], window=12).rows(), 3)], [data], data.processor,
+                    seq_length=96)  # fmt: skip
+    sent = pickle.loads(pickle.dumps(Packet.packed(batch).by_value()))
+    assert not isinstance(sent.block, torch.Tensor)
+    same(sent.unpacked(), batch)
+    assert all(getattr(sent.unpacked(), f.name).data_ptr() % 64 == 0 for f in dataclasses.fields(batch)
+               if isinstance(getattr(batch, f.name), torch.Tensor))  # fmt: skip
+
+
+def test_a_small_batch_of_a_worker_needs_no_shared_memory(data: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(self: Packet) -> torch.Tensor:
+        assert not isinstance(self.block, torch.Tensor), "it came by a shared-memory file"
+        return torch.from_numpy(self.block.copy())
+
+    monkeypatch.setattr(Packet, "_tensor", refused)
+    assert updates(2, data, Geometry(2, 1, 1), window=None, num_workers=1)
 
 
 def test_wrong_settings(data: Any) -> None:

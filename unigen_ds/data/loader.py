@@ -6,7 +6,7 @@ r, r + dp_size, ... of them. Workers get the rows themselves (a few numbers), so
 give the same batches. How far they ran ahead is of no account: the cursor comes with the micro-batch that is used.
 
 A batch travels from its worker as one block of bytes: 20 tensors a batch would use up file descriptors at large
-accumulation.
+accumulation. A small block goes through the pipe itself: a shared-memory file costs a socket connection for each batch.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from unigen_ds.core.batch import PackedBatch
 from unigen_ds.core.errors import ConfigError, TrainingError, UnigenError
@@ -34,6 +36,8 @@ from unigen_ds.data.processor import UnifiedProcessor
 from unigen_ds.data.stream import Cursor, Row, SequenceStream
 
 _ALIGN = 64
+_BY_VALUE = 256 * 1024
+"""Bytes up to which a block goes through the pipe."""
 _LOST = re.compile(r"DataLoader (worker \(pid.*?\)( is| exited).*|timed out after .*)", re.DOTALL)
 """torch's messages of workers that ended or hang; raised by its handler of SIGCHLD too, so anywhere in the loop."""
 
@@ -175,14 +179,16 @@ class _Rows(Dataset["Packet | UnigenError"]):
             )
         except UnigenError as error:  # as a value: the loader would make a message of the worker's whole traceback
             return error
-        return Packet.packed(batch)
+        packet = Packet.packed(batch)
+        return packet.by_value() if get_worker_info() is not None and packet.block.nbytes <= _BY_VALUE else packet
 
 
 @dataclass(frozen=True)
 class Packet:
-    """A batch whose tensors lie in one block of bytes: one shared-memory file, one page-locked allocation."""
+    """A batch whose tensors are in one block of bytes: one shared-memory file, one page-locked allocation."""
 
-    block: Tensor
+    block: Tensor | NDArray[np.uint8]
+    """An array where it is pickled by value."""
     tensors: tuple[tuple[str, torch.dtype, tuple[int, ...], int], ...]
     """(field, dtype, shape, byte offset)"""
     others: dict[str, Any]
@@ -200,17 +206,28 @@ class Packet:
             block[start : start + tensor.nbytes] = tensor.contiguous().reshape(-1).view(torch.uint8)
         return cls(block, tuple(places), {name: v for name, v in values.items() if name not in tensors})
 
+    def by_value(self) -> Packet:
+        """The same, to be pickled whole."""
+        return dataclasses.replace(self, block=np.asarray(self.block))
+
+    def _tensor(self) -> Tensor:
+        """The block as a tensor. An array is copied: torch aligns its memory, and sums may depend on the alignment."""
+        if isinstance(self.block, Tensor):
+            return self.block
+        return torch.empty(self.block.size, dtype=torch.uint8).copy_(torch.from_numpy(self.block))
+
     def unpacked(self) -> PackedBatch:
         """The batch; its tensors are views of the block."""
+        block = self._tensor()
         tensors: dict[str, Any] = {}
         for name, dtype, shape, start in self.tensors:
             size = torch.Size(shape).numel() * dtype.itemsize
-            tensors[name] = self.block[start : start + size].view(dtype).view(shape)
+            tensors[name] = block[start : start + size].view(dtype).view(shape)
         return PackedBatch(**tensors, **self.others)
 
     def pin_memory(self) -> Packet:
         """Called by the loader's pinning thread."""
-        return dataclasses.replace(self, block=self.block.pin_memory())
+        return dataclasses.replace(self, block=self._tensor().pin_memory())
 
 
 def _unchanged(value: Any) -> Any:
