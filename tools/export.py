@@ -1,11 +1,12 @@
 """Write a published directory: ``python tools/export.py MODEL OUT``; installed as ``unigen-export``.
 
-MODEL is a checkpoint of any layout or a work dir (its newest checkpoint); OUT is a new folder. Of a UnifiedModel with
-the FLUX autoencoder it gets llm_config.json, vit_config.json, ema.safetensors and ae.safetensors under BAGEL's names;
-of a VLM config.json and model.safetensors under nanoVLM's, and the tokenizer; of a DecoderLM what transformers'
-AutoModelForCausalLM and AutoTokenizer load. With --source the configs (not of a DecoderLM) and all other files (the
-tokenizer) come from that published directory, byte for byte. The average of the weights (EMA) is written where there is
-one.
+MODEL is a checkpoint of any layout or a work dir (its newest checkpoint); OUT is a new folder. Of a UnifiedModel it
+gets llm_config.json, vit_config.json, ema.safetensors and, with the FLUX autoencoder, ae.safetensors under BAGEL's
+names, and unigen_ds.json (the autoencoder, image sizes and timestep_shift of the training); of a VLM config.json and
+model.safetensors under nanoVLM's names; of a DecoderLM what transformers' AutoModelForCausalLM and AutoTokenizer load;
+of each the tokenizer. The folder that the training began with is not needed. With --source the configs (not of a
+DecoderLM) and all other files (the tokenizer) come from that published directory, byte for byte. The average of the
+weights (EMA) is written where there is one.
 
 Exit status: 0 done, 1 the checkpoint cannot be loaded, 2 wrong usage.
 """

@@ -1,8 +1,8 @@
 """Draw pictures and write texts: ``python tools/generate.py MODEL --prompt TEXT``; installed as ``unigen-generate``.
 
 MODEL is a checkpoint of any layout, a work dir (its newest checkpoint), or a published directory. The average of the
-weights (EMA) is used where there is one. Without --prompt and --prompts it asks for prompts until the input ends. A VLM
-answers in text, with or without --understand; a DecoderLM goes on with the prompt.
+weights (EMA) is used where there is one. Without --prompt and --prompts it asks for prompts until the input ends;
+--understand needs no prompt. A VLM answers in text, with or without --understand; a DecoderLM continues the prompt.
 
 Into the folder of --out go 00000.png, 00001.png, ... and results.jsonl, a line for each prompt; what is there already
 stays, and numbering goes on behind it. Prompt i of a call has the seed --seed + i.
@@ -27,7 +27,7 @@ from unigen_ds.core import log
 from unigen_ds.core.choices import DTYPE_NAMES
 from unigen_ds.core.errors import ConfigError, DataError, UnigenError
 from unigen_ds.core.files import write_atomic
-from unigen_ds.inference.flow_settings import BAGEL_FLOW, RENORMS, FlowSettings
+from unigen_ds.inference.flow_settings import BAGEL_FLOW, RENORMS, FlowSettings, flow_for
 
 if TYPE_CHECKING:
     from unigen_ds.inference.inferencer import Generated
@@ -74,21 +74,29 @@ def parser() -> argparse.ArgumentParser:
 
 def add_flow(p: argparse.ArgumentParser) -> None:
     """BAGEL's names for ``FlowSettings``."""
-    flow = BAGEL_FLOW
-    p.add_argument("--num-timesteps", type=int, default=flow.num_timesteps, metavar="N")
-    p.add_argument("--timestep-shift", type=float, default=flow.timestep_shift)
-    p.add_argument("--cfg-text-scale", type=float, default=flow.text_scale)
-    p.add_argument("--cfg-img-scale", type=float, default=flow.image_scale)
-    p.add_argument("--cfg-interval", type=float, nargs=2, default=flow.interval, metavar=("LOW", "HIGH"))
-    p.add_argument("--cfg-renorm-type", choices=RENORMS, default=flow.renorm)
-    p.add_argument("--cfg-renorm-min", type=float, default=flow.renorm_min)
+    flow, default = BAGEL_FLOW, "default: %(default)s"
+    p.add_argument("--num-timesteps", type=int, default=flow.num_timesteps, metavar="N",
+                   help=f"times from noise to image; {default}")  # fmt: skip
+    p.add_argument("--timestep-shift", type=float, metavar="S",
+                   help="above 1: more steps near the noise; default: that of the training, or of a published\n"
+                   f"directory its family's public one (BAGEL: {flow.timestep_shift})")  # fmt: skip
+    p.add_argument("--cfg-text-scale", type=float, default=flow.text_scale, metavar="S",
+                   help=f"guidance by the text, 1: none; {default}")  # fmt: skip
+    p.add_argument("--cfg-img-scale", type=float, default=flow.image_scale, metavar="S",
+                   help=f"guidance by the images shown, 1: none; {default}")  # fmt: skip
+    p.add_argument("--cfg-interval", type=float, nargs=2, default=flow.interval, metavar=("LOW", "HIGH"),
+                   help=f"times at which guidance acts; default: {flow.interval[0]} {flow.interval[1]}")  # fmt: skip
+    p.add_argument("--cfg-renorm-type", choices=RENORMS, default=flow.renorm,
+                   help=f"what a guided velocity is shrunk to the length of; {default}")  # fmt: skip
+    p.add_argument("--cfg-renorm-min", type=float, default=flow.renorm_min, metavar="S",
+                   help=f"to this share at the most; {default}")  # fmt: skip
 
 
 def flow_of(arguments: argparse.Namespace) -> FlowSettings:
     low, high = arguments.cfg_interval
     return FlowSettings(
         num_timesteps=arguments.num_timesteps,
-        timestep_shift=arguments.timestep_shift,
+        timestep_shift=BAGEL_FLOW.timestep_shift if arguments.timestep_shift is None else arguments.timestep_shift,
         text_scale=arguments.cfg_text_scale,
         image_scale=arguments.cfg_img_scale,
         interval=(low, high),
@@ -98,20 +106,33 @@ def flow_of(arguments: argparse.Namespace) -> FlowSettings:
 
 
 def requests(arguments: argparse.Namespace) -> Iterator[Request]:
-    """From the command line, the file, or the terminal."""
+    """From the command line, the file, or the terminal. To understand needs none. Raises ``ConfigError``."""
     shown = tuple(arguments.image)
     if arguments.prompt is not None:
         yield Request(arguments.prompt, shown)
     elif arguments.prompts is not None:
         yield from from_file(arguments.prompts, shown)
     else:
-        while True:
-            try:
-                prompt = input("prompt> " if sys.stdin.isatty() else "").strip()
-            except EOFError:
-                return
-            if prompt:
-                yield Request(prompt, shown)
+        found = False
+        for prompt in _typed(arguments):
+            found = True
+            yield Request(prompt, shown)
+        if not found and not arguments.understand:
+            raise ConfigError("there is no prompt", remedy="--prompt TEXT, --prompts FILE, or one a line on the input")
+        if not found:
+            yield Request("", shown)
+
+
+def _typed(arguments: argparse.Namespace) -> Iterator[str]:
+    """Lines of the input, without empty ones; of a terminal none where none is needed."""
+    terminal = sys.stdin is not None and sys.stdin.isatty()
+    while sys.stdin is not None and not (terminal and arguments.understand):
+        try:
+            prompt = input("prompt> " if terminal else "").strip()
+        except EOFError:
+            return
+        if prompt:
+            yield prompt
 
 
 def from_file(path: Path, shown: tuple[str, ...]) -> Iterator[Request]:
@@ -182,6 +203,9 @@ def generate(arguments: argparse.Namespace) -> None:
         device=device,
         dtype=DTYPES[dtype],
     )
+    if hasattr(inferencer.model, "timestep_shift") and not arguments.understand:
+        flow, origin = flow_for(inferencer.model, flow, shift=arguments.timestep_shift)
+        log.logger().info(f"timestep_shift {flow.timestep_shift} ({origin})")
     for number, request in enumerate(requests(arguments)):
         seed = arguments.seed + number
         made = inferencer.unified_generate(

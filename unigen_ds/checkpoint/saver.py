@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ from unigen_ds.core.outputs import Output, StateFiles, bytes_output, safetensors
 from unigen_ds.core.seeding import rng_state, set_rng_state
 from unigen_ds.core.shards import Shard, shard_key
 
-RNG_DIRECTORY, HOOKS_FILE, CONFIG_FILE = "rng", "hooks.json", "config.py"
+RNG_DIRECTORY, HOOKS_FILE, CONFIG_FILE, TOKENIZER = "rng", "hooks.json", "config.py", "tokenizer"
 _THREADS = 4
 """Files that a rank writes at a time: one is hashed while the system flushes another."""
 _NAMED = 3
@@ -55,12 +56,14 @@ def save(
     hook_shards: Mapping[str, Sequence[Shard]],
     config_text: str,
     before: Callable[[], None] = lambda: None,
+    write_tokenizer: Callable[[str], None] | None = None,
 ) -> Path:
     """Write and commit ``work_dir/name``. Collective. Returns the committed directory; raises ``SaveError``.
 
     ``hook_shards``: directory name -> shards (``{'ema': [...]}``). ``before`` is called on rank 0 first of all; an
     error of it is a failure of the save. ``manifest`` gets its commit number, files and layout here. A name that exists
-    gets a suffix: ``iter_100.pth`` -> ``iter_100_2.pth``.
+    gets a suffix: ``iter_100.pth`` -> ``iter_100_2.pth``. ``write_tokenizer`` fills a folder with the tokenizer's
+    files, so that the checkpoint can be used without the folder that its config names.
     """
     attempt = _Attempt(work_dir, name, manifest)
     handed: list[StateFiles] = []
@@ -71,12 +74,19 @@ def save(
         if dist.is_main():
             files.append(bytes_output(HOOKS_FILE, json.dumps(hook_states, indent=1).encode()))
             files.append(bytes_output(CONFIG_FILE, config_text.encode()))
+            files += [] if write_tokenizer is None else _tokenizer_files(write_tokenizer)
         handed.append(StateFiles(state.layout, files, state.index))
         return sum(file.nbytes for file in files), {os.path.dirname(file.path) for file in files}
 
     final, staging = _phase(attempt, hand_over, then=lambda announced: attempt.prepare(announced, before))
     _phase(attempt, lambda: _write(staging, handed[0].files), then=lambda parts: attempt.commit(handed[0], parts))
     return final
+
+
+def _tokenizer_files(write: Callable[[str], None]) -> list[Output]:
+    with tempfile.TemporaryDirectory() as folder:
+        write(folder)
+        return [bytes_output(f"{TOKENIZER}/{path.name}", path.read_bytes()) for path in sorted(Path(folder).iterdir())]
 
 
 def _phase(attempt: _Attempt, action: Callable[[], Any], *, then: Callable[[list[Any]], Any]) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from unigen_ds.core.errors import ConfigError
 
@@ -44,3 +45,16 @@ BAGEL_FLOW = FlowSettings(
     num_timesteps=50, timestep_shift=3.0, text_scale=4.0, image_scale=1.5, interval=(0.4, 1.0), renorm="global"
 )
 """What the public code draws with."""
+
+
+def flow_for(model: Any, flow: FlowSettings = BAGEL_FLOW, *, shift: float | None = None) -> tuple[FlowSettings, str]:
+    """``flow`` with the ``timestep_shift`` to draw with, and where that comes from, in words.
+
+    ``shift`` where it is given; of a published directory, taken as it is, its family's public default; of weights that
+    were trained or fine-tuned here, the shift of their training.
+    """
+    if shift is not None:
+        return replace(flow, timestep_shift=shift), "as given"
+    if getattr(model, "published", False):
+        return replace(flow, timestep_shift=BAGEL_FLOW.timestep_shift), "the public default of BAGEL"
+    return replace(flow, timestep_shift=model.timestep_shift), "as in training"

@@ -25,7 +25,7 @@ from unigen_ds.core.seeding import generator
 from unigen_ds.data.collate import Loaded, pack_documents
 from unigen_ds.data.processor import UnifiedProcessor
 from unigen_ds.data.samples import ImageSplit, TextSplit, TokenSplit
-from unigen_ds.inference.flow_settings import BAGEL_FLOW, FlowSettings
+from unigen_ds.inference.flow_settings import FlowSettings, flow_for
 from unigen_ds.inference.kv_cache import KVCache
 from unigen_ds.inference.sampler import guide, image_grid, noise_image, times, vit_image
 from unigen_ds.models.flow import unpatchify_latent
@@ -95,7 +95,7 @@ class InterleaveInferencer:
         understand: bool = False,
         think: bool = False,
         size: Sequence[int] | None = None,
-        flow: FlowSettings = BAGEL_FLOW,
+        flow: FlowSettings | None = None,
         max_length: int = 1000,
         temperature: float = 0.0,
         seed: int = 0,
@@ -108,18 +108,20 @@ class InterleaveInferencer:
             understand: answer in text, and draw nothing.
             think: let the model write down its thoughts first, and draw from them, too.
             size: (height, width) of the picture; None: of the last of ``images``, else the largest square.
+            flow: how it is drawn; None: as ``flow_for`` decides.
             max_length: tokens of the text at most.
             temperature: of the text; 0 takes the likeliest token.
             seed: of every random number.
         """
-        contexts = Contexts()
+        contexts, flow = Contexts(), flow or flow_for(self.model)[0]
         if think:
             self._show_prompt(contexts, THINK_THEN_ANSWER if understand else THINK_THEN_DRAW)
         for number, given in enumerate(images):
             image = self.processor.read_image(given)
             shown = self._show_image(contexts, image, draw=not understand, noise_key=(seed, number, "vae"))
             size = size or (shown.height, shown.width)
-        self._add_text(contexts, prompt)
+        if prompt or not understand:  # a picture alone may be read, as in training
+            self._add_text(contexts, prompt)
         text = ""
         if think or understand:
             ids = self.write(contexts.full, max_length=max_length, temperature=temperature, seed=seed)

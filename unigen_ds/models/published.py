@@ -23,6 +23,7 @@ from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.files import copy_files, new_directory
 from unigen_ds.core.log import logger
 from unigen_ds.core.outputs import save_safetensors
+from unigen_ds.models.exported import EXPORTED, read_exported, write_exported
 from unigen_ds.models.quantized import plain_state_dict
 from unigen_ds.models.sizes import check_sizes
 from unigen_ds.models.weights import Pretrained, Stored, read_json, shown, stated_sizes, stored_tensors
@@ -43,6 +44,13 @@ _VIT_UNUSED_LAYERS = 1  # BAGEL reads the last layer but one; a vit_config.json 
 _DEFAULTS = {"latent_patch_size": 2, "max_latent_size": 64}
 
 
+def is_published(directory: Path) -> bool:
+    """Whether it has BAGEL's files; one exported here may lack those of an autoencoder without weights."""
+    *others, vae = FILES
+    has_vae = (directory / vae).is_file() or "vae" in read_exported(directory)
+    return all((directory / name).is_file() for name in others) and has_vae
+
+
 def open_pretrained(given: str | Mapping[str, str]) -> Pretrained:
     """``given``: a published directory, or ``dict(llm=..., vit=..., vae=...)`` of some of the three.
 
@@ -51,14 +59,17 @@ def open_pretrained(given: str | Mapping[str, str]) -> Pretrained:
     if isinstance(given, Mapping):
         return _open_parts(given)
     directory = Path(given)
-    weights, vae = stored_tensors(directory / WEIGHTS), _below(_PREFIX["vae"], directory / VAE_WEIGHTS)
+    weights, exported = stored_tensors(directory / WEIGHTS), read_exported(directory)
+    has_vae = (directory / VAE_WEIGHTS).is_file() or "vae" not in exported
+    vae = _below(_PREFIX["vae"], directory / VAE_WEIGHTS) if has_vae else {}
     sizes: dict[str, Any] = {
         "llm": _sizes("llm", directory / LLM_CONFIG),
         "vit": _sizes("vit", directory / VIT_CONFIG),
-        "vae": _vae_sizes(vae, directory / VAE_WEIGHTS),
+        "vae": {**(_vae_sizes(vae, directory / VAE_WEIGHTS) if has_vae else {}), **exported.get("vae", {})},
     }
     if "vae2llm.weight" in weights:
-        sizes["latent_patch_size"] = math.isqrt(weights["vae2llm.weight"].shape[1] // sizes["vae"]["latent_channels"])
+        channels = sizes["vae"].get("latent_channels") or sizes["vae"].get("channels", 1)
+        sizes["latent_patch_size"] = math.isqrt(weights["vae2llm.weight"].shape[1] // channels)
     if "latent_pos_embed.pos_embed" in weights:
         sizes["max_latent_size"] = math.isqrt(weights["latent_pos_embed.pos_embed"].shape[0])
     if "vit_pos_embed.pos_embed" in weights:
@@ -160,11 +171,14 @@ def with_copied_experts(source: Pretrained, names: Iterable[str]) -> Pretrained:
     return replace(source, tensors={**source.tensors, **copies})
 
 
-def write_published(model: Any, out: Path, *, source: Path | None = None, dtype: torch.dtype | None = None) -> None:
+def write_published(
+    model: Any, out: Path, *, processor: Any = None, source: Path | None = None, dtype: torch.dtype | None = None
+) -> None:
     """Write ``model`` as a published directory; it appears complete or not at all. Quantised weights are unpacked.
 
     Args:
         out: a new folder.
+        processor: gives the tokenizer's files where there is no ``source``, and the image transforms.
         source: a published directory whose other files (configs, tokenizer) are copied byte for byte.
         dtype: of the weights; None: the model's.
 
@@ -174,8 +188,6 @@ def write_published(model: Any, out: Path, *, source: Path | None = None, dtype:
     if dtype is not None:
         state = {name: t.to(dtype) if t.is_floating_point() else t for name, t in state.items()}
     vae = {name.removeprefix(_PREFIX["vae"]): t for name, t in state.items() if name.startswith(_PREFIX["vae"])}
-    if not vae:
-        raise ConfigError("this model's autoencoder has no weights", allowed="FluxAutoencoder, for ae.safetensors")
     rest = {name: tensor for name, tensor in state.items() if not name.startswith(_PREFIX["vae"])}
     configs = _configs(model.sizes)
     if source is not None:
@@ -184,9 +196,13 @@ def write_published(model: Any, out: Path, *, source: Path | None = None, dtype:
         for name, config in configs.items():
             (staging / name).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         if source is not None:
-            copy_files(source, staging, wanted=lambda name: name not in (WEIGHTS, VAE_WEIGHTS))
+            copy_files(source, staging, wanted=lambda name: name not in (WEIGHTS, VAE_WEIGHTS, EXPORTED))
+        elif processor is not None:
+            processor.tokenizer.save_pretrained(str(staging))
         for file, tensors in ((WEIGHTS, rest), (VAE_WEIGHTS, vae)):
-            save_safetensors(staging / file, tensors, {"format": "pt"})
+            if tensors:  # PixelAutoencoder has none
+                save_safetensors(staging / file, tensors, {"format": "pt"})
+        write_exported(staging, model, processor)
 
 
 def _check_source(source: Path, configs: Mapping[str, Mapping[str, Any]]) -> None:

@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache, cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.registry import AUTOENCODERS, MODELS, build
 from unigen_ds.models import flow
 from unigen_ds.models.attention import Attend, plan_attention
+from unigen_ds.models.exported import read_exported
 from unigen_ds.models.flops import attention_flops, encode_flops, linear_flops, trains
 from unigen_ds.models.layers import (
     MLPConnector,
@@ -213,6 +215,8 @@ class UnifiedModel(PretrainedModel):
         if width % 4:
             raise ConfigError(f"model.llm.hidden_size is {width}", allowed="a multiple of 4, for positions in images")
         self.latent_patch_size, self.timestep_shift = sizes["latent_patch_size"], timestep_shift
+        self.published = isinstance(pretrained, str) and not read_exported(Path(pretrained))
+        """Whether the weights are a published directory's, as they are; not after a step of training."""
         self.max_latent_size = sizes["max_latent_size"]
         self.vocab_size = config["vocab_size"]
         stored_vae = source is not None and any(name.startswith("vae.") for name in source.tensors)
@@ -291,6 +295,7 @@ class UnifiedModel(PretrainedModel):
 
     def forward(self, batch: PackedBatch) -> LossTerms:
         """Sums of the loss terms over the targets of one micro-batch."""
+        self.published = self.published and not self.training
         with torch.no_grad():
             clean_LC = encode_by_size(self.vae, batch, self.latent_patch_size)
         return self.loss_terms(batch, clean_LC)

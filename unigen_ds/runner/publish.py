@@ -46,7 +46,7 @@ def publish(
     if isinstance(model, VLM) and isinstance(processor, VLMProcessor):
         _publish_vlm(model.to(dtype), processor, out, source=source)
     elif isinstance(model, UnifiedModel):
-        write_published(model, out, source=source, dtype=dtype)
+        write_published(model, out, processor=processor, source=source, dtype=dtype)
     elif isinstance(model, DecoderLM):
         write_directory(
             model, out, tokenizer=processor.tokenizer, source=source, dtype=dtype, max_shard_size=max_shard_size
@@ -75,6 +75,11 @@ def _publish_vlm(model: VLM, processor: VLMProcessor, out: Path, *, source: Path
         save_nanovlm(model, folder, config=config)
 
 
+def _tokenizer_name(name: str) -> str:
+    """A hub's name as it is; of a folder of this machine ``.``: the tokenizer is beside the weights."""
+    return "." if Path(name).is_absolute() or Path(name).exists() else name
+
+
 def _nanovlm_config(model: VLM, processor: VLMProcessor) -> dict[str, Any]:
     """Where nanoVLM has a key that this leaves out, its own default counts."""
     places = range(1, MAX_TILES_PER_SIDE + 1)
@@ -84,7 +89,7 @@ def _nanovlm_config(model: VLM, processor: VLMProcessor) -> dict[str, Any]:
         **nanovlm_sizes(model),
         "lm_base_vocab_size": model.vocab_size - extra,
         "extra_token_amount": extra,
-        "lm_tokenizer": processor.tokenizer.chat.name_or_path,
+        "lm_tokenizer": _tokenizer_name(processor.tokenizer.chat.name_or_path),
         "lm_chat_template": processor.tokenizer.chat.chat_template,
         "mp_image_token_length": processor.tokens_per_tile,
         "max_img_size": processor.tiling.max_size,

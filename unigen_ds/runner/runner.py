@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
@@ -266,6 +266,7 @@ class Runner:
             hook_shards={folder: shards for hook in self.hooks for folder, shards in hook.shards().items()},
             config_text=parts.config_text,
             before=self._before_save,
+            write_tokenizer=write_tokenizer(parts.plain_config, parts.processor.tokenizer),
         )
         self._parent = path.name
         return path
@@ -276,6 +277,11 @@ class Runner:
         self._lock.check()
         for hook in self.hooks:
             hook.sync()
+
+
+def write_tokenizer(config: Mapping[str, Any], tokenizer: Any) -> Callable[[str], None] | None:
+    """What writes the tokenizer's files, where its config names a folder or a hub's name; else the config is enough."""
+    return getattr(tokenizer, "save_pretrained", None) if (config.get("tokenizer") or {}).get("path") else None
 
 
 def _parent_name(work_dir: Path, checkpoint: Path | None) -> str | None:

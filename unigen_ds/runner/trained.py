@@ -14,6 +14,7 @@ from torch import nn
 from unigen_ds.checkpoint.convert import open_source
 from unigen_ds.checkpoint.layouts.nanovlm import is_nanovlm
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
+from unigen_ds.checkpoint.saver import TOKENIZER
 from unigen_ds.checkpoint.writers import Entry
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.log import logger
@@ -24,10 +25,13 @@ from unigen_ds.inference.chat import ChatInferencer
 from unigen_ds.inference.inferencer import InterleaveInferencer
 from unigen_ds.inference.text import TextInferencer
 from unigen_ds.models.decoder_lm import DecoderLM
+from unigen_ds.models.exported import read_exported
+from unigen_ds.models.hf_directory import MODEL_TYPES
 from unigen_ds.models.hf_names import vlm_arguments
-from unigen_ds.models.published import FILES
+from unigen_ds.models.published import is_published
 from unigen_ds.models.unified import UnifiedModel
-from unigen_ds.models.weights import shown
+from unigen_ds.models.weights import read_json, shown
+from unigen_ds.resume.edited import BUILT
 from unigen_ds.runner.build import build_model, build_processor, custom_modules, import_custom, seed_of
 
 _VAE_LARGEST, _VIT_SMALLEST = 1024, 224  # pixels, as BAGEL's own transforms have them
@@ -53,8 +57,8 @@ def open_model(
     Raises ``CheckpointError`` where weights are missing, unexpected or of another shape, ``ConfigError`` where modules
     would have to be imported.
     """
-    if all((path / name).is_file() for name in FILES):
-        config = published_config(path)
+    if is_published(path) or (config is None and is_decoder(path)):
+        config = published_config(path) if is_published(path) else decoder_config(path)
         processor = build_processor(config, seed=0)
         return build_model(config, processor), processor
     source = open_source(path, tag=tag)
@@ -62,12 +66,14 @@ def open_model(
         config = nanovlm_config(source.directory) if is_nanovlm(source.directory) else _stored_config(source.directory)
         if not allow_custom_imports:
             _refuse_imports(config, source.directory)
+        config = self_contained(config, source.directory)
     import_custom(config)
     processor = build_processor(config, seed=seed_of(config))
     uncompiled = {key: value for key, value in config["model"].items() if key != "compile"}
     model = build_model({**config, "model": uncompiled}, processor)
     ema = source.average is not None and not raw
     _fill(model, source.entries(dtype=torch.float32, ema=ema), where=source.directory)
+    model.published = False  # type: ignore[assignment]  # these weights are not those of its config's ``pretrained``
     logger().info(f"{source.directory}: {'the average of the weights (EMA)' if ema else 'the weights'}")
     return model, processor
 
@@ -87,7 +93,10 @@ def open_inferencer(
 
 def published_config(directory: Path) -> dict[str, Any]:
     """What is needed of a config, for a published directory with its tokenizer: BAGEL's image sizes."""
-    model = {"type": "UnifiedModel", "pretrained": str(directory)}
+    exported = read_exported(directory)
+    model: dict[str, Any] = {"type": "UnifiedModel", "pretrained": str(directory)}
+    if "timestep_shift" in exported:
+        model["timestep_shift"] = exported["timestep_shift"]
     sizes = UnifiedModel.processor_sizes(model)
     latent, patch = sizes["vae_downsample"], sizes["vit_patch_size"]
     vae = min(_VAE_LARGEST, sizes["max_latent_size"] * latent)
@@ -99,7 +108,50 @@ def published_config(directory: Path) -> dict[str, Any]:
     return {
         "model": model,
         "tokenizer": {"type": "PretrainedTokenizer", "path": str(directory)},
-        "processor": {name: {"type": "ImageTransform", **given} for name, given in transforms.items()},
+        "processor": {
+            name: exported.get(name) or {"type": "ImageTransform", **given} for name, given in transforms.items()
+        },
+    }
+
+
+def self_contained(config: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]:
+    """The config of a checkpoint without the folders that it names: the sizes as the model was built, the tokenizer
+    that was saved with it. A checkpoint of an earlier version has neither, and needs its folders.
+    """
+    found, built = dict(config), (config.get(BUILT) or {}).get("model")
+    if built:
+        model = {key: value for key, value in config["model"].items() if key not in ("pretrained", "copy_init_moe")}
+        found["model"] = {**model, **built}
+    if (checkpoint / TOKENIZER).is_dir():
+        found["tokenizer"] = {**config["tokenizer"], "path": str(checkpoint / TOKENIZER)}
+    return found
+
+
+def is_decoder(directory: Path) -> bool:
+    """Whether it is transformers' directory of a model that ``DecoderLM`` knows."""
+    config = directory / "config.json"
+    return config.is_file() and not is_nanovlm(directory) and read_json(config).get("model_type") in MODEL_TYPES
+
+
+def decoder_config(directory: Path) -> dict[str, Any]:
+    """The same for transformers' directory with its tokenizer; begin and end are the tokens that its config names."""
+    from transformers import AutoTokenizer
+
+    stored = read_json(directory / "config.json")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        ids = [stored.get("bos_token_id"), stored.get("eos_token_id")]
+        first = [each[0] if isinstance(each, list) and each else each for each in ids]
+        begin, end = (tokenizer.convert_ids_to_tokens(first[1] if each is None else each) for each in first)
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{directory} has no tokenizer with the tokens of its config: {error}",
+            remedy="name the config of the training: --config CONFIG",
+        ) from error
+    names = {"bos": begin, "eos": end, "image_start": None, "image_end": None}
+    return {
+        "model": {"type": "DecoderLM", "pretrained": str(directory)},
+        "tokenizer": {"type": "PretrainedTokenizer", "path": str(directory), **names},
     }
 
 
