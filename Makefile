@@ -2,6 +2,7 @@
 # make test    lint, types and all tests
 # make lint    ruff and mypy alone
 # make matrix  every engine, process count, precision and load, as a dated table (make test holds a pairwise part; half an hour)
+# make mutations  small edits of the source, each with the test that must then fail; PART=K/N: a part, MINUTES=M: a limit
 # make bench   the benchmarks; results go to benchmarks/results/
 #
 # Everything is installed into .venv at the versions of constraints.txt; the stamp files keep that from being repeated.
@@ -14,7 +15,7 @@ TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 TOOLS := $(wildcard tools/*.py)
 DEMO_DIR := work_dirs/unified_digits
 
-.PHONY: demo test matrix lint bench clean
+.PHONY: demo test matrix mutations lint bench clean
 .DEFAULT_GOAL := test
 
 $(BIN)/python:
@@ -52,6 +53,10 @@ test: lint
 
 matrix: $(VENV)/.stamp-test
 	$(BIN)/python benchmarks/matrix.py
+
+PART ?= 1/1
+mutations: $(VENV)/.stamp-test
+	$(BIN)/python -m tests.mutate --part $(PART) $(if $(MINUTES),--minutes $(MINUTES)) $(MUTATE)
 
 lint: $(VENV)/.stamp-test
 	$(BIN)/ruff check .

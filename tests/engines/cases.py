@@ -92,11 +92,11 @@ def plain(engine: str, world: int, **overrides: Any) -> Job:
 def equivalence(*, full: bool) -> list[Job]:
     """Everybody against ``single@1``; ``single_8x1`` is the same update cut once."""
     jobs = [plain("single", 1), Job("single_8x1", [Phase(1, config("single", 1, geometry=(8, 1)))])]
-    jobs += [plain(engine, 2) for engine in (*ENGINES, "zero3_preset", "FULL_SHARD_once")]
+    jobs += [plain(engine, 2) for engine in (*ENGINES, "zero3_preset", "FULL_SHARD_once", "FULL_SHARD_offload")]
     jobs += [plain(engine, 1) for engine in ENGINES]
     jobs.append(plain("HYBRID_SHARD", 4))
     if full:
-        jobs += [plain(engine, 2) for engine in ("zero3_offload", "FULL_SHARD_offload")]
+        jobs.append(plain("zero3_offload", 2))
         jobs += [plain(engine, 4) for engine in ENGINES] + [plain(engine, 8) for engine in ("zero2", "FULL_SHARD")]
     return jobs
 

@@ -97,7 +97,13 @@ class Launched:
 
     def __init__(self, out: Path, jobs: Sequence[Job], *, timeout_s: float = 3000.0) -> None:
         self.out = out
+        self.results: dict[str, dict[str, Any]] = {}
+        self._start(jobs, timeout_s)
+
+    def _start(self, jobs: Sequence[Job], timeout_s: float) -> None:
+        out = self.out
         out.mkdir(parents=True, exist_ok=True)
+        (out / "results.json").unlink(missing_ok=True)
         cases = out / "jobs.json"
         cases.write_text(json.dumps([asdict(job) for job in jobs]), encoding="utf-8")
         with (out / "worker.log").open("w+", encoding="utf-8") as log:
@@ -113,7 +119,7 @@ class Launched:
             except subprocess.TimeoutExpired as error:
                 raise AssertionError(f"{error}\n{_end(log)}") from error
             assert (out / "results.json").is_file(), _end(log)
-        self.results: dict[str, dict[str, Any]] = json.loads((out / "results.json").read_text())
+        self.results |= json.loads((out / "results.json").read_text())
 
     def outcome(self, name: str) -> Outcome:
         problem = self.results[name]["problem"]
@@ -126,6 +132,24 @@ def _preloaded(jobs: Sequence[Job], out: Path) -> dict[str, str]:
     if not any(phase.disk_mib for job in jobs for phase in job.phases):
         return {}
     return {"LD_PRELOAD": str(full_disk.library(out))}
+
+
+class OnDemand(Launched):
+    """A launch for each job that a test asks for, with what it resumes from: where one test of many is run."""
+
+    def __init__(self, out: Path, jobs: Sequence[Job]) -> None:
+        self.out, self._jobs = out, {job.name: job for job in jobs}
+        self.results = {}
+
+    def outcome(self, name: str) -> Outcome:
+        chain: list[Job] = []
+        wanted: str | None = name
+        while wanted is not None and wanted not in self.results:
+            chain.insert(0, self._jobs[wanted])
+            wanted = chain[0].resumes
+        if chain:
+            self._start(chain, timeout_s=600.0)
+        return super().outcome(name)
 
 
 _WANTED: set[str] = set()
@@ -149,11 +173,17 @@ def want(*groups: str) -> Callable[[], Launched]:
 
 @cache
 def _launched() -> Launched | AssertionError:
-    """A launch that fails, or comes to no end, does so once: not again for every test that asks."""
+    """A launch that fails, or comes to no end, does so once: not again for every test that asks.
+
+    With ``ENGINE_JOBS=needed`` in the environment (``tests/mutate.py`` sets it) only the jobs that tests ask for run.
+    """
     out = Path(tempfile.mkdtemp(prefix="engines-"))
     atexit.register(shutil.rmtree, out, ignore_errors=True)
+    jobs = jobs_of(_WANTED, full=False)
+    if os.environ.get("ENGINE_JOBS") == "needed":
+        return OnDemand(out, jobs)
     try:
-        return Launched(out, jobs_of(_WANTED, full=False))
+        return Launched(out, jobs)
     except AssertionError as error:
         return error
 

@@ -216,12 +216,13 @@ def main() -> None:
     jobs, out = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), Path(sys.argv[2])
     # a compiler that was killed leaves half a library in torch's shared cache, on which every later process fails
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str((out / "compiled_code").resolve())
-    users.write_mixed(out / "data")
-    users.write_parts(out / "data" / "parts")
-    pictures.write_drawings(out / "data" / "drawings")
-    pictures.write_talks(out / "data" / "talks")
-    texts.write_documents(out / "data" / "digits" / "text.jsonl")
-    texts.write_decoder(out / "data" / "decoder")
+    if not (out / "data").exists():  # else this is a later launch for further jobs
+        users.write_mixed(out / "data")
+        users.write_parts(out / "data" / "parts")
+        pictures.write_drawings(out / "data" / "drawings")
+        pictures.write_talks(out / "data" / "talks")
+        texts.write_documents(out / "data" / "digits" / "text.jsonl")
+        texts.write_decoder(out / "data" / "decoder")
     gc.freeze()  # else every collection of a process would go through, and so copy, all that was imported
     Pool(jobs, out).run()
 

@@ -195,6 +195,17 @@ def test_weights_move_between_the_last_forward_and_the_last_after_train_iter_onl
     assert len(set(recorder.weights)) == 1 + len(recorder.updates), "each update moves the weights"
 
 
+def test_the_weights_follow_the_curve(tmp_path, data):
+    """A learning rate that is 0 moves nothing: the curve reaches the optimizer, not only the log."""
+    still = {"type": "ConstantLR", "factor": 0.0, "begin": 0, "end": 3 * ACCUMULATE, "by_epoch": False}
+    recorder = trained(tmp_path, data, param_scheduler=[still], **limit(max_updates=4)).recorder
+    after = [
+        w for call, w in zip(recorder.calls, recorder.weights, strict=True) if call in ("before_train", "after_update")
+    ]
+    moved = [old != new for old, new in zip(after, after[1:], strict=False)]
+    assert moved == [result.hparams[0]["lr"] > 0 for _, result in recorder.updates] and len(set(moved)) == 2, moved
+
+
 def test_a_resume_is_told_before_training(tmp_path, data):
     trained(tmp_path, data, max_updates=1, **limit(max_updates=2))
     resumed = trained(tmp_path, data, resume=True, **limit(max_updates=2))

@@ -1,0 +1,168 @@
+"""What a user plugs in, switches on or evaluates late, in a real run: curve, augmentation, hooks, precision, weights.
+
+Each run trains the tiny model of ``tests/tiny.py`` on real digits for a few updates.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.tiny import tiny_config
+from unigen_ds.core.batch import PackedBatch
+from unigen_ds.core.metrics import read_lines
+from unigen_ds.core.registry import CURVES, TRANSFORMS
+from unigen_ds.data.digits import write_digits
+from unigen_ds.hooks.base import Hook, Run, UpdateResult
+from unigen_ds.hooks.logger import LoggerHook
+from unigen_ds.runner import Runner
+from unigen_ds.schedule.curves import Curve, Point
+
+UPDATES = 4
+
+
+@CURVES.register_module()
+@dataclass(frozen=True, kw_only=True)
+class HalvedEachUpdate(Curve):
+    """A curve of a user's own."""
+
+    @property
+    def needs_end(self) -> bool:
+        return False
+
+    @staticmethod
+    def evaluate(point: Point, arguments: Mapping[str, Any]) -> float:
+        return point.given * 0.5 ** (point.since / point.step)
+
+
+@TRANSFORMS.register_module()
+class Negative:
+    """An augmentation of a user's own: black becomes white."""
+
+    def __call__(self, image: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        return -image
+
+
+class Watcher(Hook):
+    """Keeps the batches; at the third update a result of the second one arrives."""
+
+    def __init__(self, *, sleep_s: float = 0.0) -> None:
+        self.sleep_s = sleep_s
+        self.batches: list[PackedBatch] = []
+
+    def before_train_iter(self, run: Run, index: int, batch: PackedBatch) -> None:
+        self.batches.append(batch)
+
+    def after_update(self, run: Run, result: UpdateResult) -> None:
+        time.sleep(self.sleep_s)
+        if run.progress.updates == 3:
+            log = next(hook for hook in run.hooks if isinstance(hook, LoggerHook))
+            log.log_metrics(run, {"score": 0.25}, update=2, event="lmms_eval")
+
+
+@dataclass(frozen=True)
+class Trained:
+    runner: Runner
+    watcher: Watcher
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        return [line for line in read_lines(self.runner.work_dir / "metrics.jsonl") if "loss" in line]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_digits(tmp_path_factory.mktemp("data") / "digits")
+
+
+def train(work_dir: Path, data: Path, *, updates: int = UPDATES, sleep_s: float = 0.0, **changes: Any) -> Trained:
+    watch = {"type": Watcher, "sleep_s": sleep_s}
+    given = {"param_scheduler": [], "train_dataloader__batch_size": 4, "custom_hooks": [watch], **changes}
+    runner = Runner.from_cfg(tiny_config(work_dir, data, **given), max_updates=updates)
+    runner.train()
+    return Trained(runner, next(hook for hook in runner.hooks if isinstance(hook, Watcher)))
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Trained:
+    return train(tmp_path_factory.mktemp("plain"), data)
+
+
+def test_a_curve_of_ones_own(tmp_path: Path, data: Path) -> None:
+    curve = {"type": "HalvedEachUpdate", "unit": "update", "end": 1000}
+    rates = [line["lr"] for line in train(tmp_path, data, param_scheduler=[curve]).lines]
+    assert rates == pytest.approx([2e-3 * 0.5**k for k in range(UPDATES)])
+
+
+def test_an_augmentation_of_ones_own_changes_what_is_read_alone(tmp_path: Path, data: Path, plain: Trained) -> None:
+    changed = train(tmp_path, data, processor__vit_augment=[{"type": "Negative"}])
+    for own, other in zip(changed.watcher.batches, plain.watcher.batches, strict=True):
+        assert torch.equal(own.vit_patches, -other.vit_patches)
+        assert torch.equal(own.vae_images, other.vae_images) and torch.equal(own.text_ids, other.text_ids)
+    assert any(batch.vit_patches.numel() for batch in plain.watcher.batches)
+
+
+def test_a_late_result_is_a_line_at_its_own_update(plain: Trained) -> None:
+    events = [line for line in read_lines(plain.runner.work_dir / "metrics.jsonl") if "event" in line]
+    assert events == [{"event": "lmms_eval", "update": 2, "score": 0.25}]
+
+
+def test_another_seed_is_another_run_and_the_same_one_the_same(tmp_path: Path, data: Path, plain: Trained) -> None:
+    same = [line["loss"] for line in train(tmp_path / "same", data).lines]
+    other = [line["loss"] for line in train(tmp_path / "other", data, randomness__seed=7).lines]
+    assert same == [line["loss"] for line in plain.lines] and not set(other) & set(same)
+
+
+def test_targets_are_weighed_by_the_length_of_their_text(tmp_path: Path, data: Path, plain: Trained) -> None:
+    assert all(torch.all(batch.text_target_weight == 1.0) for batch in plain.watcher.batches)
+    weighed = train(tmp_path, data, processor__ce_reweight=True)
+    texts = 0
+    for batch in weighed.watcher.batches:
+        of_split = batch.split_ids[batch.text_target_index]
+        for split in of_split.unique():
+            weights = batch.text_target_weight[of_split == split]
+            assert torch.allclose(weights, torch.full_like(weights, 1 / math.sqrt(len(weights))))
+            texts += 1
+    assert texts > 10
+
+
+def test_conditions_are_dropped_as_often_as_asked(tmp_path: Path, data: Path, plain: Trained) -> None:
+    """With probability 1 no question is left: prompts and the pictures that are read are gone, targets are not."""
+    none = train(tmp_path, data, processor__text_dropout=1.0, processor__vit_dropout=1.0)
+    targets = [sum(len(b.text_target_ids) for b in t.watcher.batches) for t in (none, plain)]
+    assert targets[0] == targets[1] > 0
+    assert all(batch.vit_patches.numel() == 0 for batch in none.watcher.batches)
+    assert sum(b.num_tokens for b in none.watcher.batches) < sum(b.num_tokens for b in plain.watcher.batches)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_low_precision_keeps_fp32_masters_and_resumes_bit_equal(tmp_path: Path, data: Path, precision: str) -> None:
+    """fp16 begins with its loss scale: a first overflow is skipped, and the scale continues after a resume."""
+    changes: dict[str, Any] = {"optim_wrapper__precision": precision}
+    straight = train(tmp_path / "straight", data, **changes)
+    train(tmp_path / "cut", data, updates=2, **changes)
+    cut = train(tmp_path / "cut", data, resume=True, **changes)
+    assert [line["loss"] for line in cut.lines] == [line["loss"] for line in straight.lines]
+    low = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    assert {p.dtype for p in straight.runner.backend.model.parameters()} == {low}
+    name = f"iter_{UPDATES}.pth"
+    one, two = (load_file(tmp_path / run / name / "model.safetensors") for run in ("straight", "cut"))
+    assert all(torch.equal(one[key], two[key]) for key in one)
+    masters = [value for value in one.values() if value.dtype == torch.float32]
+    assert any(not torch.equal(value, value.to(low).float()) for value in masters), "masters are not rounded"
+    scales = load_file(tmp_path / "cut" / name / "optimizer.safetensors").get("loss_scale|loss_scale|0")
+    assert (scales is not None) == (precision == "fp16")
+
+
+def test_a_slow_hook_is_named_once(tmp_path: Path, data: Path) -> None:
+    train(tmp_path, data, updates=56, sleep_s=0.02, train_dataloader__batch_size=1)
+    log = (tmp_path / "train.log").read_text()
+    assert log.count("of the time is other") == 1 and "slow hooks" in log

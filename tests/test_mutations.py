@@ -1,0 +1,94 @@
+"""``tests/mutations.toml`` fits the tree, covers every row that is not open, and ``tests/mutate.py`` judges rightly."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests import mutate
+
+ROOT = Path(__file__).resolve().parents[1]
+MUTATIONS = mutate.load()
+LEAST = 150
+SHOWN = dict(
+    re.findall(
+        r"^\| ((?:S\d\.|B|N)\d+) \| .+? \| (.+) \|$",
+        (ROOT / "docs" / "requirements.md").read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
+)
+DONE = [row for row, shown in SHOWN.items() if not shown.startswith("open")]
+
+
+def test_there_are_enough_and_no_id_comes_twice() -> None:
+    assert len(MUTATIONS) >= LEAST
+    assert [name for name, number in Counter(m.id for m in MUTATIONS).items() if number > 1] == []
+
+
+def test_every_edit_can_be_applied_and_its_test_exists() -> None:
+    assert [f"{m.id}: {problem}" for m in MUTATIONS if (problem := m.problem()) is not None] == []
+
+
+def test_every_row_that_is_not_open_has_an_edit() -> None:
+    covered = {row for mutation in MUTATIONS for row in mutation.rows}
+    assert [row for row in DONE if row not in covered] == []
+    unknown = {row for row in covered if not row.startswith("10.")} - set(SHOWN)
+    assert not unknown, "rows that docs/requirements.md does not have"
+
+
+def test_parts_are_a_partition_that_keeps_tests_together() -> None:
+    parts = [mutate.part_of(MUTATIONS, f"{k}/10") for k in range(1, 11)]
+    assert sorted(m.id for part in parts for m in part) == sorted(m.id for m in MUTATIONS)
+    tests = [{m.test for m in part} for part in parts]
+    assert sum(map(len, tests)) == len(set().union(*tests))
+    with pytest.raises(SystemExit, match="K/N"):
+        mutate.part_of(MUTATIONS, "0/10")
+
+
+EDITS = """
+[[mutation]]
+id = "caught"
+rows = []
+file = "unigen_ds/core/progress.py"
+find = "sequences=self.sequences + sequences"
+replace = "sequences=self.sequences"
+test = "tests/core/test_progress.py"
+
+[[mutation]]
+id = "harmless"
+rows = []
+file = "unigen_ds/core/progress.py"
+find = "epoch=epoch,"
+replace = "epoch=epoch + 0,"
+test = "tests/core/test_progress.py"
+
+[[mutation]]
+id = "of-no-test"
+rows = []
+file = "unigen_ds/core/progress.py"
+find = "epoch=epoch,"
+replace = "epoch=0,"
+test = "tests/core/test_progress.py::test_that_is_not_there"
+"""
+
+
+def test_a_caught_edit_a_survivor_and_one_that_cannot_be_judged(tmp_path: Path) -> None:
+    listed, results = tmp_path / "edits.toml", tmp_path / "results.jsonl"
+    listed.write_text(EDITS)
+    command = [sys.executable, "-m", "tests.mutate", "--list", str(listed), "--results", str(results)]
+    first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    outcomes = {line["id"]: line["outcome"] for line in map(json.loads, results.read_text().splitlines())}
+    assert first.returncode == 1, first.stdout + first.stderr
+    assert outcomes["caught"] == "detected" and outcomes["harmless"] == "survived"
+    assert outcomes["of-no-test"].startswith("not judged")
+    assert "1 detected, 1 survived, 1 not judged, 0 not run" in first.stdout
+
+    again = subprocess.run([*command, "--only", "caught", "--minutes", "0"], cwd=ROOT, capture_output=True, text=True)
+    assert again.returncode == 0 and "1 detected" in again.stdout, "what was judged before is not run again"
+    assert len(results.read_text().splitlines()) == 3
