@@ -60,6 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     from unigen_ds.runner.components import problems
     from unigen_ds.runner.inspect import advice, is_out_of_memory
 
+    failed = True
     try:
         config = load_config(arguments.config, overrides_of(arguments), also=problems)
         if arguments.resume == AUTO:
@@ -67,6 +68,7 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.seed is not None:
             config["randomness"] = {"seed": arguments.seed}
         stopped = train_config(config, max_updates=arguments.max_updates)
+        failed = False
     except Exception as error:
         if is_out_of_memory(error):
             print(advice(config, sys.argv[1:] if argv is None else argv), file=sys.stderr)
@@ -78,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
     else:
         status = STOPPED_BY_SIGNAL if stopped == "signal" else 0
     finally:
-        dist.shutdown()
+        dist.shutdown(after_error=failed)
     if argv is None:  # as a command
         dist.leave(status)
     return status

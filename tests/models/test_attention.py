@@ -17,8 +17,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.models.batches import packed, random_documents
 from unigen_ds.core.batch import CAUSAL, FULL, NOISE, PackedBatch
+from unigen_ds.data.packing import WindowPacking
 from unigen_ds.models.attention import AttentionPlan, SDPAPlan, plan_attention, plan_full_attention
-from unigen_ds.models.flex import BLOCK, FlexPlan
+from unigen_ds.models.flex import BLOCK, VARIANTS, FlexPlan, compile_attention
 
 TEXT_ALONE = [[(CAUSAL, 9)], [(CAUSAL, 4), (CAUSAL, 5)], [(CAUSAL, 2)], [(CAUSAL, 1)]]
 ONE_DOCUMENT = [[(CAUSAL, 5), (FULL, 6), (NOISE, 4), (CAUSAL, 3), (NOISE, 4)]]
@@ -209,6 +210,32 @@ def test_one_compiled_graph_serves_micro_batches_of_any_size() -> None:
         assert isinstance(plan, FlexPlan)
         assert_same(dataclasses.replace(plan, attention=compiled), inputs(batch.num_tokens), seen(batch))
     assert counters["stats"]["unique_graphs"] - before == 1
+
+
+def test_the_compiled_function_serves_all_that_a_run_asks_of_it() -> None:
+    """A language model and a ViT, training and evaluation, lengths as packing makes them, one block or several: more
+    variants than torch's own limit of 8, beyond which it would run uncompiled without a message.
+    """
+    torch._dynamo.reset()  # what another test compiled would be used again
+    compiled = compile_attention(torch.nn.attention.flex_attention.flex_attention, backend="aot_eager")
+    before = counters["stats"]["unique_graphs"]
+    lengths = [max(2, n % 60) for n in long_tailed(64)]
+    rows = WindowPacking().plan(lengths, [0] * len(lengths), 200, 0)
+    texts = [[lengths[i] for i in row] for row in (rows[0], rows[1], rows[-1][:2])]
+    language = [plan_attention(packed([[(CAUSAL, n)] for n in row]), use_flex=True) for row in texts]
+    patches = [(16,) * 9, (40, 70, 90), (4,)]
+    vision = [plan_full_attention(sizes, torch.device("cpu"), use_flex=True) for sizes in patches]
+    for dtype, grad in ((torch.float32, True), (torch.float32, False), (torch.bfloat16, False)):
+        for heads, plans in ((HEADS, language), ((4, 4, 24), vision)):
+            for plan in plans:
+                assert isinstance(plan, FlexPlan)
+                number = plan.block_mask.shape[-1] - 1
+                tensors = [x.detach().to(dtype).requires_grad_(grad) for x in inputs(number, heads)]
+                with torch.set_grad_enabled(grad):
+                    assert dataclasses.replace(plan, attention=compiled)(*tensors).shape == tensors[0].shape
+    variants = counters["stats"]["unique_graphs"] - before
+    print(f"{variants} variants")
+    assert 8 < variants <= VARIANTS / 2
 
 
 @pytest.mark.gpu

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.optim import PRECISIONS, OptimizerConfig, ParamGroup
 from unigen_ds.core.outputs import StateFiles
 from unigen_ds.core.progress import Geometry
@@ -59,6 +60,13 @@ class Backend(abc.ABC):
         Raises ``ConfigError``. Not collective. Called first of all; ``dp_size`` is then what the launcher announced.
         """
         self._cfg = optimizer_cfg
+        no_bf16 = torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False)
+        if optimizer_cfg.precision == "bf16" and no_bf16:
+            raise ConfigError(
+                f"precision is 'bf16', which {torch.cuda.get_device_name()} cannot compute",
+                allowed="bf16 on a device of compute capability 8.0 or more",
+                remedy="optim_wrapper.precision='fp16', or 'fp32'",
+            )
 
     @property
     @abc.abstractmethod

@@ -37,7 +37,7 @@ from unigen_ds.core.batch import LossTerms
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.log import logger
 from unigen_ds.core.modules import persistent_buffers, tied_names
-from unigen_ds.core.optim import COMPUTE_DTYPE, OptimizerConfig, ParamGroup, build_torch_optimizer
+from unigen_ds.core.optim import COMPUTE_DTYPE, OptimizerConfig, ParamGroup, build_torch_optimizer, step_tensor
 from unigen_ds.core.outputs import StateFiles
 from unigen_ds.core.progress import Geometry
 from unigen_ds.core.registry import BACKENDS
@@ -348,7 +348,7 @@ class DeepSpeedBackend(ShardedBackend):
                     f"parameters of one optimizer group have different Adam steps: {sorted(found)}",
                     remedy="ZeRO keeps one step per group; resume with FSDP or single, or put them into own groups",
                 )
-            self._state(flat)["step"] = torch.tensor(found.pop())
+            self._state(flat)["step"] = step_tensor(found.pop(), flat, self._zero.optimizer)
         if self.stage != 3:
             self._zero._lazy_init_hp_params_optimizer_state()
 

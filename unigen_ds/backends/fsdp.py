@@ -35,7 +35,7 @@ from torch.nn.utils import get_total_norm
 
 from unigen_ds.backends.base import StepResult
 from unigen_ds.backends.dcp_files import dcp_files
-from unigen_ds.backends.memory import allocate, place
+from unigen_ds.backends.memory import allocate
 from unigen_ds.backends.torch_optimizer import TorchOptimizerBackend
 from unigen_ds.core import dist
 from unigen_ds.core.errors import ConfigError, suggestion
@@ -98,30 +98,51 @@ class FSDPBackend(TorchOptimizerBackend):
         self._mesh = self._make_mesh(self._device.type)
         root = self._shard(model, optimizer_cfg.precision)
         held = torch.device("cpu") if self.cpu_offload else self._device
-        allocate(root, lambda tensor: torch.empty_like(tensor, device=held))
+        allocate(
+            root,
+            lambda tensor: torch.empty_like(tensor, device=held),
+            make_buffer=lambda tensor: torch.empty_like(tensor, device=self._device),  # forward reads them there
+        )
+        _settle(root)
         self._own(root, dict(root.named_parameters()), param_groups, optimizer_cfg)
         units = [name or "the root" for name, module in root.named_modules() if isinstance(module, FSDPModule)]
         self.log_summary(f"FSDP2 {self.strategy} ({self.num_shard} shard(s))", units=units)
 
+    @property
+    def _pins(self) -> bool:
+        """Page-locked host memory: copies from and to a CUDA device are then asynchronous."""
+        return self.cpu_offload and self._device.type == "cuda"
+
+    @property
+    def _replica(self) -> int:
+        """Which of the copies of the model this rank has a part of."""
+        return dist.rank() // self.num_shard
+
     def _make_mesh(self, device_type: str) -> DeviceMesh:
-        """Always (replicate, shard), so that all strategies and all units share one mesh object."""
-        world = dist.world_size()
-        return init_device_mesh(
-            device_type, (world // self.num_shard, self.num_shard), mesh_dim_names=("replicate", "shard")
-        )
+        """All processes in one row where all share a copy, else (replicate, shard). All units share this one object.
+
+        A row is the default process group. ``init_device_mesh`` would make every group of every rank in turn: 1,024
+        groups of one process at 1,024 processes; here a rank makes its own two.
+        """
+        world, num_shard = dist.world_size(), self.num_shard
+        if num_shard == world:
+            return init_device_mesh(device_type, (world,), mesh_dim_names=("shard",))
+        ranks = torch.arange(world).view(-1, num_shard)
+        row, column = divmod(dist.rank(), num_shard)
+        groups = [dist.group(ranks[:, column].tolist()), dist.group(ranks[row].tolist())]
+        return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=("replicate", "shard"))
 
     def _shard(self, model: Any, precision: str) -> Any:
         low = None if precision == "fp32" else COMPUTE_DTYPE[precision]
-        offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=False) if self.cpu_offload else OffloadPolicy()
+        offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=self._pins) if self.cpu_offload else OffloadPolicy()
         settings: dict[str, Any] = {
-            "mesh": self._mesh if self.num_shard < dist.world_size() else self._mesh["shard"],
+            "mesh": self._mesh,
             "reshard_after_forward": self.strategy in ("FULL_SHARD", "HYBRID_SHARD"),
             # activations already have the weights' dtype; casting inputs would round the rotary tables
             "mp_policy": MixedPrecisionPolicy(low, torch.float32 if low else None, cast_forward_inputs=False),
             "offload_policy": offload,
         }
-        if not self.cpu_offload:
-            place(model, self._device)
+        # fully_shard moves one unit after the other to the device and keeps this rank's part: the whole is never there
         for unit in model.shard_units():
             fully_shard(unit, **settings)
         root = fully_shard(model, **settings)
@@ -198,7 +219,7 @@ class FSDPBackend(TorchOptimizerBackend):
 
     def _shards(self, names: Sequence[str], tensors: Mapping[str, Tensor]) -> list[Shard]:
         self.refresh_copies()  # an evaluation may have left parameters gathered
-        replica = self._mesh.get_local_rank("replicate")
+        replica = self._replica
         shards = []
         for name in names:
             tensor = tensors[name]
@@ -230,7 +251,7 @@ class FSDPBackend(TorchOptimizerBackend):
         for (kind, name), value in self._optimizer_tensors().items():
             state[f"{kind}|{name}"] = value.reshape(1) if value.ndim == 0 else value
         replicas = dist.world_size() // self.num_shard
-        return dcp_files(state, replica=self._mesh.get_local_rank("replicate"), replicas=replicas)
+        return dcp_files(state, replica=self._replica, replicas=replicas)
 
     def full_state_dict(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         self.refresh_copies()
@@ -262,6 +283,18 @@ def check_num_shard(strategy: str, num_shard: int | None, *, world_size: int) ->
             allowed="a divisor of the process count: " + ", ".join(map(str, divisors)),
         )
     return wanted
+
+
+def _settle(root: nn.Module) -> None:
+    """Let FSDP pad and page-lock the shards that ``allocate`` has made. It would do so in the first forward pass and
+    give the masters other memory, of which ``master_data``, collected before, would not know.
+    """
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+                for parameter in group.fsdp_params if group else ():
+                    parameter.reset_sharded_param()
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -28,11 +28,16 @@ def place(model: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def allocate(
-    model: nn.Module, make: Callable[[Tensor], Tensor], *, finish: Callable[[nn.Parameter], None] | None = None
+    model: nn.Module,
+    make: Callable[[Tensor], Tensor],
+    *,
+    make_buffer: Callable[[Tensor], Tensor] | None = None,
+    finish: Callable[[nn.Parameter], None] | None = None,
 ) -> None:
     """Put ``make(tensor)`` in the place of every tensor on the meta device; tied ones stay one.
 
-    ``finish`` gets every new parameter before the next is made.
+    ``make_buffer`` replaces ``make`` for buffers, which may have another device than the parameters. ``finish`` gets
+    every new parameter before the next is made.
     """
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -46,7 +51,7 @@ def allocate(
                 module._parameters[name] = made[id(parameter)]
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
-                module._buffers[name] = make(buffer)
+                module._buffers[name] = (make_buffer or make)(buffer)
 
 
 @contextmanager

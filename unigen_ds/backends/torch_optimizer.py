@@ -12,7 +12,14 @@ from torch import Tensor, nn
 from unigen_ds.backends.sharded import ShardedBackend
 from unigen_ds.core.loss_scale import LossScale
 from unigen_ds.core.modules import persistent_buffers
-from unigen_ds.core.optim import OptimizerConfig, ParamGroup, build_torch_optimizer, default_fused, fuses
+from unigen_ds.core.optim import (
+    OptimizerConfig,
+    ParamGroup,
+    build_torch_optimizer,
+    default_fused,
+    fuses,
+    step_tensor,
+)
 from unigen_ds.core.shards import LOSS_SCALE
 
 
@@ -75,7 +82,8 @@ class TorchOptimizerBackend(ShardedBackend):
 
     def set_steps(self, steps: Mapping[str, float]) -> None:
         for name, step in steps.items():
-            self._optimizer.state[self._masters[name]]["step"] = torch.tensor(step)
+            master = self._masters[name]
+            self._optimizer.state[master]["step"] = step_tensor(step, master, self._optimizer)
 
     def load_loss_scale(self, scale: float, good_updates: int) -> None:
         if self._scale:

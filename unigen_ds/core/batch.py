@@ -114,6 +114,13 @@ class PackedBatch:
         return dataclasses.replace(self, **pinned)
 
 
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """A small CPU tensor on ``device``, without waiting for it: a copy to CUDA that does not wait needs page-locked
+    memory.
+    """
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
+
+
 @dataclass(frozen=True)
 class LossTerms:
     """Sums over the targets of one micro-batch, by term (``text``, ``image``). Scalars that carry gradients.

@@ -1,4 +1,4 @@
-"""Where the time of an update goes: named sections of host time, read and reset once per log line."""
+"""Where the time of an update goes: named sections of time, read and reset once per log line."""
 
 from __future__ import annotations
 
@@ -6,28 +6,53 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
+DEVICE_SECTIONS = ("forward_backward", "step")
+"""Sections that queue work for the device: on CUDA their time is the device's."""
+
 
 class Clock:
     """``with clock('data'): ...`` adds to a section. The rest of the wall time is ``other``.
 
-    Host time: on CUDA a section ends when its kernels are queued; the wait for them shows where the host first
-    synchronises, which is ``step`` (the non-finite check reads the gradient norm).
+    On a CPU this is host time. On CUDA the host runs ahead of the device and waits for it where it first reads a value,
+    in ``step``; host time would give all of the waiting to that section. So ``DEVICE_SECTIONS`` are measured by events
+    that the device itself records. They are read once it has passed them, so nothing waits for them: what is not yet
+    passed counts at the next read.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, device: torch.device | None = None) -> None:
+        self._on_cuda = device is not None and device.type == "cuda"
         self._sections: dict[str, float] = {}
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._since = time.perf_counter()
 
     @contextmanager
     def __call__(self, section: str) -> Iterator[None]:
-        start = time.perf_counter()
+        if self._on_cuda and section in DEVICE_SECTIONS:
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            try:
+                yield
+            finally:
+                end.record()
+                self._events.append((section, start, end))
+            return
+        begin = time.perf_counter()
         try:
             yield
         finally:
-            self._sections[section] = self._sections.get(section, 0.0) + time.perf_counter() - start
+            self._add(section, time.perf_counter() - begin)
+
+    def _add(self, section: str, seconds: float) -> None:
+        self._sections[section] = self._sections.get(section, 0.0) + seconds
 
     def read(self) -> tuple[float, dict[str, float]]:
         """Seconds since the last read, and seconds by section; starts anew."""
+        passed = [event for event in self._events if event[2].query()]
+        self._events = self._events[len(passed) :]  # they are passed in the order in which they were recorded
+        for section, start, end in passed:
+            self._add(section, start.elapsed_time(end) / 1000.0)
         now = time.perf_counter()
         wall, sections = now - self._since, self._sections
         self._since, self._sections = now, {}

@@ -60,7 +60,10 @@ SCHEMA: dict[str, Any] = {
     "custom_hooks": Sequence[Mapping] | None,
     "visualizer": {"vis_backends": Sequence[Mapping] | None},
     "randomness": {"seed": int},
-    "env": {"dist_timeout_s": float, "num_threads": int | None, "peak_tflops": float | None},
+    "env": {
+        "dist_timeout_s": float, "num_threads": int | None, "peak_tflops": float | None,
+        "matmul_precision": str | None, "deterministic": bool | None, "cuda_allocator": str | None,
+    },
     "load_from": str | None,
     "load_cfg": {"revise_keys": Sequence, "allow": Sequence[str], "resize_vocab": bool | str},
     "resume": bool | str | None,

@@ -21,6 +21,8 @@ from unigen_ds.core.choices import LAUNCHERS
 from unigen_ds.core.errors import ConfigError, UnigenError
 
 T = TypeVar("T")
+_timeout: timedelta | None = None
+"""Of the process groups, as ``init`` got it."""
 _ENV = {
     "slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
     "mpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
@@ -75,12 +77,35 @@ def init(*, timeout_s: float = 1800.0) -> None:
     """Join the process group that the environment describes; nothing to do for a single plain process."""
     if td.is_initialized() or "WORLD_SIZE" not in os.environ:
         return
+    backend = "gloo"
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(_device_index())
         backend = "cpu:gloo,cuda:nccl"
-    else:
-        backend = "gloo"
-    td.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    global _timeout
+    _timeout = timedelta(seconds=timeout_s)
+    td.init_process_group(backend, timeout=_timeout)
+
+
+def _device_index() -> int:
+    """This process's CUDA device: LOCAL_RANK, or the only one that a scheduler lets the process see."""
+    index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if count > 1 and index >= count:
+        raise ConfigError(
+            f"LOCAL_RANK is {index} and there are {count} CUDA devices",
+            remedy=f"start at most {count} processes on a machine, one for each device",
+        )
+    return index if count > 1 else 0
+
+
+def group(ranks: Sequence[int]) -> td.ProcessGroup:
+    """The process group of ``ranks``, to which this process belongs: the default one where they are all ranks.
+
+    Collective among these ranks alone, so that a rank creates its own groups and does not wait for those of all others.
+    Its timeout is that of ``init``.
+    """
+    if len(ranks) == world_size():
+        return td.group.WORLD  # type: ignore[return-value]
+    return td.new_group(list(ranks), timeout=_timeout, use_local_synchronization=True)
 
 
 def ensure_initialized() -> None:
@@ -132,9 +157,8 @@ def is_main() -> bool:
 
 
 def barrier() -> None:
-    """Wait for all ranks. Collective."""
-    if td.is_initialized():
-        td.barrier()
+    """Wait for all ranks, over gloo: the device goes on working. Collective."""
+    sum_floats([0.0])
 
 
 def sum_floats(values: Sequence[float]) -> list[float]:
@@ -206,9 +230,22 @@ def on_main(action: Callable[[], T]) -> T:
     return value
 
 
-def shutdown() -> None:
-    """Leave the process group. Not collective: safe after an error."""
-    if td.is_initialized():
+def max_floats(values: Sequence[float]) -> list[float]:
+    """The largest over ranks of each of a list of float64, on the CPU. Collective."""
+    if not td.is_initialized() or td.get_world_size() == 1:
+        return list(values)
+    tensor = torch.tensor(values, dtype=torch.float64)
+    td.all_reduce(tensor, op=td.ReduceOp.MAX)
+    return tensor.tolist()
+
+
+def shutdown(*, after_error: bool = False) -> None:
+    """Leave the process group. Not collective.
+
+    After an error a group with NCCL is left as it is: to destroy it waits for collectives that other ranks may never
+    join. The end of the process ends it.
+    """
+    if td.is_initialized() and not (after_error and "nccl" in td.get_backend_config()):
         td.destroy_process_group()
 
 

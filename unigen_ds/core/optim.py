@@ -70,6 +70,14 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     return OPTIMIZERS[name]
 
 
+def step_tensor(step: float, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    """The step count of a parameter as torch keeps it: on the parameter's device where the optimizer is fused or
+    capturable, because its kernels read it there, else on the CPU.
+    """
+    on_device = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
+    return torch.full((), step, dtype=torch.float32, device=parameter.device if on_device else "cpu")
+
+
 def default_weight_decay(name: str) -> float:
     """torch's own default, where the config gives none: 0.01 for AdamW, 0 for Adam and SGD."""
     return float(inspect.signature(optimizer_class(name)).parameters["weight_decay"].default)

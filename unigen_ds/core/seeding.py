@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from unigen_ds.core.log import logger
+
 
 def derive_seed(*keys: object) -> int:
     """A 63-bit seed from a tuple of keys, equal on every machine (BLAKE2b of their text, NUL between them)."""
@@ -65,5 +67,19 @@ def set_rng_state(state: dict[str, Any]) -> None:
     )
     keys = tuple(int(k) for k in state["python_keys"].tolist())
     random.setstate((scalars["python_version"], keys, scalars["python_gauss"]))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    _set_cuda_state(state)
+
+
+def _set_cuda_state(state: dict[str, Any]) -> None:
+    """The generator of the CUDA device, which network dropout draws from there, as far as both sides have one."""
+    if not torch.cuda.is_available():
+        if "cuda" in state:
+            logger().warning("The stored random state is of a run on CUDA: network dropout continues with the CPU's"
+                             " generator, so its draws differ. Data, order and noise are the same.")  # fmt: skip
+    elif "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"].to(torch.uint8))
+    else:
+        torch.cuda.manual_seed(derive_seed("cuda", state["torch"].numpy().tobytes().hex()))
+        logger().warning("The stored random state is of a run without CUDA: the device's generator is seeded from the"
+                         " stored CPU generator, so the draws of network dropout differ. Data, order and noise are the"
+                         " same.")  # fmt: skip

@@ -125,6 +125,7 @@ class LoggerHook(Hook):
         losses = global_losses(result)
         timer = find_timer(run)
         rates = global_rates(timer) if timer else {}
+        memory = global_memory()
         self._logged_update = run.progress.updates
         if not dist.is_main():
             return
@@ -132,7 +133,7 @@ class LoggerHook(Hook):
         record = {**_position(run), **_learning_rates(result), **losses}
         record |= {"grad_norm": float(result.grad_norm), "applied": result.applied}
         record |= {k: summary.get(k) for k in ("time/update", "time/data", "tokens_per_second", "samples_per_second")}
-        record |= {**rates, "memory": memory_mib()}
+        record |= {**rates, **memory}
         self._journal.append(run, record)
         if self._console is None:
             self._console = make_console()
@@ -178,12 +179,16 @@ def global_rates(timer: IterTimerHook) -> dict[str, float]:
     return {"tflops": tflops, "mfu": tflops / peak} if peak else {"tflops": tflops}
 
 
-def memory_mib() -> float:
-    """Largest amount of memory so far, MiB: allocated on the CUDA device, else resident in this process."""
+def global_memory() -> dict[str, float]:
+    """``memory``: the largest amount so far, MiB, of the process that has most: allocated on its CUDA device, else
+    resident in the process. ``memory_reserved``, on CUDA alone: what the allocator has taken from the device, which is
+    what runs out. Collective.
+    """
     if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**20
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / (2**20 if sys.platform == "darwin" else 2**10)
+        peaks = [torch.cuda.max_memory_allocated() / 2**20, torch.cuda.max_memory_reserved() / 2**20]
+    else:
+        peaks = [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)]
+    return dict(zip(("memory", "memory_reserved"), dist.max_floats(peaks), strict=False))
 
 
 def _position(run: Run) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """Where the time goes: sections of ``run.clock`` in, window averages, rates and the time to go out.
 
-Host time of this rank, averaged over a window of updates, because one update's share of waiting says little. It costs
-one clock read per update and no synchronisation.
+Time of this rank (``core/clock.py``: on CUDA that of the device), averaged over a window of updates, because one
+update's share of waiting says little. It costs one clock read per update and no synchronisation.
 """
 
 from __future__ import annotations

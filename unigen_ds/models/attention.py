@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from unigen_ds.core.batch import CAUSAL, NOISE, PackedBatch
+from unigen_ds.core.batch import CAUSAL, NOISE, PackedBatch, to_device
 from unigen_ds.models.flex import FlexPlan, plan_flex
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -126,9 +126,8 @@ def plan_full_attention(lengths: Sequence[int], device: torch.device, *, use_fle
     """Plan where all places of a document see each other: the ViT, one document per image."""
     if device.type == "cuda" if use_flex is None else use_flex:
         number = torch.arange(sum(lengths), device=device)
-        image = torch.arange(len(lengths), device=device).repeat_interleave(
-            torch.tensor(lengths, dtype=torch.int64, device=device), output_size=len(number)
-        )
+        on_host = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
+        image = to_device(on_host, device)
         noise, count = torch.zeros_like(image, dtype=torch.bool), len(lengths)
         return plan_flex(image, number, image, noise, num_documents=count, num_images=count)
 

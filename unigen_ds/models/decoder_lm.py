@@ -130,10 +130,20 @@ class DecoderLM(PretrainedModel):
         dropout = self.llm_config.attention_dropout if self.training else 0.0
         if attend is None:
             attend = partial(_attend_dropping, batch.document_lengths, dropout) if dropout else plan_attention(batch)
+        self._rotary_on(batch.document_ids.device)
         output = self.model(
             input_ids=batch.text_ids[None], position_ids=batch.position_ids[None], use_cache=False, attend=attend
         )
         return output.last_hidden_state[0]
+
+    def _rotary_on(self, device: torch.device) -> None:
+        """Move the rotary frequencies once; transformers would copy them in every forward pass, and the host would
+        wait. They are no buffers (``_rotary``), so no engine moves them.
+        """
+        rotary = self.model.rotary_emb
+        if rotary.inv_freq.device != device:
+            for name in [name for name, value in vars(rotary).items() if isinstance(value, Tensor)]:
+                setattr(rotary, name, getattr(rotary, name).to(device))
 
     def shard_units(self) -> list[nn.Module]:
         """Modules an engine may shard and wrap one by one, in forward order; the root holds the rest."""

@@ -10,6 +10,7 @@ Shape suffixes: P places, padded to whole blocks, H heads, E head width.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -107,8 +108,26 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return blocks.sum(-1, dtype=torch.int32)[None, None], columns.int()[None, None]
 
 
+VARIANTS = 64
+"""Compiled variants of the one function: its graph depends on heads, dtype and whether gradients are kept, so a ViT and
+a language model in training and evaluation need several; not on lengths, but for those of a single block. torch's own
+limit is 8, after which it would run the dense reference without a message."""
+
+
 @cache
 def _attention(compiled: bool) -> Callable[..., Tensor]:
-    """Compiled once, at the first plan on CUDA, for any number of tokens; on a CPU the dense reference, for tests."""
+    """Compiled at the first plan on CUDA, for any number of tokens; on a CPU the dense reference, for tests.
+
+    ``fullgraph``: beyond ``VARIANTS`` torch raises instead of running uncompiled.
+    """
     attention: Callable[..., Any] = flex_attention
-    return torch.compile(attention, dynamic=True) if compiled else attention
+    return compile_attention(attention) if compiled else attention
+
+
+def compile_attention(attention: Callable[..., Any], **options: Any) -> Callable[..., Tensor]:
+    """``torch.compile`` with our settings; ``options``: another backend, for tests."""
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        options |= {"recompile_limit": VARIANTS, "isolate_recompiles": True}
+    else:  # an older torch has one limit for the whole process
+        torch._dynamo.config.recompile_limit = max(VARIANTS, torch._dynamo.config.recompile_limit)
+    return torch.compile(attention, dynamic=True, fullgraph=True, **options)

@@ -172,7 +172,7 @@ class UnifiedModel(PretrainedModel):
         timestep_shift: of the training time steps; 1 leaves them alone.
         freeze: any of ``vae``, ``vit``, ``llm``, ``connector``: gets no gradient and stays bit-identical.
         quantize: frozen part -> ``nf4`` or ``int8``: its linear layers keep packed weights (``quantized.py``).
-        activation_checkpointing: re-compute each decoder layer in the backward pass.
+        activation_checkpointing: re-compute each layer of decoder and vision tower in the backward pass.
         compile: ``torch.compile`` each decoder layer.
         pretrained: a published directory, or ``dict(llm=..., vit=..., vae=...)`` of directories: initial weights, and
             every size that is not given.
@@ -237,6 +237,7 @@ class UnifiedModel(PretrainedModel):
         self._freeze(freeze)
         quantize_frozen(self.parts(), quantize or {})
         self.language_model.model.activation_checkpointing = activation_checkpointing
+        self.vit_model.vision_model.activation_checkpointing = activation_checkpointing
         if compile:
             for layer in self.language_model.model.layers:
                 layer.compile()
@@ -307,9 +308,11 @@ class UnifiedModel(PretrainedModel):
         hidden_TD, place_of = self.hidden_states(batch, noisy_LC, t_L)
         logits = self.language_model.lm_head(hidden_TD[place_of[batch.text_target_index]])
         text = text_loss_sum(logits, batch.text_target_ids, batch.text_target_weight)
-        target = torch.isfinite(batch.timesteps)
-        velocity = self.llm2vae(hidden_TD[place_of[batch.image_target_index]])
-        image = image_loss_sum(velocity, (batch.flow_noise - clean_LC)[target])
+        place_M = place_of[batch.image_target_index]
+        velocity = self.llm2vae(hidden_TD[place_M])
+        # latents are last in expert order, one row each; a mask of the noisy ones would make the host wait for its size
+        row_M = place_M - (batch.num_tokens - batch.latent_index.numel())
+        image = image_loss_sum(velocity, (batch.flow_noise - clean_LC)[row_M])
         return LossTerms({"text": text, "image": image})
 
     def hidden_states(

@@ -40,8 +40,10 @@ def encode_by_size(vae: Any, batch: PackedBatch, patch: int) -> Tensor:
     parts: dict[int, Tensor] = {}
     for (rows, columns), numbers in members.items():
         h, w, down = rows * patch, columns * patch, vae.downsample
-        images = batch.vae_images[numbers, :, : h * down, : w * down]
-        latents = vae.encode(images, batch.vae_noise[numbers, :, :h, :w])
+        # stacked, because a list as an index is copied to the device while the host waits
+        images = torch.stack([batch.vae_images[number, :, : h * down, : w * down] for number in numbers])
+        noise = torch.stack([batch.vae_noise[number, :, :h, :w] for number in numbers])
+        latents = vae.encode(images, noise)
         patches = patchify_latents(latents, [(rows, columns)] * len(numbers), patch)
         parts |= zip(numbers, patches.split(rows * columns), strict=True)
     empty = batch.flow_noise.new_zeros((0, batch.flow_noise.shape[1]))

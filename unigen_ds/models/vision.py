@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from unigen_ds.models.attention import AttentionPlan, plan_full_attention
+from unigen_ds.models.flops import trains
+from unigen_ds.models.layers import run_layers
 
 
 class VisionAttention(nn.Module):
@@ -91,14 +93,15 @@ class VisionTransformer(nn.Module):
             ]
         )
         self.post_layernorm = nn.LayerNorm(hidden_size, eps=layer_norm_eps)
+        self.activation_checkpointing = False
 
     def forward(self, patches: Tensor, position_ids: Tensor, lengths: Sequence[int]) -> Tensor:
         """Patches ``[V, channels * p * p]`` of images with ``lengths`` patches each -> ``[V, D]``."""
         attend = plan_full_attention(lengths, patches.device)
         x_VD = self.embeddings(patches, position_ids)
-        for layer in self.encoder.layers:
-            x_VD = layer(x_VD, attend)
-        return self.post_layernorm(x_VD)
+        # a frozen tower keeps nothing for the backward pass, so there is nothing to save
+        recompute = self.activation_checkpointing and trains(self)
+        return self.post_layernorm(run_layers(self.encoder.layers, x_VD, attend, recompute=recompute))
 
 
 class VisionModel(nn.Module):

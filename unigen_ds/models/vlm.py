@@ -83,7 +83,7 @@ class VLM(PretrainedModel):
         pixel_shuffle_factor: sides of a square of patches that become one token; 4 where ``pretrained`` tells none.
         freeze: any of ``vit``, ``llm``, ``connector``: gets no gradient and stays bit-identical.
         quantize: frozen part -> ``nf4`` or ``int8``: its linear layers keep packed weights (``quantized.py``).
-        activation_checkpointing: re-compute each decoder layer in the backward pass.
+        activation_checkpointing: re-compute each layer of decoder and vision tower in the backward pass.
         compile: ``torch.compile`` each decoder layer.
         pretrained: nanoVLM's directory, or ``dict(vit=..., llm=...)``, a SigLIP2 and a SmolLM2 directory (or one of
             them): initial weights, and every size that is not given. The language model's vocabulary grows by
@@ -123,6 +123,7 @@ class VLM(PretrainedModel):
         self._freeze(freeze)
         quantize_frozen(self.parts(), quantize or {})
         self.language_model.model.activation_checkpointing = activation_checkpointing
+        self.vision_model.activation_checkpointing = activation_checkpointing
         if compile:
             for layer in self.language_model.model.layers:
                 layer.compile()

@@ -14,7 +14,6 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-import torch
 from mmengine.config import Config
 
 from unigen_ds.backends.base import Backend
@@ -22,7 +21,7 @@ from unigen_ds.backends.memory import on_meta
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core import dist, log
 from unigen_ds.core.config import key_problems
-from unigen_ds.core.errors import ConfigError, raise_any
+from unigen_ds.core.errors import raise_any
 from unigen_ds.core.paths import expand_paths
 from unigen_ds.core.progress import Duration, Geometry, Ruler
 from unigen_ds.core.registry import BACKENDS, build, registered_name
@@ -48,6 +47,7 @@ from unigen_ds.runner.build import (
     recorded_fused,
     seed_of,
 )
+from unigen_ds.runner.environment import apply_environment
 from unigen_ds.runner.start import Start, build_start, check_resume, open_run, plain_built, plain_values, report
 from unigen_ds.schedule.schedule import Schedules
 
@@ -180,10 +180,7 @@ def _begin(config: Config, backend: Backend, geometry: Geometry) -> tuple[Resume
         if dist.env_rank() == 0:
             look()
     settings = build_settings(config)
-    if (threads := env.get("num_threads")) is not None:
-        if threads < 1:
-            raise ConfigError(f"env.num_threads is {threads}", allowed="a whole number of at least 1")
-        torch.set_num_threads(threads)
+    apply_environment(env)
     dist.init(timeout_s=env.get("dist_timeout_s", 1800.0))
     log.setup(rank=dist.rank(), log_file=Path(config["work_dir"]) / "train.log")
     plan = dist.on_main(look)

@@ -47,7 +47,7 @@ class Runner:
         manifest = parts.resumed
         self.progress = self.previous = manifest.progress if manifest else Progress()
         self.processor = parts.processor
-        self.clock = Clock()
+        self.clock = Clock(device=parts.backend.device)
         self.stop_reason: str | None = None
         self._cursor: Cursor = parts.cursor
         self._last: LastUpdate = LastUpdate.stored(manifest, parts.cursor)

@@ -1,0 +1,119 @@
+"""What is run on the pretended device: three models, each under five engines or ways to start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.engines import pictures, texts
+from tests.engines.model_cases import FLUX, VLM
+from tests.golden_files import GOLDEN
+from tests.tiny import tiny_config
+
+UPDATES, MICRO_BATCHES, SEQUENCES = 3, 2, 16
+"""Of a case. The first and the last update log and save as well; the second does nothing but train."""
+RESUMED_AT = 1
+"""The update after which the ordinary CPU run saves the checkpoint that the ``resume`` cases start from."""
+TIMEOUT_S = 77.0
+WORLD, MANY = 8, 1024
+MODELS = ("unified", "vlm", "decoder_lm")
+KINDS = ("single", "full_shard", "offload", "offload_published", "resume")
+STRATEGIES = ("no_shard", "once", "hybrid")
+"""Further kinds, of one model: they count collectives."""
+_TRANSFORM = {"type": "ImageTransform", "max_size": 28, "min_size": 14, "stride": 14}
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    kind: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}-{self.kind}"
+
+    @property
+    def world(self) -> int:
+        if self.kind == "single" or (self.model, self.kind) == ("decoder_lm", "resume"):
+            return 1
+        return MANY if self.kind == "hybrid" else WORLD
+
+    @property
+    def offload(self) -> bool:
+        return self.kind.startswith("offload")
+
+    @property
+    def precision(self) -> str:
+        return "fp32" if self.kind == "resume" else "bf16"
+
+
+CASES = [Case(model, kind) for model in MODELS for kind in KINDS]
+CASES += [Case("decoder_lm", kind) for kind in STRATEGIES]
+
+
+def write_data(folder: Path) -> None:
+    """Records with images of several sizes, conversations about pictures, documents, and a published Llama."""
+    pictures.write_drawings(folder / "drawings")
+    pictures.write_talks(folder / "talks")
+    texts.write_documents(folder / "documents.jsonl")
+    texts.write_decoder(folder / "decoder")
+
+
+def _backend(case: Case) -> dict[str, Any]:
+    if case.world == 1:
+        return {"type": "single"}
+    others: dict[str, dict[str, Any]] = {
+        "no_shard": {"sharding_strategy": "NO_SHARD"},
+        "once": {"sync_every_iteration": False},
+        "hybrid": {"sharding_strategy": "HYBRID_SHARD", "num_shard": 8},
+    }
+    return {"type": "fsdp", "cpu_offload": case.offload, **others.get(case.kind, {})}
+
+
+def _model(case: Case, data: Path) -> dict[str, Any]:
+    """Overrides of ``tests/tiny.py`` that choose the model and its data."""
+    published = case.kind == "offload_published"
+    if case.model == "unified":
+        if not published:
+            return {**FLUX, "model__llm__dropout": 0.1, "model__llm__num_hidden_layers": 1}
+        processor = {"vit_transform": {**_TRANSFORM}, "vae_transform": {**_TRANSFORM, "stride": 16, "min_size": 16}}
+        model = {"type": "UnifiedModel", "pretrained": str(GOLDEN / "bagel")}
+        return {"model": model, "processor": processor, "train_dataloader__seq_length": 200}
+    if case.model == "vlm":
+        vlm = {**VLM, "tokenizer": {"type": "ChatTokenizer", "path": str(data / "talks" / "tokenizer")}}
+        if published:
+            vlm["model"] = {"type": "VLM", "pretrained": str(GOLDEN / "nanovlm")}
+            vlm |= {"processor": {"max_image_size": 64}, "train_dataloader__seq_length": 400}
+        return vlm
+    model = {"type": "DecoderLM", "llm": {**texts.LLM, "attention_dropout": 0.0}, "dropout": 0.1}
+    if published:
+        model = {"type": "DecoderLM", "pretrained": str(data / "decoder")}
+    return {"model": model, "processor": {}}
+
+
+def config(case: Case, work_dir: Path, data: Path, *, on_cpu: bool = False, **overrides: Any) -> Any:
+    """The config of a case; ``on_cpu``: of the ordinary run whose checkpoint it resumes from."""
+    world = 1 if on_cpu else case.world
+    file = {"unified": "drawings/mixed.jsonl", "vlm": "talks/mixed.jsonl", "decoder_lm": "documents.jsonl"}[case.model]
+    arguments = {"type": "AdamW", "lr": 1e-3}
+    if case.kind == "resume":
+        arguments["fused"] = True
+    given = {
+        **_model(case, data),
+        "backend": {"type": "single"} if on_cpu else _backend(case),
+        "train_dataloader__dataset": {"type": "UnifiedGenerationDataset", "data_path": str(data / file)},
+        "train_dataloader__batch_size": max(1, SEQUENCES // MICRO_BATCHES // world),
+        "train_dataloader__packing": None,
+        "optim_wrapper__accumulative_counts": MICRO_BATCHES,
+        "optim_wrapper__optimizer": arguments,
+        "optim_wrapper__precision": case.precision,
+        "param_scheduler": [],
+        "train_cfg__max_epochs": 99,
+        "train_dataloader__drop_last": False,  # an iteration of 1,024 sequences is more than an epoch has
+        "env": {"dist_timeout_s": TIMEOUT_S},
+        "custom_hooks": [{"type": "EMAHook", "momentum": 0.1}],
+        "default_hooks__logger__interval": 1000,
+        **overrides,
+    }
+    return tiny_config(work_dir, data, **given)

@@ -1,0 +1,167 @@
+"""Training on a pretended CUDA device, through ``Runner``: what the host waits for, and where everything is.
+
+Every case of ``cases.py`` runs in a process of its own (``worker.py``); the tests look at what it reported.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fake_cuda import cases
+from tests.fake_cuda.device import compile_shim
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 900
+pytestmark = pytest.mark.timeout(LIMIT_S + 60)
+ALL = [case.name for case in cases.CASES]
+FULL = [case.name for case in cases.CASES if case.kind in cases.KINDS]
+OFFLOADED = [case.name for case in cases.CASES if case.offload]
+SHARDED = [case.name for case in cases.CASES if case.world > 1]
+Report = dict[str, Any]
+Reports = Callable[[str], Report]
+
+READ_NORM = "value read"
+LOG = {("value read", "hooks/logger.py:<listcomp>"), ("value read", "hooks/logger.py:_log")}
+"""At a log line: the loss terms and the gradient norm."""
+SAVE = {("value read", "runner/replay.py:losses")}
+"""At a save: the losses of the last update at its new weights."""
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
+    folder = tmp_path_factory.mktemp("fake_cuda")
+    library = compile_shim(folder)
+    command = [sys.executable, "-m", "tests.fake_cuda.worker", str(library), str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+    @cache
+    def report(name: str) -> Report:
+        found: Report = json.loads((folder / f"{name}.json").read_text())
+        assert "error" not in found, found["error"]
+        return found
+
+    return report
+
+
+def waits(report: Report, phase: str) -> dict[tuple[str, str], int]:
+    """Of the phases whose names begin so: (what, where) -> how often."""
+    found: dict[tuple[str, str], int] = {}
+    for at, what, where, number in report["waits"]:
+        if at.startswith(phase):
+            found[what, where] = found.get((what, where), 0) + number
+    return found
+
+
+def allowed(report: Report, case: cases.Case) -> dict[str, dict[tuple[str, str], int]]:
+    """Every wait of an update that neither logs nor saves, by phase."""
+    if not case.offload:
+        engine = "single" if case.world == 1 else "fsdp"
+        return {"step": {(READ_NORM, f"backends/{engine}.py:step"): 1}}
+    # FSDP2 copies the gradients of the first micro-batch without waiting, and adds those of later ones on the host
+    number = len(report["tensors"]["trainable"])
+    copies = {
+        ("copy cuda -> cpu", "no line of the project (_fsdp_collectives.py:foreach_reduce)"): number,
+        ("event.synchronize", "no line of the project (_fsdp_param_group.py:finalize_backward)"): number,
+    }
+    return {"micro-batch 1": copies}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_host_waits_once_an_update(reports: Reports, name: str) -> None:
+    report, case = reports(name), case_of(name)
+    first = cases.RESUMED_AT + 1 if case.kind == "resume" else 1
+    expected = allowed(report, case)
+    for update in range(first, cases.UPDATES + 1):
+        for phase in ("micro-batch 0", "micro-batch 1", "step"):
+            found = waits(report, f"update {update}, {phase}")
+            if case.model == "decoder_lm" and (update, phase) == (1, "micro-batch 0"):
+                assert found.pop(("copy cpu -> cuda", "models/decoder_lm.py:_rotary_on")) == 2  # once in a run
+            assert found == expected.get(phase, {}), (update, phase)
+    assert set(waits(report, f"update {first}, hooks")) <= LOG
+    assert set(waits(report, f"update {cases.UPDATES}, hooks")) <= LOG | SAVE
+    if first == 1:
+        assert waits(report, "update 2, hooks") == {}
+    assert report["updates"] == cases.UPDATES and report["attention_calls"] > 0
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_the_logger_reads_the_device_at_its_lines_only(reports: Reports, name: str) -> None:
+    report, case = reports(name), case_of(name)
+    terms = 2 if case.model == "unified" else 1
+    found = waits(report, f"update {2 if case.kind == 'resume' else 1}, hooks")
+    assert found["value read", "hooks/logger.py:<listcomp>"] == terms
+    assert all(line["grad_norm"] == 1.0 for line in report["lines"])  # what the recorder gives to who reads a value
+    assert all((line["memory"], line["memory_reserved"]) == (3.0, 5.0) for line in report["lines"])
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_device_and_dtype_of_everything(reports: Reports, name: str) -> None:
+    report, case = reports(name), case_of(name)
+    tensors = report["tensors"]
+    kinds = {kind: set(values.values()) for kind, values in tensors.items()}
+    pinned, held = ("cpu float32 pinned", "cpu float32") if case.offload else ("cuda float32",) * 2
+    low = "cuda bfloat16" if case.kind == "single" else held
+    assert kinds["parameters"] <= {low, pinned}
+    assert kinds["masters"] == {pinned} and set(report["saved"]["masters"]) == {pinned}
+    assert kinds["moments"] == kinds["ema"] == {held} and report["saved"]["hooks"] == {"ema": [held]}
+    assert kinds["steps"] == {held if report["fused"] else "cpu float32"}
+    trained = set(tensors["trainable"])
+    assert set(tensors["masters"]) == set(tensors["ema"]) <= trained and trained == set(tensors["steps"])
+    assert {key.partition("|")[2] for key in tensors["moments"]} == trained
+    assert kinds["buffers"] | kinds["other"] <= {"cuda float32"}
+    if case.model == "unified":
+        assert any(key.startswith("vae.") for key in tensors["buffers"])
+    if case.model == "decoder_lm":
+        assert any(key.endswith("inv_freq") for key in tensors["other"])
+    if case.kind == "resume":
+        assert report["fused"] and report["restored"] == cases.RESUMED_AT
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_gradient_collectives(reports: Reports, name: str) -> None:
+    """One a unit and micro-batch where gradients are sharded at once; one a unit and update where that is promised."""
+    report, case = reports(name), case_of(name)
+    units = len(report["whole_parameters"])
+    per_phase = {
+        at.removeprefix("update 2, "): number
+        for at, what, number in report["collectives"]
+        if at.startswith("update 2, ") and what == ("_reduce_scatter_base_ cuda" if case.kind != "no_shard" else REDUCE)
+    }
+    once = case.kind in ("no_shard", "once")
+    assert units >= 3
+    assert per_phase == ({"micro-batch 1": units} if once else {"micro-batch 0": units, "micro-batch 1": units})
+
+
+REDUCE = "allreduce_ cuda"
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_processes_and_groups(reports: Reports, name: str) -> None:
+    """A rank makes its own groups, whatever the number of processes; no unit is whole on the device with another."""
+    report, case = reports(name), case_of(name)
+    assert report["init_process_group"] == {"backend": "cpu:gloo,cuda:nccl", "device_id": "None"}
+    assert report["groups"] == {"no_shard": 1, "hybrid": 2}.get(case.kind, 0)
+    assert "group_timeout" not in report or report["group_timeout"] == "0:01:17"
+    assert set(report["whole_parameters"]) == {0}
+
+
+@pytest.mark.parametrize("name", [name for name in FULL if name.endswith("-resume")])
+def test_a_generator_that_the_checkpoint_has_not_is_reported(reports: Reports, name: str) -> None:
+    """Written by one process on the CPU."""
+    if case_of(name).world == 1:
+        assert "The stored random state is of a run without CUDA" in reports(name)["log"]
+    else:
+        assert "The checkpoint is of another number of processes" in reports(name)["log"]
+
+
+def case_of(name: str) -> cases.Case:
+    return next(case for case in cases.CASES if case.name == name)

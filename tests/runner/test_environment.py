@@ -1,0 +1,203 @@
+"""``env`` of a config, the check of bf16, what a vision tower keeps, and generators of another device: real runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as td
+
+from tests.tiny import tiny_config
+from unigen_ds.core import dist
+from unigen_ds.core.clock import Clock
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.metrics import read_lines
+from unigen_ds.core.seeding import rng_state, set_rng_state
+from unigen_ds.models.vision import VisionLayer
+from unigen_ds.runner import Runner, environment
+
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+
+
+@pytest.fixture
+def torch_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Put back what a run sets for its whole process."""
+    for name in (ALLOCATOR, "CUBLAS_WORKSPACE_CONFIG"):
+        monkeypatch.setenv(name, "x")  # so that it is put back as it was
+        monkeypatch.delenv(name)
+    kept = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    yield
+    torch.set_float32_matmul_precision(kept[0])
+    torch.backends.cudnn.allow_tf32 = kept[1]
+    torch.use_deterministic_algorithms(False)
+
+
+def train(tmp_path: Path, updates: int = 1, **overrides: Any) -> Runner:
+    runner = Runner.from_cfg(tiny_config(tmp_path / "run", tmp_path / "data", **overrides), max_updates=updates)
+    runner.train()
+    return runner
+
+
+def test_settings_of_torch(tmp_path: Path, torch_settings: None) -> None:
+    env = {"matmul_precision": "high", "deterministic": True, "cuda_allocator": "expandable_segments:True"}
+    train(tmp_path, env=env)
+    assert torch.get_float32_matmul_precision() == "high" and torch.backends.cudnn.allow_tf32
+    assert torch.are_deterministic_algorithms_enabled() and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert os.environ[ALLOCATOR] == "expandable_segments:True"
+    train(tmp_path / "again", env={"matmul_precision": "highest", "deterministic": False})
+    assert torch.get_float32_matmul_precision() == "highest" and not torch.backends.cudnn.allow_tf32
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_what_is_left_out_stays(tmp_path: Path, torch_settings: None) -> None:
+    torch.set_float32_matmul_precision("medium")
+    torch.use_deterministic_algorithms(True)
+    train(tmp_path, env={"num_threads": 1})
+    assert torch.get_float32_matmul_precision() == "medium" and torch.are_deterministic_algorithms_enabled()
+    assert ALLOCATOR not in os.environ
+
+
+def test_the_environment_has_the_last_word(
+    tmp_path: Path, torch_settings: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(environment.logger(), "warning", lambda text, *values: told.append(text % values))
+    monkeypatch.setenv(ALLOCATOR, "max_split_size_mb:64")
+    train(tmp_path, env={"cuda_allocator": "expandable_segments:True"})
+    assert os.environ[ALLOCATOR] == "max_split_size_mb:64"
+    assert any("max_split_size_mb:64 of the environment is used, not env.cuda_allocator" in text for text in told)
+
+
+@pytest.mark.parametrize(("key", "value"), [("matmul_precision", "tf32"), ("num_threads", 0), ("deterministic", 2)])
+def test_wrong_values(tmp_path: Path, key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"env.{key} is {value!r}"):
+        train(tmp_path, env={key: value})
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_bf16_on_a_device_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    config = tiny_config(tmp_path / "run", tmp_path, optim_wrapper__precision=precision)
+    with pytest.raises((ConfigError, AssertionError, RuntimeError)) as caught:
+        Runner.from_cfg(config)
+    refused = "which Tesla T4 cannot compute" in str(caught.value)
+    assert refused == (precision == "bf16")  # fp16 fails later, as there is no device here
+
+
+@pytest.mark.parametrize(("on", "freeze", "calls"), [(False, [], 1), (True, [], 2), (True, ["vit"], 1)])
+def test_layers_of_the_vision_tower_are_recomputed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on: bool, freeze: list[str], calls: int
+) -> None:
+    """Twice a micro-batch; not where the tower is frozen and keeps nothing."""
+    seen = []
+    forward = VisionLayer.forward
+    monkeypatch.setattr(VisionLayer, "forward", lambda self, *given: (seen.append(self), forward(self, *given))[1])
+    train(
+        tmp_path,
+        model__activation_checkpointing=on,
+        model__freeze=["vae", *freeze],
+        optim_wrapper__accumulative_counts=2,
+        default_hooks__continuity=None,
+    )
+    assert len(seen) == calls * 2
+
+
+def test_a_generator_of_another_device(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = {**rng_state(), "cuda": torch.zeros(16, dtype=torch.uint8)}
+    drawn = torch.rand(3)
+    set_rng_state(stored)
+    assert torch.equal(torch.rand(3), drawn) and "is of a run on CUDA" in caplog.text
+    seeds: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "manual_seed", seeds.append)
+    for number in (1, 1, 2):  # the device's generator follows the stored one, so ranks and updates differ
+        state = {key: value for key, value in stored.items() if key != "cuda"}
+        set_rng_state({**state, "torch": torch.Generator().manual_seed(number).get_state()})
+    assert seeds[0] == seeds[1] != seeds[2] and "is of a run without CUDA" in caplog.text
+
+
+def test_after_an_error_a_group_with_nccl_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str] = []
+    monkeypatch.setattr(td, "is_initialized", lambda: True)
+    monkeypatch.setattr(td, "destroy_process_group", lambda: ended.append("destroyed"))
+    monkeypatch.setattr(td, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+    dist.shutdown(after_error=True)
+    assert not ended
+    dist.shutdown()
+    monkeypatch.setattr(td, "get_backend_config", lambda: "cpu:gloo,cuda:gloo")
+    dist.shutdown(after_error=True)
+    assert ended == ["destroyed", "destroyed"]
+
+
+def test_the_device_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(td, "init_process_group", lambda *given, **options: None)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for local_rank, count in ((3, 4), (3, 1)):  # a scheduler may let each process see its own device alone
+        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        dist.init()
+    assert chosen == [3, 0]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match="LOCAL_RANK is 3 and there are 2 CUDA devices"):
+        dist.init()
+
+
+@pytest.mark.gpu
+def test_losses_on_the_device_are_those_of_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real update of the tiny model on a GPU; FlexAttention there, scaled dot-product attention here."""
+    train(tmp_path / "cuda", updates=2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    train(tmp_path / "cpu", updates=2)
+    device, cpu = (
+        [line["loss"] for line in read_lines(tmp_path / name / "run" / "metrics.jsonl") if "loss" in line]
+        for name in ("cuda", "cpu")
+    )
+    assert device == pytest.approx(cpu, rel=1e-3) and len(cpu) == 2
+
+
+class Passed:
+    """An event that the device has passed, or not yet."""
+
+    made: ClassVar[list[Passed]] = []
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+        self.passed = False
+        Passed.made.append(self)
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool:
+        return self.passed
+
+    def elapsed_time(self, end: Passed) -> float:
+        assert self.passed and end.passed, "torch raises, or waits"
+        return 2000.0
+
+
+def test_sections_on_cuda_are_the_devices_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Passed)
+    monkeypatch.setattr(Passed, "made", [])
+    clock = Clock(device=torch.device("cuda"))
+    with clock("data"):
+        pass
+    for _ in range(2):
+        with clock("forward_backward"):
+            pass
+    with clock("step"):
+        pass
+    for event in Passed.made[:4]:  # both micro-batches are done, the step is not
+        event.passed = True
+    _, sections = clock.read()
+    assert sections.pop("data") < 0.1 and sections == {"forward_backward": 4.0}
+    Passed.made[4].passed = Passed.made[5].passed = True
+    assert clock.read()[1] == {"step": 2.0} and clock.read()[1] == {}
