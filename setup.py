@@ -17,6 +17,7 @@ TOOLS = sorted(path.stem for path in (ROOT / "tools").glob("*.py") if not path.s
 DEMO = ["scikit-learn", "matplotlib"]
 TENSORBOARD = ["tensorboard"]
 QUANTIZE = ["bitsandbytes>=0.49"]
+BENCH = ["accelerate", "lightning"]
 
 setup(
     name="unigen_ds",
@@ -49,6 +50,7 @@ setup(
         "diffusers": ["diffusers"],
         "peft": ["peft"],
         "quantize": QUANTIZE,
+        "bench": BENCH,
         "test": [
             *DEMO,
             *TENSORBOARD,

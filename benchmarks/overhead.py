@@ -103,7 +103,8 @@ class HandWritten:
         self.shard()
         self.parameters = dict(self.model.named_parameters())
         self.trained = [self.parameters[name] for group in groups for name in group.parameters]
-        arguments = {k: v for k, v in config["optim_wrapper"]["optimizer"].items() if k not in ("type", "lr")}
+        recorded = parts.plain_config["optim_wrapper"]["optimizer"]  # with the kernel that ours uses
+        arguments = {k: v for k, v in recorded.items() if k not in ("type", "lr")}
         self.optimizer: Any = torch.optim.AdamW(
             [
                 {"params": [self.parameters[n] for n in g.parameters], "lr": g.lr, "weight_decay": g.weight_decay}

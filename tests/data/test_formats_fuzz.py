@@ -12,8 +12,8 @@ import pytest
 
 from tests.data.support import make_processor
 from unigen_ds.core.errors import DataError
-from unigen_ds.data.formats import scan
-from unigen_ds.data.index import plan_record
+from unigen_ds.data.formats import Place, scan
+from unigen_ds.data.index import record_turns
 
 GOOD: list[dict[str, Any]] = [
     {"text": "a document of nine words about nothing in particular"},
@@ -77,9 +77,11 @@ def damaged(draw: random.Random) -> bytes:
 def outcomes(path: Path, root: Path) -> dict[str, int]:
     """How many records were read, and how many named; anything else than ``DataError`` escapes."""
     processor, found = make_processor(), {"read": 0, "named": 0}
+    content = path.read_bytes()
     for offset, length in zip(*(array.tolist() for array in scan(path)), strict=True):
         try:
-            plan_record(path, offset, length, processor, root)
+            place = Place(path, offset)
+            processor.plan(record_turns(content[offset : offset + length], place, root), place)
             found["read"] += 1
         except DataError as error:
             found["named"] += 1

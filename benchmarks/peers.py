@@ -1,0 +1,393 @@
+"""The fixed cost of an update: our Runner beside Hugging Face's Trainer, mmengine's Runner, Lightning and a bare loop.
+
+In: nothing. Out: a table, and ``results/peers_<date>.json``. Accepted: a median of (ours - bare loop) of at most 1 ms.
+
+All sides train the same tiny unified model from the same weights on the same packed batches of real digits, which one
+``DataLoader`` makes in a worker process (ours uses its own loader), with AdamW (fused), clipping at 1.0, a constant
+learning rate, and a logged loss every 10 updates; at the end the weights of all are compared. What differs is the
+framework around forward and backward. The bare loop does nothing else: no log file, no check for finite gradients, no
+ledger. Ours has all default hooks; checkpoints are off on every side.
+
+Each side runs in a thread of its own and only one has its turn: a block of updates, of which the first ones use up what
+the workers prepared meanwhile and are not timed. In every round each side has one block, in an order that turns around
+from round to round; the differences to the bare loop are taken within a round, so that whatever else the machine does
+hits all.
+
+    pip install -e '.[bench]' -c constraints.txt
+    python benchmarks/peers.py [--rounds 12] [--timed 30] [--sides bare ours trainer mmengine lightning]
+
+Loading, saving and indexing have scripts of their own: ``reading.py``, ``saving.py``, ``index.py``. A side whose
+package is not installed is named and left out. Exit status: 1 where the limit is missed beyond doubt, else 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from shared.record import RESULTS, interval, write_result
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from unigen_ds.core.batch import PackedBatch
+from unigen_ds.core.config import load_config
+from unigen_ds.data.collate import collate
+from unigen_ds.hooks.base import Hook, Run, UpdateResult
+from unigen_ds.runner.build import build_data, build_model
+from unigen_ds.runner.parts import build_parts
+from unigen_ds.runner.runner import Runner
+
+LIMIT_MS, LR, MAX_NORM, LOG_INTERVAL = 1.0, 1e-3, 1.0, 10
+OPTIMIZER = {"betas": (0.9, 0.95), "weight_decay": 0.05, "fused": True}
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+WARM_UP, LEAD = 20, 6
+
+
+class Turns:
+    """Lets one thread at a time run, and keeps the seconds of each block."""
+
+    def __init__(self, *, timed: int, total: int) -> None:
+        self.timed, self.total = timed, total
+        self.blocks: dict[str, list[float]] = {}
+        self._go: dict[str, threading.Semaphore] = {}
+        self._ended = threading.Semaphore(0)
+        self._updates: dict[str, int] = {}
+        self._started: dict[str, float] = {}
+        self._error: BaseException | None = None
+
+    def start(self, name: str, train: Callable[[Callable[[], None]], None]) -> None:
+        """Begin a side; it stops after its warm-up."""
+        self.blocks[name], self._updates[name], self._go[name] = [], 0, threading.Semaphore(0)
+
+        def body() -> None:
+            try:
+                train(functools.partial(self._updated, name))
+            except BaseException as error:
+                self._error = error
+            self._ended.release()
+
+        threading.Thread(target=body, name=name, daemon=True).start()
+        self._wait()
+
+    def turn(self, name: str) -> None:
+        """One block of a side."""
+        self._go[name].release()
+        self._wait()
+
+    def _wait(self) -> None:
+        self._ended.acquire()
+        if self._error is not None:
+            raise self._error
+
+    def _updated(self, name: str) -> None:
+        """Called by a side after each of its updates."""
+        self._updates[name] += 1
+        done = self._updates[name] - WARM_UP
+        position = done % (LEAD + self.timed)
+        if done > 0 and position == LEAD:
+            self._started[name] = time.perf_counter()
+        if done >= 0 and position == 0:
+            if done:
+                self.blocks[name].append(time.perf_counter() - self._started[name])
+            if self._updates[name] < self.total:
+                self._ended.release()
+                self._go[name].acquire()
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What every side trains."""
+
+    folder: Path
+    total: int
+
+    def config(self, name: str) -> Any:
+        llm = {f"model.llm.{key}": value for key, value in {**SIZES, "num_key_value_heads": 4, "dropout": 0.0}.items()}
+        return load_config(
+            "unified_digits",
+            {
+                **llm,
+                "work_dir": str(self.folder / name),
+                "train_dataloader.dataset.root": str(self.folder / "digits"),
+                "train_dataloader.batch_size": 4,
+                "train_dataloader.num_workers": 1,
+                "optim_wrapper.optimizer": {"type": "AdamW", "lr": LR, **OPTIMIZER},
+                "optim_wrapper.clip_grad.max_norm": MAX_NORM,
+                "param_scheduler": [],
+                "train_cfg": {"max_updates": self.total},
+                "default_hooks.checkpoint": None,
+                "default_hooks.logger.interval": LOG_INTERVAL,
+                "custom_hooks": [],
+            },
+        )
+
+    def model(self) -> nn.Module:
+        config = self.config("other")
+        parts = build_data(config, geometry=self.geometry, ruler=None)
+        return Loss(build_model(config, parts.processor).train())
+
+    @property
+    def geometry(self) -> Any:
+        from unigen_ds.core.progress import Geometry
+
+        return Geometry(4)
+
+    def batches(self) -> DataLoader[Any]:
+        """The batches that our own loader makes, from torch's."""
+        data = build_data(self.config("other"), geometry=self.geometry, ruler=None)
+        rows = [row for row, _ in islice(data.stream.rows(), self.total * 4)]
+        return DataLoader(
+            rows,  # type: ignore[arg-type]
+            batch_size=4,
+            num_workers=1,
+            collate_fn=functools.partial(_collated, data=data),
+        )
+
+
+def _collated(rows: Any, *, data: Any) -> dict[str, PackedBatch]:
+    return {"batch": collate(rows, data.stream.datasets, data.processor, seq_length=data.stream.seq_length)}
+
+
+class Loss(nn.Module):
+    """The mean of each term over its targets, added up: what our loop computes of one micro-batch."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: PackedBatch) -> dict[str, Tensor]:
+        counts, sums = batch.target_counts(), self.model(batch).sums
+        terms = [value * (1.0 / counts[name] if counts[name] else 0.0) for name, value in sums.items()]
+        return {"loss": functools.reduce(torch.add, terms)}
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        return torch.optim.AdamW(trained, lr=LR, **OPTIMIZER)  # type: ignore[arg-type]
+
+
+Weights = Mapping[str, Tensor]
+
+
+def bare(task: Task, updated: Callable[[], None]) -> Weights:
+    model = task.model()
+    optimizer = model.optimizer()
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, inputs in enumerate(task.batches(), start=1):
+        loss = model(**inputs)["loss"]
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if number % LOG_INTERVAL == 0:
+            loss.item()
+        updated()
+    return dict(model.model.named_parameters())
+
+
+def ours(task: Task, updated: Callable[[], None]) -> Weights:
+    class Last(Hook):
+        priority = 10_000  # type: ignore[assignment]
+
+        def after_update(self, run: Run, result: UpdateResult) -> None:
+            updated()
+
+    parts = build_parts(task.config("ours"))
+    runner = Runner(dataclasses.replace(parts, hooks=[*parts.hooks, Last()]))
+    kept: dict[str, Tensor] = {}
+
+    class Keep(Hook):
+        def after_train(self, run: Run) -> None:
+            kept.update((name, p.detach().clone()) for name, p in run.backend.model.named_parameters())
+
+    runner.hooks = [*runner.hooks, Keep()]
+    runner.train()
+    return kept
+
+
+def trainer(task: Task, updated: Callable[[], None]) -> Weights:
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    class Callback(TrainerCallback):
+        def on_step_end(self, *arguments: Any, **more: Any) -> None:
+            updated()
+
+    class Own(Trainer):
+        def get_train_dataloader(self) -> Any:
+            return self.accelerator.prepare(task.batches())
+
+    model = task.model()
+    optimizer = model.optimizer()
+    arguments = TrainingArguments(
+        output_dir=str(task.folder / "trainer"), max_steps=task.total, logging_steps=LOG_INTERVAL, report_to=[],
+        save_strategy="no", max_grad_norm=MAX_NORM, disable_tqdm=True, use_cpu=True, remove_unused_columns=False,
+    )  # fmt: skip
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    own = Own(model, arguments, train_dataset=[0] * (4 * task.total), optimizers=(optimizer, scheduler),
+              callbacks=[Callback()])  # fmt: skip
+    own.train()
+    return dict(model.model.named_parameters())
+
+
+def mmengine(task: Task, updated: Callable[[], None]) -> Weights:
+    from mmengine.hooks import Hook as TheirHook
+    from mmengine.model import BaseModel
+    from mmengine.optim import OptimWrapper
+    from mmengine.runner import Runner as TheirRunner
+
+    class Model(BaseModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = task.model()
+
+        def forward(self, batch: PackedBatch, mode: str = "loss") -> dict[str, Tensor]:
+            return self.inner(batch)
+
+    class Last(TheirHook):
+        priority = "LOWEST"
+
+        def after_train_iter(self, *arguments: Any, **more: Any) -> None:
+            updated()
+
+    model = Model()
+    runner = TheirRunner(
+        model,
+        work_dir=str(task.folder / "mmengine"),
+        train_dataloader=task.batches(),
+        train_cfg={"by_epoch": False, "max_iters": task.total},
+        optim_wrapper=OptimWrapper(model.inner.optimizer(), clip_grad={"max_norm": MAX_NORM}),
+        default_hooks={"logger": {"type": "LoggerHook", "interval": LOG_INTERVAL}, "checkpoint": None},
+        custom_hooks=[Last()],
+        log_level="WARNING",
+    )
+    runner.train()
+    return dict(model.inner.model.named_parameters())
+
+
+def lightning(task: Task, updated: Callable[[], None]) -> Weights:
+    import lightning as pl
+    from lightning.pytorch.loggers import CSVLogger
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = task.model()
+
+        def training_step(self, inputs: dict[str, PackedBatch], index: int) -> Tensor:
+            loss = self.inner(**inputs)["loss"]
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return self.inner.optimizer()
+
+    class Last(pl.Callback):
+        def on_train_batch_end(self, *arguments: Any, **more: Any) -> None:
+            updated()
+
+    module = Module()
+    own = pl.Trainer(
+        max_steps=task.total, max_epochs=-1, accelerator="cpu", devices=1, gradient_clip_val=MAX_NORM,
+        log_every_n_steps=LOG_INTERVAL, enable_progress_bar=False, enable_checkpointing=False,
+        enable_model_summary=False, logger=CSVLogger(str(task.folder / "lightning")), callbacks=[Last()],
+    )  # fmt: skip
+    own.fit(module, task.batches())
+    return dict(module.inner.model.named_parameters())
+
+
+SIDES: dict[str, Callable[[Task, Callable[[], None]], Weights]] = {
+    "bare": bare, "ours": ours, "trainer": trainer, "mmengine": mmengine, "lightning": lightning,
+}  # fmt: skip
+
+
+def order(names: Sequence[str], rounds: int) -> Iterator[Sequence[str]]:
+    """Round by round the other way around, and begun one side further: nobody always comes after the same one."""
+    for number in range(rounds):
+        k = number // 2 % len(names)
+        turned = [*names[k:], *names[:k]]
+        yield turned if number % 2 == 0 else turned[::-1]
+
+
+def available(names: Sequence[str]) -> list[str]:
+    """The sides whose packages are there; the others are named."""
+    import importlib.util
+
+    needed = {"trainer": ("accelerate", "transformers"), "mmengine": ("mmengine",), "lightning": ("lightning",)}
+    found = []
+    for name in names:
+        missing = [package for package in needed.get(name, ()) if importlib.util.find_spec(package) is None]
+        if missing:
+            print(f"{name} is left out: {', '.join(missing)} is not installed (extra 'bench')")
+        else:
+            found.append(name)
+    return found
+
+
+def measure(names: Sequence[str], *, rounds: int, timed: int) -> dict[str, Any]:
+    """Milliseconds of an update by side, and the differences to the bare loop within each round."""
+    total = WARM_UP + rounds * (LEAD + timed)
+    turns, weights = Turns(timed=timed, total=total), dict[str, Weights]()
+    with tempfile.TemporaryDirectory(prefix="peers-", ignore_cleanup_errors=True) as folder:
+        task = Task(Path(folder), total)
+
+        def side(name: str, updated: Callable[[], None]) -> None:
+            weights[name] = {key: p.detach().clone() for key, p in SIDES[name](task, updated).items()}
+
+        for name in names:
+            turns.start(name, functools.partial(side, name))
+        for turned in order(names, rounds):
+            for name in turned:
+                turns.turn(name)
+    blocks = {name: [1e3 * seconds / timed for seconds in turns.blocks[name]] for name in names}
+    result: dict[str, Any] = {"ms": {name: interval(values) for name, values in blocks.items()}, "blocks_ms": blocks}
+    result["added_ms"] = {
+        name: interval([a - b for a, b in zip(values, blocks["bare"], strict=True)])
+        for name, values in blocks.items() if name != "bare"
+    }  # fmt: skip
+    result["largest_weight_difference"] = {
+        name: max(float((w - weights["bare"][key]).abs().max()) for key, w in found.items())
+        for name, found in weights.items() if name != "bare"
+    }  # fmt: skip
+    return result
+
+
+def main() -> int:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--rounds", type=int, default=12)
+    p.add_argument("--timed", type=int, default=30, help="timed updates of a block")
+    p.add_argument("--sides", nargs="+", choices=list(SIDES), default=list(SIDES))
+    p.add_argument("--out", type=Path, default=RESULTS, help="folder of the result file")
+    given = p.parse_args()
+    torch.set_num_threads(1)
+    names = available(list(dict.fromkeys(["bare", *given.sides])))
+    load_before = os.getloadavg()
+    result = measure(names, rounds=given.rounds, timed=given.timed)
+    print(f"{'':10}{'an update':>28}{'more than the bare loop (95 %)':>36}{'weights differ by':>20}")
+    for name, each in result["ms"].items():
+        added, apart = result["added_ms"].get(name), result["largest_weight_difference"].get(name)
+        text = f"{added['median']:+.2f} ms ({added['low']:+.2f} to {added['high']:+.2f})" if added else "-"
+        print(f"{name:10}{each['median']:>25.2f} ms{text:>36}{'-' if apart is None else f'{apart:.1e}':>20}")
+    record = {"limit_ms": LIMIT_MS, "rounds": given.rounds, "timed": given.timed, **result,
+              "load_before": load_before, "load_after": os.getloadavg()}  # fmt: skip
+    print(f"Written: {os.path.relpath(write_result('peers', record, folder=given.out))}")
+    sys.stdout.flush()
+    os._exit(
+        int(result["added_ms"].get("ours", {"low": 0.0})["low"] > LIMIT_MS)
+    )  # daemon threads of the sides are done
+
+
+if __name__ == "__main__":
+    main()
