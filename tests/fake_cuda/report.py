@@ -118,3 +118,13 @@ def tensors(runner: Runner) -> dict[str, dict[str, str]]:
             if isinstance(value, torch.Tensor)
         },
     }
+
+
+def stale_masters(runner: Runner) -> int | None:
+    """Masters whose memory is no longer that which ``master_data`` collected at the start; None on the device, where
+    tensors have no address.
+    """
+    collected, now = runner.backend.master_data(), [shard.data for shard in runner.backend.master_shards()]
+    if any(tensor.device.type == "cuda" for tensor in now):
+        return None
+    return sum(a.data_ptr() != b.data_ptr() for a, b in zip(collected, now, strict=True))

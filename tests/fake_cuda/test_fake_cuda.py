@@ -122,6 +122,7 @@ def test_device_and_dtype_of_everything(reports: Reports, name: str) -> None:
         assert any(key.startswith("vae.") for key in tensors["buffers"])
     if case.model == "decoder_lm":
         assert any(key.endswith("inv_freq") for key in tensors["other"])
+    assert report["stale"] == (0 if case.offload else None)
     if case.kind == "resume":
         assert report["fused"] and report["restored"] == cases.RESUMED_AT
 

@@ -60,6 +60,7 @@ def run_case(case: Any, library: Path, out: Path) -> dict[str, Any]:
         with report.steps(runner):
             runner.train()
             found["tensors"] = report.tensors(runner)
+            found["stale"] = report.stale_masters(runner)
     found["waits"] = [[*key, number] for key, number in sorted(recorder.waits.items())]
     found["collectives"] = [[*key, number] for key, number in sorted(recorder.collectives.items())]
     found["updates"] = runner.progress.updates
