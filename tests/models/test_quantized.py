@@ -20,6 +20,7 @@ from unigen_ds.core.metrics import read_lines
 from unigen_ds.core.progress import Geometry
 from unigen_ds.data.stream import Cursor
 from unigen_ds.models import VLM, UnifiedModel
+from unigen_ds.models.exported import EXPORTED
 from unigen_ds.models.flops import linear_flops
 from unigen_ds.models.hf_names import save_nanovlm
 from unigen_ds.models.published import FILES, write_published
@@ -223,7 +224,7 @@ def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_published_directory_gets_plain_weights(scheme: str, tmp_path: Path) -> None:
     packed = unified(quantize={"llm": scheme, "vit": scheme})
     write_published(packed, tmp_path / "out")
-    assert {path.name for path in (tmp_path / "out").iterdir()} == set(FILES)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {*FILES, EXPORTED}
     again = UnifiedModel(pretrained=str(tmp_path / "out"))
     expected = plain_state_dict(packed)
     assert again.state_dict().keys() == expected.keys()

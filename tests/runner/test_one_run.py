@@ -301,7 +301,9 @@ def test_an_update_is_that_of_a_loop_written_by_hand(done: Done, tmp_path: Path)
         optimizer.zero_grad()
     parts.loader.close()
     for name, parameter in model.named_parameters():
-        assert torch.allclose(found[name], parameter, rtol=1e-5, atol=1e-7), name
+        # softmax ignores what all keys share: the true gradient of this bias is 0, and AdamW amplifies its rounding
+        noise = name.startswith("vit_model.") and name.endswith("k_proj.bias")
+        assert torch.allclose(found[name], parameter, rtol=1e-5, atol=sum(rates) if noise else 1e-7), name
 
 
 # --- what goes wrong ----------------------------------------------------------------------------------------------

@@ -28,10 +28,12 @@ Written = tuple[SavePlan, list[_StorageInfo]]
 
 
 def dcp_files(state: Mapping[str, Tensor], *, replica: int, replicas: int) -> StateFiles:
-    """The file that this rank writes. ``replica``: which of the ``replicas`` copies of the DTensors is here."""
+    """The file that this rank writes. ``replica``: which of the ``replicas`` copies of the DTensors is here.
+
+    Plain tensors are rank 0's: running statistics (BatchNorm) differ between ranks, and one rank's belong together.
+    """
     sharded = {key: value for key, value in state.items() if isinstance(value, DTensor)}
-    whole = {key: value for key, value in state.items() if key not in sharded}
-    own = _own(sharded, replica, replicas) | _own(whole, dist.rank(), dist.world_size())
+    own = _own(sharded, replica, replicas) | (state.keys() - sharded.keys() if dist.is_main() else set())
     plan = create_default_local_save_plan({key: value for key, value in state.items() if key in own}, True)
     name = f"__{dist.rank()}_0.distcp"
     size = sum(_local(state[item.index.fqn]).nbytes for item in plan.items)

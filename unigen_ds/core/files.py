@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
 import re
 import shutil
@@ -45,14 +46,19 @@ def make_directory(path: Path) -> None:
 
 
 _HOST = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())
-_LEFTOVER = re.compile(r"\.(?P<name>.+)\.(tmp|writing)-(?P<host>[A-Za-z0-9-]*)\.(?P<process>\d+)")
+_LEFTOVER = re.compile(r"\.(?P<name>.+)\.(tmp|writing)-(?P<host>[A-Za-z0-9-]*)\.(?P<process>\d+)(-\d+)?")
+_NUMBERS = itertools.count()
+_MADE: set[str] = set()
+"""Names that this process made: its threads may fill several temporaries of one name at a time."""
 _ABANDONED_S = 86400.0
 
 
 def temporary_beside(path: Path, kind: str) -> Path:
-    """The name under which this process fills ``path``; what a killed process left of it is removed."""
+    """A name of its own under which this process fills ``path``; what a killed process left of it is removed."""
     remove_leftovers(path.parent, of=path.name)
-    return path.with_name(f".{path.name}.{kind}-{_HOST}.{os.getpid()}")
+    name = f".{path.name}.{kind}-{_HOST}.{os.getpid()}-{next(_NUMBERS)}"
+    _MADE.add(name)
+    return path.with_name(name)
 
 
 def remove_leftovers(folder: Path, *, of: str | None = None) -> list[Path]:
@@ -83,7 +89,7 @@ def _left(path: Path, match: re.Match[str]) -> bool:
         return False
     except PermissionError:
         return False
-    return process == os.getpid()  # ours, and we write one file of a name at a time: an earlier process had the number
+    return process == os.getpid() and path.name not in _MADE  # an earlier process had our number
 
 
 def write_atomic(path: Path, write: Callable[[Path], None]) -> None:

@@ -29,7 +29,7 @@ REGISTRIES = (
 _TRANSFORMERS_TOKENIZER = "dict(type='PretrainedTokenizer', path='DIR'), or ChatTokenizer for a VLM"
 _INTERFACES: dict[Registry, tuple[tuple[str, ...], str]] = {
     MODELS: (("forward",), "a torch.nn.Module that returns LossTerms, or dict(type='DecoderLM', pretrained='DIR')"),
-    AUTOENCODERS: (("encode", "decode"), "a torch.nn.Module with encode(images, noise) and decode(latents)"),
+    AUTOENCODERS: (("encode",), "a torch.nn.Module with encode(images, noise), and decode(latents) to draw"),
     TOKENIZERS: (("encode", "decode"), _TRANSFORMERS_TOKENIZER),
     DATASETS: (("lengths", "sample"), "a class with lengths() and sample(index); dict(type='DatasetAdapter', "
                                       "dataset=dict(type=...)) wraps a map-style data set"),
