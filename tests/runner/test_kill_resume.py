@@ -9,6 +9,7 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.runner.kill_tools import (
@@ -63,6 +64,12 @@ def workers(number: int) -> tuple[str, str]:
     return "--cfg-options", f"train_dataloader.num_workers={number}"
 
 
+def processes_of(work_dir: Path) -> list[int]:
+    """Of this work dir: a loader's processes have the command line of the run."""
+    running = psutil.process_iter(["cmdline", "status"])
+    return [p.pid for p in running if str(work_dir) in (p.info["cmdline"] or ()) and p.info["status"] != "zombie"]
+
+
 def test_the_straight_run_is_a_fair_judge(bench):
     """It crosses epochs, both losses and dropout are at work, the average has begun, and old checkpoints went."""
     lines = metric_lines(bench.work_dir(STRAIGHT))
@@ -84,6 +91,10 @@ def test_killed_between_updates(bench):
 
 def test_killed_during_accumulation_with_worker_processes(bench):
     bench.kill("accumulating", "iteration:10", *workers(2))
+    until = time.monotonic() + 30
+    while left := processes_of(bench.work_dir("accumulating")):
+        assert time.monotonic() < until, f"loader processes outlive the killed run: {left}"
+        time.sleep(0.2)
     resume(bench, "accumulating", *workers(2), start="iter_24.pth")
     assert_same_run(bench, "accumulating")
 

@@ -36,6 +36,7 @@ from unigen_ds.data.processor import UnifiedProcessor
 from unigen_ds.data.stream import Cursor, Row, SequenceStream
 
 _ALIGN = 64
+_PARENT_CHECK_S = 2.0
 _BY_VALUE = 256 * 1024
 """Bytes up to which a block goes through the pipe."""
 _LOST = re.compile(r"DataLoader (worker \(pid.*?\)( is| exited).*|timed out after .*)", re.DOTALL)
@@ -245,14 +246,19 @@ def _start_worker(worker_id: int) -> None:
     for name in ("SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
-    if hasattr(signal, "sigwaitinfo"):
+    if hasattr(signal, "sigtimedwait"):
         parent = os.getppid()
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_end_for, args=(parent,), daemon=True).start()
 
 
 def _end_for(parent: int) -> None:
-    """Obey SIGTERM from the main process (the loader's way to end a worker that hangs), and from nobody else."""
-    while True:
-        if signal.sigwaitinfo({signal.SIGTERM}).si_pid == parent:
+    """Obey SIGTERM from the main process (the loader's way to end a worker that hangs), and from nobody else.
+
+    Where the main process is gone (SIGKILL), end at once: a worker may wait for ever to hand over a batch.
+    """
+    while os.getppid() == parent:
+        received = signal.sigtimedwait({signal.SIGTERM}, _PARENT_CHECK_S)
+        if received is not None and received.si_pid == parent:
             os._exit(0)
+    os._exit(1)
