@@ -17,7 +17,7 @@ TOOLS = sorted(path.stem for path in (ROOT / "tools").glob("*.py") if not path.s
 DEMO = ["scikit-learn", "matplotlib"]
 TENSORBOARD = ["tensorboard"]
 QUANTIZE = ["bitsandbytes>=0.49"]
-BENCH = ["accelerate", "lightning"]
+BENCH = ["accelerate", "datasets", "lightning"]
 
 setup(
     name="unigen_ds",

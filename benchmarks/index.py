@@ -1,12 +1,14 @@
 """What the index and the loader cost: short texts a second, and pictures a second, beside what anybody would write.
 
 In: nothing. Out: a table, and ``results/index_<date>.json``. Texts: planning a JSONL file of documents of 8 to 30 words
-(``unigen_ds/data/index.py``: parse, tokenize, count, digest of each record) beside a plain loop over the same file that
-parses each line and calls the same tokenizer on 1,000 texts at a time, as ``datasets.map(batched=True)``
-does, and beside one call for each text. Pictures: ``UpdateLoader`` without workers beside torch's ``DataLoader`` with a
-data set that opens, converts, resizes and normalises the same files. All sides take turns in one process; ratios are
-paired. The tokenizer is a byte-level BPE trained on the documentation of this project.
+(``unigen_ds/data/index.py``: parse, tokenize, count, digest of each record) beside ``datasets.map(batched=True)`` of
+the package ``datasets`` (its own JSON reader not counted), a plain loop over the same file that parses each line and
+calls the same tokenizer on 1,000 texts at a time, one call for each text, and the limit: the tokenizer alone, without
+parsing, one thread a core. Pictures: ``UpdateLoader`` without workers beside torch's ``DataLoader`` with a data set
+that opens, converts, resizes and normalises the same files. All sides take turns in one process; ratios are paired.
+The tokenizer is a byte-level BPE trained on the documentation of this project.
 
+    pip install -e '.[bench]' -c constraints.txt
     python benchmarks/index.py [--texts 40000] [--pictures 400] [--rounds 5]
 """
 
@@ -20,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from shared.record import ROOT, interval, write_result
 
+from unigen_ds.core.cores import num_cores
 from unigen_ds.core.progress import Geometry
 from unigen_ds.data.datasets import UnifiedGenerationDataset
 from unigen_ds.data.index import _plan_all
@@ -75,11 +79,45 @@ def text_sides(folder: Path, number: int) -> dict[str, Callable[[], Any]]:
         found = read()
         return sum(len(ids) for i in range(0, number, 1000) for ids in plain(found[i : i + 1000])["input_ids"])
 
+    def alone() -> int:
+        chunks = [texts[i : i + 256] for i in range(0, number, 256)]
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        with ThreadPoolExecutor(num_cores()) as threads:
+            found = sum(threads.map(lambda chunk: sum(map(len, tokenizer.encode_texts_unprotected(chunk))), chunks))
+        del os.environ["TOKENIZERS_PARALLELISM"]
+        return found
+
     return {
         "ours": lambda: int(_plan_all(path, processor, folder, 0)["tokens"].sum()) - 2 * number,
         "batches of 1,000": batches,
         "one at a time": lambda: sum(len(plain(text)["input_ids"]) for text in read()),
+        "the tokenizer alone": alone,
+        **mapped(path, folder, plain),
     }
+
+
+def mapped(path: Path, folder: Path, plain: Any) -> dict[str, Callable[[], Any]]:
+    """``datasets.map``, where the package is installed."""
+    try:
+        import datasets
+    except ImportError:
+        print("not installed: datasets (pip install -e '.[bench]' -c constraints.txt)")
+        return {}
+    datasets.disable_progress_bars()
+    table = datasets.load_dataset("json", data_files=str(path), split="train", cache_dir=str(folder / "cache"))
+    lengths: list[int] = []
+
+    def tokenize(batch: dict[str, list[str]]) -> dict[str, Any]:
+        ids = plain(batch["text"])["input_ids"]
+        lengths.append(sum(map(len, ids)))
+        return {"input_ids": ids}
+
+    def run() -> int:
+        lengths.clear()
+        table.map(tokenize, batched=True, load_from_cache_file=False, new_fingerprint=f"run{time.time_ns()}")
+        return sum(lengths)
+
+    return {"datasets.map": run}
 
 
 class _Pictures(Dataset[torch.Tensor]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -192,3 +193,43 @@ def test_texts_are_tokenized_together(tmp_path: Path, monkeypatch: pytest.Monkey
     assert calls == [512, 512, 176]
     monkeypatch.undo()
     assert counts.tokens.tolist() == [len(words.encode("one")) + len(words.encode(t)) + 4 for t in texts]
+
+
+def test_threads_plan_what_one_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a tokenizer for each thread: setting one for a forged text must not reach another thread's text."""
+    words = WordTokenizer(words=["zero", "one", "two"])
+    texts = [" ".join(["zero", "one", "<|im_end|>", "what"][: 1 + i % 4]) for i in range(900)]
+    records = [{"text": each} if i % 3 else talk(text("user", "one"), text("assistant", each))
+               for i, each in enumerate(texts)]  # fmt: skip
+    path = write_jsonl(tmp_path / "t.jsonl", records)
+    monkeypatch.setattr(index_module, "_CHUNK", 50)
+    monkeypatch.setattr(index_module, "num_cores", lambda: 1)
+    alone = Index.build(path, make_processor(tokenizer=words))
+    for cache in caches(tmp_path):
+        os.remove(cache)
+    used: set[int] = set()
+    together = WordTokenizer.encode_texts
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+
+    def encode(self: WordTokenizer, texts: list[str]) -> list[list[int]]:
+        used.add(threading.get_ident())
+        assert os.environ["TOKENIZERS_PARALLELISM"] == "false"
+        return together(self, texts)
+
+    monkeypatch.setattr(WordTokenizer, "encode_texts", encode)
+    monkeypatch.setattr(index_module, "num_cores", lambda: 3)
+    many = Index.build(path, make_processor(tokenizer=words))
+    assert threading.get_ident() not in used and len(used) > 1
+    assert os.environ.get("TOKENIZERS_PARALLELISM") == before and gc.isenabled()
+    assert many.digest == alone.digest and np.array_equal(many.records, alone.records)
+    assert int((many.counts.touched > 0).sum()) == 450
+    assert int(many.counts.unknown.sum()) == 225 + 3 * 450, "what, and the three words of a forged token"
+
+
+def test_threads_name_the_first_malformed_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_jsonl(tmp_path / "t.jsonl", [{"text": "x"} if i not in (130, 700) else {} for i in range(900)])
+    monkeypatch.setattr(index_module, "_CHUNK", 50)
+    monkeypatch.setattr(index_module, "num_cores", lambda: 2)
+    with pytest.raises(DataError, match=r"t\.jsonl:131: "):
+        Index.build(path, make_processor(tokenizer=WordTokenizer(words=["x"])))
+    assert gc.isenabled()

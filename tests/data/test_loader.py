@@ -6,6 +6,7 @@ import dataclasses
 import os
 import pickle
 import signal
+import threading
 import time
 from collections import Counter
 from itertools import islice
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.data.support import make_processor, make_stream, mixed_dataset, write_jsonl
+from tests.data.support import image, make_processor, make_stream, mixed_dataset, picture, talk, text, write_jsonl
 from tests.data.test_collate import same
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.progress import Geometry
@@ -245,3 +246,33 @@ def test_a_chain_of_geometries_is_one_stream(data: Any, window: int | None) -> N
     stream = make_stream([data], window=window, sequences_per_epoch=length)
     assert cursor.epoch >= 3 and cursor.sequences == len(rows)
     assert rows == [row for row, _ in islice(stream.rows(), len(rows))]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_image_file_is_read_once(tmp_path: Path, workers: int) -> None:
+    """An edited image is seen in two ways; its file is a pipe, which gives its bytes once and no second time."""
+    picture(tmp_path / "1.png", 16, 16, seed=1)
+    picture(tmp_path / "2.png", 16, 16, seed=2)
+    edited = talk(image("user", "1.png"), text("user", "x"), image("assistant", "2.png"))
+    processor = make_processor()
+    data = UnifiedGenerationDataset(write_jsonl(tmp_path / "t.jsonl", [edited]), processor)
+    made = {"processor": processor, "geometry": Geometry(1, 1, 1)}
+    first = next(iter(UpdateLoader(make_stream([data], window=None), **made)))[0].batch
+    assert not first.skipped and first.vae_images.shape[0] == 2 and len(first.vit_patches)
+    pipes = []
+    for name in ("1.png", "2.png"):
+        content = (tmp_path / name).read_bytes()
+        (tmp_path / name).unlink()
+        os.mkfifo(tmp_path / name)
+        pipes.append(threading.Thread(target=(tmp_path / name).write_bytes, args=(content,), daemon=True))
+        pipes[-1].start()
+    loader = UpdateLoader(make_stream([data], window=None), num_workers=workers, **made)
+    try:
+        same(next(iter(loader))[0].batch, first)
+    finally:
+        loader.close()
+
+
+def test_a_batch_that_stays_in_its_process_is_not_copied(data: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Packet, "packed", lambda *_: pytest.fail("copied"))
+    assert updates(1, data, Geometry(2, 1, 1))

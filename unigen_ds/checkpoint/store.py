@@ -7,7 +7,6 @@ iteration 3000 may become 1500. Manifests decide, and ``lineage.json`` where a r
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from collections.abc import Iterable
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from unigen_ds.checkpoint.lineage import Lineage
 from unigen_ds.checkpoint.manifest import FILE_NAME, FileEntry, Manifest
+from unigen_ds.core.cores import num_cores
 from unigen_ds.core.errors import CheckpointError
 from unigen_ds.core.files import file_digest, fsync_path, remove_leftovers, write_text_atomic
 from unigen_ds.core.log import logger
@@ -24,7 +24,6 @@ from unigen_ds.core.log import logger
 HINT = "last_checkpoint"
 STAGING = ".tmp-"
 DELETING = ".deleting"
-_HASH_THREADS = min(8, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ def verify(directory: Path, manifest: Manifest, *, hashes: bool = False) -> str 
     problem = next(filter(None, problems), None)
     if problem is not None or not hashes:
         return problem
-    with ThreadPoolExecutor(_HASH_THREADS) as pool:
+    with ThreadPoolExecutor(min(8, num_cores())) as pool:
         contents = pool.map(lambda entry: _problem(directory / entry.path, entry, hashed=True), manifest.files)
         return next(filter(None, contents), None)
 

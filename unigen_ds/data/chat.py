@@ -9,46 +9,70 @@ once, and a token is the assistant's where it begins inside such a part.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.samples import IGNORED
 
-Encode = Callable[[str], tuple[list[int], list[int]]]
+Encoded = tuple[list[int], list[int]]
+"""Ids of a text, and where in it each begins."""
+
+
+@dataclass(frozen=True)
+class RenderedChat:
+    """A conversation as text, and which parts of it the assistant said."""
+
+    text: str
+    bounds: tuple[int, ...]
+    """Begin, end, begin, end, ... of the assistant's parts in the text."""
+
+    @classmethod
+    def of(cls, tokenizer: Any, messages: Sequence[Mapping[str, str]], *, reply: bool = False) -> RenderedChat:
+        """By the chat template of a fast tokenizer of transformers.
+
+        Args:
+            messages: ``{"role": ..., "content": ...}``, as the template takes them.
+            reply: end with what invites the assistant to speak.
+
+        Raises ``DataError`` where the template changes what came before when a message is added: then no mask is right.
+        """
+        text = _render(tokenizer, messages, reply=reply)
+        bounds: list[int] = []
+        for number, message in enumerate(messages):
+            if message["role"] == "assistant":
+                after = _render(tokenizer, messages[: number + 1])
+                before = _render(tokenizer, messages[:number], reply=True) if number else _opening(tokenizer, after)
+                if not (after.startswith(before) and text.startswith(after)):
+                    raise DataError(
+                        f"the chat template renders message {number} differently when others follow or precede it",
+                        remedy="use a template that only appends; there is no assistant mask for this one",
+                    )
+                bounds += (len(before), len(after))
+        return cls(text, tuple(bounds))
+
+    def said(self, starts: Sequence[int]) -> list[bool]:
+        """Of tokens by where each begins: whether the assistant said it."""
+        return [bool(bisect_right(self.bounds, start) % 2) for start in starts]
+
+
+def encode_rendered(tokenizer: Any, texts: Sequence[str]) -> list[Encoded]:
+    """Each of some rendered conversations, in one call."""
+    if not texts:
+        return []
+    encoded = tokenizer(list(texts), add_special_tokens=False, return_offsets_mapping=True)
+    starts = [[start for start, _ in offsets] for offsets in encoded["offset_mapping"]]
+    return list(zip(encoded["input_ids"], starts, strict=True))
 
 
 def chat_ids(
-    tokenizer: Any, messages: Sequence[Mapping[str, str]], *, reply: bool = False, encode: Encode | None = None
+    tokenizer: Any, messages: Sequence[Mapping[str, str]], *, reply: bool = False
 ) -> tuple[list[int], list[bool]]:
-    """Ids of a conversation and, for each, whether the assistant said it.
-
-    Args:
-        tokenizer: a fast tokenizer of transformers with a chat template.
-        messages: ``{"role": ..., "content": ...}``, as the template takes them.
-        reply: end with what invites the assistant to speak.
-        encode: another way from the rendered text to ids and the place in it where each begins.
-
-    Raises ``DataError`` where the template changes what came before when a message is added: then no mask is right.
-    """
-    text = _render(tokenizer, messages, reply=reply)
-    bounds: list[int] = []  # begin, end, begin, end, ... of the assistant's parts in the text
-    for number, message in enumerate(messages):
-        if message["role"] == "assistant":
-            after = _render(tokenizer, messages[: number + 1])
-            before = _render(tokenizer, messages[:number], reply=True) if number else _opening(tokenizer, after)
-            if not (after.startswith(before) and text.startswith(after)):
-                raise DataError(
-                    f"the chat template renders message {number} differently when others follow or precede it",
-                    remedy="use a template that only appends; there is no assistant mask for this one",
-                )
-            bounds += (len(before), len(after))
-    if encode is not None:
-        ids, starts = encode(text)
-    else:
-        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        ids, starts = list(encoded["input_ids"]), [start for start, _ in encoded["offset_mapping"]]
-    return ids, [bool(bisect_right(bounds, start) % 2) for start in starts]
+    """Ids of one conversation and, for each, whether the assistant said it (``RenderedChat``)."""
+    chat = RenderedChat.of(tokenizer, messages, reply=reply)
+    ((ids, starts),) = encode_rendered(tokenizer, [chat.text])
+    return ids, chat.said(starts)
 
 
 def next_token_labels(ids: Sequence[int], said: Sequence[bool]) -> list[int]:

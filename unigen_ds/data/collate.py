@@ -181,12 +181,12 @@ def _load_image(split: ImageSplit, processor: UnifiedProcessor, key: tuple[objec
         transform = processor.vit_transform if vit else processor.vae_transform
         assert transform is not None, "planned without a transform"
         try:
-            image = transform(processor.read_image(split.path))
+            image = transform(processor.read_image(split.content or split.path))
         except UnreadableImage as error:
             raise _unreadable(split.path, error.problem) from error
     stride = processor.vit_patch_size if vit else processor.vae_downsample
     grid = (image.shape[1] // stride, image.shape[2] // stride)
-    if grid != split.grid:  # the file was replaced between its two readings
+    if grid != split.grid:  # a transform of a user's own, or a file that was replaced between two readings
         raise _unreadable(split.path, f"image {split.path} has {grid} patches, {split.grid} when it was planned")
     if vit:
         for number, augment in enumerate(processor.vit_augment):
@@ -209,7 +209,7 @@ def load_tiles(split: TiledSplit, processor: UnifiedProcessor) -> LoadedTiles:
     """Decode and cut. Raises ``UnreadableImage``."""
     assert processor.tiling is not None, "planned without tiles"
     try:
-        tiles = processor.tiling(processor.read_image(split.path))
+        tiles = processor.tiling(processor.read_image(split.content or split.path))
     except UnreadableImage as error:
         raise _unreadable(split.path, error.problem) from error
     if len(tiles) != split.num_tiles:  # as above

@@ -101,9 +101,9 @@ class UnifiedGenerationDataset:
         return self.index.counts
 
     def sample(self, index: int, *, pass_number: int = 0) -> Sample:
-        """The record as splits; reads the record and the headers of its images."""
+        """The record as splits; reads the record and the files of its images, and decodes nothing."""
         raw, place = self.index.read(self.path, index, self.processor.rules)
-        return self.processor.plan(record_turns(raw, place, self.image_root), place)
+        return self.processor.plan(record_turns(raw, place, self.image_root), place, keep_images=True)
 
     @property
     def fingerprint(self) -> str:

@@ -23,9 +23,8 @@ import mmap
 import re
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,8 +46,7 @@ _TOKENS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{},]', re.DOTALL)
 """All that matters for the outline of a JSON text: whole strings (to be passed over), brackets and commas."""
 
 
-@dataclass(frozen=True)
-class Turn:
+class Turn(NamedTuple):
     """One text or one image of a conversation. ``role`` is user, assistant or system."""
 
     role: Role
@@ -57,8 +55,7 @@ class Turn:
     """The text, or the path of the image."""
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where a record begins. As text: ``train.jsonl:17``; the file is read for the line number only then."""
 
     path: Path
@@ -165,7 +162,8 @@ def read_record(path: Path, offset: int, length: int) -> dict[str, Any]:
 def load_record(raw: bytes, place: Place) -> dict[str, Any]:
     """Parse the bytes of one record. Raises ``DataError`` where it is no JSON object."""
     try:
-        record = json.loads(raw)
+        # bytes that begin otherwise: json looks for another encoding itself
+        record = json.loads(raw.decode("utf-8", "surrogatepass") if raw.startswith(b"{") else raw)
     except (ValueError, RecursionError) as error:  # ValueError: of the JSON, its encoding, or a number of 4,300 digits
         raise DataError(
             f"{place}: no valid JSON: {error}", allowed="one object a line, or one array of objects"

@@ -93,20 +93,21 @@ class UpdateLoader:
         assert 0 <= dp_rank < geometry.dp_size, (dp_rank, geometry)
         self.geometry = geometry
         self._iterations = _Iterations(stream, geometry, dp_rank, cursor or Cursor())
+        pinned = pin_memory and torch.accelerator.is_available()  # as torch's loader asks, which warns where not
         self._loader: DataLoader[Any] = DataLoader(
-            _Rows(stream, processor, seed),
+            _Rows(stream, processor, seed, travels=num_workers > 0 or pinned),
             batch_size=None,
             sampler=self._iterations,
             collate_fn=_unchanged,
             num_workers=num_workers,
             prefetch_factor=(prefetch_factor or 2) if num_workers else None,
-            pin_memory=pin_memory and torch.accelerator.is_available(),  # as torch's loader asks, which warns where not
+            pin_memory=pinned,
             timeout=timeout if num_workers else 0,
             worker_init_fn=_start_worker,
             # without its own generator the loader would draw its base seed from the global one, which dropout uses
             generator=torch.Generator().manual_seed(0),
         )
-        self._iterator: Iterator[Packet | UnigenError] | None = None
+        self._iterator: Iterator[PackedBatch | Packet | UnigenError] | None = None
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
         if self._iterator is None:
@@ -116,11 +117,11 @@ class UpdateLoader:
 
     def _next(self) -> MicroBatch:
         assert self._iterator is not None, "the loader is closed"
-        packet = next(self._iterator)
-        if isinstance(packet, UnigenError):  # raised in a worker, whose traceback is of no use to anybody
-            raise packet
+        loaded = next(self._iterator)
+        if isinstance(loaded, UnigenError):  # raised in a worker, whose traceback is of no use to anybody
+            raise loaded
         cursor, rows = self._iterations.pending.popleft()
-        return MicroBatch(packet.unpacked(), cursor, rows)
+        return MicroBatch(loaded.unpacked() if isinstance(loaded, Packet) else loaded, cursor, rows)
 
     def close(self) -> None:
         """End the workers. Safe to call twice, and after an error."""
@@ -166,20 +167,22 @@ class _Iterations(Sampler[list[Row]]):
             yield rows[self._dp_rank :: self._geometry.dp_size]
 
 
-class _Rows(Dataset["Packet | UnigenError"]):
-    """In a worker: a list of rows is the index, a micro-batch the item."""
+class _Rows(Dataset["PackedBatch | Packet | UnigenError"]):
+    """A list of rows is the index, a micro-batch the item: as a packet where it ``travels`` to another place."""
 
-    def __init__(self, stream: SequenceStream, processor: UnifiedProcessor, seed: int | None) -> None:
+    def __init__(self, stream: SequenceStream, processor: UnifiedProcessor, seed: int | None, *, travels: bool) -> None:
         self._datasets, self._names, self._seq_length = stream.datasets, stream.names, stream.seq_length
-        self._processor, self._seed = processor, seed
+        self._processor, self._seed, self._travels = processor, seed, travels
 
-    def __getitem__(self, rows: Sequence[Row]) -> Packet | UnigenError:
+    def __getitem__(self, rows: Sequence[Row]) -> PackedBatch | Packet | UnigenError:
         try:
             batch = collate(
                 rows, self._datasets, self._processor, seq_length=self._seq_length, seed=self._seed, names=self._names
             )
         except UnigenError as error:  # as a value: the loader would make a message of the worker's whole traceback
             return error
+        if not self._travels:
+            return batch
         packet = Packet.packed(batch)
         return packet.by_value() if get_worker_info() is not None and packet.block.nbytes <= _BY_VALUE else packet
 
@@ -202,7 +205,7 @@ class Packet:
         for name, tensor in tensors.items():
             places.append((name, tensor.dtype, tuple(tensor.shape), offset))
             offset += -(-tensor.nbytes // _ALIGN) * _ALIGN
-        block = torch.zeros(offset, dtype=torch.uint8)
+        block = torch.empty(offset, dtype=torch.uint8)  # not zeros: fresh pages cost more than the copy
         for (_, _, _, start), tensor in zip(places, tensors.values(), strict=True):
             block[start : start + tensor.nbytes] = tensor.contiguous().reshape(-1).view(torch.uint8)
         return cls(block, tuple(places), {name: v for name, v in values.items() if name not in tensors})

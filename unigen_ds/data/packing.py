@@ -15,7 +15,6 @@ from __future__ import annotations
 import heapq
 import math
 import multiprocessing
-import os
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -25,6 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from unigen_ds.core.cores import num_cores
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.registry import PACKERS
 from unigen_ds.data.order import permute_many
@@ -83,7 +83,7 @@ class WindowPacking:
     def counts(self, windows: Sequence[tuple[Any, Any]], seq_length: int) -> list[int]:
         """``count`` of each window's (lengths, tiles); in several processes where planning would take long."""
         slow = sum(self.max_tiles is not None and bool(np.any(tiles)) for _, tiles in windows)
-        workers = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 16)
+        workers = min(num_cores(), 16)
         if slow < _PARALLEL or workers == 1:
             return [self.count(lengths, tiles, seq_length) for lengths, tiles in windows]
         # spawn: as the index; each process counts chunks of windows

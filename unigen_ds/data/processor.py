@@ -24,7 +24,7 @@ from unigen_ds.data.formats import Turn
 from unigen_ds.data.rules import CURRENT, DataRules
 from unigen_ds.data.samples import ImageKind, ImageSplit, Sample, Split, TextSplit, TextTokenizer
 from unigen_ds.data.tiles import Tiling
-from unigen_ds.data.transforms import ImageHeader, ImageTransform, flattened, image_header, open_image
+from unigen_ds.data.transforms import ImageContent, ImageHeader, ImageTransform, flattened, image_header, open_image
 
 
 class UnifiedProcessor:
@@ -123,7 +123,7 @@ class UnifiedProcessor:
         )
         return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
-    def read_image(self, image: str | Path | Image.Image) -> Image.Image:
+    def read_image(self, image: str | Path | ImageContent | Image.Image) -> Image.Image:
         """A picture as this model's family reads it, in RGB or L. Raises ``UnreadableImage``."""
         decoded = image if isinstance(image, Image.Image) else open_image(image, rule=self.rules.images)
         return flattened(decoded, white=self.on_white) if self.rules.images else decoded
@@ -132,21 +132,30 @@ class UnifiedProcessor:
         """Whether the rule ``images`` reads such a picture differently in one of its versions."""
         return header.changed or header.mode in ("LA", "PA", "La", "RGBa")
 
-    def plan(self, turns: Sequence[Turn], where: object = "") -> Sample:
-        """The splits of a conversation. ``where`` begins errors.
+    def header(self, path: str, *, keep: bool) -> ImageHeader:
+        """Of an image, by this model's rule; ``keep``: read the whole file, for decoding it next."""
+        rule = self.rules.images
+        return image_header(ImageContent(path) if keep and rule else path, rule=rule)
+
+    def plan(self, turns: Sequence[Turn], where: object = "", *, keep_images: bool = False) -> Sample:
+        """The splits of a conversation. ``where`` begins errors; ``keep_images``: they are decoded next.
 
         An image whose header cannot be read does not raise: its split carries the reason and the smallest size.
         """
-        return next(self.plan_many([(turns, where)]))
+        return next(self.plan_many([(turns, where)], keep_images=keep_images))
 
-    def plan_many(self, records: Iterable[tuple[Sequence[Turn], object]]) -> Iterator[Sample]:
+    def plan_many(
+        self, records: Iterable[tuple[Sequence[Turn], object]], *, keep_images: bool = False
+    ) -> Iterator[Sample]:
         """``plan`` of each (turns, where); their texts are tokenized together."""
         merged = [(_merged(turns), is_document(turns), where) for turns, where in records]
         texts = [turn.value for turns, _, _ in merged for turn in turns if turn.kind == "text"]
+        spelling = {text for text in texts if self.spells_special(text)}
         ids = iter(self._encoded(texts))
         for turns, plain, where in merged:
-            spelled = any(turn.kind == "text" and self.spells_special(turn.value) for turn in turns)
-            yield Sample(tuple(self._splits(turns, ids, where)), plain=plain, spells_special=spelled)
+            splits = tuple(self._splits(turns, ids, where, keep_images))
+            spells = bool(spelling) and any(turn.kind == "text" and turn.value in spelling for turn in turns)
+            yield Sample(splits, spells_special=spells, plain=plain)
 
     def _encoded(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
         # a tokenizer of a user's own may have "encode" alone
@@ -155,17 +164,20 @@ class UnifiedProcessor:
             together = getattr(self.tokenizer, "encode_texts_unprotected", together)
         return together(texts) if together else [self.tokenizer.encode(text) for text in texts]
 
-    def _splits(self, merged: Sequence[Turn], ids: Iterator[Sequence[int]], where: object) -> Iterator[Split]:
+    def _splits(
+        self, merged: Sequence[Turn], ids: Iterator[Sequence[int]], where: object, keep_images: bool
+    ) -> Iterator[Split]:
         """Those of one record; ``ids``: of the texts, in order."""
-        last_generated = max(
-            (i for i, t in enumerate(merged) if t.role == "assistant" and t.kind == "image"), default=-1
-        )
+        last_generated = -1
+        for i, turn in enumerate(merged):
+            if turn.kind == "image" and turn.role == "assistant":
+                last_generated = i
         for i, turn in enumerate(merged):
             generated = turn.role == "assistant"
             if turn.kind == "text":
                 yield TextSplit(tuple(next(ids)), loss=generated, droppable=not generated)
                 continue
-            header = image_header(turn.value, rule=self.rules.images)
+            header = self.header(turn.value, keep=keep_images)
             if generated:
                 yield self._image(turn.value, "noise", header, where)
             if not generated or i + 1 < len(merged):
@@ -174,7 +186,7 @@ class UnifiedProcessor:
     def spells_special(self, text: str) -> bool:
         """Whether a text spells a special token of the tokenizer."""
         spells = getattr(self.tokenizer, "spells_special", None)
-        return bool(spells and spells(text))
+        return spells is not None and spells(text)
 
     def _condition(self, path: str, header: ImageHeader, where: object, *, edited: bool) -> list[Split]:
         splits: list[Split] = []
@@ -203,7 +215,13 @@ class UnifiedProcessor:
         stride = self.vit_patch_size if kind == "vit" else self.vae_downsample
         width, height = transform.size(*(header.size or (transform.min_size, transform.min_size)))
         return ImageSplit(
-            path, kind, (height // stride, width // stride), droppable, header.error, self.touches(header)
+            path,
+            kind,
+            (height // stride, width // stride),
+            droppable,
+            header.error,
+            self.touches(header),
+            content=header.content,
         )
 
 
@@ -221,6 +239,8 @@ def _check_transform(name: str, transform: ImageTransform | None, stride: int, t
 
 
 def _merged(turns: Sequence[Turn]) -> list[Turn]:
+    if len(turns) == 1:
+        return list(turns)
     merged: list[Turn] = []
     for turn in turns:
         last = merged[-1] if merged else None

@@ -19,6 +19,7 @@ import numpy as np
 from torch import Tensor
 
 from unigen_ds.data.rules import CURRENT, TOUCH_BITS
+from unigen_ds.data.transforms import ImageContent
 
 ImageKind = Literal["vit", "vae", "noise"]
 IGNORED = -100
@@ -66,6 +67,10 @@ class TokenSplit:
     def num_tokens(self) -> int:
         return len(self.ids)
 
+    @property
+    def num_targets(self) -> int:
+        return sum(label >= 0 for label in self.labels)
+
     def part(self, start: int, stop: int) -> TokenSplit:
         """Tokens ``start .. stop``."""
         return TokenSplit(self.ids[start:stop], self.labels[start:stop])
@@ -85,6 +90,8 @@ class ImageSplit:
     """Whether the rule ``images`` (``rules.py``) decodes it differently in one of its versions."""
     tensor: Tensor | None = field(default=None, compare=False, repr=False)
     """The image itself, [C, H, W] in [-1, 1], where a user's own data set gave it; ``path`` then only names it."""
+    content: ImageContent | None = field(default=None, compare=False, repr=False)
+    """The file, where planning has read all of it."""
 
     @property
     def num_tokens(self) -> int:
@@ -103,6 +110,8 @@ class TiledSplit:
     error: str = ""
     """As of ``ImageSplit``."""
     touched: bool = field(default=False, compare=False, repr=False)
+    """As of ``ImageSplit``."""
+    content: ImageContent | None = field(default=None, compare=False, repr=False)
     """As of ``ImageSplit``."""
 
     @property
@@ -127,8 +136,11 @@ class Sample:
     @property
     def touched(self) -> int:
         """``TOUCH_BITS`` of the rules that change this record in one of their versions."""
-        images = any(split.touched for split in self.splits if isinstance(split, (ImageSplit, TiledSplit)))
-        return TOUCH_BITS["images"] * images + TOUCH_BITS["special_tokens"] * self.spells_special
+        touched = TOUCH_BITS["special_tokens"] if self.spells_special else 0
+        for split in self.splits:
+            if isinstance(split, (ImageSplit, TiledSplit)) and split.touched:
+                return touched | TOUCH_BITS["images"]
+        return touched
 
     @property
     def num_tokens(self) -> int:

@@ -43,6 +43,8 @@ class _Tokenizer:
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of texts that users wrote: one that spells a special token is ordinary text."""
         spelled = [self.special.spelled(text) for text in texts]
+        if True not in spelled:
+            return self.encode_texts_unprotected(texts)
         ordinary = [text for text, forges in zip(texts, spelled, strict=True) if not forges]
         rest = iter(self.encode_texts_unprotected(ordinary))
         return [

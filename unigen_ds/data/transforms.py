@@ -10,8 +10,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal
 
@@ -54,6 +55,21 @@ _TURNS = {
 """EXIF orientation -> what brings the picture upright."""
 
 
+class ImageContent:
+    """An image file that is read once, as a whole: for its header, and later for its pixels."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = path
+        self.decoded: Image.Image | None = None
+
+    def __str__(self) -> str:
+        return str(self._path)
+
+    @cached_property
+    def file(self) -> BytesIO:
+        return BytesIO(Path(self._path).read_bytes())
+
+
 @dataclass(frozen=True)
 class ImageHeader:
     """What is known of an image before it is decoded."""
@@ -68,9 +84,11 @@ class ImageHeader:
     """PIL's name for its channels."""
     transparent: bool = False
     """Whether it has an alpha channel or a transparent colour."""
+    content: ImageContent | None = field(default=None, compare=False, repr=False)
+    """What it was read from, where that was the whole file."""
 
 
-def image_header(path: str | Path, *, rule: int = CURRENT.images) -> ImageHeader:
+def image_header(path: str | Path | ImageContent, *, rule: int = CURRENT.images) -> ImageHeader:
     """From the header alone, by that version of the rule ``images``. An unreadable image does not raise."""
     try:
         with _opened(path, "read", rule) as image:
@@ -80,7 +98,8 @@ def image_header(path: str | Path, *, rule: int = CURRENT.images) -> ImageHeader
                 width, height = height, width
             transparent = image.mode in _ALPHA or "transparency" in image.info
             turned = orientation > 1 or (image.format == "TIFF" and image.size != _stored_size(image))
-            return ImageHeader((width, height), "", turned or _is_deep(image), image.mode, transparent)
+            content = path if isinstance(path, ImageContent) else None
+            return ImageHeader((width, height), "", turned or _is_deep(image), image.mode, transparent, content)
     except UnreadableImage as error:
         return ImageHeader(None, error.problem)
 
@@ -93,11 +112,19 @@ def image_size(path: str | Path) -> tuple[int, int]:
     return header.size
 
 
-def open_image(path: str | Path, *, rule: int = CURRENT.images) -> Image.Image:
+def open_image(path: str | Path | ImageContent, *, rule: int = CURRENT.images) -> Image.Image:
     """The decoded picture, upright, grey in 8 bits (by version 1 of the rule ``images``; version 0: as PIL gives it).
 
     Raises ``UnreadableImage`` naming the path; a cut-off file is refused, not greyed out.
     """
+    if not isinstance(path, ImageContent):
+        return _decoded(path, rule)
+    if path.decoded is None:
+        path.decoded = _decoded(path, rule)
+    return path.decoded
+
+
+def _decoded(path: str | Path | ImageContent, rule: int) -> Image.Image:
     with _opened(path, "decoded", rule) as image:
         orientation = _orientation(image) if rule else 1
         image.load()
@@ -108,14 +135,18 @@ def open_image(path: str | Path, *, rule: int = CURRENT.images) -> Image.Image:
 
 
 @contextmanager
-def _opened(path: str | Path, what: str, rule: int) -> Iterator[Image.Image]:
+def _opened(path: str | Path | ImageContent, what: str, rule: int) -> Iterator[Image.Image]:
     """The file, its header read. Raises ``UnreadableImage`` for whatever goes wrong in the block."""
     # by its path PIL maps an uncompressed TIFF into memory, with width and height exchanged where EXIF turns it
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with ExitStack() as files:
-                source = files.enter_context(open(path, "rb")) if rule else path
+                source: Any = path
+                if isinstance(path, ImageContent):
+                    source = path.file
+                elif rule:
+                    source = files.enter_context(open(path, "rb"))
                 image = files.enter_context(Image.open(source, formats=_formats()))
                 width, height = image.size
                 if min(width, height) < 1:

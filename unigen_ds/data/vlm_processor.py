@@ -7,19 +7,18 @@ does. Everything is causal, every token has a rotary position of its own. Planni
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 from unigen_ds.core.errors import DataError
-from unigen_ds.data.chat import chat_ids, next_token_labels
+from unigen_ds.data.chat import RenderedChat, encode_rendered, next_token_labels
 from unigen_ds.data.formats import Turn
 from unigen_ds.data.processor import UnifiedProcessor, is_document
 from unigen_ds.data.rules import CURRENT, DataRules
 from unigen_ds.data.samples import Sample, Split, TiledSplit, TokenSplit
 from unigen_ds.data.tiles import IMAGE_TOKEN, Tiling, image_string, num_tiles
 from unigen_ds.data.tokenizers import ChatTokenizer
-from unigen_ds.data.transforms import ImageHeader, image_header
+from unigen_ds.data.transforms import ImageHeader
 
 
 @dataclass
@@ -27,6 +26,23 @@ class _Message:
     role: str
     texts: list[str] = field(default_factory=list)
     images: list[str] = field(default_factory=list)
+
+
+_PlannedImage = tuple[str, int, ImageHeader]
+"""Path, tiles and header."""
+
+
+@dataclass(frozen=True)
+class _Chat:
+    """A record whose text is rendered, and not tokenized yet."""
+
+    turns: Sequence[Turn]
+    where: object
+    rendered: RenderedChat
+    signs: Mapping[str, str]
+    """Of ``Special.shield``; empty where no text spells a special token."""
+    images: Sequence[_PlannedImage]
+    spelled: bool
 
 
 class VLMProcessor(UnifiedProcessor):
@@ -81,12 +97,35 @@ class VLMProcessor(UnifiedProcessor):
     def touches(self, header: ImageHeader) -> bool:
         return header.changed or header.transparent
 
-    def plan(self, turns: Sequence[Turn], where: object = "", *, reply: bool = False) -> Sample:
+    def plan(
+        self, turns: Sequence[Turn], where: object = "", *, keep_images: bool = False, reply: bool = False
+    ) -> Sample:
         """The splits of a conversation. ``where`` begins errors; with ``reply`` the assistant is to speak next.
 
         An image whose header cannot be read does not raise: its split carries the reason and one tile.
         """
-        messages, images, found = [], [], _messages(turns, where)
+        return next(self.plan_many([(turns, where)], keep_images=keep_images, reply=reply))
+
+    def plan_many(
+        self,
+        records: Iterable[tuple[Sequence[Turn], object]],
+        *,
+        keep_images: bool = False,
+        reply: bool = False,
+    ) -> Iterator[Sample]:
+        """``plan`` of each (turns, where); their texts are tokenized together."""
+        chats = [self._rendered(turns, where, keep_images, reply) for turns, where in records]
+        together = iter(encode_rendered(self.tokenizer.chat, [chat.rendered.text for chat in chats if not chat.signs]))
+        for chat in chats:
+            ids, starts = (
+                self.tokenizer.special.encode_shielded(chat.rendered.text, chat.signs) if chat.signs else next(together)
+            )
+            labels = next_token_labels(ids, chat.rendered.said(starts))
+            splits = tuple(self._tiled_splits(ids, labels, chat.images, chat.where))
+            yield Sample(splits, plain=is_document(chat.turns), spells_special=chat.spelled)
+
+    def _rendered(self, turns: Sequence[Turn], where: object, keep_images: bool, reply: bool) -> _Chat:
+        messages, images, found = [], list[_PlannedImage](), _messages(turns, where)
         texts, signs = ["\n".join(message.texts) for message in found], dict[str, str]()
         spelled = any(map(self.spells_special, texts))
         if self.rules.special_tokens == 0:
@@ -96,22 +135,16 @@ class VLMProcessor(UnifiedProcessor):
         for message, text in zip(found, texts, strict=True):
             grids = []
             for path in message.images:
-                header = image_header(path, rule=self.rules.images)
+                header = self.header(path, keep=keep_images)
                 grids.append(self.tiling.grid(*header.size) if header.size else (1, 1))
                 images.append((path, num_tiles(grids[-1]), header))
             content = image_string(grids, tokens_per_tile=self.tokens_per_tile) + text
             messages.append({"role": message.role, "content": content})
-        encode = partial(self.tokenizer.special.encode_shielded, signs=signs) if signs else None
-        ids, said = chat_ids(self.tokenizer.chat, messages, reply=reply, encode=encode)
-        splits = self._tiled_splits(ids, next_token_labels(ids, said), images, where)
-        return Sample(tuple(splits), plain=is_document(turns), spells_special=spelled)
-
-    def plan_many(self, records: Iterable[tuple[Sequence[Turn], object]]) -> Iterator[Sample]:
-        """``plan`` of each (turns, where)."""
-        return (self.plan(turns, where) for turns, where in records)
+        rendered = RenderedChat.of(self.tokenizer.chat, messages, reply=reply)
+        return _Chat(turns, where, rendered, signs, images, spelled)
 
     def _tiled_splits(
-        self, ids: Sequence[int], labels: Sequence[int], images: Sequence[tuple[str, int, ImageHeader]], where: object
+        self, ids: Sequence[int], labels: Sequence[int], images: Sequence[_PlannedImage], where: object
     ) -> Iterator[Split]:
         """The ids cut at images: each from its first tile's own token to its last image token."""
         image_id = self.tokenizer.image_id
@@ -123,7 +156,9 @@ class VLMProcessor(UnifiedProcessor):
             first, last = places[used] - 1, places[used + number * self.tokens_per_tile - 1] + 1
             if done < first:
                 yield TokenSplit(tuple(ids[done:first]), tuple(labels[done:first]))
-            yield TiledSplit(path, tuple(ids[first:last]), image_id, number, header.error, self.touches(header))
+            own = tuple(ids[first:last])
+            touched = self.touches(header)
+            yield TiledSplit(path, own, image_id, number, header.error, touched, content=header.content)
             done, used = last, used + number * self.tokens_per_tile
         if done < len(ids):
             yield TokenSplit(tuple(ids[done:]), tuple(labels[done:]))
