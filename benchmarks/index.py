@@ -5,7 +5,8 @@ In: nothing. Out: a table, and ``results/index_<date>.json``. Texts: planning a 
 the package ``datasets`` (its own JSON reader not counted), a plain loop over the same file that parses each line and
 calls the same tokenizer on 1,000 texts at a time, one call for each text, and the limit: the tokenizer alone, without
 parsing, one thread a core. Pictures: ``UpdateLoader`` without workers beside torch's ``DataLoader`` with a data set
-that opens, converts, resizes and normalises the same files. All sides take turns in one process; ratios are paired.
+that opens, converts, resizes and normalises the same files and cuts them into the patches that a vision tower takes.
+All sides take turns in one process; ratios are paired.
 The tokenizer is a byte-level BPE trained on the documentation of this project.
 
     pip install -e '.[bench]' -c constraints.txt
@@ -44,9 +45,9 @@ from unigen_ds.data.order import GlobalOrder
 from unigen_ds.data.processor import UnifiedProcessor
 from unigen_ds.data.stream import SequenceStream
 from unigen_ds.data.tokenizers import PretrainedTokenizer
-from unigen_ds.data.transforms import ImageTransform
+from unigen_ds.data.transforms import ImageTransform, patchify
 
-SIDE, BATCH = 256, 8
+SIDE, PATCH, BATCH = 256, 16, 8
 
 
 def write_tokenizer(folder: Path) -> PretrainedTokenizer:
@@ -126,7 +127,7 @@ class _Pictures(Dataset[torch.Tensor]):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         image = Image.open(self._paths[index]).convert("RGB").resize((SIDE, SIDE), Image.Resampling.BICUBIC)
-        return torch.from_numpy(np.array(image)).permute(2, 0, 1).float().div(255).sub(0.5).div(0.5)
+        return patchify(torch.from_numpy(np.array(image)).permute(2, 0, 1).float().div(255).sub(0.5).div(0.5), PATCH)
 
     def __len__(self) -> int:
         return len(self._paths)
@@ -142,7 +143,7 @@ def picture_sides(folder: Path, number: int, tokenizer: PretrainedTokenizer) -> 
              {"role": "assistant", "type": "text", "content": "a picture"}] for path in paths]  # fmt: skip
     path = folder / "pictures.jsonl"
     path.write_text("".join(json.dumps({"conversations": turns}) + "\n" for turns in talk))
-    processor = UnifiedProcessor(tokenizer, vit_transform=ImageTransform(SIDE, SIDE, 16), vit_patch_size=16)
+    processor = UnifiedProcessor(tokenizer, vit_transform=ImageTransform(SIDE, SIDE, PATCH), vit_patch_size=PATCH)
     data = UnifiedGenerationDataset(path, processor)
     stream = SequenceStream([data], GlobalOrder([number], seed=0), packer=None, seq_length=4096)
 
@@ -150,7 +151,7 @@ def picture_sides(folder: Path, number: int, tokenizer: PretrainedTokenizer) -> 
         loader = UpdateLoader(stream, processor=processor, geometry=Geometry(BATCH, number // BATCH, 1))
         seen = sum(len(micro.batch.vit_patches) for micro in next(iter(loader)))
         loader.close()
-        return seen // (SIDE // 16) ** 2
+        return seen // (SIDE // PATCH) ** 2
 
     def theirs() -> int:
         return sum(len(batch) for batch in DataLoader(_Pictures(paths), batch_size=BATCH, shuffle=True))

@@ -56,7 +56,7 @@ _TURNS = {
 
 
 class ImageContent:
-    """An image file that is read once, as a whole: for its header, and later for its pixels."""
+    """An image file that is read and parsed once: for its header, and later for its pixels."""
 
     def __init__(self, path: str | Path) -> None:
         self._path = path
@@ -66,8 +66,9 @@ class ImageContent:
         return str(self._path)
 
     @cached_property
-    def file(self) -> BytesIO:
-        return BytesIO(Path(self._path).read_bytes())
+    def opened(self) -> Image.Image:
+        """Not decoded. Raises what PIL raises."""
+        return Image.open(BytesIO(Path(self._path).read_bytes()), formats=_formats())
 
 
 @dataclass(frozen=True)
@@ -142,12 +143,11 @@ def _opened(path: str | Path | ImageContent, what: str, rule: int) -> Iterator[I
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with ExitStack() as files:
-                source: Any = path
                 if isinstance(path, ImageContent):
-                    source = path.file
-                elif rule:
-                    source = files.enter_context(open(path, "rb"))
-                image = files.enter_context(Image.open(source, formats=_formats()))
+                    image = path.opened
+                else:
+                    source = files.enter_context(open(path, "rb")) if rule else path
+                    image = files.enter_context(Image.open(source, formats=_formats()))
                 width, height = image.size
                 if min(width, height) < 1:
                     raise ValueError(f"its size is {width} x {height}")
