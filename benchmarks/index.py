@@ -1,7 +1,7 @@
 """What the index and the loader cost: short texts a second, and pictures a second, beside what anybody would write.
 
 In: nothing. Out: a table, and ``results/index_<date>.json``. Texts: planning a JSONL file of documents of 8 to 30 words
-(``unigen_ds/data/index.py``: parse, tokenize, count, digest of each record) beside ``datasets.map(batched=True)`` of
+(``unigen_ds/data/planning.py``: parse, tokenize, count, digest of each record) beside ``datasets.map(batched=True)`` of
 the package ``datasets`` (its own JSON reader not counted), a plain loop over the same file that parses each line and
 calls the same tokenizer on 1,000 texts at a time, one call for each text, and the limit: the tokenizer alone, without
 parsing, one thread a core. Pictures: ``UpdateLoader`` without workers beside torch's ``DataLoader`` with a data set
@@ -39,9 +39,9 @@ from shared.record import ROOT, interval, write_result
 from unigen_ds.core.cores import num_cores
 from unigen_ds.core.progress import Geometry
 from unigen_ds.data.datasets import UnifiedGenerationDataset
-from unigen_ds.data.index import _plan_all
 from unigen_ds.data.loader import UpdateLoader
 from unigen_ds.data.order import GlobalOrder
+from unigen_ds.data.planning import plan_all
 from unigen_ds.data.processor import UnifiedProcessor
 from unigen_ds.data.stream import SequenceStream
 from unigen_ds.data.tokenizers import PretrainedTokenizer
@@ -89,7 +89,7 @@ def text_sides(folder: Path, number: int) -> dict[str, Callable[[], Any]]:
         return found
 
     return {
-        "ours": lambda: int(_plan_all(path, processor, folder, 0)["tokens"].sum()) - 2 * number,
+        "ours": lambda: int(plan_all(path, processor, folder, 0)["tokens"].sum()) - 2 * number,
         "batches of 1,000": batches,
         "one at a time": lambda: sum(len(plain(text)["input_ids"]) for text in read()),
         "the tokenizer alone": alone,

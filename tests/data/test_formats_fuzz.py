@@ -13,7 +13,7 @@ import pytest
 from tests.data.support import make_processor
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.formats import Place, scan
-from unigen_ds.data.index import record_turns
+from unigen_ds.data.planning import record_turns
 
 GOOD: list[dict[str, Any]] = [
     {"text": "a document of nine words about nothing in particular"},

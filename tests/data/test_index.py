@@ -24,7 +24,9 @@ from tests.data.support import (
 )
 from unigen_ds.core.errors import DataError
 from unigen_ds.data import index as index_module
-from unigen_ds.data.index import FOLDER, Index, cached
+from unigen_ds.data import planning
+from unigen_ds.data.array_cache import FOLDER, cached
+from unigen_ds.data.index import Index
 from unigen_ds.data.tokenizers import WordTokenizer
 
 OTHER = type("Other", (ByteTokenizer,), {"fingerprint": "other"})
@@ -67,7 +69,7 @@ def test_cache_is_used_and_keyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         raise RuntimeError("planned again")
 
     with monkeypatch.context() as patch:
-        patch.setattr(index_module, "_plan_all", refuse)
+        patch.setattr(index_module, "plan_all", refuse)
         again = Index.build(path, make_processor())
         assert again.digest == first.digest and np.array_equal(again.offsets, first.offsets)
         with pytest.raises(RuntimeError, match="planned again"):
@@ -114,7 +116,7 @@ def test_a_cache_of_another_key_is_not_used(tmp_path: Path) -> None:
 
 
 def test_worker_processes_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index_module, "_CHUNK", 5)
+    monkeypatch.setattr(planning, "_CHUNK", 5)
     path = write_jsonl(tmp_path / "t.jsonl", mixed_records(tmp_path, 23))
     alone = Index.build(path, make_processor())
     caches(tmp_path)[0].unlink()
@@ -124,8 +126,8 @@ def test_worker_processes_give_the_same(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_starting_together_plans_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_jsonl(tmp_path / "t.jsonl", mixed_records(tmp_path, 30))
-    plans, plan = [], index_module._plan_all
-    monkeypatch.setattr(index_module, "_plan_all", lambda *a: plans.append(1) or plan(*a))
+    plans, plan = [], index_module.plan_all
+    monkeypatch.setattr(index_module, "plan_all", lambda *a: plans.append(1) or plan(*a))
     found: list[str] = []
     threads = [
         threading.Thread(target=lambda: found.append(Index.build(path, make_processor()).digest)) for _ in range(4)
@@ -202,8 +204,8 @@ def test_threads_plan_what_one_plans(tmp_path: Path, monkeypatch: pytest.MonkeyP
     records = [{"text": each} if i % 3 else talk(text("user", "one"), text("assistant", each))
                for i, each in enumerate(texts)]  # fmt: skip
     path = write_jsonl(tmp_path / "t.jsonl", records)
-    monkeypatch.setattr(index_module, "_CHUNK", 50)
-    monkeypatch.setattr(index_module, "num_cores", lambda: 1)
+    monkeypatch.setattr(planning, "_CHUNK", 50)
+    monkeypatch.setattr(planning, "num_cores", lambda: 1)
     alone = Index.build(path, make_processor(tokenizer=words))
     for cache in caches(tmp_path):
         os.remove(cache)
@@ -217,7 +219,7 @@ def test_threads_plan_what_one_plans(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return together(self, texts)
 
     monkeypatch.setattr(WordTokenizer, "encode_texts", encode)
-    monkeypatch.setattr(index_module, "num_cores", lambda: 3)
+    monkeypatch.setattr(planning, "num_cores", lambda: 3)
     many = Index.build(path, make_processor(tokenizer=words))
     assert threading.get_ident() not in used and len(used) > 1
     assert os.environ.get("TOKENIZERS_PARALLELISM") == before and gc.isenabled()
@@ -228,8 +230,8 @@ def test_threads_plan_what_one_plans(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_threads_name_the_first_malformed_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_jsonl(tmp_path / "t.jsonl", [{"text": "x"} if i not in (130, 700) else {} for i in range(900)])
-    monkeypatch.setattr(index_module, "_CHUNK", 50)
-    monkeypatch.setattr(index_module, "num_cores", lambda: 2)
+    monkeypatch.setattr(planning, "_CHUNK", 50)
+    monkeypatch.setattr(planning, "num_cores", lambda: 2)
     with pytest.raises(DataError, match=r"t\.jsonl:131: "):
         Index.build(path, make_processor(tokenizer=WordTokenizer(words=["x"])))
     assert gc.isenabled()

@@ -23,7 +23,10 @@ from torch import Tensor
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.registry import DATASETS, check_arguments
 from unigen_ds.core.seeding import derive_seed
-from unigen_ds.data.index import Array, Counts, Index, count, fingerprint, prefix_digest, record_digest, record_turns
+from unigen_ds.data.array_cache import fingerprint
+from unigen_ds.data.counts import Array, Counts, count, record_digest
+from unigen_ds.data.index import Index, prefix_digest
+from unigen_ds.data.planning import record_turns
 from unigen_ds.data.processor import UnifiedProcessor
 from unigen_ds.data.samples import ImageKind, ImageSplit, Sample, Split, TiledSplit, TokenSplit
 

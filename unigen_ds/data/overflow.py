@@ -18,8 +18,9 @@ from typing import Any, Literal
 import numpy as np
 
 from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.data.array_cache import cached, fingerprint
+from unigen_ds.data.counts import COLUMNS, KINDS, Array, Counts, count
 from unigen_ds.data.datasets import PlannedDataset
-from unigen_ds.data.index import KINDS, Array, Counts, cached, count, fingerprint
 from unigen_ds.data.order import Draw
 from unigen_ds.data.rules import CURRENT
 from unigen_ds.data.samples import Sample, num_pieces, piece_bounds
@@ -115,7 +116,7 @@ class Fitted:
     def kept(self) -> Counts:
         """Counts of what is trained on, per record: zeros for a skipped one. Reads truncated records once (cached)."""
         counts = self.dataset.counts()
-        table = np.stack([getattr(counts, name) for name in _COLUMNS], axis=1)
+        table = np.stack([getattr(counts, name) for name in COLUMNS], axis=1)
         table[np.concatenate([self.by_action["skip"], self.by_action["error"]]), :_CONTENT] = 0
         cut = self.by_action["truncate"]
         if cut.size:
@@ -125,7 +126,7 @@ class Fitted:
     def _truncated(self, records: Array) -> Array:
         """Rows of ``Counts`` of records after the cut."""
         overflow, folder = self.overflow, self.dataset.cache_folder
-        key = fingerprint(self.dataset.fingerprint, overflow.seq_length, overflow.version, overflow.actions, _COLUMNS)
+        key = fingerprint(self.dataset.fingerprint, overflow.seq_length, overflow.version, overflow.actions, COLUMNS)
 
         def make() -> dict[str, Array]:
             samples = (self.dataset.sample(index) for index in records.tolist())
@@ -154,8 +155,7 @@ class Fitted:
         }
 
 
-_COLUMNS = tuple(Counts.__dataclass_fields__)
-_CONTENT = _COLUMNS.index("unreadable")
+_CONTENT = COLUMNS.index("unreadable")
 """Columns before it count what a sequence contains."""
 _DONE: dict[Action, str] = {"split": "split", "truncate": "truncated", "skip": "skipped", "error": "refused"}
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from unigen_ds.data.counts import Counts
 from unigen_ds.data.datasets import PlannedDataset
-from unigen_ds.data.index import Counts
 from unigen_ds.data.overflow import overflow_line, unit_tokens
 from unigen_ds.data.stream import Cursor, Row, SequenceStream
 

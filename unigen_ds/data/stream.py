@@ -24,8 +24,9 @@ import numpy as np
 
 from unigen_ds.core.errors import CheckpointError, ConfigError, DataError
 from unigen_ds.core.seeding import derive_seed
+from unigen_ds.data.array_cache import cached, fingerprint
+from unigen_ds.data.counts import Array
 from unigen_ds.data.datasets import PlannedDataset, source_names
-from unigen_ds.data.index import Array, cached, fingerprint
 from unigen_ds.data.order import Draw, GlobalOrder
 from unigen_ds.data.overflow import Fitted, Overflow
 from unigen_ds.data.rules import CURRENT, DataRules

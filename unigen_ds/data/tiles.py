@@ -69,7 +69,7 @@ class Tiling:
         rows, columns = self.grid(*image.size)
         tile = self.tile_size
         resized = on_white(image, "RGB").resize((columns * tile, rows * tile), Image.Resampling.BICUBIC)
-        whole = torch.from_numpy(np.array(resized, dtype=np.uint8)).permute(2, 0, 1).to(torch.float32).div(255)
+        whole = torch.from_numpy(np.array(resized, dtype=np.uint8)).permute(2, 0, 1).to(torch.float32).div_(255)
         tiles = whole.reshape(3, rows, tile, columns, tile).permute(1, 3, 0, 2, 4).reshape(-1, 3, tile, tile)
         if rows * columns == 1:
             return tiles

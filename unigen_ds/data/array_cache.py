@@ -1,0 +1,102 @@
+"""Arrays that are computed once and kept in a file beside the data: written whole, locked, checked by their key."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from unigen_ds.core.files import write_atomic
+from unigen_ds.core.log import logger
+from unigen_ds.data.counts import Array
+
+FOLDER = ".unigen_index"
+
+
+def fingerprint(*facts: object) -> str:
+    """BLAKE2b-128 of the texts of ``facts``, hex."""
+    return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+
+
+def cache_folder(path: Path, cache_dir: Path | None) -> Path | None:
+    """The folder for cached arrays of a data file: beside it, else ``cache_dir``, else none (with a warning).
+
+    A folder beside it that is there but read-only is the last choice: it may hold what somebody else prepared.
+    """
+    beside = path.parent / FOLDER
+    for folder in (beside, cache_dir):
+        if folder is None:
+            continue
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError:
+            continue
+        if os.access(folder, os.W_OK):
+            return folder
+    if beside.is_dir():
+        return beside
+    logger().warning(
+        "the index of %s cannot be cached: its folder is not writable and no cache_dir is given; "
+        "every start plans all records again",
+        path,
+    )
+    return None
+
+
+def cached(cache: Path | None, key: str, make: Callable[[], Mapping[str, Array]]) -> dict[str, Array]:
+    """The arrays of ``cache`` where it holds those of ``key``, else those of ``make``, which are then written there."""
+    if cache is None:
+        return dict(make())
+    found = _stored(cache, key)
+    if found is not None:
+        return found
+    with _locked(cache):
+        found = _stored(cache, key)  # another process may have been first
+        if found is None:
+            found = dict(make())
+            try:
+                write_atomic(cache, lambda temporary: _write(temporary, key, found or {}))
+            except OSError as error:  # a full disk costs time at the next start, not this run
+                logger().warning("index cache %s cannot be written: %s", cache, error)
+    return found
+
+
+def _write(path: Path, key: str, arrays: Mapping[str, Array]) -> None:
+    with path.open("wb") as stream:  # a path would get a suffix of NumPy's own
+        np.savez(stream, key=np.asarray(key), **arrays)  # type: ignore[arg-type]
+
+
+def _stored(cache: Path, key: str) -> dict[str, Array] | None:
+    if not cache.exists():
+        return None
+    try:
+        with np.load(cache, allow_pickle=False) as stored:
+            if str(stored["key"]) != key:
+                return None
+            return {name: stored[name] for name in stored.files if name != "key"}
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        logger().warning("index cache %s is damaged and is built anew: %s: %s", cache, type(error).__name__, error)
+        return None
+
+
+@contextmanager
+def _locked(cache: Path) -> Iterator[None]:
+    """Hold the lock file of ``cache``; without locks on this system or file system: go on without."""
+    try:
+        import fcntl  # not on every system
+
+        stream = cache.with_name(f".{cache.name}.lock").open("w")
+    except (ImportError, OSError):
+        yield
+        return
+    with stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX)
+        except OSError:
+            logger().debug("no file locks at %s", cache.parent)
+        yield

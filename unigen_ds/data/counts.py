@@ -1,0 +1,119 @@
+"""What packing, truncation and statistics need to know of a record: one row of numbers, and a digest of its content."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unigen_ds.data.rules import TOUCH_BITS
+from unigen_ds.data.samples import ImageSplit, Sample, TextSplit, TokenSplit
+
+KINDS = ("text", "conversation", "images")
+"""What a record is, for ``train_dataloader.overflow``."""
+NUM_DIGESTED = 6
+"""Columns of ``Counts`` that ``record_digest`` has always contained."""
+Array = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Per record [N]: lengths and targets of the whole, untruncated sample."""
+
+    tokens: Array
+    tiles: Array
+    """Images that a vision tower or the VAE encodes as conditions."""
+    image_tokens: Array
+    text_targets: Array
+    image_targets: Array
+    unreadable: Array
+    """Images whose header could not be read."""
+    images: Array
+    """Images, readable or not; one that is seen in two ways counts twice."""
+    kind: Array
+    """0 plain text, 1 a conversation of texts, 2 a record with images (``KINDS``)."""
+    touched: Array
+    """``TOUCH_BITS`` of the data rules that change the record in one of their versions."""
+    unknown: Array
+    """Text tokens that are the tokenizer's unknown word."""
+    empty_texts: Array
+    """Texts (captions, questions, answers) without any character but white space."""
+    largest_image: Array
+    """Tokens of the largest image."""
+
+    def touched_by(self, rule: str) -> NDArray[np.bool_]:
+        """[N] whether a data rule changes the record."""
+        return (self.touched & TOUCH_BITS[rule]) != 0
+
+    @property
+    def no_image_readable(self) -> bool:
+        """There are images, and none can be read."""
+        return 0 < int(self.images.sum()) == int(self.unreadable.sum())
+
+    @property
+    def all_touched(self) -> int:
+        """``TOUCH_BITS`` of the rules that change any record."""
+        return int(np.bitwise_or.reduce(self.touched, initial=0))
+
+    @classmethod
+    def of(cls, rows: list[tuple[int, ...]]) -> Counts:
+        table = np.asarray(rows, dtype=np.int64).reshape(-1, len(dataclasses.fields(cls)))
+        return cls(*(np.ascontiguousarray(column) for column in table.T))
+
+    @property
+    def digest(self) -> str:
+        """Changes with every length: a packing plan is a function of it."""
+        digest = hashlib.blake2b(digest_size=16)
+        for array in (self.tokens, self.tiles):
+            digest.update(np.ascontiguousarray(array).tobytes())
+        return digest.hexdigest()
+
+
+COLUMNS = tuple(field.name for field in dataclasses.fields(Counts))
+
+
+def count(sample: Sample, *, unk_id: int | None = None, empty_texts: int = 0) -> tuple[int, ...]:
+    """One row of ``Counts``. ``unk_id``: the tokenizer's id of unknown words, if it has one."""
+    tokens = image_tokens = text_targets = image_targets = unreadable = images = unknown = largest = 0
+    for split in sample.splits:  # one pass: it is done for every record
+        length = split.num_tokens
+        tokens += length
+        if isinstance(split, (TextSplit, TokenSplit)):
+            text_targets += split.num_targets
+            unknown += 0 if unk_id is None else split.ids.count(unk_id)
+            continue
+        images += 1
+        image_tokens += length
+        unreadable += bool(split.error)
+        largest = max(largest, length)
+        if isinstance(split, ImageSplit) and split.kind == "noise":
+            image_targets += length - 2
+    kind = "images" if images else "text" if sample.plain else "conversation"
+    return (
+        tokens,
+        sample.num_tiles if images else 0,
+        image_tokens,
+        text_targets,
+        image_targets,
+        unreadable,
+        images,
+        KINDS.index(kind),
+        sample.touched,
+        unknown,
+        empty_texts,
+        largest,
+    )
+
+
+def record_digest(content: bytes, counts: tuple[int, ...], marks: Sequence[object] = ()) -> int:
+    """64 bits of BLAKE2b of one record: of its bytes, and of its counts, which follow the sizes of its images.
+
+    ``marks``: the versions of the rules that change it; none where none does.
+    """
+    facts = repr(counts[:NUM_DIGESTED]) + (repr(marks) if marks else "")
+    digest = hashlib.blake2b(facts.encode() + content, digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
