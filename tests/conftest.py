@@ -3,12 +3,15 @@
 import logging
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
+
+from tests import small_disk as disks
 
 torch.set_num_threads(1)
 
@@ -20,6 +23,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real file system of 2 MiB. Skips the test only where this process has no permission to mount one."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if not disks.mount(disk, kib=2048):
+        pytest.skip(disks.NO_PERMISSION)
+    yield disk
+    disks.unmount(disk)
 
 
 @pytest.fixture(autouse=True)

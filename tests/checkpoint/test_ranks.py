@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.processes import ranks
 from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.manifest import Manifest
-
-ROOT = Path(__file__).resolve().parents[2]
 
 SCRIPT = '''
 import json, sys
@@ -118,15 +115,8 @@ dist.shutdown()
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory) -> tuple[Path, list[dict]]:
     work_dir, reports = tmp_path_factory.mktemp("run"), tmp_path_factory.mktemp("reports")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    processes = []
-    for rank in range(2):
-        environ = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        command = [sys.executable, "-c", SCRIPT, str(work_dir), str(reports)]
-        processes.append(subprocess.Popen(command, cwd=ROOT, env=environ))
-    assert [process.wait(timeout=120) for process in processes] == [0, 0]
+    ended = ranks([sys.executable, "-c", SCRIPT, str(work_dir), str(reports)], timeout_s=120)
+    assert [one.status for one in ended] == [0, 0], ended
     return work_dir, [json.loads((reports / f"{rank}.json").read_text()) for rank in range(2)]
 
 

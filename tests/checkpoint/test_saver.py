@@ -113,18 +113,6 @@ def test_random_states_of_another_process_count_are_not_used(tmp_path, ranks):
 # ---- a full disk ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A real file system of 2 MiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)]
-    if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("mounting a small disk needs root")
-    yield disk
-    subprocess.run(["umount", "-l", str(disk)], check=True)
-
-
 def fill(disk: Path, *, leave: int) -> Path:
     """Use up the disk but for ``leave`` bytes."""
     ballast = disk / "ballast"

@@ -51,7 +51,7 @@ class Phase:
     killed: bool = False
     """It must end by SIGKILL."""
     disk_mib: int = 0
-    """The work dir is a disk of its own (tmpfs) of this size, where mounting is possible."""
+    """The work dir is a disk of its own (tmpfs) of this size, where that is permitted (``small_disk.MOUNTED``)."""
     data: str = "digits/mixed.jsonl"
     """Below the folder of the launch's data, which ``{data}`` stands for in ``config``."""
     per_node: int | None = None

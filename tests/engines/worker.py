@@ -16,13 +16,14 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from tests import small_disk
 
 CORES, LIMIT_S = 2, 900.0
 PRELOADED = (
@@ -129,18 +130,17 @@ class Pool:
 
 
 def _mount(folder: Path, size_mib: int) -> None:
-    """A disk of its own for a work dir, where that is possible."""
+    """A disk of its own for a work dir, where that is permitted; ``small_disk.MOUNTED`` tells whether it was."""
     folder.mkdir(parents=True, exist_ok=True)
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size_mib}m", "tmpfs", str(folder)]
-    if os.geteuid() == 0:
-        subprocess.run(command, capture_output=True)
+    mounted = small_disk.mount(folder, kib=1024 * size_mib)
+    (folder / small_disk.MOUNTED).write_text(json.dumps(mounted), encoding="utf-8")
 
 
 def _unmount(folder: Path) -> None:
     """Keep the files and let go of the disk, which would outlive the tests."""
     if os.path.ismount(folder):
         kept = shutil.copytree(folder, folder.with_name(folder.name + ".kept"))
-        subprocess.run(["umount", "-l", str(folder)], check=True)
+        small_disk.unmount(folder)
         folder.rmdir()
         kept.rename(folder)
 

@@ -8,29 +8,21 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from tests.processes import ROOT, Ended, ranks, together
 from tests.tiny import tiny_config
 from unigen_ds.core.dist import free_port
 from unigen_ds.core.metrics import read_lines
 from unigen_ds.runner import Runner
 from unigen_ds.runner.parts import config_text
 
-ROOT = Path(__file__).resolve().parents[2]
 UPDATES = 3
 TRAIN = str(ROOT / "tools" / "train.py")
-_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in _LAUNCHER} | {
-    "OMP_NUM_THREADS": "1",
-    "DS_ACCELERATOR": "cpu",
-    "CUDA_VISIBLE_DEVICES": "",
-    "PYTHONPATH": str(ROOT),
-}
 
 FAILING = """
 import os
@@ -68,28 +60,8 @@ def losses(tmp_path_factory, data) -> list[float]:
     return [line["loss"] for line in read_lines(folder / "metrics.jsonl")]
 
 
-def together(commands: Sequence[Sequence[str]], extra: Sequence[Mapping[str, str]]) -> list[tuple[int, str]]:
-    """(exit status, output) of commands that run at the same time."""
-    started = [
-        subprocess.Popen(
-            list(command),
-            cwd=ROOT,
-            env={**ENVIRONMENT, **more},
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        for command, more in zip(commands, extra, strict=True)
-    ]
-    try:
-        return [(p.returncode, out) for p in started for out in [p.communicate(timeout=200)[0]]]
-    finally:
-        for process in started:
-            process.kill()
-
-
-def assert_trained(folder: Path, outcomes: Sequence[tuple[int, str]], losses: Sequence[float]) -> None:
-    assert all(status == 0 for status, _ in outcomes), "\n".join(text[-3000:] for _, text in outcomes)
+def assert_trained(folder: Path, ended: Sequence[Ended], losses: Sequence[float]) -> None:
+    assert all(one.status == 0 for one in ended), "\n".join(one.ending for one in ended)
     assert [line["loss"] for line in read_lines(folder / "metrics.jsonl")] == pytest.approx(losses, rel=1e-5)
 
 
@@ -141,8 +113,8 @@ def test_variables_of_other_launchers(tmp_path, data, losses, launcher, names):
     command = [sys.executable, TRAIN, written_config(tmp_path, data), "--launcher", launcher]
     command += ["--backend", "fsdp:NO_SHARD", "--max-updates", str(UPDATES)]
     where = {"MASTER_PORT": str(free_port())}
-    ranks = [dict(zip(names, (str(rank), "2", str(rank)), strict=True)) | where for rank in range(2)]
-    assert_trained(tmp_path, together([command, command], ranks), losses)
+    variables = [dict(zip(names, (str(rank), "2", str(rank)), strict=True)) | where for rank in range(2)]
+    assert_trained(tmp_path, together([command, command], variables), losses)
 
 
 def test_one_rank_that_fails_ends_all_soon(tmp_path, data):
@@ -155,10 +127,7 @@ def test_one_rank_that_fails_ends_all_soon(tmp_path, data):
         custom_hooks=[{"type": "FailingHook"}],
         env={"dist_timeout_s": 15.0},
     )
-    port = str(free_port())
     command = [sys.executable, TRAIN, config, "--backend", "fsdp", "--max-updates", str(UPDATES)]
-    path = {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    extra = [{**path, "WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
-    outcomes = together([command, command], extra)  # no launcher that would kill the other
-    assert all(status != 0 for status, _ in outcomes)
-    assert "rank 1 fails alone" in outcomes[1][1]
+    ended = ranks(command, PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}")  # no launcher that would kill the other
+    assert all(one.status != 0 for one in ended)
+    assert "rank 1 fails alone" in ended[1].text

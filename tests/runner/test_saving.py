@@ -11,14 +11,14 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.checkpoint.support import flip_byte, tree
-from tests.runner.test_launchers import ENVIRONMENT, ROOT, written_config
+from tests.processes import ROOT, ranks
+from tests.runner.test_launchers import written_config
 from tests.tiny import tiny_config
 from tools.train import main
 from unigen_ds.checkpoint import store
@@ -41,18 +41,6 @@ def data(tmp_path_factory) -> Path:
     for path in sorted(root.rglob("*.png"))[::3]:
         path.write_bytes(path.read_bytes()[:45])
     return root
-
-
-@pytest.fixture
-def small_disk(tmp_path) -> Iterator[Path]:
-    """A real file system of 2 MiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)]
-    if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("mounting a small disk needs root")
-    yield disk
-    subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 def config(work_dir: Path, data: Path, **overrides: Any) -> Any:
@@ -210,8 +198,8 @@ def test_the_last_save_and_that_on_a_signal_end_with_status_4(small_disk, data, 
 TRAIN = """
 import os, sys
 from tools.train import main
-config, disk, port = sys.argv[1:]
-arguments = [config, "--backend", "fsdp", "--launcher", "pytorch", "--work-dir"]
+config, disk, port, backend = sys.argv[1:]
+arguments = [config, "--backend", backend, "--launcher", "pytorch", "--work-dir"]
 print(main([*arguments, f"{disk}/first"]), flush=True)
 if os.environ["RANK"] == "0":
     os.unlink(f"{disk}/ballast")
@@ -221,32 +209,14 @@ main()
 """
 
 
-def test_two_processes_end_with_status_4(small_disk, data, tmp_path):
+@pytest.mark.parametrize("backend", ["fsdp", "deepspeed:zero2"])
+def test_two_processes_end_with_status_4(small_disk, data, tmp_path, backend):
     """``main`` twice: called, and as a command. The error appears once, not per process."""
     path = written_config(tmp_path, data, train_cfg={"max_updates": 2}, custom_imports={"imports": [__name__]},
                           custom_hooks=[at(_0="fill_once")])  # fmt: skip
-    shared = {**ENVIRONMENT, "PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2"}
-    shared["MASTER_PORT"], second = str(free_port()), str(free_port())
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", TRAIN, path, str(small_disk), second],
-            cwd=ROOT,
-            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=200) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [(out.strip(), process.returncode) for (out, _), process in zip(outputs, processes, strict=True)] == [
-        ("4", 4)
-    ] * 2
-    assert [err.count("could not write checkpoint") for _, err in outputs] == [2, 0], outputs
+    ended = ranks([sys.executable, "-c", TRAIN, path, str(small_disk), str(free_port()), backend])
+    assert [(one.out.splitlines().count("4"), one.status) for one in ended] == [(1, 4)] * 2, ended
+    assert [one.err.count("could not write checkpoint") for one in ended] == [2, 0], ended
     assert not list(small_disk.glob("*/*.pth*"))
 
 

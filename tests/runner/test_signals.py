@@ -1,7 +1,8 @@
 """Stopped by a signal: all processes stop after the same update, with a checkpoint and exit status 143.
 
-Two real processes (FSDP2 over gloo) train several times through ``main`` of ``tools/train.py``. A user's own hook sends
-real signals to its process, so most cases reach one of the two alone: the other must learn of it.
+Two real processes (over gloo) train several times through ``main`` of ``tools/train.py``, under FSDP2 and then under
+DeepSpeed. A user's own hook sends real signals to its process, so most cases reach one of the two alone: the other must
+learn of it.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
-from tests.runner.test_launchers import ENVIRONMENT, ROOT, written_config
+from tests.processes import ROOT, ranks
+from tests.runner.test_launchers import written_config
 from tests.tiny import tiny_config
 from unigen_ds.checkpoint.store import list_checkpoints
 from unigen_ds.core.dist import free_port
@@ -25,16 +27,28 @@ from unigen_ds.hooks.base import Hook
 from unigen_ds.runner import Runner
 
 UPDATES = 6
-CASES = {
-    "before_the_first": ({1: 0}, 1),
-    "at_the_first": ({1: 1}, 2),
-    "on_rank_0": ({0: 3}, 4),
-    "on_rank_1": ({1: 3}, 4),
-    "on_both_at_different_updates": ({0: 2, 1: 3}, 3),
-    "during_the_last": ({1: UPDATES}, UPDATES),
-    "none": ({}, UPDATES),
+ZERO = "deepspeed:zero2"
+
+
+class Case(NamedTuple):
+    signals: dict[int, int]
+    """Rank -> update during which it gets SIGTERM; 0: before the first."""
+    stopped_after: int
+    """The update after which all must stop."""
+    backend: str = "fsdp"
+
+
+RUNS = {
+    "before_the_first": Case({1: 0}, 1),
+    "at_the_first": Case({1: 1}, 2),
+    "on_rank_0": Case({0: 3}, 4),
+    "on_rank_1": Case({1: 3}, 4),
+    "on_both_at_different_updates": Case({0: 2, 1: 3}, 3),
+    "during_the_last": Case({1: UPDATES}, UPDATES),
+    "none": Case({}, UPDATES),
+    "zero2_on_rank_1": Case({1: 3}, 4, ZERO),
+    "zero2_none": Case({}, UPDATES, ZERO),
 }
-"""Name -> (rank -> update during which it gets SIGTERM, 0: before the first; the update after which all must stop)."""
 
 HOOK = """
 import json, os, signal
@@ -70,7 +84,8 @@ class SignalledHook(Hook):
     def after_update(self, run, result):
         self.per_update.append(len(calls))
         (run.work_dir / f"calls_{dist.rank()}.json").write_text(json.dumps(self.per_update))
-        fused = [group["fused"] for group in run.backend._optimizer.param_groups]
+        optimizer = getattr(run.backend, "_optimizer", None)
+        fused = [group["fused"] for group in optimizer.param_groups] if optimizer else []
         (run.work_dir / f"fused_{dist.rank()}.json").write_text(json.dumps(fused))
 
     def at(self, update):
@@ -82,9 +97,9 @@ TRAIN = """
 import json, os, sys
 from tools.train import main
 config, out, cases = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
-for name, (signals, port) in cases.items():
+for name, backend, signals, port in cases:
     os.environ.update(SIGNALS=json.dumps(signals), MASTER_PORT=str(port))
-    status = main([config, "--backend", "fsdp", "--launcher", "pytorch", "--work-dir", f"{out}/{name}"])
+    status = main([config, "--backend", backend, "--launcher", "pytorch", "--work-dir", f"{out}/{name}"])
     print(name, status, flush=True)
 """
 
@@ -108,32 +123,17 @@ def runs(tmp_path_factory, data) -> tuple[Path, list[list[str]]]:
         custom_hooks=[{"type": "SignalledHook"}],
     )
     Runner.from_cfg(tiny_config(folder / "unused", data))  # draws the data once, not in two processes at a time
-    cases = json.dumps({name: (signals, free_port()) for name, (signals, _) in CASES.items()})
-    shared = {**ENVIRONMENT, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", TRAIN, config, str(folder), cases],
-            cwd=ROOT,
-            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=(folder / f"log_{rank}.txt").open("w"),
-        )
-        for rank in range(2)
-    ]
-    try:
-        printed = [process.communicate(timeout=240)[0].splitlines() for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert all(len(lines) == len(CASES) for lines in printed), (folder / "log_0.txt").read_text()[-5000:]
+    cases = json.dumps([(name, RUNS[name].backend, RUNS[name].signals, free_port()) for name in RUNS])
+    ended = ranks([sys.executable, "-c", TRAIN, config, str(folder), cases], PYTHONPATH=f"{folder}{os.pathsep}{ROOT}")
+    printed = [[line for line in one.out.splitlines() if line.split()[:1] and line.split()[0] in RUNS] for one in ended]
+    assert all(len(lines) == len(RUNS) for lines in printed), ended[0].ending
     return folder, printed
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", RUNS)
 def test_all_processes_stop_after_the_same_update_and_a_checkpoint_is_saved(runs, name):
     folder, printed = runs
-    signals, stopped_after = CASES[name]
+    signals, stopped_after, _ = RUNS[name]
     status = 143 if signals else 0
     assert [line for lines in printed for line in lines if line.split()[0] == name] == [f"{name} {status}"] * 2
     trained = [len(json.loads((folder / name / f"calls_{rank}.json").read_text())) for rank in range(2)]
@@ -144,9 +144,10 @@ def test_all_processes_stop_after_the_same_update_and_a_checkpoint_is_saved(runs
     assert found.problem is None and found.manifest is not None and found.manifest.progress.updates == stopped_after
 
 
-def test_an_update_that_is_not_logged_waits_for_no_sum(runs):
+@pytest.mark.parametrize("name", ["none", "zero2_none"])
+def test_an_update_that_is_not_logged_waits_for_no_sum(runs, name):
     """The numbers of blocking sums: only the first and the last update, which are logged and saved, have some."""
-    calls = json.loads((runs[0] / "none" / "calls_0.json").read_text())
+    calls = json.loads((runs[0] / name / "calls_0.json").read_text())
     assert len(calls) == UPDATES and calls[0] and calls[-1]
     assert calls[1:-1] == [0] * (UPDATES - 2)
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.runner.test_launchers import agents, together, written_config
+from tests.processes import together
+from tests.runner.test_launchers import agents, written_config
 
 MODULE = '''
 import logging
@@ -50,9 +51,9 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     found = []
     for updates in (2, 3):
         arguments = [str(config), "--resume", "--max-updates", str(updates), "--backend", "fsdp:NO_SHARD"]
-        [(status, out)] = together(agents(1, arguments, per_node=2), [{"PYTHONPATH": str(folder)}])
-        assert status == 0, out[-3000:]
-        found.append(out)
+        [ended] = together(agents(1, arguments, per_node=2), [{"PYTHONPATH": str(folder)}])
+        assert ended.status == 0, ended.ending
+        found.append(ended.text)
     return found
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tests.engines.launch import tensors
-from tests.runner.test_launchers import ENVIRONMENT, ROOT, agents, together
+from tests.processes import ENVIRONMENT, ROOT, together
+from tests.runner.test_launchers import agents
 from unigen_ds.checkpoint import store
 from unigen_ds.core.config import load_config
 from unigen_ds.core.metrics import read_lines
@@ -26,9 +27,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     for updates in (4, 6):
         arguments = [str(CONFIG), "--work-dir", str(folder), "--resume", "--max-updates", str(updates)]
         arguments += ["--cfg-options", f"train_dataloader.dataset.root={data}"]
-        [(status, text)] = together(agents(1, arguments, per_node=2), [{}])
-        assert status == 0, text[-3000:]
-        printed.append(text)
+        [ended] = together(agents(1, arguments, per_node=2), [{}])
+        assert ended.status == 0, ended.ending
+        printed.append(ended.text)
     return folder, printed
 
 
