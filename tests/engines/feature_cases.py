@@ -38,6 +38,13 @@ def adapter() -> list[Job]:
     return killed_and_straight("resume/adapter", phase)
 
 
+def fused_zero() -> list[Job]:
+    """torch's fused AdamW inside of ZeRO-2, which keeps its step count where its kernel reads it."""
+    base = config("zero2", 2, optim_wrapper__optimizer__fused=True)
+    watched = {**base, "custom_hooks": [*base["custom_hooks"], {"type": "StepsHook"}]}
+    return killed_and_straight("resume/zero2@2-fused", Phase(2, watched, RESUME_UPDATES))
+
+
 def structure(*, full: bool) -> list[Job]:
     """Which units FSDP has, and who holds what: a node of two processes each, which ``num_shard`` leaves open."""
     hook = {"custom_hooks": [{"type": "StructureHook"}]}

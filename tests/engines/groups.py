@@ -10,7 +10,12 @@ from tests.engines.cases import Job
 GROUPS: dict[str, Callable[..., list[Job]]] = {
     "equivalence": cases.equivalence,
     "bf16": cases.bf16,
-    "resume": lambda full: [*cases.resume(full=full), *model_cases.resume(full=full), *feature_cases.adapter()],
+    "resume": lambda full: [
+        *cases.resume(full=full),
+        *model_cases.resume(full=full),
+        *feature_cases.adapter(),
+        *feature_cases.fused_zero(),
+    ],
     "chain": lambda full: cases.chain(),
     "elastic": cases.elastic,
     "faulty": cases.faulty,

@@ -5,6 +5,8 @@ Dropout, two loader workers, an average of the weights, a learning rate that cha
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tests.engines import cases
@@ -47,6 +49,21 @@ def test_the_last_updates_did_change_the_weights():
     run = runs().outcome("resume/zero2@2-fp32/straight")
     early = tensors(run.folder / "iter_10.pth")
     assert len(unequal(early, run.final)) > 0.9 * len([key for key in early if key[0] != "buffer"])
+
+
+def test_step_counts_of_a_fused_optimizer_under_deepspeed_are_those_of_a_run_without_a_stop():
+    """Value, dtype and device; the losses are compared above."""
+    straight, killed = (runs().outcome(f"resume/zero2@2-fused/{kind}") for kind in ("straight", "killed"))
+    for rank in range(2):
+        lines = [
+            [json.loads(line) for line in (run.folder / f"steps_{rank}.jsonl").read_text().splitlines()]
+            for run in (straight, killed)
+        ]
+        assert [update for update, _ in lines[0]] == [*range(1, cases.RESUME_UPDATES + 1)]
+        before, after = lines[1][: cases.KILL_AT - 1], lines[1][cases.KILL_AT - 1 :]
+        assert before == lines[0][: cases.KILL_AT - 1] and after == lines[0][cases.SAVED_AT :]
+        for update, steps in lines[0]:
+            assert steps and all(step == [update, "torch.float32", "cpu", "cpu", True] for step in steps)
 
 
 @pytest.mark.parametrize("name", RESUMED)

@@ -309,6 +309,23 @@ class StructureHook(Hook):
 
 
 @HOOKS.register_module()
+class StepsHook(Hook):
+    """Of every update of DeepSpeed's optimizer a line of ``steps_<rank>.jsonl``: of each step count of this rank
+    ``[value, dtype, its device, device of the weights, fused]``.
+    """
+
+    def after_update(self, run: Run, result: UpdateResult) -> None:
+        optimizer: Any = run.backend._zero.optimizer  # type: ignore[attr-defined]
+        found = [
+            [float(optimizer.state[flat]["step"]), str(optimizer.state[flat]["step"].dtype),
+             str(optimizer.state[flat]["step"].device), str(flat.device), bool(group["fused"])]
+            for group in optimizer.param_groups for flat in group["params"]
+        ]  # fmt: skip
+        with (run.work_dir / f"steps_{dist.rank()}.jsonl").open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps([run.progress.updates, found]) + "\n")
+
+
+@HOOKS.register_module()
 class KillHook(Hook):
     """SIGKILL for the whole job, in the middle of an update: between its two micro-batches, when the last rank is
     there.

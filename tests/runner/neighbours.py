@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.processes import ranks
 from tools.zero_to_fp32 import main as zero_to_fp32
 
 
@@ -117,6 +119,37 @@ def hugging_face(exported: Path, folder: Path) -> dict[str, Path]:
         "transformers' shards": folder / "shards",
         "their index": folder / "shards" / "model.safetensors.index.json",
     }
+
+
+DEEPSPEED = """
+import sys
+from pathlib import Path
+
+import deepspeed
+import torch
+
+from unigen_ds.backends.deepspeed_op import load_shared_memory_op
+from unigen_ds.runner.trained import open_model
+
+load_shared_memory_op()
+deepspeed.init_distributed(dist_backend="gloo")
+for stage in (2, 3):
+    model, _ = open_model(Path(sys.argv[1]), raw=True)
+    given = {"train_micro_batch_size_per_gpu": 1, "steps_per_print": 10**9, "zero_allow_untested_optimizer": True,
+             "zero_force_ds_cpu_optimizer": False,
+             "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=0.0),
+                                      config=given, dist_init_required=False)
+    engine.save_checkpoint(f"{sys.argv[2]}/zero{stage}", tag="global_step2")
+    engine.destroy()
+"""
+
+
+def deepspeed(work_dir: Path, folder: Path) -> Path:
+    """DeepSpeed's own engine, in two processes: below ``folder``, what it saves of stages 2 and 3."""
+    ended = ranks([sys.executable, "-c", DEEPSPEED, str(work_dir), str(folder)])
+    assert [one.status for one in ended] == [0, 0], ended[0].ending
+    return folder
 
 
 WRITERS: dict[str, Callable[..., dict[str, Path]]] = {"plain_torch": plain_torch, "mmengine": mmengine,

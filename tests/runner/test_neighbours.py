@@ -16,8 +16,10 @@ from torch import Tensor
 from tests.runner import neighbours
 from tests.runner.test_reading import config, data, trained  # noqa: F401 - fixtures
 from tools.export import main as export
+from tools.train import main as train
 from unigen_ds.core.errors import CheckpointError, UnigenError
 from unigen_ds.runner import Runner
+from unigen_ds.runner.parts import config_text
 from unigen_ds.runner.trained import open_model
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -66,6 +68,53 @@ def test_every_neighbours_files_load_bit_by_bit(
         if differing or report["missing"] or report["unexpected"]:
             wrong[case] = f"{differing} {report}"
     assert wrong == {}
+
+
+FILES_OF_DEEPSPEED = {
+    "zero2": ["mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt"],
+    "zero3": ["zero_pp_rank_1_mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"],
+}
+
+
+@pytest.fixture(scope="module")
+def by_deepspeed(trained: Runner, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
+    return neighbours.deepspeed(trained.work_dir, tmp_path_factory.mktemp("deepspeed"))
+
+
+def train_from(path: Path, data: Path, run: Path) -> int:  # noqa: F811
+    """``tools/train.py CONFIG --load-from PATH``, for one update with a learning rate of 0."""
+    still = {"optim_wrapper__optimizer__lr": 0.0, "randomness__seed": 5}
+    run.with_suffix(".py").write_text(config_text(config(data, run, **still)), encoding="utf-8")
+    return train([str(run.with_suffix(".py")), "--load-from", str(path), "--max-updates", "1"])
+
+
+def test_a_file_inside_deepspeeds_folder_means_the_weights_of_all_ranks(
+    data: Path, trained: Runner, by_deepspeed: Path, tmp_path: Path  # noqa: F811
+) -> None:  # fmt: skip
+    """Whichever it is: in stage 3 each file holds a part of every weight."""
+    expected = open_model(trained.work_dir, raw=True)[0].state_dict()
+    for number, (stage, name) in enumerate(
+        (stage, name) for stage, names in FILES_OF_DEEPSPEED.items() for name in names
+    ):
+        run = tmp_path / str(number)
+        assert train_from(by_deepspeed / stage / "global_step2" / name, data, run) == 0
+        state = open_model(run, raw=True)[0].state_dict()
+        assert [key for key, tensor in expected.items() if not torch.equal(state[key], tensor)] == [], (stage, name)
+
+
+@pytest.mark.parametrize(
+    ("stage", "name"), [(stage, name) for stage in FILES_OF_DEEPSPEED for name in FILES_OF_DEEPSPEED[stage]]
+)
+def test_a_file_of_deepspeeds_that_was_copied_alone_is_refused(
+    stage: str, name: str, data: Path, by_deepspeed: Path, tmp_path: Path,  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "alone" / name).write_bytes((by_deepspeed / stage / "global_step2" / name).read_bytes())
+    assert train_from(tmp_path / "alone" / name, data, tmp_path / "run") == 1
+    printed = capsys.readouterr().err
+    assert f"{tmp_path / 'alone'} lacks " in printed and "Remedy: copy the whole folder: " in printed
+    assert "Traceback" not in printed
 
 
 def test_a_head_stored_apart_is_not_taken_for_the_tied_one(

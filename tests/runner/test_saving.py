@@ -200,10 +200,11 @@ import os, sys
 from tools.train import main
 config, disk, port, backend = sys.argv[1:]
 arguments = [config, "--backend", backend, "--launcher", "pytorch", "--work-dir"]
-print(main([*arguments, f"{disk}/first"]), flush=True)
-if os.environ["RANK"] == "0":
-    os.unlink(f"{disk}/ballast")
-os.environ["MASTER_PORT"] = port
+if backend == "fsdp":
+    print(main([*arguments, f"{disk}/first"]), flush=True)
+    if os.environ["RANK"] == "0":
+        os.unlink(f"{disk}/ballast")
+    os.environ["MASTER_PORT"] = port
 sys.argv[1:] = [*arguments, f"{disk}/second"]
 main()
 """
@@ -211,12 +212,15 @@ main()
 
 @pytest.mark.parametrize("backend", ["fsdp", "deepspeed:zero2"])
 def test_two_processes_end_with_status_4(small_disk, data, tmp_path, backend):
-    """``main`` twice: called, and as a command. The error appears once, not per process."""
+    """``main``, called and then as a command; DeepSpeed, which keeps its process groups, as a command alone. The error
+    appears once, not per process.
+    """
+    calls = 1 if backend == "fsdp" else 0
     path = written_config(tmp_path, data, train_cfg={"max_updates": 2}, custom_imports={"imports": [__name__]},
                           custom_hooks=[at(_0="fill_once")])  # fmt: skip
     ended = ranks([sys.executable, "-c", TRAIN, path, str(small_disk), str(free_port()), backend])
-    assert [(one.out.splitlines().count("4"), one.status) for one in ended] == [(1, 4)] * 2, ended
-    assert [one.err.count("could not write checkpoint") for one in ended] == [2, 0], ended
+    assert [(one.out.splitlines().count("4"), one.status) for one in ended] == [(calls, 4)] * 2, ended
+    assert [one.err.count("could not write checkpoint") for one in ended] == [calls + 1, 0], ended
     assert not list(small_disk.glob("*/*.pth*"))
 
 

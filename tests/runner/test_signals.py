@@ -46,8 +46,7 @@ RUNS = {
     "on_both_at_different_updates": Case({0: 2, 1: 3}, 3),
     "during_the_last": Case({1: UPDATES}, UPDATES),
     "none": Case({}, UPDATES),
-    "zero2_on_rank_1": Case({1: 3}, 4, ZERO),
-    "zero2_none": Case({}, UPDATES, ZERO),
+    "zero2_on_rank_1": Case({1: 4}, 5, ZERO),  # the last: DeepSpeed keeps the process groups of its first run
 }
 
 HOOK = """
@@ -144,12 +143,12 @@ def test_all_processes_stop_after_the_same_update_and_a_checkpoint_is_saved(runs
     assert found.problem is None and found.manifest is not None and found.manifest.progress.updates == stopped_after
 
 
-@pytest.mark.parametrize("name", ["none", "zero2_none"])
+@pytest.mark.parametrize("name", ["none", "zero2_on_rank_1"])
 def test_an_update_that_is_not_logged_waits_for_no_sum(runs, name):
     """The numbers of blocking sums: only the first and the last update, which are logged and saved, have some."""
     calls = json.loads((runs[0] / name / "calls_0.json").read_text())
-    assert len(calls) == UPDATES and calls[0] and calls[-1]
-    assert calls[1:-1] == [0] * (UPDATES - 2)
+    assert len(calls) == RUNS[name].stopped_after >= 5 and calls[0] and calls[-1]
+    assert set(calls[1:-1]) == {0}
 
 
 def test_fsdp_steps_by_the_fused_kernel(runs):

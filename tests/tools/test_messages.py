@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,8 +17,10 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.processes import together
 from tests.tiny import tiny_config
 from tools.train import main
+from unigen_ds.core.dist import free_port
 
 
 @pytest.fixture(scope="module")
@@ -320,15 +328,54 @@ def on_file(plain: dict[str, Any], data: Path, **changes: Any) -> dict[str, Any]
 
 
 RECORD = json.dumps({"text": "draw a zero"})
-FILES = {
-    "parquet": (b"PAR1\x15\x04\x15\x10", "is a Parquet file", "pandas.read_parquet('data.jsonl').to_json("),
-    "gzip": (b"\x1f\x8b\x08\0", "is compressed by gzip", "gunzip -k data.jsonl"),
+RECORDS = [{"text": f"draw a {digit}"} for digit in ("zero", "one", "two")]
+LINES = "".join(json.dumps(record) + "\n" for record in RECORDS)
+
+
+def parquet(path: Path) -> None:
+    pytest.importorskip("pandas").DataFrame(RECORDS).to_parquet(path)
+
+
+def arrow(path: Path) -> None:
+    pytest.importorskip("pandas").DataFrame(RECORDS).to_feather(path)
+
+
+def arrow_stream(path: Path) -> None:
+    """As the library writes it into its cache, and into a folder by ``save_to_disk``."""
+    pytest.importorskip("datasets").Dataset.from_list(RECORDS).save_to_disk(str(path) + ".folder")
+    (written,) = Path(str(path) + ".folder").glob("*.arrow")
+    written.rename(path)
+
+
+def zipped(path: Path) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("converted.jsonl", LINES)
+
+
+def zstd(path: Path) -> None:
+    """One frame with one block that is not compressed, as any program that writes zstd may store it (RFC 8878)."""
+    content = LINES.encode()
+    block = (len(content) << 3 | 1).to_bytes(3, "little")
+    path.write_bytes(b"\x28\xb5\x2f\xfd" + bytes([0x20, len(content)]) + block + content)
+
+
+FILES: dict[str, tuple[Callable[[Path], Any], str, str]] = {
+    "parquet": (parquet, "is a Parquet file", "pandas.read_parquet('data.jsonl')"),
+    "arrow": (arrow, "is an Arrow file", "pandas.read_feather('data.jsonl')"),
+    "arrow stream": (arrow_stream, "is an Arrow stream", "datasets.Dataset.from_file('data.jsonl')"),
+    "gzip": (lambda path: path.write_bytes(gzip.compress(LINES.encode())), "is compressed by gzip", "gunzip -c "),
+    "zstd": (zstd, "is compressed by zstd", "zstd -dc data.jsonl"),
+    "zip": (zipped, "is a zip archive", "python -m zipfile -e data.jsonl"),
     "utf-16": (
-        RECORD.encode("utf-16"),
+        lambda path: path.write_bytes(LINES.encode("utf-16")),
         "is UTF-16 text, not UTF-8",
         "iconv -f UTF-16 -t UTF-8 data.jsonl > utf8.jsonl",
     ),
-    "utf-16 without a mark": (RECORD.encode("utf-16-le"), "is UTF-16 text, not UTF-8", "iconv -f UTF-16LE"),
+    "utf-16 without a mark": (
+        lambda path: path.write_bytes(LINES.encode("utf-16-le")),
+        "is UTF-16 text, not UTF-8",
+        "iconv -f UTF-16LE",
+    ),
 }
 
 
@@ -336,11 +383,20 @@ FILES = {
 def test_a_data_file_of_another_format_is_named_with_the_command_that_converts_it(
     kind: str, plain: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    content, what, command = FILES[kind]
-    (tmp_path / "data.jsonl").write_bytes(content)
+    """Whatever the name ends in. The command is run, and makes the records of it."""
+    make, what, command = FILES[kind]
+    make(tmp_path / "data.jsonl")
+    capsys.readouterr()  # a progress bar of the library that made it
     path = write(tmp_path, "json", on_file(plain, tmp_path / "data.jsonl", work_dir=str(tmp_path / "run")))
     said = words(capsys, path, status=1)
-    assert what in said and command in said
+    assert what in said and command in said and said.count("\n") == 1
+    convert = said.strip().rpartition("Remedy: convert it: ")[2].removesuffix(".")
+    if shutil.which(convert.split()[0]) is None and not convert.startswith("python"):
+        pytest.skip(f"the message is as it should be; {convert.split()[0]} is not installed, so it is not run")
+    convert = convert.replace("python ", f"{sys.executable} ", 1) if convert.startswith("python") else convert
+    subprocess.run(convert, shell=True, check=True, cwd=tmp_path)
+    (made,) = [found for found in tmp_path.rglob("*.jsonl") if found.name in ("converted.jsonl", "utf8.jsonl")]
+    assert [json.loads(line) for line in made.read_text(encoding="utf-8").splitlines()] == RECORDS
 
 
 def test_a_folder_as_data_file_names_what_it_holds(
@@ -371,6 +427,35 @@ def test_a_tokenizer_folder_that_is_missing_or_empty_is_named(
     config = write(tmp_path, "json", {**plain, "tokenizer": tokenizer, "work_dir": str(tmp_path / "run")})
     said = words(capsys, config)
     assert "tokenizer.path" in said and problem in said and "a folder with tokenizer.json" in said
+
+
+def test_a_tokenizer_of_the_hub_that_cannot_be_downloaded(plain: dict[str, Any], tmp_path: Path) -> None:
+    """Without a network (here: nobody listens at the hub's address; its library tries it again, without the waits), and
+    where the environment forbids to ask.
+    """
+    tokenizer = {"type": "PretrainedTokenizer", "path": "organisation/name"}
+    config = write(tmp_path, "json", {**plain, "tokenizer": tokenizer, "work_dir": str(tmp_path / "run")})
+    code = "import sys, time; time.sleep = lambda seconds: None; from tools.train import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, str(config)]
+    nowhere = {"HF_HOME": str(tmp_path / "hub"), "HF_ENDPOINT": f"http://127.0.0.1:{free_port()}"}
+    for ended in together([command, command], [{**nowhere, "HF_HUB_OFFLINE": flag} for flag in "01"], timeout_s=100):
+        line = ended.err.strip().splitlines()[-1]
+        assert ended.status == 2 and "Traceback" not in ended.err
+        assert "tokenizer.path 'organisation/name' is no folder here, and the hub does not give it: " in line
+        assert "Remedy: where there is a network: hf download organisation/name --local-dir FOLDER" in line
+
+
+@pytest.mark.parametrize("model", ["UnifiedModel", "DecoderLM", "VLM"])
+def test_a_model_of_the_hub_is_not_downloaded(
+    model: str, plain: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "data.jsonl").write_text(LINES)
+    changes = {"model": {"type": model, "pretrained": "organisation/name"}, "work_dir": str(tmp_path / "run")}
+    changes |= {"processor": None} if model == "DecoderLM" else {}
+    said = words(capsys, write(tmp_path, "json", on_file(plain, tmp_path / "data.jsonl", **changes)))
+    assert "model.pretrained names 'organisation/name', and there is no such file or folder" in said
+    assert "a name on the hub is not downloaded" in said and "hf download organisation/name --local-dir FOLDER" in said
+    assert said.count("\n") == 1
 
 
 def test_grey_autoencoder_and_colour_images(

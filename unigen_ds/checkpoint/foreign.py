@@ -17,7 +17,7 @@ import torch
 
 from unigen_ds.checkpoint.layouts.base import PieceReader
 from unigen_ds.checkpoint.layouts.dcp import DCPReader
-from unigen_ds.checkpoint.layouts.deepspeed import DeepSpeedReader
+from unigen_ds.checkpoint.layouts.deepspeed import DeepSpeedReader, is_deepspeed
 from unigen_ds.checkpoint.layouts.nanovlm import NanoVLMReader, is_nanovlm
 from unigen_ds.checkpoint.layouts.plain import TorchReader
 from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
@@ -27,7 +27,6 @@ from unigen_ds.core.progress import Geometry
 from unigen_ds.core.shards import LOSS_SCALE, MASTER
 
 ASSUMABLE = ("batch_size", "accumulative_counts", "dp_size")
-_DEEPSPEED = "*mp_rank_*_model_states.pt"
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,12 @@ def is_known(path: Path) -> bool:
     """Whether ``path``, a folder or a file, is of a layout that ``open_foreign`` reads."""
     if path.is_file():
         return is_weight_file(path)
-    return (path / ".metadata").is_file() or any(path.glob(_DEEPSPEED)) or bool(weight_files(path))
+    return (path / ".metadata").is_file() or _has_deepspeed(path) or bool(weight_files(path))
+
+
+def _has_deepspeed(folder: Path) -> bool:
+    """Whether any of DeepSpeed's files is there: an incomplete set is named as such by its reader."""
+    return any(is_deepspeed(path.name) for path in folder.iterdir())
 
 
 def open_foreign(path: Path, *, tag: str | None = None, assume: Mapping[str, int] | None = None) -> Foreign:
@@ -96,7 +100,7 @@ def open_foreign(path: Path, *, tag: str | None = None, assume: Mapping[str, int
         ConfigError: an assumption contradicts the files.
     """
     folder = locate(path, tag)
-    if folder.is_dir() and any(folder.glob(_DEEPSPEED)):
+    if folder.is_dir() and _has_deepspeed(folder):
         return _deepspeed(folder, dict(assume or {}))
     if (folder / ".metadata").is_file():
         return _bare(folder, "dcp", DCPReader(folder), dict(assume or {}))

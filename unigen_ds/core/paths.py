@@ -48,6 +48,16 @@ def expand_paths(config: Any, *, where: str = "", is_path: bool = False) -> None
             config[key] = expand(value, where=name)
 
 
+def is_hub_name(path: str) -> bool:
+    """Whether a text can be ``organisation/name`` on the Hugging Face hub and is no path here."""
+    return path.count("/") == 1 and not path.startswith(("/", ".", "~")) and not Path(path).parent.is_dir()
+
+
+def download_remedy(name: str) -> str:
+    """What to do where a name of the hub was given and nothing can be downloaded."""
+    return f"where there is a network: hf download {name} --local-dir FOLDER; then name that folder instead"
+
+
 def tool(name: str) -> list[str]:
     """What follows ``python`` to run a tool: its file in a checkout, its module where only the wheel is installed."""
     script = PACKAGE.parent / "tools" / f"{name}.py"

@@ -8,14 +8,19 @@ from unigen_ds.core.encoding import encoding_problem
 from unigen_ds.core.errors import DataError
 
 _ALLOWED = "a .json or .jsonl file: docs/data.md shows the records"
-_PANDAS = "python -c \"import pandas; pandas.read_{0}('{1}').to_json('{2}.jsonl', orient='records', lines=True)\""
+_PANDAS = (
+    "python -c \"import pandas; pandas.read_{0}('{{0}}').to_json('converted.jsonl', orient='records', lines=True)\""
+)
+_DATASETS = "python -c \"import datasets; datasets.Dataset.from_file('{0}').to_json('converted.jsonl')\""
 _MAGIC = {
-    b"PAR1": ("a Parquet file", _PANDAS.format("parquet", "{0}", "{1}")),
-    b"ARROW1": ("an Arrow file", _PANDAS.format("feather", "{0}", "{1}")),
-    b"\x1f\x8b": ("compressed by gzip", "gunzip -k {0}"),
-    b"\x28\xb5\x2f\xfd": ("compressed by zstd", "unzstd {0}"),
-    b"PK\x03\x04": ("a zip archive", "unzip {0}"),
+    b"PAR1": ("a Parquet file", _PANDAS.format("parquet")),
+    b"ARROW1": ("an Arrow file", _PANDAS.format("feather")),
+    b"\xff\xff\xff\xff": ("an Arrow stream, as Hugging Face's datasets writes it", _DATASETS),
+    b"\x1f\x8b": ("compressed by gzip", "gunzip -c {0} > converted.jsonl"),
+    b"\x28\xb5\x2f\xfd": ("compressed by zstd", "zstd -dc {0} > converted.jsonl"),
+    b"PK\x03\x04": ("a zip archive", "python -m zipfile -e {0} converted"),
 }
+"""First bytes -> what it is, and a command that works whatever the file's name ends in."""
 
 
 def check_data_file(path: Path) -> None:
@@ -32,7 +37,7 @@ def check_data_file(path: Path) -> None:
         head = stream.read(8)
     for magic, (what, command) in _MAGIC.items():
         if head.startswith(magic):
-            convert = command.format(path.name, path.stem)
+            convert = command.format(path.name)
             raise DataError(f"data file {path} is {what}", allowed=_ALLOWED, remedy=f"convert it: {convert}")
     if problem := encoding_problem(path, bom_allowed=True):
         raise DataError(f"data file {path} {problem[0]}", allowed=_ALLOWED, remedy=f"convert it: {problem[1]}")

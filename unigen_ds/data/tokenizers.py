@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.paths import download_remedy, is_hub_name
 from unigen_ds.core.registry import TOKENIZERS
 from unigen_ds.data.special import Special
 from unigen_ds.data.tiles import GLOBAL_TOKEN, IMAGE_TOKEN, TILE_TOKENS
@@ -171,24 +172,29 @@ def _pretrained(path: str, tokens: Sequence[str]) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        kind = "cannot be read" if folder.is_dir() else "is no folder here, and the hub does not give it"
-        raise ConfigError(f"tokenizer.path {path!r} {kind}: {str(error).splitlines()[0]}") from error
+        why = str(error).strip().splitlines()[0]
+        if folder.is_dir():
+            raise ConfigError(f"tokenizer.path {path!r} cannot be read: {why}", remedy=_OWN_CODE) from error
+        raise ConfigError(
+            f"tokenizer.path {path!r} is no folder here, and the hub does not give it: {why}",
+            remedy=download_remedy(path),
+        ) from error
     present = tokenizer.get_vocab()
     tokenizer.add_special_tokens({"additional_special_tokens": [token for token in tokens if token not in present]})
     return tokenizer
 
 
+_OWN_CODE = "name a tokenizer of a class that transformers has: code beside its files is never run"
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 def _check_folder(path: str, folder: Path) -> None:
     """Refuse a folder that is not there, before the hub is asked for it, and one without a tokenizer."""
-    meant = path.startswith(("/", ".", "~")) or path.count("/") != 1 or folder.parent.is_dir()
     allowed = "a folder with tokenizer.json, or a name on the hub: organisation/name"
     if folder.is_dir():
         if not any((folder / name).is_file() for name in _FILES):
             held = ", ".join(sorted(entry.name for entry in folder.iterdir())[:5]) or "nothing"
             raise ConfigError(f"tokenizer.path {path!r} holds no tokenizer (it holds: {held})", allowed=allowed)
-    elif meant and ("/" in path or folder.exists()):
+    elif not is_hub_name(path) and ("/" in path or folder.exists()):
         remedy = f"check the path; a relative one begins at {Path.cwd()}"
         raise ConfigError(f"tokenizer.path is {path!r}, and there is no such folder", allowed=allowed, remedy=remedy)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.log import logger
 from unigen_ds.core.modules import persistent_buffers, tied_names
+from unigen_ds.core.paths import download_remedy, is_hub_name
 from unigen_ds.core.seeding import generator
 from unigen_ds.core.shards import BUFFER, MASTER
 
@@ -60,6 +61,7 @@ class Stored:
 
 def stored_tensors(path: Path) -> dict[str, Stored]:
     """Every tensor of a file, or of a sharded folder's ``*.safetensors``. Raises ``CheckpointError``."""
+    _check_here(path)
     paths = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not paths:
         raise CheckpointError(f"{path} holds no *.safetensors")
@@ -78,6 +80,19 @@ def stored_tensors(path: Path) -> dict[str, Stored]:
     return found
 
 
+def _check_here(path: Path) -> None:
+    """Raise ``ConfigError`` for a folder that does not exist, with what to do about a name of the hub."""
+    folder = path.parent if path.suffix in (".json", ".safetensors") else path
+    if folder.exists():
+        return
+    hub = is_hub_name(str(folder))
+    raise ConfigError(
+        f"model.pretrained names {str(folder)!r}, and there is no such file or folder",
+        allowed="a folder with the published files" + "; a name on the hub is not downloaded" * hub,
+        remedy=download_remedy(str(folder)) if hub else f"check the path; a relative one begins at {Path.cwd()}",
+    )
+
+
 def _as_linear(convolution: Tensor) -> Tensor:
     """A convolution over patches as the linear map of (row, column, channel) vectors."""
     return convolution.permute(0, 2, 3, 1).flatten(1)
@@ -85,6 +100,7 @@ def _as_linear(convolution: Tensor) -> Tensor:
 
 def read_json(path: Path) -> dict[str, Any]:
     """A config beside the weights. Raises ``ConfigError``."""
+    _check_here(path)
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:

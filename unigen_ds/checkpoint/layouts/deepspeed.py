@@ -57,7 +57,11 @@ class DeepSpeedReader(PieceReader):
         model = [load_file(path) for path in _by_rank(directory, _MODEL, names)]
         optim = [load_file(path)["optimizer_state_dict"] for path in _by_rank(directory, _OPTIM, names)]
         if not model or (not optim and model[0].get("param_shapes") is not None):
-            raise CheckpointError(f"{directory} lacks DeepSpeed's model or optimizer files")
+            raise CheckpointError(
+                f"{directory} lacks DeepSpeed's model or optimizer files",
+                allowed="a folder with the files of all ranks, *_model_states.pt and *_optim_states.pt",
+                remedy="copy the whole folder: one file holds a part of the weights, or rounded ones",
+            )
         self.header = {k: v for k, v in model[0].items() if k not in ("module", "frozen_param_fragments", "optimizer")}
         self.tied = dict(model[0].get("shared_params") or {})
         self.frozen: set[str] = set()
@@ -194,7 +198,10 @@ def _by_rank(directory: Path, pattern: re.Pattern[str], names: Iterable[str]) ->
     found = {int(m.group(1) or 0): directory / name for name in names if (m := pattern.match(name))}
     missing = sorted(set(range(len(found))) - set(found))
     if missing:
-        raise CheckpointError(f"{directory} lacks the files of rank {missing[0]} (it has {sorted(found)})")
+        raise CheckpointError(
+            f"{directory} lacks the files of rank {missing[0]} (it has {sorted(found)})",
+            remedy="copy the whole folder: each rank's file holds a part of the weights",
+        )
     return [found[rank] for rank in sorted(found)]
 
 
