@@ -36,10 +36,12 @@ SAVE = {("value read", "runner/replay.py:losses")}
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
+def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reports:
+    """Runs the cases that the chosen tests of this file name."""
     folder = tmp_path_factory.mktemp("fake_cuda")
     library = compile_shim(folder)
-    command = [sys.executable, "-m", "tests.fake_cuda.worker", str(library), str(folder)]
+    chosen = {item.callspec.params["name"] for item in request.session.items if item.path == request.path}
+    command = [sys.executable, "-m", "tests.fake_cuda.worker", str(library), str(folder), *sorted(chosen)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr[-3000:]
 

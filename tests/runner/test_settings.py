@@ -5,6 +5,8 @@ Every run is a real one: ``Runner.from_cfg(...).train()`` on one process.
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -183,3 +185,23 @@ def pairs(length: int, *, batch_size: int, drop_last: bool) -> dict[str, Any]:
         "optim_wrapper__accumulative_counts": 1,
         "param_scheduler": [],
     }
+
+
+# --- activation_checkpointing -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("recompute", "calls"), [(False, 1), (True, 2)])
+def test_layers_are_computed_again_in_the_backward_pass_if_asked_for(tmp_path, data, recompute, calls):
+    """Calls of each layer of the decoder and of the vision tower for a micro-batch."""
+    config = tiny_config(tmp_path, data, train_dataloader__dataset__split="val", train_dataloader__batch_size=2,
+                         optim_wrapper__accumulative_counts=1, model__activation_checkpointing=recompute)  # fmt: skip
+    runner = Runner.from_cfg(config, max_updates=1)
+    seen: Counter[str] = Counter()
+    layers = [name for name, _ in runner.backend.model.named_modules() if re.search(r"\blayers\.\d+$", name)]
+    for name in layers:  # a save computes the loss once more, without gradients
+        runner.backend.model.get_submodule(name).register_forward_pre_hook(
+            lambda *_, name=name: seen.update([name] * torch.is_grad_enabled())
+        )
+    runner.train()
+    assert {name.partition(".")[0] for name in layers} == {"language_model", "vit_model"}
+    assert seen == dict.fromkeys(layers, calls)
