@@ -1,16 +1,15 @@
 """Real processes that run at the same time: the ranks of one job, without a launcher that would end all when one fails.
 
-Their output goes into files, not into pipes: a rank whose pipe is full would wait for its reader, and the others for
-the rank.
+Their output is read at the same time, too: a rank whose pipe is full would wait for its reader, and the others for it.
 """
 
 from __future__ import annotations
 
 import os
 import subprocess
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,26 +52,28 @@ def together(
 
     Raises ``AssertionError`` with the output of all, if one has not ended after ``timeout_s``.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        files = [[Path(folder, f"{number}.{name}") for name in ("out", "err")] for number in range(len(commands))]
-        started: list[subprocess.Popen[bytes]] = []
+    started: list[subprocess.Popen[str]] = []
+    end = time.monotonic() + timeout_s
+    with ThreadPoolExecutor(max_workers=len(commands)) as readers:
         try:
-            for command, environment, (out, err) in zip(commands, environments, files, strict=True):
-                with out.open("wb") as stdout, err.open("wb") as stderr:
-                    started.append(
-                        subprocess.Popen(
-                            list(command), cwd=ROOT, env={**ENVIRONMENT, **environment}, stdout=stdout, stderr=stderr
-                        )
+            for command, environment in zip(commands, environments, strict=True):
+                started.append(
+                    subprocess.Popen(
+                        list(command),
+                        cwd=ROOT,
+                        env={**ENVIRONMENT, **environment},
+                        text=True,
+                        errors="replace",
+                        stdout=subprocess.PIPE,
+                        stderr=subprocess.PIPE,
                     )
-            late = _wait(started, timeout_s)
+                )
+            printed = [readers.submit(process.communicate) for process in started]
+            late = _wait(started, end)
         finally:
             for process in started:
                 process.kill()
-                process.wait()
-        ended = [
-            Ended(process.returncode, *(path.read_text(encoding="utf-8", errors="replace") for path in pair))
-            for process, pair in zip(started, files, strict=True)
-        ]
+        ended = [Ended(process.returncode, *one.result()) for process, one in zip(started, printed, strict=True)]
     assert not late, f"not ended after {timeout_s:g} s: {late}\n" + "\n".join(one.ending for one in ended)
     return ended
 
@@ -87,9 +88,8 @@ def ranks(command: Sequence[str], *, world_size: int = 2, timeout_s: float = 240
     )
 
 
-def _wait(started: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> list[int]:
-    """The numbers of those that have not ended in time."""
-    end = time.monotonic() + timeout_s
+def _wait(started: Sequence[subprocess.Popen[str]], end: float) -> list[int]:
+    """The numbers of those that have not ended in time. Another thread reads them, and so waits for them."""
     while (running := [n for n, process in enumerate(started) if process.poll() is None]) and time.monotonic() < end:
         time.sleep(0.02)
     return running

@@ -6,6 +6,8 @@ Expected pixels are worked out here with numpy, from the arrays that the files w
 from __future__ import annotations
 
 import json
+import warnings
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -199,3 +201,15 @@ def test_fingerprints_of_untouched_data_do_not_change(tmp_path: Path) -> None:
     old, new = (UnifiedGenerationDataset(path, make_processor(**rules)) for rules in ({"rules": OLD}, {}))
     assert old.fingerprint == new.fingerprint and old.prefix_digest(1) == new.prefix_digest(1)
     assert not new.counts().touched.any()
+
+
+def test_reading_images_in_threads_leaves_the_users_warnings_as_they_were(tmp_path: Path) -> None:
+    """Two that overlap, in whatever order they end; ``warnings.catch_warnings`` would leave all warnings off."""
+    Image.fromarray(GREY.astype(np.uint8)).save(tmp_path / "a.png")
+    before = list(warnings.filters)
+    first, second = (transforms._opened(tmp_path / "a.png", "read", 1) for _ in range(2))
+    with ExitStack() as one, ExitStack() as two:
+        one.enter_context(first)
+        two.enter_context(second)
+        one.close()
+    assert list(warnings.filters) == before

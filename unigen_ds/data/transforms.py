@@ -7,6 +7,8 @@ indexed without decoding a single picture. Resizing is PIL's bicubic on uint8, o
 
 from __future__ import annotations
 
+import os
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -135,25 +137,51 @@ def _decoded(path: str | Path | ImageContent, rule: int) -> Image.Image:
         return _turned(image, orientation)
 
 
+class _WithoutWarnings:
+    """No Python warnings while any thread is inside. ``warnings.catch_warnings`` keeps one state for all threads: where
+    two overlap, the second restores what the first had set, and nothing warns for the rest of the process.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._inside = threading.Lock(), 0
+        self._caught = warnings.catch_warnings()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._inside += 1
+            if self._inside == 1:
+                self._caught = warnings.catch_warnings()
+                self._caught.__enter__()
+                warnings.simplefilter("ignore")
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                self._caught.__exit__(None, None, None)
+
+
+_WITHOUT_WARNINGS = _WithoutWarnings()
+os.register_at_fork(after_in_child=_WITHOUT_WARNINGS.__init__)  # type: ignore[misc]  # no other thread is there any more
+
+
 @contextmanager
 def _opened(path: str | Path | ImageContent, what: str, rule: int) -> Iterator[Image.Image]:
     """The file, its header read. Raises ``UnreadableImage`` for whatever goes wrong in the block."""
     # by its path PIL maps an uncompressed TIFF into memory, with width and height exchanged where EXIF turns it
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with ExitStack() as files:
-                if isinstance(path, ImageContent):
-                    image = path.opened
-                else:
-                    source = files.enter_context(open(path, "rb")) if rule else path
-                    image = files.enter_context(Image.open(source, formats=_formats()))
-                width, height = image.size
-                if min(width, height) < 1:
-                    raise ValueError(f"its size is {width} x {height}")
-                if width * height > MAX_PIXELS:
-                    raise ValueError(f"it has {width} x {height} pixels; at most {MAX_PIXELS:,} are decoded")
-                yield image
+        with _WITHOUT_WARNINGS, ExitStack() as files:
+            if isinstance(path, ImageContent):
+                image = path.opened
+            else:
+                source = files.enter_context(open(path, "rb")) if rule else path
+                image = files.enter_context(Image.open(source, formats=_formats()))
+            width, height = image.size
+            if min(width, height) < 1:
+                raise ValueError(f"its size is {width} x {height}")
+            if width * height > MAX_PIXELS:
+                raise ValueError(f"it has {width} x {height} pixels; at most {MAX_PIXELS:,} are decoded")
+            yield image
     except MemoryError:
         raise
     except Exception as error:  # PIL's readers raise anything on a broken file
