@@ -21,7 +21,7 @@ from torch import Tensor
 from tests.checkpoint import plain_deepspeed
 from tests.checkpoint.plain_deepspeed import ZERO, AwkwardModel
 from tests.checkpoint.support import make_backend, save
-from tests.checkpoint.test_saver import fill, small_disk  # noqa: F401 - a fixture
+from tests.checkpoint.test_saver import fill
 from tests.engines.launch import Outcome, tensors, want
 from tests.engines.users import OddModel
 from unigen_ds.checkpoint.convert import merge, open_source
