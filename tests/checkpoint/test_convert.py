@@ -326,7 +326,7 @@ def test_an_error_half_way_changes_nothing(plain, tmp_path):
 
 
 @pytest.mark.parametrize("exists", [False, True])
-def test_a_full_disk(small_disk, tmp_path, exists):  # noqa: F811
+def test_a_full_disk(small_disk, tmp_path, exists):
     path = save(tmp_path, backend=make_backend(width=12_000))  # 190 KiB of weights
     if exists:
         merge(path, small_disk / "out", dtype=torch.bfloat16)

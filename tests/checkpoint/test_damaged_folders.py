@@ -111,6 +111,23 @@ def wrong(draw: random.Random, good: dict[str, Any]) -> bytes:
     return signed(state)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("created", 5), ("created", "\ud800"), ("config", []), ("commit", "7"), ("commit", True), ("commit", -1),
+        ("parameters", [1]), ("files", [{"path": "a\0", "size": 1, "digest": "x"}]), ("metrics", [1]),
+        ("files", [{"path": "a", "size": -1, "digest": "x"}]), ("files", [{"path": "a", "size": 1, "digest": 2}]),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_is_named_where_the_manifest_is_read(work_dir, key, value):
+    good = json.loads(make_manifest(7, updates=9).to_json())
+    del good["digest"]
+    (work_dir / DAMAGED / FILE_NAME).write_bytes(signed(good))
+    assert "damaged" not in (examine(work_dir).problem or "")
+    (work_dir / DAMAGED / FILE_NAME).write_bytes(signed(good | {key: value}))
+    assert f"{FILE_NAME} is damaged: " in examine(work_dir).problem
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_wrong_manifest_is_named_or_read(work_dir, seed):
     draw, named = random.Random(seed), 0

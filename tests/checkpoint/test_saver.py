@@ -153,7 +153,7 @@ def test_a_disk_that_is_too_full_is_refused_before_anything_is_written(small_dis
     ballast = fill(small_disk, leave=size - 65536)
     before = tree(small_disk)
     monkeypatch.setattr(saver, "_write", None)  # not reached
-    with pytest.raises(SaveError) as caught:
+    with pytest.raises(SaveError, match="the disk has too little room") as caught:
         save(small_disk, "iter_24.pth", backend=backend)
     needed, free = room(caught.value)
     assert free < size - 60000 <= needed == size and str(small_disk / "iter_24.pth") in str(caught.value)

@@ -151,7 +151,8 @@ REDUCE = "allreduce_ cuda"
 def test_processes_and_groups(reports: Reports, name: str) -> None:
     """A rank makes its own groups, whatever the number of processes; no unit is whole on the device with another."""
     report, case = reports(name), case_of(name)
-    assert report["init_process_group"] == {"backend": "cpu:gloo,cuda:nccl", "device_id": "None"}
+    expected = {"backend": "cpu:gloo,cuda:nccl", "device_id": "None", "timeout": "0:01:17"}
+    assert report["init_process_group"] == expected
     assert report["groups"] == {"no_shard": 1, "hybrid": 2}.get(case.kind, 0)
     assert "group_timeout" not in report or report["group_timeout"] == "0:01:17"
     assert set(report["whole_parameters"]) == {0}

@@ -80,7 +80,7 @@ def fake_processes(found: dict[str, Any]) -> Iterator[None]:
     from tests.fake_cuda.device import replaced
 
     def init_process_group(backend: str, **options: Any) -> None:
-        found["init_process_group"] = {"backend": backend, "device_id": str(options.get("device_id"))}
+        found["init_process_group"] = {"backend": backend, **{k: str(options.get(k)) for k in ("device_id", "timeout")}}
         real("fake", store=FakeStore(), rank=0, world_size=int(os.environ["WORLD_SIZE"]))
 
     def new_group(*arguments: Any, **options: Any) -> Any:

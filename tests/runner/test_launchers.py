@@ -112,8 +112,8 @@ def test_the_deepspeed_launcher(tmp_path, data, losses):
 def test_variables_of_other_launchers(tmp_path, data, losses, launcher, names):
     command = [sys.executable, TRAIN, written_config(tmp_path, data), "--launcher", launcher]
     command += ["--backend", "fsdp:NO_SHARD", "--max-updates", str(UPDATES)]
-    where = {"MASTER_PORT": str(free_port())}
-    variables = [dict(zip(names, (str(rank), "2", str(rank)), strict=True)) | where for rank in range(2)]
+    stale = {"MASTER_PORT": str(free_port()), "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}  # of a shell's own
+    variables = [dict(zip(names, (str(rank), "2", str(rank)), strict=True)) | stale for rank in range(2)]
     assert_trained(tmp_path, together([command, command], variables), losses)
 
 

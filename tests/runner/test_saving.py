@@ -301,7 +301,7 @@ def test_what_a_killed_process_left_is_removed_at_the_next_start(tmp_path, data)
     code = (
         "import os, signal, sys; from pathlib import Path; from unigen_ds.core.files import write_atomic\n"
         "def die(path):\n    path.write_text('half'); os.kill(os.getpid(), signal.SIGKILL)\n"
-        "write_atomic(Path(sys.argv[1]) / 'last_checkpoint', die)\n"
+        "write_atomic(Path(sys.argv[1]) / 'samples.png', die)\n"  # which the run below does not write
     )
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT).returncode == -signal.SIGKILL
     (left,) = tmp_path.iterdir()
