@@ -163,6 +163,29 @@ def test_unified_generate_draws_what_its_parts_draw(
     assert made.images[0].tobytes() != other.images[0].tobytes()
 
 
+def test_an_edit_is_drawn_from_the_picture_as_both_encoders_see_it(
+    inferencer: InterleaveInferencer, golden: dict[str, Tensor]
+) -> None:
+    """Resized for the autoencoder first, then, from that, for the vision tower; without text: all before the prompt."""
+    processor, contexts = inferencer.processor, Contexts()
+    flow = FlowSettings(num_timesteps=3, text_scale=3.0, image_scale=2.0)
+    picture, prompt = Image.open(BAGEL / CASES["edit"]["text_channel"]["png"]).resize((90, 61)), "1 2 3"
+    made = inferencer.unified_generate(prompt, images=[picture], flow=flow, seed=3)
+    resized = processor.vae_transform.resize(picture)
+    assert resized.size != picture.size and made.images[0].size == resized.size
+    pixels, side = processor.vae_transform(resized), processor.vae_spatial_downsample
+    shape = (processor.latent_channels, pixels.shape[1] // side, pixels.shape[2] // side)
+    inferencer.extend_vae(contexts.full, pixels, torch.randn(shape, generator=generator(3, 0, "vae")))
+    inferencer.extend_vit(contexts.full, resized)
+    contexts.without_text = contexts.full.copy()
+    for context in (contexts.full, contexts.without_image):
+        inferencer.extend_text(context, processor.tokenizer.encode(prompt))
+    grid = (pixels.shape[1] // processor.vae_downsample, pixels.shape[2] // processor.vae_downsample)
+    noise = torch.randn(grid[0] * grid[1], len(golden["t2i.init_noise"][0]), generator=generator(3, 0, "draw"))
+    by_hand = inferencer.decode(inferencer.denoise(contexts, noise, grid, flow=flow), grid)
+    assert made.images[0].tobytes() == to_picture(by_hand).tobytes()
+
+
 def test_thinking_comes_first_and_is_drawn_from(inferencer: InterleaveInferencer, golden: dict[str, Tensor]) -> None:
     flow, prompt = FlowSettings(num_timesteps=3, text_scale=3.0, image_scale=2.0), words(golden["t2i.prompt_ids"])
     side = 2 * inferencer.processor.vae_downsample

@@ -142,7 +142,6 @@ class InterleaveInferencer:
         ids = self.processor.tokenizer.encode(prompt)
         for context in (contexts.full, contexts.without_image):
             self.extend_text(context, ids)
-        contexts.without_text = contexts.full.copy()
 
     def _add_text(self, contexts: Contexts, text: str) -> None:
         ids = self.processor.tokenizer.encode(text)
@@ -164,7 +163,6 @@ class InterleaveInferencer:
             shape = (self.processor.latent_channels, pixels.shape[1] // side, pixels.shape[2] // side)
             self.extend_vae(contexts.full, pixels, torch.randn(shape, generator=generator(*noise_key)))
         self.extend_vit(contexts.full, image)
-        contexts.without_text = contexts.full.copy()
         return image
 
     def _largest_square(self) -> tuple[int, int]:
