@@ -125,6 +125,15 @@ def test_a_batch_change_after_which_the_newer_name_has_the_smaller_number(bench)
         assert two["lr"] == one["lr"] and two["loss"] == pytest.approx(one["loss"], rel=1e-5)
 
 
+def test_a_limit_in_iterations_is_that_of_the_first_start(bench):
+    """12 iterations of 8 sequences are 6 updates, also after 8 x 2 -> 4 x 4, where an iteration has 4 sequences."""
+    limit = {"train_cfg__max_iters": 12, "train_cfg__max_epochs": None}
+    finer = {"train_dataloader__batch_size": 4, "optim_wrapper__accumulative_counts": 4}
+    bench.train("limit", 2, **limit)
+    assert bench.train("limit", 99, resume=True, **limit, **finer).progress.updates == 6
+    assert bench.lines("limit")[-1]["sequences"] == 96
+
+
 WARMUP = {"type": "LinearLR", "start_factor": 0.1, "begin": 0}
 UNITS = {
     "by epoch": [{**WARMUP, "by_epoch": True, "end": 0.9, "convert_to_iter_based": True}],
