@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from tests.data.support import image, talk, text
 from unigen_ds.core.errors import DataError
+from unigen_ds.data import formats
 from unigen_ds.data.formats import Place, Turn, parse_record, read_record, scan
 
 RECORDS: list[Any] = [
@@ -78,6 +80,34 @@ def test_a_line_that_is_no_json_names_its_line(tmp_path: Path) -> None:
         read_record(path, int(offsets[1]), int(lengths[1]))
     with pytest.raises(DataError, match=r"train\.jsonl:5: the record is \[1\]"):
         read_record(path, int(offsets[3]), int(lengths[3]))
+
+
+@pytest.mark.parametrize("block", [1, 3, 64, 1 << 20])
+def test_lines_are_found_as_one_after_the_other_would(tmp_path, monkeypatch, block):
+    """Blank lines, white space, carriage returns, a mark, control characters, no newline at the end, long lines."""
+    monkeypatch.setattr(formats, "_BLOCK", block)
+    draw, path = random.Random(block), tmp_path / "x.jsonl"
+    pieces = [
+        b'{"a":1}',
+        b"",
+        b" ",
+        b'  {"b": 2} \t',
+        b"\r",
+        b'{"c":3}\r',
+        b"\x0b{}\x0c",
+        b"\x00x",
+        b"x" * 200,
+        b"\xef\xbb\xbf{}",
+    ]
+    for _ in range(60):
+        lines = [draw.choice(pieces) + draw.choice([b"\n", b"\n\n", b"\r\n"]) for _ in range(draw.randrange(12))]
+        content = draw.choice([b"", b"\xef\xbb\xbf"]) + b"".join(lines) + draw.choice([b"", b'{"z":9}', b'{"z":9} '])
+        path.write_bytes(content)
+        offsets, lengths = formats._lines(path)
+        found = [content[o : o + n] for o, n in zip(offsets.tolist(), lengths.tolist(), strict=True)]
+        whole = content.removeprefix(b"\xef\xbb\xbf")
+        assert found == [line.strip() for line in whole.split(b"\n") if line.strip()]
+        assert offsets.tolist() == sorted({*offsets.tolist()})
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ from __future__ import annotations
 import json
 import mmap
 import re
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -42,6 +41,8 @@ _ROLES: dict[str, Role] = {
     "system": "system",
 }
 _BOM = b"\xef\xbb\xbf"
+_BLOCK = 1 << 20
+_NEWLINE, _SPACE = 10, 32
 _TOKENS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{},]', re.DOTALL)
 """All that matters for the outline of a JSON text: whole strings (to be passed over), brackets and commas."""
 
@@ -76,13 +77,14 @@ def scan(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     Which of the two it is, is told by the first character, not by the name of the file.
     """
     check_data_file(path)
-    offsets, lengths = array("q"), array("q")
-    for offset, length in _array_elements(path) if _is_array(path) else _lines(path):
-        offsets.append(offset)
-        lengths.append(length)
-    if not offsets:
+    if path.stat().st_size and _is_array(path):
+        found = np.asarray([*_array_elements(path)], dtype=np.int64).reshape(-1, 2)
+        offsets, lengths = found[:, 0].copy(), found[:, 1].copy()
+    else:
+        offsets, lengths = _lines(path)
+    if not offsets.size:
         raise DataError(f"data file {path} holds no record")
-    return np.asarray(offsets, dtype=np.int64), np.asarray(lengths, dtype=np.int64)
+    return offsets, lengths
 
 
 def _is_array(path: Path) -> bool:
@@ -94,17 +96,42 @@ def _is_array(path: Path) -> bool:
     return False
 
 
-def _lines(path: Path) -> Iterator[tuple[int, int]]:
-    position = 0
+def _lines(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Of the lines, without white space around them; a block of lines at a time, since a file may have millions."""
+    starts, stops = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     with path.open("rb") as stream:
-        for line in stream:
-            start = position
-            position += len(line)
-            if start == 0 and line.startswith(_BOM):
-                start, line = len(_BOM), line[len(_BOM) :]
-            text = line.strip()
-            if text:
-                yield start + line.index(text[:1]), len(text)
+        rest = stream.read(len(_BOM))
+        position, rest = (len(_BOM), b"") if rest == _BOM else (0, rest)
+        while True:
+            block = stream.read(max(_BLOCK, len(rest)))  # a line may be longer than a block
+            data = rest + block if block else rest + b"\n"
+            codes = np.frombuffer(data, np.uint8)
+            ends = np.flatnonzero(codes == _NEWLINE)
+            begins = np.concatenate([[0], ends[:-1] + 1])[: ends.size]
+            begins, ends = _stripped(data, codes, begins, ends)
+            starts.append(begins + position)
+            stops.append(ends + position)
+            kept = data.rfind(b"\n") + 1
+            position, rest = position + kept, data[kept:]
+            if not block:
+                break
+    offsets = np.concatenate(starts)
+    return offsets, np.concatenate(stops) - offsets
+
+
+def _stripped(
+    data: bytes, codes: NDArray[np.uint8], begins: NDArray[np.int64], ends: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Lines of ``data`` without white space around them, blank ones left out."""
+    blank = begins == ends
+    plain = ~blank & (codes[np.where(blank, 0, begins)] > _SPACE) & (codes[ends - 1] > _SPACE)
+    for i in np.flatnonzero(~plain & ~blank).tolist():
+        line = data[begins[i] : ends[i]]
+        text = line.strip()
+        begins[i] += len(line) - len(line.lstrip())
+        ends[i] = begins[i] + len(text)
+    kept = begins < ends
+    return begins[kept], ends[kept]
 
 
 def _array_elements(path: Path) -> Iterator[tuple[int, int]]:
