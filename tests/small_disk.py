@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -33,3 +34,10 @@ def unmount(folder: Path) -> None:
     if libc.umount2(os.fsencode(folder), _MNT_DETACH):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), str(folder))
+
+
+def fill(disk: Path) -> None:
+    """Use up every byte."""
+    with (disk / "ballast").open("wb", buffering=0) as stream, contextlib.suppress(OSError):
+        while stream.write(bytes(4096)):
+            pass

@@ -92,6 +92,30 @@ def add_flow(p: argparse.ArgumentParser) -> None:
                    help=f"to this share at the most; {default}")  # fmt: skip
 
 
+DRAWING = ("num_timesteps", "timestep_shift", "cfg_text_scale", "cfg_img_scale", "cfg_interval", "cfg_renorm_type",
+           "cfg_renorm_min")  # fmt: skip
+"""Arguments of ``add_flow``."""
+
+
+def without_effect(arguments: argparse.Namespace, *, draws: bool) -> list[str]:
+    """Options of drawing that were given where nothing is drawn."""
+    if draws and not arguments.understand:
+        return []
+    default = parser().parse_args([str(arguments.model)])
+    given = [name for name in DRAWING if getattr(arguments, name) != getattr(default, name)]
+    return [f"--{name.replace('_', '-')}" for name in given]
+
+
+def report_unknown(tokenizer: Any, prompt: str) -> None:
+    """A warning where words of a prompt are none of the tokenizer's."""
+    unknown = getattr(tokenizer, "unk_id", None)
+    ids = [] if unknown is None else tokenizer.encode(prompt)
+    if number := ids.count(unknown):
+        log.logger().warning(
+            "%d of %d tokens of the prompt are words that the tokenizer does not have (<unk>)", number, len(ids)
+        )
+
+
 def flow_of(arguments: argparse.Namespace) -> FlowSettings:
     low, high = arguments.cfg_interval
     return FlowSettings(
@@ -203,11 +227,14 @@ def generate(arguments: argparse.Namespace) -> None:
         device=device,
         dtype=DTYPES[dtype],
     )
+    if unused := without_effect(arguments, draws=hasattr(inferencer.model, "timestep_shift")):
+        log.logger().warning("without effect, since nothing is drawn: %s", ", ".join(unused))
     if hasattr(inferencer.model, "timestep_shift") and not arguments.understand:
         flow, origin = flow_for(inferencer.model, flow, shift=arguments.timestep_shift)
         log.logger().info(f"timestep_shift {flow.timestep_shift} ({origin})")
     for number, request in enumerate(requests(arguments)):
         seed = arguments.seed + number
+        report_unknown(inferencer.processor.tokenizer, request.prompt)
         made = inferencer.unified_generate(
             request.prompt,
             images=request.images,
@@ -219,7 +246,12 @@ def generate(arguments: argparse.Namespace) -> None:
             temperature=arguments.temperature,
             seed=seed,
         )
-        row = output.add(request, made, seed=seed)
+        try:
+            row = output.add(request, made, seed=seed)
+        except OSError as error:
+            raise UnigenError(
+                f"--out {arguments.out} cannot be written: {error}", remedy="free disk space, or choose another --out"
+            ) from error
         print(
             "  ".join(part for part in (row["file"] and str(arguments.out / row["file"]), row["text"]) if part),
             flush=True,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.small_disk import fill
 from unigen_ds.checkpoint.lock import WorkDirLock
 from unigen_ds.core.errors import ConfigError
 
@@ -54,3 +55,9 @@ def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written"):
         WorkDirLock(tmp_path / "file" / "work_dir")
+
+
+def test_a_full_disk_is_named(small_disk):
+    fill(small_disk)
+    with pytest.raises(ConfigError, match=r"cannot be written: \[Errno 28\]"):
+        WorkDirLock(small_disk)

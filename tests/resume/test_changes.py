@@ -81,7 +81,7 @@ def lr(bench: Bench, name: str) -> dict[int, float]:
 
 
 def test_half_the_effective_batch_is_refused(bench):
-    with pytest.raises(ResumeBlocked, match=r"8 per device x 1 .* = 16 and would become 4 .* = 8.*--on-batch-change"):
+    with pytest.raises(ResumeBlocked, match=r"8 per device x 1 .* = 16; now: 4 .* = 8.*--on-batch-change"):
         bench.train("short", 6, **HALF)
 
 

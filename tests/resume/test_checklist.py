@@ -133,7 +133,7 @@ def test_half_the_effective_batch_is_blocked_with_every_way_back():
     batch = found(manifest, proposal(manifest, Geometry(64, 1, 2)))["batch.effective"]
     assert batch.status == "block" and batch.guide == 3
     assert "1 x 128, 2 x 64" in batch.remedy and "--on-batch-change keep-lr | linear | sqrt" in batch.remedy
-    with pytest.raises(ResumeBlocked, match=r"128 per device x 2 process\(es\) x 1 accumulated = 256 and would become"):
+    with pytest.raises(ResumeBlocked, match=r"128 per device x 2 process\(es\) x 1 accumulated = 256; now: "):
         refuse([batch])
 
 

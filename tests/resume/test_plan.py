@@ -218,7 +218,7 @@ def test_weights_must_fit_by_shape():
 
 
 def test_another_optimizer_is_refused():
-    with pytest.raises(ResumeBlocked, match="it was AdamW and would become SGD"):
+    with pytest.raises(ResumeBlocked, match="was: AdamW; now: SGD"):
         check_model(parameters=rows(), config={"optim_wrapper": {"optimizer": {"type": "SGD"}}})
     as_class = {"optim_wrapper": {"optimizer": {"type": str(torch.optim.AdamW), "lr": 5.0}}}
     check_model(parameters=rows(), config=as_class)
@@ -298,14 +298,14 @@ def test_the_same_effective_batch_in_another_geometry_is_the_same_training(bench
 
 
 BLOCKED = {
-    "effective batch": ({"optim_wrapper__accumulative_counts": 2}, "was 4 per device x 1 process(es) x 3 accumulated"),
+    "effective batch": ({"optim_wrapper__accumulative_counts": 2}, "was: 4 per device x 1 process(es) x 3 accumulated"),
     "seed": ({"randomness__seed": 43}, "randomness.seed was 42 and is 43"),
     "data": ({"train_dataloader__dataset__task": "draw"}, "the training data differs from that of the checkpoint"),
     "seq_length": ({"train_dataloader__seq_length": 96}, "the training data differs from that of the checkpoint"),
     "packing": ({"train_dataloader__packing__window": 64}, "the training data differs from that of the checkpoint"),
     "model": ({"model__llm__num_hidden_layers": 1}, "the model differs from that of the checkpoint"),
     "frozen": ({"model__freeze": ["vit"]}, "is frozen now"),
-    "optimizer": ({"optim_wrapper__optimizer__type": "Adam"}, "was AdamW and would become Adam"),
+    "optimizer": ({"optim_wrapper__optimizer__type": "Adam"}, "was: AdamW; now: Adam"),
 }
 
 

@@ -119,6 +119,27 @@ def test_an_error_where_the_config_asks_for_one(tmp_path: Path) -> None:
         Runner.from_cfg(text_config(tmp_path, [conversation(40)]))
 
 
+def test_a_cut_that_leaves_nothing_to_learn_is_refused(tmp_path: Path) -> None:
+    """The prompts alone fill the sequences: such a run would end as a success that learned nothing."""
+    records = [talk(text("user", words(20)), text("assistant", words(3))) for _ in range(2)]
+    lost = r"train: all 8 targets are lost: what of its records fits seq_length 16 has none.*seq_length of 27 or more"
+    with pytest.raises(DataError, match=lost):
+        Runner.from_cfg(text_config(tmp_path, records, train_dataloader__overflow="truncate"))
+
+
+@pytest.mark.parametrize("length", [70, 64])
+def test_documents_beyond_the_models_positions_are_refused_at_the_start(tmp_path: Path, length: int) -> None:
+    """One long document among short ones: training would end when its turn comes."""
+    records = [{"text": words(3)}] * 5 + [{"text": words(100)}, {"text": words(length - 2)}]
+    config = text_config(tmp_path, records, train_dataloader__seq_length=length)
+    if length == 64:
+        assert trained(config)[0].done
+        return
+    refused = r"train: 2 of 8 samples have more tokens \(up to 70\) than the model has positions, .* 64.*at most 64"
+    with pytest.raises(DataError, match=refused):
+        Runner.from_cfg(config)
+
+
 def test_images_that_do_not_fit(tmp_path: Path) -> None:
     """A drawing has 5 + 18 tokens: at 22 all image targets would be lost, as by the default before."""
     with pytest.raises(DataError, match=r"digits_val: 4,752 of 4,752 image targets do not fit seq_length 22 \(the"

@@ -336,6 +336,9 @@ def test_a_checkpoint_of_format_1_is_resumed_bit_equal_and_verified(tmp_path, da
     found, rejected = store.newest(tmp_path / "old")
     assert found is not None and found.path.name == "iter_2.pth" and "hash differs" in str(rejected[0].problem)
     Runner.from_cfg(config(tmp_path / "old", data, resume=True)).train()
+    assert (
+        f"WARNING Not resumed from {tmp_path / 'old' / 'iter_4.pth'}: " in (tmp_path / "old" / "train.log").read_text()
+    )
     both = [tree(tmp_path / name / "iter_6.pth") for name in ("straight", "old")]
     assert both[0]["model.safetensors"] == both[1]["model.safetensors"]
     assert both[0]["optimizer.safetensors"] == both[1]["optimizer.safetensors"]

@@ -6,6 +6,7 @@ import io
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from tests.golden_files import BAGEL
+from tests.small_disk import fill
+from tests.text_run import text_config, words
 from tests.tiny import tiny_config
 from tools.generate import main
 from unigen_ds.core.errors import CheckpointError
@@ -132,3 +135,44 @@ def test_a_checkpoint_of_another_model_is_refused(run: Runner, tmp_path: Path) -
         open_inferencer(Path(run.work_dir), config=config)
     with pytest.raises(CheckpointError):
         open_inferencer(tmp_path)
+
+
+# --- a model that goes on with a text -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint of a ``DecoderLM`` of 64 positions."""
+    runner = Runner.from_cfg(text_config(tmp_path_factory.mktemp("decoder"), [{"text": words(9)}] * 4), max_updates=1)
+    runner.train()
+    return next(iter(runner.work_dir.glob("iter_*.pth")))
+
+
+def test_a_prompt_longer_than_the_models_positions(decoder: Path, tmp_path: Path, capsys: Any) -> None:
+    short = ["--out", str(tmp_path), "--device", "cpu"]
+    assert main([str(decoder), "--prompt", words(70), *short]) == 1
+    assert "the prompt has 71 tokens, and the model has 64 positions" in capsys.readouterr().err
+    assert main([str(decoder), "--prompt", words(60), "--temperature", "1", "--max-length", "2", *short]) == 0
+    assert "no more than" not in capsys.readouterr().err
+    for seed in range(8):  # until one does not end by itself
+        assert main([str(decoder), "--prompt", words(61), "--temperature", "9", "--seed", str(seed), *short]) == 0
+        if "the text ends after 3 tokens: the model has no more than 64 positions" in capsys.readouterr().err:
+            return
+    pytest.fail("a text that stopped at the last position was not reported")
+
+
+def test_what_has_no_effect_and_what_is_unknown_is_reported(decoder: Path, tmp_path: Path, capsys: Any) -> None:
+    more = ["--out", str(tmp_path), "--device", "cpu", "--max-length", "2"]
+    assert main([str(decoder), "--prompt", "one", *more]) == 0
+    assert "WARNING" not in capsys.readouterr().err
+    assert main([str(decoder), "--prompt", "one red cat", "--cfg-text-scale", "3", "--num-timesteps", "9", *more]) == 0
+    printed = capsys.readouterr().err
+    assert "without effect, since nothing is drawn: --num-timesteps, --cfg-text-scale" in printed
+    assert "2 of 3 tokens of the prompt are words that the tokenizer does not have (<unk>)" in printed
+
+
+def test_a_full_disk_is_one_line(decoder: Path, small_disk: Path, capsys: Any) -> None:
+    fill(small_disk)
+    assert main([str(decoder), "--prompt", "one", "--max-length", "2", *FAST, "--out", str(small_disk)]) == 1
+    printed = capsys.readouterr().err
+    assert "cannot be written: [Errno 28]" in printed and "Traceback" not in printed

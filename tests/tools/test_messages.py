@@ -20,6 +20,7 @@ import yaml
 from tests.processes import together
 from tests.tiny import tiny_config
 from tools.train import main
+from unigen_ds.core.config_file import read_file
 from unigen_ds.core.dist import free_port
 
 
@@ -140,6 +141,15 @@ def test_overriding_a_helper_of_ones_own_is_an_error(
 
 
 # --- nothing of a file or of a value is executed ----------------------------------------------------------------------
+
+
+def test_numbers_with_an_exponent_are_numbers_in_yaml(tmp_path: Path) -> None:
+    """YAML 1.1 reads ``1e-5`` as a text; texts that only look alike stay texts."""
+    path = tmp_path / "config.yaml"
+    path.write_text("a: [1e-5, 1E+3, -2e6, 1.5e-4, 3]\nb: [1e, e5, '1e-5', 0x1e5, 1e5x]\n", encoding="utf-8")
+    config = read_file(path)
+    assert config.a == [1e-5, 1e3, -2e6, 1.5e-4, 3] and [type(v) for v in config.a] == [float] * 4 + [int]
+    assert config.b == ["1e", "e5", "1e-5", 0x1E5, "1e5x"]
 
 
 @pytest.mark.parametrize("where", ["config.yaml", "base.yaml of a YAML file", "base.yaml of a Python file"])

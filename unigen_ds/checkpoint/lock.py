@@ -51,9 +51,14 @@ class WorkDirLock:
             logger().warning("%s knows no file locks (%s): nothing keeps two runs apart there.", work_dir, error)
             self.exclusive = False
             return
-        self._stream.truncate(0)
-        self._stream.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        self._stream.flush()
+        try:
+            self._stream.truncate(0)
+            self._stream.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            self._stream.flush()
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._stream.close()
+            raise ConfigError(f"work_dir {work_dir} cannot be written: {error}") from error
 
     def check(self) -> None:
         """Raises ``TrainingError`` where the work dir is no longer the one that was locked."""

@@ -202,11 +202,33 @@ def check_overflow(sources: Sequence[Fitted], names: Sequence[str]) -> None:
                 remedy="a larger train_dataloader.seq_length, or a smaller max_size of processor.vae_transform",
             )
     for name, source in zip(names, sources, strict=True):
+        tokens, limit = source.dataset.lengths()[0], source.overflow.seq_length
+        larger = f"train_dataloader.seq_length of {int(tokens.min()):,} or more (the longest: {int(tokens.max()):,})"
         if not len(source):
+            images = KINDS.index("images") in source.dataset.counts().kind
             raise DataError(
-                f"{name}: all {len(source.dataset):,} records are longer than seq_length {source.overflow.seq_length:,}"
-                " and are skipped",
-                remedy="a larger train_dataloader.seq_length, or train_dataloader.overflow='split' or 'truncate'",
+                f"{name}: all {len(source.dataset):,} records are longer than seq_length {limit:,} and are skipped",
+                remedy=f"a {larger}" + ("" if images else ", or train_dataloader.overflow='split'"),
+            )
+        total, left = (int((c.text_targets + c.image_targets).sum()) for c in (source.dataset.counts(), source.kept))
+        if source.overflow.version and total and not left:
+            raise DataError(
+                f"{name}: all {total:,} targets are lost: what of its records fits seq_length {limit:,} has none",
+                allowed="records that leave something to learn",
+                remedy=f"a {larger}",
+            )
+
+
+def check_positions(sources: Sequence[Fitted], names: Sequence[str], *, limit: int | None) -> None:
+    """Raise ``DataError`` where a document is longer than the ``limit`` of positions that a model has (None: any)."""
+    for name, source in zip(names, sources, strict=True):
+        longest = int(source.tokens.max(initial=0))
+        if limit is not None and longest > limit:
+            number = int((source.tokens > limit).sum())
+            raise DataError(
+                f"{name}: {number:,} of {len(source):,} samples have more tokens (up to {longest:,}) than the model has"
+                f" positions, model.llm.max_position_embeddings {limit:,}",
+                remedy=f"train_dataloader.seq_length of at most {limit:,}: longer texts are split",
             )
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.core.log import logger
 from unigen_ds.core.seeding import generator
 from unigen_ds.data.processor import UnifiedProcessor
 from unigen_ds.data.samples import TokenSplit
@@ -54,7 +55,11 @@ class TextInferencer:
             ids: list[int] = torch.multinomial(chances, 1, generator=random)[:, 0].tolist()
             return ids
 
-        limit = self.model.llm_config.max_position_embeddings
+        limit = self.model.max_document_tokens
+        if len(ids) > limit:
+            raise DataError(
+                f"the prompt has {len(ids):,} tokens, and the model has {limit:,} positions", remedy="a shorter prompt"
+            )
         [written] = write_on(
             self.model,
             self.processor,
@@ -63,4 +68,10 @@ class TextInferencer:
             max_positions=limit + 1,  # the last token is not read any more
             choose=drawn if temperature > 0.0 else likeliest,
         )
-        return [token for token in written if token != self.processor.tokenizer.eos_id]
+        found = [token for token in written if token != self.processor.tokenizer.eos_id]
+        if len(found) == len(written) == limit - len(ids) + 1 < max_length:
+            logger().warning(
+                "the text ends after %d tokens: the model has no more than %d positions, and the prompt takes %d",
+                len(found), limit, len(ids),
+            )  # fmt: skip
+        return found

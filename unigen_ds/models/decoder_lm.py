@@ -101,6 +101,11 @@ class DecoderLM(PretrainedModel):
                 raise ConfigError(f"model.freeze names {part!r}", allowed=", ".join(FREEZABLE))
             modules[part].requires_grad_(False)
 
+    @property
+    def max_document_tokens(self) -> int:
+        """Tokens of a document at most: there is no position beyond."""
+        return int(self.llm_config.max_position_embeddings)
+
     def forward(self, batch: PackedBatch) -> LossTerms:
         """The sum of the cross-entropy over the text targets of one micro-batch."""
         logits = self.lm_head(self._hidden_states(batch)[batch.text_target_index])
@@ -121,7 +126,7 @@ class DecoderLM(PretrainedModel):
             raise DataError(
                 "a DecoderLM reads text alone, and the batch has images", remedy="take them out of the data"
             )
-        longest, limit = max(batch.document_lengths), self.llm_config.max_position_embeddings
+        longest, limit = max(batch.document_lengths), self.max_document_tokens
         if longest > limit:
             raise DataError(
                 f"a document of {longest} tokens for model.llm.max_position_embeddings {limit}",

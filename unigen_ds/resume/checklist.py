@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from unigen_ds.checkpoint.manifest import Manifest
+from unigen_ds.checkpoint.report import size_text
 from unigen_ds.core.progress import Geometry, Progress
 from unigen_ds.resume.edited import edited_settings
 from unigen_ds.resume.finding import Finding, Proposal, Status, shown
@@ -67,8 +68,8 @@ def check_disk(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
     yield Finding(
         "disk.free",
         status,
-        f"a checkpoint of {size / 2**30:.2f} GiB",
-        f"{proposal.free_bytes / 2**30:.2f} GiB free: {fits} more would fit, {needed} are needed at a time",
+        f"a checkpoint of {size_text(size)}",
+        f"{size_text(proposal.free_bytes)} free: {fits} more would fit, {needed} are needed at a time",
         why="" if status == "ok" else "the next checkpoints do not fit on the disk of the work dir",
         remedy="" if status == "ok" else "free space, keep fewer with CheckpointHook(max_keep_ckpts=...), or move",
     )

@@ -74,7 +74,7 @@ def refuse(findings: Iterable[Finding]) -> None:
     blocks = [finding for finding in findings if finding.status == "block"]
     if blocks:
         raise ResumeBlocked(
-            "; ".join(f"{f.why}: it was {f.was} and would become {f.now}" for f in blocks),
+            "; ".join(f"{f.why} (was: {f.was}; now: {f.now})" for f in blocks),
             remedy="; ".join(dict.fromkeys(f.remedy for f in blocks if f.remedy)) or None,
         )
 

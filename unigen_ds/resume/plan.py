@@ -30,6 +30,9 @@ from unigen_ds.checkpoint.weight_files import locate
 from unigen_ds.core.choices import AUTO
 from unigen_ds.core.errors import CheckpointError, ConfigError
 
+NOT_RESUMED = "Not resumed from"
+"""How a message begins that names a newer checkpoint which cannot be used."""
+
 Mode = Literal["fresh", "resume", "weights"]
 
 
@@ -110,7 +113,7 @@ def plan_resume(
 
 def _newest(work_dir: Path, *, hashes: bool) -> ResumePlan:
     found, rejected = store.newest(work_dir, hashes=hashes)
-    messages = [f"Not resumed from {r.path}: {r.problem}" for r in rejected]
+    messages = [f"{NOT_RESUMED} {r.path}: {r.problem}" for r in rejected]
     if found is None and rejected:
         raise CheckpointError(
             f"{work_dir} holds {len(rejected)} checkpoint(s) and none is usable: " + "; ".join(messages),

@@ -27,6 +27,7 @@ from unigen_ds.core.progress import Duration, Geometry, Ruler
 from unigen_ds.core.registry import BACKENDS, build, registered_name
 from unigen_ds.core.seeding import seed_everything
 from unigen_ds.data.loader import UpdateLoader
+from unigen_ds.data.overflow import check_positions
 from unigen_ds.data.processor import UnifiedProcessor
 from unigen_ds.data.statistics import start_lines
 from unigen_ds.data.stream import Cursor
@@ -93,6 +94,7 @@ def build_parts(config: Config, *, max_updates: int | None = None) -> Parts:
     seed, data = seed_of(config), start.data
     seed_everything(seed, rank=dist.rank())
     model: Any = build_model(config, data.processor, stream=True)
+    check_positions(data.stream.fitted, data.stream.names, limit=getattr(model, "max_document_tokens", None))
     initial = model.initial_weights(seed=seed) if on_meta(model) else None
     named = named_parameters(model)
     groups = build_groups(config, named)

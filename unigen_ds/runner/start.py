@@ -9,6 +9,7 @@ import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from unigen_ds.resume import checklist
 from unigen_ds.resume.edited import BUILT
 from unigen_ds.resume.finding import Finding, OldRule, Proposal, refuse
 from unigen_ds.resume.geometry import check_choice
-from unigen_ds.resume.plan import ResumePlan, plan_resume
+from unigen_ds.resume.plan import NOT_RESUMED, ResumePlan, plan_resume
 from unigen_ds.runner.adopt import adopt, geometry_of
 from unigen_ds.runner.build import (
     Data,
@@ -76,7 +77,8 @@ def open_run(config: Config) -> ResumePlan:
         load_cfg=config.get("load_cfg"),
     )
     for message in plan.messages:
-        logger.info(message)
+        passed_over = message.startswith(NOT_RESUMED)  # updates are lost
+        logger.log(WARNING if passed_over else INFO, message)
     if config.get("val_dataloader") is not None:
         logger.warning("val_dataloader is ignored: there is no validation loop yet.")
     return plan
