@@ -1,27 +1,35 @@
-"""The backend interface: the only thing the loop, the hooks and the checkpoint saver know of an engine.
+"""The base of all engines: the only thing the loop, the hooks and the checkpoint saver know of one.
 
 A new engine subclasses ``Backend``, registers itself in ``BACKENDS``, and must match ``single`` (one process, plain
-PyTorch: the oracle) in ``tests/backends``.
+PyTorch: the oracle) in ``tests/backends``. It names its state as flat shards (``master_shards``, ``frozen_shards``,
+``moments``, ``buffers``) and refreshes its low-precision copies; loading, averaging and swapping are written once,
+here. So any layout loads into any engine at any process count.
 """
 
 from __future__ import annotations
 
 import abc
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from unigen_ds.core.errors import ConfigError
+from unigen_ds.backends.loading import misfits, moment_misfits, read_into
+from unigen_ds.backends.summary import runs_of_names, shares
+from unigen_ds.core import dist
+from unigen_ds.core.errors import CheckpointError, ConfigError
+from unigen_ds.core.log import logger
 from unigen_ds.core.optim import PRECISIONS, OptimizerConfig, ParamGroup
 from unigen_ds.core.outputs import StateFiles
 from unigen_ds.core.progress import Geometry
-from unigen_ds.core.shards import Shard, ShardReader
+from unigen_ds.core.shards import BUFFER, EMA, LOSS_SCALE, MASTER, STEP, Shard, ShardReader
 
 __all__ = ["PRECISIONS", "Backend", "OptimizerConfig", "ParamGroup", "StepResult"]
+
+_NOT_MOMENTS = {MASTER, BUFFER, EMA, STEP, LOSS_SCALE}
 
 
 @dataclass(frozen=True)
@@ -125,12 +133,51 @@ class Backend(abc.ABC):
         return [shard.data for shard in self.master_shards()]
 
     @abc.abstractmethod
-    def write_master(self, shards: Sequence[Shard]) -> None:
-        """Copy ``shards`` (as cut by ``master_shards``) into the masters; low-precision copies agree afterwards."""
+    def frozen_shards(self) -> Sequence[Shard]:
+        """Local pieces of parameters that are not trained, in whatever dtype the engine holds them."""
 
     @abc.abstractmethod
-    def swapped(self, shards: Sequence[Shard]) -> AbstractContextManager[None]:
+    def moments(self, kind: str) -> Sequence[Shard]:
+        """The optimizer's state ``kind`` (``exp_avg``, ...) on the shards of ``master_shards``; made if absent."""
+
+    @abc.abstractmethod
+    def set_steps(self, steps: Mapping[str, float]) -> None:
+        """Set the optimizer's step count of each trainable parameter (bias correction depends on it)."""
+
+    @abc.abstractmethod
+    def refresh_copies(self) -> None:
+        """Make low-precision and gathered copies agree with the masters. Collective."""
+
+    def load_loss_scale(self, scale: float, good_updates: int) -> None:  # noqa: B027 - few engines scale the loss
+        """Restore dynamic loss scaling."""
+
+    @abc.abstractmethod
+    def trainable_sizes(self) -> Mapping[str, int]:
+        """Elements of every trainable parameter of the whole model, by name; the same on all ranks."""
+
+    @abc.abstractmethod
+    def frozen_sizes(self) -> Mapping[str, int]:
+        """The same for parameters that are not trained."""
+
+    @torch.no_grad()
+    def write_master(self, shards: Sequence[Shard]) -> None:
+        """Copy ``shards`` (as cut by ``master_shards``) into the masters; low-precision copies agree afterwards."""
+        for mine, given in zip(self.master_shards(), shards, strict=True):
+            mine.data.copy_(given.data)
+        self.refresh_copies()
+
+    @contextmanager
+    def swapped(self, shards: Sequence[Shard]) -> Iterator[None]:
         """The model computes with ``shards`` inside the context; the masters are restored bit by bit, always."""
+        kept = [shard.data.clone() for shard in self.master_shards()]
+        try:
+            self.write_master(shards)
+            yield
+        finally:
+            with torch.no_grad():
+                for shard, data in zip(self.master_shards(), kept, strict=True):
+                    shard.data.copy_(data)
+            self.refresh_copies()
 
     @abc.abstractmethod
     def state_files(self) -> StateFiles:
@@ -143,13 +190,44 @@ class Backend(abc.ABC):
     def buffers(self) -> Mapping[str, Tensor]:
         """Persistent buffers by name; whole on every rank. Not collective."""
 
-    @abc.abstractmethod
+    @torch.no_grad()
     def load_tensors(self, reader: ShardReader, *, weights_only: bool = False, keep: Collection[str] = ()) -> None:
-        """Take masters, frozen parameters, buffers and, unless ``weights_only``, moments and Adam step from any layout.
+        """Read masters, frozen parameters, buffers and, unless ``weights_only``, moments and Adam step from any layout.
 
         What ``keep`` names stays as it is. Raises ``CheckpointError`` naming every other tensor that is missing or has
         another number of elements.
         """
+        kinds = set(reader.kinds())
+        moments = [] if weights_only else sorted(kinds - _NOT_MOMENTS)
+        shards = [shard for shard in (*self.master_shards(), *self.frozen_shards()) if shard.name not in keep]
+        buffers = {name: buffer for name, buffer in self.buffers().items() if name not in keep}
+        trainable = self.trainable_sizes()
+        sizes = {name: numel for name, numel in {**trainable, **self.frozen_sizes()}.items() if name not in keep}
+        problems = misfits(reader, MASTER, sizes)
+        problems += misfits(reader, BUFFER, {name: b.numel() for name, b in buffers.items()})
+        for kind in moments:
+            problems += moment_misfits(reader, kind, trainable)
+        if not weights_only and STEP in kinds:
+            problems += moment_misfits(reader, STEP, dict.fromkeys(trainable, 1))
+        if problems:
+            raise CheckpointError(
+                f"the checkpoint does not fit the model: {'; '.join(problems)} ({len(problems)} in all)"
+            )
+        for shard in shards:
+            read_into(reader, MASTER, shard)
+        for name, buffer in buffers.items():
+            buffer.view(-1).copy_(reader.read(BUFFER, name, 0, buffer.numel()))
+        self.refresh_copies()
+        if weights_only:
+            return
+        for kind in moments:
+            for shard in self.moments(kind):
+                read_into(reader, kind, shard)
+        if STEP in kinds:
+            self.set_steps({name: float(reader.read(STEP, name, 0, 1)) for name in trainable})
+        if LOSS_SCALE in kinds:
+            scale, good = reader.read(LOSS_SCALE, LOSS_SCALE, 0, 2).tolist()
+            self.load_loss_scale(scale, int(good))
 
     @abc.abstractmethod
     def full_state_dict(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -157,6 +235,26 @@ class Backend(abc.ABC):
 
         The names are those of the model's ``state_dict``: a tied parameter comes under each of its names.
         """
+
+    def log_summary(self, engine: str, *, units: Sequence[str] = ()) -> None:
+        """At the start: how many parameters, the bytes of masters that every rank holds, and the sharding units.
+        Collective.
+        """
+        trainable, frozen = sum(self.trainable_sizes().values()), sum(self.frozen_sizes().values())
+        mine = sum(shard.data.nbytes for shard in self.master_shards())
+        held = dist.sum_floats([mine if rank == self.dp_rank else 0 for rank in range(self.dp_size)])
+        logger().info(
+            "%s over %d process(es), %s: %.2f M trainable and %.2f M frozen parameters. Bytes of fp32 masters (and as"
+            " many for each Adam moment): %s.",
+            engine,
+            self.dp_size,
+            self.topology()["precision"],
+            trainable / 1e6,
+            frozen / 1e6,
+            shares(held, whole=4 * trainable),
+        )
+        if units:
+            logger().info("Sharding units (%d): %s.", len(units), ", ".join(runs_of_names(units)))
 
     def close(self) -> None:  # noqa: B027 - an engine without resources has nothing to do
         """Release resources. Not collective: safe after an error."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unigen_ds.backends.base import StepResult
+from unigen_ds.backends.base import Backend, StepResult
 from unigen_ds.backends.deepspeed_config import (
     check_by_deepspeed,
     check_ds_config,
@@ -31,7 +31,6 @@ from unigen_ds.backends.deepspeed_config import (
 from unigen_ds.backends.deepspeed_files import FOLDER, HandOver
 from unigen_ds.backends.deepspeed_op import check_build_tools, load_shared_memory_op
 from unigen_ds.backends.memory import allocate, blocks_given_back, on_meta, place
-from unigen_ds.backends.sharded import ShardedBackend
 from unigen_ds.core import dist
 from unigen_ds.core.batch import LossTerms
 from unigen_ds.core.errors import CheckpointError, ConfigError
@@ -98,7 +97,7 @@ def _pass_over_parts_without_parameters(module: nn.Module) -> None:
 
 
 @BACKENDS.register_module(name="deepspeed")
-class DeepSpeedBackend(ShardedBackend):
+class DeepSpeedBackend(Backend):
     """``config``: a preset (``zero1``, ``zero2``, ``zero2_offload``, ``zero3``, ...), a JSON file, or a mapping."""
 
     def __init__(self, *, config: str | Mapping[str, Any] = "zero2") -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unigen_ds.backends.sharded import ShardedBackend
+from unigen_ds.backends.base import Backend
 from unigen_ds.core.loss_scale import LossScale
 from unigen_ds.core.modules import persistent_buffers
 from unigen_ds.core.optim import (
@@ -23,7 +23,7 @@ from unigen_ds.core.optim import (
 from unigen_ds.core.shards import LOSS_SCALE
 
 
-class TorchOptimizerBackend(ShardedBackend):
+class TorchOptimizerBackend(Backend):
     """A subclass calls ``_own`` in ``prepare``; the masters may be plain tensors or DTensors."""
 
     _model: Any
