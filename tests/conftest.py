@@ -12,17 +12,33 @@ import pytest
 import torch
 
 from tests import small_disk as disks
+from tests.engines import launch
 
 torch.set_num_threads(1)
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test marked ``gpu`` skips itself where there is no CUDA device."""
+    """Tests of the engines come last: their jobs run beside the others, and few of those keep a second core busy.
+
+    A test marked ``gpu`` skips itself where there is no CUDA device.
+    """
+    items.sort(key=_needs_engines)
     if torch.cuda.is_available():
         return
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _needs_engines(item: pytest.Item) -> bool:
+    return hasattr(getattr(item, "module", None), launch.RUNS)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """The engines' jobs begin, where a test that was selected needs them."""
+    if not session.config.option.collectonly and any(map(_needs_engines, session.items)):
+        launch.begin()
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -98,27 +98,33 @@ class Launched:
     def __init__(self, out: Path, jobs: Sequence[Job], *, timeout_s: float = 3000.0) -> None:
         self.out = out
         self.results: dict[str, dict[str, Any]] = {}
-        self._start(jobs, timeout_s)
+        self._finish(self._begin(jobs), timeout_s)
 
-    def _start(self, jobs: Sequence[Job], timeout_s: float) -> None:
+    def _begin(self, jobs: Sequence[Job]) -> subprocess.Popen[bytes]:
+        """The worker, which has begun."""
         out = self.out
         out.mkdir(parents=True, exist_ok=True)
         (out / "results.json").unlink(missing_ok=True)
         cases = out / "jobs.json"
         cases.write_text(json.dumps([asdict(job) for job in jobs]), encoding="utf-8")
-        with (out / "worker.log").open("w+", encoding="utf-8") as log:
-            try:
-                subprocess.run(
-                    [sys.executable, "-m", "tests.engines.worker", str(cases), str(out)],
-                    cwd=ROOT,
-                    env={k: v for k, v in os.environ.items() if k not in LAUNCHER} | _preloaded(jobs, out),
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    timeout=timeout_s,
-                )
-            except subprocess.TimeoutExpired as error:
-                raise AssertionError(f"{error}\n{_end(log)}") from error
-            assert (out / "results.json").is_file(), _end(log)
+        with (out / "worker.log").open("w", encoding="utf-8") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "tests.engines.worker", str(cases), str(out)],
+                cwd=ROOT,
+                env={k: v for k, v in os.environ.items() if k not in LAUNCHER} | _preloaded(jobs, out),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def _finish(self, worker: subprocess.Popen[bytes], timeout_s: float) -> None:
+        """Wait for the worker's last job, and read what became of all of them."""
+        out = self.out
+        try:
+            worker.wait(timeout_s)
+        except subprocess.TimeoutExpired as error:
+            worker.kill()
+            raise AssertionError(f"{error}\n{_end(out)}") from error
+        assert (out / "results.json").is_file(), _end(out)
         self.results |= json.loads((out / "results.json").read_text())
 
     def outcome(self, name: str) -> Outcome:
@@ -148,17 +154,20 @@ class OnDemand(Launched):
             chain.insert(0, self._jobs[wanted])
             wanted = chain[0].resumes
         if chain:
-            self._start(chain, timeout_s=600.0)
+            self._finish(self._begin(chain), timeout_s=600.0)
         return super().outcome(name)
 
 
 _WANTED: set[str] = set()
+RUNS = "runs"
+"""What test modules call the result of ``want``: ``conftest.py`` knows them by it."""
 
 
 def want(*groups: str) -> Callable[[], Launched]:
     """Called by a test module while it is imported; what it returns gives the results inside a test.
 
-    All modules are imported before the first test runs, so one launch serves whatever was selected.
+    All modules are imported before the first test runs, so one launch serves whatever was selected; ``conftest.py``
+    begins it then, and has those tests run last.
     """
     _WANTED.update(groups)
 
@@ -171,26 +180,48 @@ def want(*groups: str) -> Callable[[], Launched]:
     return launched
 
 
+class Background(Launched):
+    """A launch that has begun; the first test that asks for a result waits for its end."""
+
+    def __init__(self, out: Path, jobs: Sequence[Job]) -> None:
+        self.out, self.results = out, {}
+        self._worker = self._begin(jobs)
+        atexit.register(self._stop)
+
+    def _stop(self) -> None:
+        """Where pytest ends before the jobs do."""
+        self._worker.terminate()
+        self._worker.wait()
+
+    def finished(self) -> Launched:
+        self._finish(self._worker, timeout_s=3000.0)
+        return self
+
+
 @cache
-def _launched() -> Launched | AssertionError:
-    """A launch that fails, or comes to no end, does so once: not again for every test that asks.
+def begin() -> Background | OnDemand:
+    """Called when all tests are collected: the engines' jobs run beside the tests that need none of them.
 
     With ``ENGINE_JOBS=needed`` in the environment (``tests/mutate.py`` sets it) only the jobs that tests ask for run.
     """
     out = Path(tempfile.mkdtemp(prefix="engines-"))
     atexit.register(shutil.rmtree, out, ignore_errors=True)
-    jobs = jobs_of(_WANTED, full=False)
-    if os.environ.get("ENGINE_JOBS") == "needed":
-        return OnDemand(out, jobs)
+    kind = OnDemand if os.environ.get("ENGINE_JOBS") == "needed" else Background
+    return kind(out, jobs_of(_WANTED, full=False))
+
+
+@cache
+def _launched() -> Launched | AssertionError:
+    """A launch that fails, or comes to no end, does so once: not again for every test that asks."""
+    begun = begin()
     try:
-        return Launched(out, jobs)
+        return begun.finished() if isinstance(begun, Background) else begun
     except AssertionError as error:
         return error
 
 
-def _end(log: TextIO) -> str:
-    log.seek(0)
-    return log.read()[-5000:]
+def _end(out: Path) -> str:
+    return (out / "worker.log").read_text(encoding="utf-8", errors="replace")[-5000:]
 
 
 def relative(a: float | None, b: float | None) -> float:

@@ -63,12 +63,16 @@ class Pool:
         self.begun: dict[str, float] = {}
 
     def run(self) -> None:
-        while self.left or self.running:
-            while (job := self._next()) is not None:
-                self.left.remove(job)
-                self.begun[job["name"]] = time.monotonic()
-                self._start(job, 0)
-            self._collect()
+        try:
+            while self.left or self.running:
+                while (job := self._next()) is not None:
+                    self.left.remove(job)
+                    self.begun[job["name"]] = time.monotonic()
+                    self._start(job, 0)
+                self._collect()
+        finally:
+            for running in self.running:
+                _kill(running.group)
         (self.out / "results.json").write_text(json.dumps(self.results, indent=1), encoding="utf-8")
 
     def _next(self) -> dict[str, Any] | None:
@@ -161,6 +165,7 @@ def _process(job: dict[str, Any], number: int, rank: int, port: int, out: Path, 
     """A forked process: never returns."""
     status = 1
     try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.setpgid(0, group)
         folder = out / job["name"]
         folder.mkdir(parents=True, exist_ok=True)
@@ -223,6 +228,7 @@ def main() -> None:
         pictures.write_talks(out / "data" / "talks")
         texts.write_documents(out / "data" / "digits" / "text.jsonl")
         texts.write_decoder(out / "data" / "decoder")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the tests have ended before the jobs
     gc.freeze()  # else every collection of a process would go through, and so copy, all that was imported
     Pool(jobs, out).run()
 
