@@ -63,8 +63,11 @@ class Pool:
         self.begun: dict[str, float] = {}
 
     def run(self) -> None:
+        parent = os.getppid()
         try:
             while self.left or self.running:
+                if os.getppid() != parent:
+                    sys.exit(1)  # the tests were killed
                 while (job := self._next()) is not None:
                     self.left.remove(job)
                     self.begun[job["name"]] = time.monotonic()

@@ -18,12 +18,14 @@ from unigen_ds.runner import Runner
 
 
 def test_an_update_without_a_target_is_a_warning(tmp_path: Path) -> None:
-    """A conversation whose question fills the sequence keeps no target under 'truncate'."""
-    records = [talk(text("user", words(40)), text("assistant", "one"))] * 2
+    """A conversation whose question fills the sequence keeps no target under 'truncate'; one document of three does."""
+    records = [talk(text("user", words(40)), text("assistant", "one"))] * 2 + [{"text": "one two"}]
     runner, kept = trained(text_config(tmp_path, records, train_dataloader__overflow="truncate"))
     log = (runner.work_dir / "train.log").read_text(encoding="utf-8")
-    assert [len(batch.text_target_ids) for batch in kept.batches] == [0, 0]
-    assert log.count("WARNING Update ") == 2 and "Update 2 had no target in its 1 samples: nothing was learned" in log
+    without = [n for n, batch in enumerate(kept.batches, 1) if not len(batch.text_target_ids)]
+    assert len(kept.batches) == 3 and len(without) == 2
+    assert log.count("WARNING Update ") == 2
+    assert all(f"Update {n} had no target in its 1 samples: nothing was learned" in log for n in without)
     other, _ = trained(text_config(tmp_path, [{"text": "one"}], work_dir=str(tmp_path / "other")))
     assert "had no target" not in (other.work_dir / "train.log").read_text(encoding="utf-8")
 
