@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = {
     "core": 1, "configs": 1,
-    "backends": 2, "models": 2, "data": 2, "schedule": 2, "optim": 2,
+    "backends": 2, "models": 2, "data": 2, "schedule": 2, "optim": 2, "tracking": 2,
     "checkpoint": 3, "inference": 3,
     "evaluation": 4,
     "hooks": 5, "resume": 5,

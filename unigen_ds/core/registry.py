@@ -36,7 +36,7 @@ _INTERFACES: dict[Registry, tuple[tuple[str, ...], str]] = {
     PACKERS: (("plan",), "a class with plan(lengths, tiles, seq_length, key)"),
     CURVES: (("place", "evaluate"), "a subclass of unigen_ds.schedule.curves.Curve"),
     HOOKS: (("after_update", "load_shards"), "a subclass of unigen_ds.hooks.base.Hook"),
-    WRITERS: (("open", "write", "close"), "a class with open, write and close, as in unigen_ds/hooks/writers.py"),
+    WRITERS: (("open", "write", "close"), "a subclass of unigen_ds.tracking.writer.Writer"),
     BACKENDS: (("prepare", "load_tensors"), "a subclass of unigen_ds.backends.base.Backend"),
 }  # fmt: skip
 """Methods that a class of each kind has, looked up before anything of it is called, and what to write instead."""

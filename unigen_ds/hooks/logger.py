@@ -23,7 +23,7 @@ from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.hooks.console import Console, make_console
 from unigen_ds.hooks.journal import Journal
 from unigen_ds.hooks.timer import IterTimerHook, find_timer
-from unigen_ds.hooks.writers import SafeWriter
+from unigen_ds.tracking.writer import SafeWriter
 
 VERSION = 1
 

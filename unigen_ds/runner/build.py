@@ -36,7 +36,6 @@ from unigen_ds.data.stream import Cursor, SequenceStream
 from unigen_ds.data.vlm_processor import VLMProcessor
 from unigen_ds.hooks import digits_report as _digits_report  # noqa: F401
 from unigen_ds.hooks import ema as _ema  # noqa: F401
-from unigen_ds.hooks import writers as _writers  # noqa: F401
 from unigen_ds.hooks.base import Hook
 from unigen_ds.hooks.checkpoint import CheckpointHook
 from unigen_ds.hooks.continuity import ContinuityHook
@@ -52,6 +51,8 @@ from unigen_ds.models import vlm as _vlm  # noqa: F401
 from unigen_ds.optim.param_groups import build_param_groups
 from unigen_ds.resume.geometry import check_choice, lr_factor
 from unigen_ds.schedule.schedule import Schedules
+from unigen_ds.tracking import tensorboard as _tensorboard  # noqa: F401
+from unigen_ds.tracking import wandb as _wandb  # noqa: F401
 
 _PROCESSORS = {"UnifiedProcessor": UnifiedProcessor, "VLMProcessor": VLMProcessor}
 DEFAULT_HOOKS: dict[str, type[Hook]] = {

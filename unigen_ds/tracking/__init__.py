@@ -1,0 +1,1 @@
+"""Where metrics are shown besides ``metrics.jsonl``: one log writer per file."""

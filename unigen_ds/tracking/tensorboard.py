@@ -1,0 +1,37 @@
+"""TensorBoard: event files in the work dir."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from unigen_ds.core.registry import WRITERS
+from unigen_ds.tracking.writer import Writer, numbers
+
+
+@WRITERS.register_module()
+class TensorboardVisBackend(Writer):
+    """Event files in ``<work_dir>/tensorboard`` (or ``save_dir``). A resume hides what it will write again."""
+
+    package = "'unigen_ds[tensorboard]'"
+
+    def __init__(self, *, save_dir: str | None = None) -> None:
+        self._save_dir = save_dir
+        self._writer: Any = None
+
+    def open(self, *, work_dir: Path, config: Mapping[str, Any], run_id: str | None, updates: int) -> str | None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder = Path(self._save_dir) if self._save_dir else work_dir / "tensorboard"
+        self._writer = SummaryWriter(str(folder), purge_step=updates + 1 if updates else None)
+        return None
+
+    def write(self, record: Mapping[str, Any], *, update: int) -> None:
+        for name, value in numbers(record).items():
+            self._writer.add_scalar(name, value, update)
+        self._writer.flush()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
