@@ -36,6 +36,19 @@ def logger() -> logging.Logger:
     return logging.getLogger(NAME)
 
 
+_waiting: dict[str, None] = {}
+_shown: set[str] = set()
+
+
+def notice(text: str) -> None:
+    """Log a line about the config or an import, once. What comes before ``setup`` is repeated there, for its file."""
+    if not logger().handlers:
+        _waiting[text] = None
+    if text not in _shown:
+        _shown.add(text)
+        logger().info(text)
+
+
 LIBRARIES = ("torch", "bitsandbytes", "transformers", "deepspeed", "DeepSpeed", "mmengine")
 
 
@@ -78,4 +91,8 @@ def setup(*, rank: int, log_file: Path | None = None, level: int = logging.INFO)
             raise ConfigError(problem, remedy="choose another --work-dir, or free disk space") from error
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         log.addHandler(file)
+    _shown.clear()
+    for text in [*_waiting]:
+        notice(text)
+    _waiting.clear()
     return log

@@ -8,6 +8,7 @@ from typing import Any
 
 from mmengine.registry import Registry
 
+from unigen_ds.core import former
 from unigen_ds.core.config_hints import ANYWHERE, backend_hint
 from unigen_ds.core.errors import ConfigError, UnknownKey, nearest, raise_any
 from unigen_ds.core.hints import argument_hints, described, fits
@@ -57,6 +58,11 @@ def counterpart(registry: Registry, kind: Any) -> type | None:
     return registry.module_dict.get(_last(kind)) if known else None
 
 
+def _own_name(kind: str) -> str:
+    """``'unigen_ds.any.module.Class'`` -> ``'Class'``; another text as it is."""
+    return _last(kind) if kind.startswith("unigen_ds.") else kind
+
+
 def _last(kind: Any) -> str:
     return kind.rpartition(".")[2] if isinstance(kind, str) else getattr(kind, "__name__", "")
 
@@ -72,7 +78,7 @@ def find(registry: Registry, spec: Mapping[str, Any], *, where: str) -> type:
     kind = spec["type"]
     cls = counterpart(registry, kind)
     if cls is None and isinstance(kind, str):
-        cls = registry.module_dict.get(kind)
+        cls = registry.module_dict.get(kind) or former.component(_own_name(kind), where=where)
         if cls is None:
             meant = backend_hint(kind) if registry is BACKENDS else None
             remedy = f"did you mean --backend {meant}?" if meant else nearest(kind, registry.module_dict)

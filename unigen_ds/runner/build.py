@@ -21,7 +21,7 @@ from unigen_ds.core.choices import BATCH_CHOICES
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.optim import OptimizerConfig, ParamGroup, build_torch_optimizer, default_fused
 from unigen_ds.core.progress import Duration, Geometry, Ruler, split_global_batch
-from unigen_ds.core.registry import DATASETS, HOOKS, MODELS, PACKERS, TOKENIZERS, TRANSFORMS, build, resolve
+from unigen_ds.core.registry import DATASETS, HOOKS, MODELS, PACKERS, TOKENIZERS, TRANSFORMS, build, find, resolve
 from unigen_ds.data import augment as _augment  # noqa: F401
 from unigen_ds.data import digits as _digits  # noqa: F401
 from unigen_ds.data import packing as _packing  # noqa: F401
@@ -204,7 +204,7 @@ def build_model(config: Mapping[str, Any], processor: UnifiedProcessor, *, strea
     if isinstance(spec.get("llm"), Mapping) and "vocab_size" not in spec["llm"] and not spec.get("pretrained"):
         spec["llm"] = {**spec["llm"], "vocab_size": vocabulary}
     torch.manual_seed(seed_of(config))
-    kind = MODELS.get(spec["type"]) if isinstance(spec.get("type"), str) else spec.get("type")
+    kind = find(MODELS, spec, where="model")
     stream = stream and bool(spec.get("pretrained")) and not spec.get("quantize") and hasattr(kind, "initial_weights")
     with torch.device("meta") if stream else nullcontext():
         model = build(MODELS, spec, where="model")

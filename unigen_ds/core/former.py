@@ -1,0 +1,90 @@
+"""Module paths and component names of former versions, and what they are now: the one table of both.
+
+Imports of a former path work, and so do configs and checkpoints that name a former component; each is one line in the
+log. ``unigen_ds/__init__.py`` asks ``spec_of`` for every module of the package that Python does not find; the registry
+asks ``component`` for every type that nothing has registered. Whoever moves or renames something adds rows here.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
+from types import MappingProxyType, ModuleType
+from typing import Any
+
+from unigen_ds.core.log import notice
+
+MODULES: Mapping[str, str] = MappingProxyType({
+    "unigen_ds.backends.sharded": "unigen_ds.backends.base",
+    "unigen_ds.hooks.writers": "unigen_ds.tracking.writer",
+})  # fmt: skip
+"""Former module -> where its names are now."""
+
+NAMES: Mapping[str, str] = MappingProxyType({
+    "unigen_ds.backends.sharded.ShardedBackend": "unigen_ds.backends.base.Backend",
+    "unigen_ds.hooks.writers.ALIASES": "unigen_ds.tracking.wandb.ALIASES",
+    "unigen_ds.hooks.writers.TensorboardVisBackend": "unigen_ds.tracking.tensorboard.TensorboardVisBackend",
+    "unigen_ds.hooks.writers.WandbVisBackend": "unigen_ds.tracking.wandb.WandbVisBackend",
+})  # fmt: skip
+"""Names of a former module that are in another module than the others, or have another name now."""
+
+COMPONENTS: Mapping[str, str] = MappingProxyType({})
+"""What a former version's registries named -> the class now: it has another name, or its module is not imported by
+every run any more.
+"""
+
+
+def spec_of(module: str) -> ModuleSpec | None:
+    """How to import a former module path; None where the table does not have it."""
+    if module in MODULES:
+        return ModuleSpec(module, _FormerModule(), is_package=_above(module, MODULES))
+    if _above(module, MODULES):  # a package of which nothing is left
+        return ModuleSpec(module, _FormerModule(), is_package=True)
+    return None
+
+
+def _above(module: str, rows: Mapping[str, str] | Sequence[str]) -> bool:
+    return any(row.startswith(f"{module}.") for row in rows)
+
+
+class _FormerModule(Loader):
+    """Makes a module whose names are looked up where they are now."""
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """As Python does it by default."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        former = module.__name__
+        if former in MODULES:
+            notice(f"{former} is now {MODULES[former]}: please change the import.")
+        module.__dict__["__getattr__"] = lambda name: _find(former, name)
+
+
+def _find(former: str, name: str) -> Any:
+    if not name.startswith("__"):
+        path = NAMES.get(f"{former}.{name}")
+        if path is None and former in MODULES:
+            path = f"{MODULES[former]}.{name}"
+        module, _, present = (path or "").rpartition(".")
+        if module and hasattr(found := importlib.import_module(module), present):
+            return getattr(found, present)
+    raise AttributeError(f"module {former!r} has no attribute {name!r}")
+
+
+def component(name: str, *, where: str) -> type | None:
+    """The class that a registered name of a former version stands for; None where the table does not have it.
+
+    Its module is imported, which registers it. ``where`` is the config path shown in the log.
+    """
+    path = COMPONENTS.get(name)
+    if path is None:
+        return None
+    module, _, present = path.rpartition(".")
+    found: type = getattr(importlib.import_module(module), present)
+    renamed = f" is now {present!r}" if present != name else f" is in {module} now"
+    package = module.rpartition(".")[0] if module.startswith("unigen_ds.examples.") else module
+    remedy = f"; add it with custom_imports=dict(imports=[{package!r}])" if present == name else ""
+    notice(f"{where}.type: {name!r}{renamed}{remedy}.")
+    return found
