@@ -65,7 +65,8 @@ def test_no_key_is_explained_that_is_not_there() -> None:
 
 def components() -> dict[str, type]:
     """Every class of this package that a config may name."""
-    registries = [value for value in vars(registry).values() if isinstance(value, Registry)]
+    named = [value for value in vars(registry).values() if isinstance(value, Registry)]
+    registries = [kind for kind in named if kind is not registry.LAYOUTS]
     found = {name: cls for kind in registries for name, cls in kind.module_dict.items()}
     return {name: cls for name, cls in found.items() if cls.__module__.startswith("unigen_ds.")}
 

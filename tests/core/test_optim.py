@@ -83,3 +83,67 @@ def test_precision() -> None:
 def test_bad_max_norm(max_norm) -> None:
     with pytest.raises(ConfigError, match="max_norm"):
         OptimizerConfig(max_norm=max_norm)
+
+
+# ---- whole matrices, and AdamW for the rest -------------------------------------------------------------------------
+
+needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon is there from torch 2.9 on")
+
+
+@needs_muon
+def test_two_optimizers_step_as_each_alone() -> None:
+    torch.manual_seed(0)
+    matrix, vector = Parameter(torch.randn(3, 5)), Parameter(torch.randn(4))
+    twins = [Parameter(p.detach().clone()) for p in (matrix, vector)]
+    groups = [
+        (ParamGroup("default.adamw", 1e-3, 0.05, ("b",), by_adamw=True), [vector]),
+        (ParamGroup("default", 2e-2, 0.1, ("a",)), [matrix]),
+    ]
+    config = OptimizerConfig(type="Muon", arguments={"momentum": 0.9}, adamw={"betas": (0.8, 0.9)})
+    joined = build_torch_optimizer(config, groups)
+    alone = [
+        torch.optim.Muon([twins[0]], lr=2e-2, weight_decay=0.1, momentum=0.9),
+        torch.optim.AdamW([twins[1]], lr=1e-3, weight_decay=0.05, betas=(0.8, 0.9)),
+    ]
+    assert [group["name"] for group in joined.param_groups] == ["default.adamw", "default"]
+    for number in range(4):
+        if number == 2:  # as a schedule does it
+            joined.param_groups[0]["lr"], joined.param_groups[1]["lr"] = 5e-4, 1e-2
+            alone[1].param_groups[0]["lr"], alone[0].param_groups[0]["lr"] = 5e-4, 1e-2
+        for mine, twin in zip((matrix, vector), twins, strict=True):
+            mine.grad = torch.sin(mine.detach() * (number + 2))
+            twin.grad = mine.grad.clone()
+        for optimizer in (joined, *alone):
+            optimizer.step()
+    assert torch.equal(matrix, twins[0]) and torch.equal(vector, twins[1])
+    assert set(joined.state[matrix]) == {"momentum_buffer"} and "exp_avg" in joined.state[vector]
+
+
+@needs_muon
+@pytest.mark.parametrize(
+    ("cfg", "words"),
+    [
+        (dict(type="Muon", adamw=dict(beta=(0.9, 0.95))), r"optim_wrapper.optimizer.adamw has no key 'beta'"),
+        (dict(type="Muon", arguments=dict(adjust_lr_fn="other")), "Adjust learning rate function other"),
+        (dict(type="Muon", adamw=dict(betas=(0.9, 1.5))), "optimizer AdamW with .* cannot be built"),
+    ],
+)
+def test_bad_settings_of_two_optimizers(cfg: dict, words: str) -> None:
+    matrix, vector = Parameter(torch.ones(2, 2)), Parameter(torch.ones(2))
+    pairs = [
+        (ParamGroup("default", 1e-2, 0.1, ("a",)), [matrix]),
+        (ParamGroup("default.adamw", 1e-3, 0.0, ("b",), by_adamw=True), [vector]),
+    ]
+    with pytest.raises(ConfigError, match=words):
+        build_torch_optimizer(OptimizerConfig(**cfg), pairs)
+
+
+def test_weight_decay_that_an_optimizer_does_not_have_is_refused() -> None:
+    class NoDecay(torch.optim.Optimizer):
+        element_wise = True
+
+        def __init__(self, params, *, lr: float = 0.1) -> None:
+            super().__init__(params, {"lr": lr})
+
+    with pytest.raises(ConfigError, match="NoDecay has no weight_decay, and the group 'default' sets one"):
+        build_torch_optimizer(OptimizerConfig(type=NoDecay), groups())

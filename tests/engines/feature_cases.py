@@ -6,6 +6,17 @@ from typing import Any
 
 from tests.engines.cases import DECODER, KILL_AT, RESUME_UPDATES, Job, Phase, config, killed_and_straight
 
+OWN_OPTIMIZERS = {"imports": ["tests.engines.own_optimizers"]}
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "SlowingAdagrad": {"type": "SlowingAdagrad", "lr": 2e-2, "beta": 0.9},
+    "Muon": {"type": "Muon", "lr": 2e-2, "weight_decay": 0.1, "adamw": {"lr": 2e-3, "betas": [0.9, 0.95]}},
+    "NormalizedMomentum": {"type": "NormalizedMomentum", "lr": 0.2, "adamw": {"lr": 2e-3, "patterns": ["mix"]}},
+}
+OPTIMIZER_LINK, OPTIMIZER_UPDATES = 3, 6
+OPTIMIZER_CHAIN = (("single", 1), ("zero2", 2), ("FULL_SHARD", 2), ("zero3", 2), ("single", 1))
+"""Engines through which one run with an element-wise optimizer goes, ``OPTIMIZER_LINK`` updates each."""
+MATRIX_ENGINES = (("FULL_SHARD", 2), ("NO_SHARD", 2), ("FULL_SHARD", 3), ("HYBRID_SHARD", 4))
+
 WATCHED_UPDATES = 9
 WATCHED_SAVED_AT = 5
 WANDB: dict[str, Any] = {  # W&B writes its file every 15 s otherwise, and a kill takes what it holds back
@@ -85,3 +96,50 @@ _LLAMA = {
 def _decoder(settings: dict[str, Any]) -> Phase:
     """One update of a decoder language model on documents."""
     return Phase(2, {**settings, "processor": None}, 1, data="digits/text.jsonl")
+
+
+def optimizers(*, full: bool) -> list[Job]:
+    """Optimizers that are not torch's AdamW, on a model of odd sizes with two groups.
+
+    The element-wise one goes from engine to engine. Those of whole matrices get equal gradients everywhere, never
+    stopped, and resumed half way from ``single`` to ``fsdp`` and back; Muon real ones in addition.
+    """
+    chain = OPTIMIZER_CHAIN
+    total = OPTIMIZER_LINK * len(chain)
+    jobs = [Job("optimizers/straight", [_optimizer("SlowingAdagrad", *chain[0], total)])]
+    for number, engine in enumerate(chain):
+        phase = _optimizer("SlowingAdagrad", *engine, OPTIMIZER_LINK * (number + 1))
+        before = f"optimizers/link{number - 1}" if number else None
+        jobs.append(Job(f"optimizers/link{number}", [phase], resumes=before))
+    for engine in (("single", 1), ("FULL_SHARD", 2)):
+        jobs.append(Job(f"optimizers/Muon/{engine[0]}", [_optimizer("Muon", *engine, OPTIMIZER_UPDATES)]))
+    for name in ("Muon", "NormalizedMomentum"):
+        engines = MATRIX_ENGINES if name == "Muon" else MATRIX_ENGINES[:1]
+        base = f"optimizers/equal/{name}"
+        for engine in (("single", 1), *engines):
+            jobs.append(Job(f"{base}/{_at(engine)}", [_optimizer(name, *engine, OPTIMIZER_UPDATES, equal=True)]))
+        for engine in (("single", 1), ("FULL_SHARD", 2)):
+            half = Job(f"{base}/half-{_at(engine)}", [_optimizer(name, *engine, OPTIMIZER_LINK, equal=True)])
+            other = ("FULL_SHARD", 2) if engine[0] == "single" else ("single", 1)
+            rest = _optimizer(name, *other, OPTIMIZER_UPDATES, equal=True)
+            jobs += [half, Job(f"{base}/to-{_at(other)}", [rest], resumes=half.name)]
+    return jobs
+
+
+def _at(engine: tuple[str, int]) -> str:
+    return f"{engine[0]}@{engine[1]}"
+
+
+def _optimizer(name: str, engine: str, world: int, updates: int, *, equal: bool = False) -> Phase:
+    overrides = config(
+        engine,
+        world,
+        geometry=(2, 2) if world == 3 else None,
+        model={"type": "OddModel"},
+        custom_imports=OWN_OPTIMIZERS,
+        optim_wrapper__optimizer=OPTIMIZERS[name],
+        optim_wrapper__clip_grad=None,
+        optim_wrapper__paramwise_cfg={"groups": [{"pattern": "connector", "lr_mult": 0.5, "weight_decay": 0.02}]},
+    )
+    hooks = [*overrides["custom_hooks"], {"type": "SaveAtOnceHook"}, *[{"type": "EqualGradientsHook"}] * equal]
+    return Phase(world, {**overrides, "custom_hooks": hooks}, updates)

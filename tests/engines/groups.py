@@ -35,6 +35,7 @@ GROUPS: dict[str, Callable[..., list[Job]]] = {
     "watched": feature_cases.watched,
     "structure": feature_cases.structure,
     "compiled_fsdp": feature_cases.compiled,
+    "optimizers": feature_cases.optimizers,
     "models": model_cases.models,
     "models_bf16": model_cases.models_bf16,
     "parts": model_cases.parts,

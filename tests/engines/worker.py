@@ -59,6 +59,7 @@ class Pool:
 
     def __init__(self, jobs: list[dict[str, Any]], out: Path) -> None:
         self.out, self.left, self.running = out, [*jobs], list[Running]()
+        self.names = {job["name"] for job in jobs}
         self.results: dict[str, dict[str, Any]] = {}
         self.begun: dict[str, float] = {}
 
@@ -79,8 +80,9 @@ class Pool:
         (self.out / "results.json").write_text(json.dumps(self.results, indent=1), encoding="utf-8")
 
     def _next(self) -> dict[str, Any] | None:
-        """The first job whose predecessor is done, if there are cores for it now."""
-        ready = (job for job in self.left if job["resumes"] is None or job["resumes"] in self.results)
+        """The first job whose predecessor is done, here or by an earlier launch, if there are cores for it now."""
+        waiting = self.names - self.results.keys()
+        ready = (job for job in self.left if job["resumes"] not in waiting)
         job = next(ready, None)
         busy = sum(r.phase["world"] for r in self.running)
         return job if job and (not busy or busy + job["phases"][0]["world"] <= CORES) else None

@@ -189,3 +189,88 @@ class TestErrors:
     def test_nothing_to_train(self) -> None:
         with pytest.raises(ConfigError, match=r"no trainable parameter.*model\.freeze"):
             build(model=Model().requires_grad_(False))
+
+
+# ---- an optimizer of whole matrices, and AdamW for the rest ---------------------------------------------------------
+
+
+class Mixed(nn.Module):
+    """Every kind of parameter that the rule for matrices knows, one tied pair, and a convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(8, 4)
+        self.block = nn.Linear(4, 4)
+        self.connector = nn.Linear(4, 6)
+        self.norm = nn.LayerNorm(4)
+        self.conv = nn.Conv2d(1, 2, 3)
+        self.out = nn.Linear(4, 8, bias=False)
+        self.lm_head = nn.Linear(4, 8, bias=False)
+        self.out.weight = self.lm_head.weight
+
+
+MUON = {"type": "Muon", "lr": 0.02, "weight_decay": 0.1, "adamw": {"lr": 1e-3, "weight_decay": 0.05}}
+needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon is there from torch 2.9 on")
+
+
+def groups_of(optimizer, **paramwise):
+    return {
+        group.name: group
+        for group in build_param_groups(Mixed().named_parameters(remove_duplicate=False), optimizer, paramwise)
+    }
+
+
+@needs_muon
+def test_muon_gets_matrices_and_adamw_the_rest():
+    found = groups_of(MUON)
+    assert {name: (g.lr, g.weight_decay, g.by_adamw) for name, g in found.items()} == {
+        "default": (0.02, 0.1, False),
+        "default.adamw": (1e-3, 0.05, True),
+    }
+    assert set(found["default"].parameters) == {"block.weight", "connector.weight"}
+    rest = {"embed_tokens.weight", "block.bias", "connector.bias", "norm.weight", "norm.bias", "conv.weight"}
+    assert set(found["default.adamw"].parameters) == {*rest, "conv.bias", "out.weight"}, "out is tied to the head"
+
+
+@needs_muon
+def test_a_pattern_changes_both_parts_by_the_same_factor():
+    rules = [
+        {"pattern": "connector", "lr": 0.01},
+        {"pattern": "block", "lr_mult": 2.0, "weight_decay": 0.3, "name": "two"},
+        {"pattern": "conv", "lr": 0.0},
+    ]
+    found = groups_of(MUON, groups=rules, norm_decay_mult=0.0)
+    assert {name: (g.lr, g.weight_decay, g.by_adamw) for name, g in found.items()} == {
+        "default.adamw": (1e-3, 0.05, True),
+        "default.adamw.norm": (1e-3, 0.0, True),
+        "connector": (0.01, 0.1, False),
+        "connector.adamw": (5e-4, 0.05, True),
+        "two": (0.04, 0.3, False),
+        "two.adamw": (2e-3, 0.3, True),
+        "conv.adamw": (0.0, 0.0, True),
+    }
+
+
+@needs_muon
+def test_patterns_name_further_matrices_for_adamw():
+    optimizer = {**MUON, "adamw": {"lr": 1e-3, "patterns": ["connector"]}}
+    assert groups_of(optimizer)["default"].parameters == ("block.weight",)
+    assert groups_of(optimizer)["default.adamw"].weight_decay == 0.01, "torch's default"
+
+
+@needs_muon
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [
+        ({"type": "Muon", "lr": 0.02}, r"adamw is None: Muon trains matrices alone.*add adamw=dict\(lr=3e-4\)"),
+        ({**MUON, "adamw": {"betas": (0.9, 0.95)}}, "adamw is"),
+        ({**MUON, "adamw": {"lr": -1.0}}, "adamw.lr is -1.0"),
+        ({**MUON, "adamw": {"lr": 1e-3, "patterns": "block"}}, "adamw.patterns is 'block'. Allowed: a list"),
+        ({**MUON, "adamw": {"lr": 1e-3, "patterns": ["blok"]}}, "'blok' matches no trained parameter"),
+        ({**MUON, "adamw": {"lr": 1e-3, "patterns": ["block", "connector"]}}, "no trained parameter is a matrix"),
+        ({"type": "AdamW", "lr": 1e-3, "adamw": {"lr": 1e-3}}, "AdamW trains every parameter itself"),
+    ],
+)
+def test_wrong_settings_of_the_two_parts(optimizer, words):
+    with pytest.raises(ConfigError, match=words):
+        groups_of(optimizer)

@@ -138,11 +138,20 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def moments(self, kind: str) -> Sequence[Shard]:
-        """The optimizer's state ``kind`` (``exp_avg``, ...) on the shards of ``master_shards``; made if absent."""
+        """The optimizer's state ``kind`` (``exp_avg``, ...) on the shards of ``master_shards``, for the parameters of
+        ``kept_for(kind)``; made if absent.
+        """
+
+    def kept_for(self, kind: str) -> Collection[str]:
+        """Trainable parameters for which the optimizer keeps the state ``kind``. Not collective.
+
+        All of them, unless several optimizers share the parameters.
+        """
+        return self.trainable_sizes().keys()
 
     @abc.abstractmethod
     def set_steps(self, steps: Mapping[str, float]) -> None:
-        """Set the optimizer's step count of each trainable parameter (bias correction depends on it)."""
+        """Set the optimizer's step count of each parameter of ``kept_for('step')`` (bias correction depends on it)."""
 
     @abc.abstractmethod
     def refresh_copies(self) -> None:
@@ -204,11 +213,12 @@ class Backend(abc.ABC):
         trainable = self.trainable_sizes()
         sizes = {name: numel for name, numel in {**trainable, **self.frozen_sizes()}.items() if name not in keep}
         problems = misfits(reader, MASTER, sizes)
+        counted = self.kept_for(STEP)
         problems += misfits(reader, BUFFER, {name: b.numel() for name, b in buffers.items()})
         for kind in moments:
-            problems += moment_misfits(reader, kind, trainable)
+            problems += moment_misfits(reader, kind, {name: trainable[name] for name in self.kept_for(kind)})
         if not weights_only and STEP in kinds:
-            problems += moment_misfits(reader, STEP, dict.fromkeys(trainable, 1))
+            problems += moment_misfits(reader, STEP, dict.fromkeys(counted, 1))
         if problems:
             raise CheckpointError(
                 f"the checkpoint does not fit the model: {'; '.join(problems)} ({len(problems)} in all)"
@@ -224,7 +234,7 @@ class Backend(abc.ABC):
             for shard in self.moments(kind):
                 read_into(reader, kind, shard)
         if STEP in kinds:
-            self.set_steps({name: float(reader.read(STEP, name, 0, 1)) for name in trainable})
+            self.set_steps({name: float(reader.read(STEP, name, 0, 1)) for name in counted})
         if LOSS_SCALE in kinds:
             scale, good = reader.read(LOSS_SCALE, LOSS_SCALE, 0, 2).tolist()
             self.load_loss_scale(scale, int(good))

@@ -36,7 +36,15 @@ from unigen_ds.core.batch import LossTerms
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.log import logger
 from unigen_ds.core.modules import persistent_buffers, tied_names
-from unigen_ds.core.optim import COMPUTE_DTYPE, OptimizerConfig, ParamGroup, build_torch_optimizer, step_tensor
+from unigen_ds.core.optim import (
+    COMPUTE_DTYPE,
+    OptimizerConfig,
+    ParamGroup,
+    build_torch_optimizer,
+    element_wise,
+    optimizer_class,
+)
+from unigen_ds.core.optimizer_state import state_of
 from unigen_ds.core.outputs import StateFiles
 from unigen_ds.core.progress import Geometry
 from unigen_ds.core.registry import BACKENDS
@@ -108,6 +116,13 @@ class DeepSpeedBackend(Backend):
 
     def check(self, *, geometry: Geometry, optimizer_cfg: OptimizerConfig) -> None:
         super().check(geometry=geometry, optimizer_cfg=optimizer_cfg)
+        if not element_wise(optimizer_cfg.type):
+            raise ConfigError(
+                f"optim_wrapper.optimizer.type is {optimizer_class(optimizer_cfg.type).__name__!r}, which computes on"
+                f" whole matrices: ZeRO-{self.stage} splits them anywhere",
+                allowed="an element-wise optimizer under DeepSpeed, such as AdamW",
+                remedy="--backend fsdp:FULL_SHARD, or single",
+            )
         filled = fill(self._ds_config, geometry=geometry, optimizer=optimizer_cfg)
         _choose_accelerator()
         check_by_deepspeed(filled)
@@ -336,7 +351,7 @@ class DeepSpeedBackend(Backend):
 
     def set_steps(self, steps: Mapping[str, float]) -> None:
         """One step count per flat buffer: parameters that share one must agree."""
-        flats = self._flats()
+        flats, kept = self._flats(), state_of(self._cfg)
         by_flat: dict[int, set[float]] = {}
         for fragment in self._fragments():
             by_flat.setdefault(fragment.flat, set()).add(steps[fragment.name])
@@ -347,7 +362,7 @@ class DeepSpeedBackend(Backend):
                     f"parameters of one optimizer group have different Adam steps: {sorted(found)}",
                     remedy="ZeRO keeps one step per group; resume with FSDP or single, or put them into own groups",
                 )
-            self._state(flat)["step"] = step_tensor(found.pop(), flat, self._zero.optimizer)
+            self._state(flat)["step"] = kept.make_step(found.pop(), flat, self._zero.optimizer.defaults)
         if self.stage != 3:
             self._zero._lazy_init_hp_params_optimizer_state()
 

@@ -37,9 +37,11 @@ from unigen_ds.backends.base import StepResult
 from unigen_ds.backends.dcp_files import dcp_files
 from unigen_ds.backends.memory import allocate
 from unigen_ds.backends.torch_optimizer import TorchOptimizerBackend
+from unigen_ds.backends.whole_matrices import WholeMatrices
 from unigen_ds.core import dist
 from unigen_ds.core.errors import ConfigError, suggestion
-from unigen_ds.core.optim import COMPUTE_DTYPE, OptimizerConfig, ParamGroup
+from unigen_ds.core.optim import COMPUTE_DTYPE, JoinedOptimizer, OptimizerConfig, ParamGroup
+from unigen_ds.core.optimizer_state import state_of
 from unigen_ds.core.outputs import StateFiles
 from unigen_ds.core.progress import Geometry
 from unigen_ds.core.registry import BACKENDS
@@ -105,6 +107,11 @@ class FSDPBackend(TorchOptimizerBackend):
         )
         _settle(root)
         self._own(root, dict(root.named_parameters()), param_groups, optimizer_cfg)
+        self._matrices = None
+        if isinstance(self._optimizer, JoinedOptimizer):
+            group = self._mesh.get_group("shard") if self.num_shard > 1 else None
+            kept = state_of(optimizer_cfg)
+            self._matrices = WholeMatrices(self._optimizer.matrices, kept, group=group, device=self._device)
         units = [name or "the root" for name, module in root.named_modules() if isinstance(module, FSDPModule)]
         self.log_summary(f"FSDP2 {self.strategy} ({self.num_shard} shard(s))", units=units)
 
@@ -205,11 +212,19 @@ class FSDPBackend(TorchOptimizerBackend):
             if self._cfg.max_norm is not None:
                 factor = torch.clamp(self._cfg.max_norm / (norm + 1e-6), max=1.0)
                 torch._foreach_mul_(local, factor.to(local[0].device))
-            self._optimizer.step()
+            self._update()
         if self._scale:
             self._scale.record(applied=applied)
         self._optimizer.zero_grad(set_to_none=True)
         return StepResult(grad_norm=norm, applied=applied)
+
+    def _update(self) -> None:
+        """An optimizer that is not element-wise gets whole matrices, every other one the shards."""
+        if self._matrices is not None and isinstance(self._optimizer, JoinedOptimizer):
+            self._matrices.step()
+            self._optimizer.step_rest()
+        else:
+            self._optimizer.step()
 
     def refresh_copies(self) -> None:
         """Drop gathered copies; the next forward gathers anew from the masters."""
@@ -241,7 +256,8 @@ class FSDPBackend(TorchOptimizerBackend):
         return self._shards(names, dict(self._model.named_parameters()))
 
     def moments(self, kind: str) -> list[Shard]:
-        return self._shards(self._trainable, self._moment_tensors(kind))
+        tensors = self._moment_tensors(kind)
+        return self._shards(list(tensors), tensors)
 
     def state_files(self) -> StateFiles:
         """PyTorch's distributed checkpoint. Keys are ``kind|name`` (``core/shards.py``); DCP knows the offsets."""

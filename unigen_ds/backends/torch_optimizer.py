@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,14 +13,15 @@ from unigen_ds.backends.base import Backend
 from unigen_ds.core.loss_scale import LossScale
 from unigen_ds.core.modules import persistent_buffers
 from unigen_ds.core.optim import (
+    JoinedOptimizer,
     OptimizerConfig,
     ParamGroup,
     build_torch_optimizer,
     default_fused,
     fuses,
-    step_tensor,
 )
-from unigen_ds.core.shards import LOSS_SCALE
+from unigen_ds.core.optimizer_state import ADAMW, OptimizerState, state_of
+from unigen_ds.core.shards import LOSS_SCALE, STEP
 
 
 class TorchOptimizerBackend(Backend):
@@ -30,6 +31,10 @@ class TorchOptimizerBackend(Backend):
     _masters: dict[str, nn.Parameter]
     _trainable: list[str]
     _optimizer: torch.optim.Optimizer
+    _kept: dict[str, OptimizerState]
+    """What is kept for each trained parameter."""
+    _options: dict[str, dict[str, Any]]
+    """The parameter group of each trained parameter."""
     _scale: LossScale | None
 
     def _own(
@@ -44,6 +49,13 @@ class TorchOptimizerBackend(Backend):
         if cfg.fused and default_fused(cfg.type, cfg.arguments) and all(map(fuses, devices)):
             cfg = replace(cfg, arguments={**cfg.arguments, "fused": True})
         self._optimizer = build_torch_optimizer(cfg, [(g, [masters[name] for name in g.parameters]) for g in groups])
+        own = state_of(cfg)
+        self._kept = {name: ADAMW if g.by_adamw else own for g in groups for name in g.parameters}
+        self._options = {
+            name: options
+            for group, options in zip(groups, self._optimizer.param_groups, strict=True)
+            for name in group.parameters
+        }
 
     def master_data(self) -> list[Tensor]:
         """Collected once: the masters keep their memory, and every step changes them in place."""
@@ -75,15 +87,20 @@ class TorchOptimizerBackend(Backend):
         return {name: p.numel() for name, p in self._masters.items() if not p.requires_grad}
 
     def _moment_tensors(self, kind: str) -> dict[str, Tensor]:
-        """A moment of every trained master, made of zeros where there is none."""
+        """A moment of every master that has it, made of zeros where there is none."""
         state = self._optimizer.state
-        masters = {name: self._masters[name] for name in self._trainable}
+        masters = {name: self._masters[name] for name in self.kept_for(kind)}
         return {name: state[p].setdefault(kind, torch.zeros_like(p)) for name, p in masters.items()}
+
+    def kept_for(self, kind: str) -> Collection[str]:
+        joined = isinstance(self._optimizer, JoinedOptimizer)
+        return [name for name in self._trainable if not joined or kind in (self._kept[name].kinds or ())]
 
     def set_steps(self, steps: Mapping[str, float]) -> None:
         for name, step in steps.items():
             master = self._masters[name]
-            self._optimizer.state[master]["step"] = step_tensor(step, master, self._optimizer)
+            made = self._kept[name].make_step(step, master, self._options[name])
+            self._optimizer.state[master][STEP] = made
 
     def load_loss_scale(self, scale: float, good_updates: int) -> None:
         if self._scale:
@@ -92,10 +109,10 @@ class TorchOptimizerBackend(Backend):
     def _optimizer_tensors(self) -> dict[tuple[str, str], Tensor]:
         """(kind, name) -> tensor of everything the optimizer and the loss scale keep."""
         state = {
-            (kind, name): value
+            (kind, name): value if isinstance(value, Tensor) else torch.tensor(float(value))
             for name in self._trainable
             for kind, value in self._optimizer.state.get(self._masters[name], {}).items()
-            if isinstance(value, Tensor)
+            if isinstance(value, Tensor) or (kind == STEP and value is not None)
         }
         if self._scale:
             pair = [self._scale.scale, float(self._scale.good_updates)]

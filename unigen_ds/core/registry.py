@@ -24,8 +24,11 @@ CURVES = Registry("unigen_curve")
 HOOKS = Registry("unigen_hook")
 WRITERS = Registry("unigen_writer")
 BACKENDS = Registry("unigen_backend")
+OPTIMIZERS = Registry("unigen_optimizer")
+LAYOUTS = Registry("unigen_layout")
 REGISTRIES = (
-    MODELS, AUTOENCODERS, TOKENIZERS, DATASETS, PACKERS, TRANSFORMS, CURVES, HOOKS, WRITERS, BACKENDS,
+    MODELS, AUTOENCODERS, TOKENIZERS, DATASETS, PACKERS, TRANSFORMS, CURVES, HOOKS, WRITERS, BACKENDS, OPTIMIZERS,
+    LAYOUTS,
 )  # fmt: skip
 _TRANSFORMERS_TOKENIZER = "dict(type='PretrainedTokenizer', path='DIR'), or ChatTokenizer for a VLM"
 _INTERFACES: dict[Registry, tuple[tuple[str, ...], str]] = {
@@ -39,6 +42,7 @@ _INTERFACES: dict[Registry, tuple[tuple[str, ...], str]] = {
     HOOKS: (("after_update", "load_shards"), "a subclass of unigen_ds.hooks.base.Hook"),
     WRITERS: (("open", "write", "close"), "a subclass of unigen_ds.tracking.writer.Writer"),
     BACKENDS: (("prepare", "load_tensors"), "a subclass of unigen_ds.backends.base.Backend"),
+    OPTIMIZERS: (("step", "add_param_group"), "a subclass of torch.optim.Optimizer that declares element_wise"),
 }  # fmt: skip
 """Methods that a class of each kind has, looked up before anything of it is called, and what to write instead."""
 FOREIGN = ("mmengine", "xtuner")

@@ -19,7 +19,15 @@ from unigen_ds.backends.base import Backend
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.choices import BATCH_CHOICES
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.optim import OptimizerConfig, ParamGroup, build_torch_optimizer, default_fused
+from unigen_ds.core.optim import (
+    OptimizerConfig,
+    ParamGroup,
+    build_torch_optimizer,
+    default_fused,
+    element_wise,
+    optimizer_arguments,
+)
+from unigen_ds.core.optimizer_state import state_of
 from unigen_ds.core.progress import Duration, Geometry, Ruler, split_global_batch
 from unigen_ds.core.registry import DATASETS, HOOKS, MODELS, PACKERS, TOKENIZERS, TRANSFORMS, build, find, resolve
 from unigen_ds.data import augment as _augment  # noqa: F401
@@ -245,16 +253,22 @@ def build_optimizer_config(config: Mapping[str, Any], *, fused: bool | None = No
     wrapper = config["optim_wrapper"]
     if not wrapper.get("optimizer"):
         raise ConfigError("the config has no optim_wrapper.optimizer", allowed="dict(type='AdamW', lr=...)")
-    optimizer = dict(wrapper["optimizer"])
+    arguments, adamw = optimizer_arguments(wrapper["optimizer"])
     found = OptimizerConfig(
-        type=optimizer.pop("type", "AdamW"),
-        arguments={k: v for k, v in optimizer.items() if k not in ("lr", "weight_decay")},
+        type=wrapper["optimizer"].get("type", "AdamW"),
+        arguments=arguments,
+        adamw=adamw,
         max_norm=(wrapper.get("clip_grad") or {}).get("max_norm"),
         precision=wrapper.get("precision", "fp32"),
         fused=bool(fused),
     )
     one = ParamGroup("default", lr=1.0, weight_decay=0.0, parameters=("one",))
-    build_torch_optimizer(found, [(one, [nn.Parameter(torch.zeros(1))])])  # refuses arguments before processes join
+    groups = [(one, [nn.Parameter(torch.zeros(1, 1))])]
+    if not element_wise(found.type):
+        rest = replace(one, name="adamw", parameters=("other",), by_adamw=True)
+        groups.append((rest, [nn.Parameter(torch.zeros(1))]))
+    build_torch_optimizer(found, groups)  # refuses arguments before processes join, and so does the next
+    state_of(found)
     return found
 
 

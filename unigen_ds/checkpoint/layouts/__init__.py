@@ -1,8 +1,11 @@
-"""One file per layout on disk. ``open_reader`` picks it by the manifest; a new layout adds a file and a row here."""
+"""One file per layout on disk. ``open_reader`` picks it by the manifest's name for it, in the registry ``LAYOUTS``.
+
+A new layout adds a file and a row here; one of a user's own registers itself: a class that is called as the readers
+here are, under the name that its backend gives to ``StateFiles``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from unigen_ds.checkpoint.layouts.base import PieceReader
@@ -11,20 +14,23 @@ from unigen_ds.checkpoint.layouts.deepspeed import DeepSpeedReader
 from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.errors import CheckpointError
+from unigen_ds.core.registry import LAYOUTS
 
-LAYOUTS: dict[str, Callable[..., PieceReader]] = {
-    "safetensors": SafetensorsReader,
-    "deepspeed": DeepSpeedReader,
-    "dcp": DCPReader,
-}
+for _name, _reader in (("safetensors", SafetensorsReader), ("deepspeed", DeepSpeedReader), ("dcp", DCPReader)):
+    LAYOUTS.register_module(name=_name, module=_reader)
 
 
 def open_reader(directory: Path, manifest: Manifest) -> PieceReader:
     """A reader of the checkpoint's model and optimizer tensors."""
-    if manifest.layout not in LAYOUTS:
-        raise CheckpointError(f"{directory} has layout {manifest.layout!r}", allowed=", ".join(sorted(LAYOUTS)))
+    readers = LAYOUTS.module_dict
+    if manifest.layout not in readers:
+        raise CheckpointError(
+            f"{directory} has layout {manifest.layout!r}",
+            allowed=", ".join(sorted(readers)),
+            remedy="import the module that registers this layout: custom_imports=dict(imports=['my.module'])",
+        )
     trainable_or_frozen = {parameter["name"] for parameter in manifest.parameters}
-    return LAYOUTS[manifest.layout](directory, parameters=trainable_or_frozen, files=own_files(manifest, ""))
+    return readers[manifest.layout](directory, parameters=trainable_or_frozen, files=own_files(manifest, ""))
 
 
 def own_files(manifest: Manifest, folder: str) -> list[str]:

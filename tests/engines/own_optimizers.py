@@ -1,0 +1,90 @@
+"""Optimizers of a user's own, loaded through ``custom_imports``; and a hook that gives every engine equal gradients."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unigen_ds.core.registry import HOOKS, OPTIMIZERS
+from unigen_ds.hooks.base import Hook, Run
+
+
+@OPTIMIZERS.register_module()
+class SlowingAdagrad(torch.optim.Optimizer):
+    """Element-wise, with names of state of its own and a step count that is a plain number."""
+
+    element_wise = True
+
+    def __init__(
+        self, params: Iterable[Any], *, lr: float = 1e-3, weight_decay: float = 0.05, beta: float = 0.8
+    ) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "beta": beta})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                if not state:
+                    state |= {"step": 0, "velocity": torch.zeros_like(p), "squares": torch.zeros_like(p)}
+                state["step"] += 1
+                state["velocity"].lerp_(p.grad, 1 - group["beta"])
+                state["squares"].addcmul_(p.grad, p.grad)
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                rate = group["lr"] / state["step"] ** 0.25
+                p.addcdiv_(state["velocity"], state["squares"].sqrt().add_(1e-3), value=-rate)
+
+
+@OPTIMIZERS.register_module()
+class NormalizedMomentum(torch.optim.Optimizer):
+    """Not element-wise: the update of a matrix is divided by its norm. The rate falls with a count of its own."""
+
+    element_wise = False
+
+    def __init__(
+        self, params: Iterable[Any], *, lr: float = 1e-3, weight_decay: float = 0.0, beta: float = 0.9
+    ) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "beta": beta})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                if not state:
+                    state |= {"step": 0, "velocity": p.grad.clone()}
+                state["step"] += 1
+                state["velocity"].lerp_(p.grad, 1 - group["beta"])
+                rate = group["lr"] / state["step"] ** 0.5
+                p.sub_(rate * state["velocity"] / torch.linalg.matrix_norm(state["velocity"]))
+
+
+@HOOKS.register_module()
+class EqualGradientsHook(Hook):
+    """Before each step of a torch optimizer: gradients that depend on names and the number of the update alone."""
+
+    def before_train(self, run: Run) -> None:
+        backend: Any = run.backend
+        step = backend.step
+
+        @torch.no_grad()
+        def replaced() -> Any:
+            backend._gradients()  # none is absent
+            for shard in backend.master_shards():
+                whole = gradient(shard.name, shard.numel, run.progress.updates)
+                held = backend._masters[shard.name].grad
+                local = getattr(held, "_local_tensor", held)
+                local.copy_(whole[shard.flat_start : shard.flat_stop].view(local.shape))
+            return step()
+
+        backend.step = replaced
+
+
+def gradient(name: str, numel: int, update: int) -> Tensor:
+    """Normal numbers, other ones for each name and update."""
+    seed = zlib.crc32(f"{name}/{update}".encode())
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
