@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.tiny import tiny_config
+from tools.export import main as export
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.metrics import read_lines
@@ -83,13 +84,31 @@ def test_log_writer(run: Path) -> None:
     ]
 
 
-def test_without_the_import_the_names_are_not_known(
-    run: Path, tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As before the module was imported."""
     for registry in ("BACKENDS", "LAYOUTS", "PACKERS", "CURVES", "WRITERS"):
         names = getattr(sys.modules["unigen_ds.core.registry"], registry).module_dict
         for name in [name for name in names if name.lower().startswith("registered")]:
             monkeypatch.delitem(names, name)
+
+
+def test_a_checkpoint_of_the_layout_is_exported_on_request_alone(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its reader is in a module of the checkpoint's config, which nothing else would import before it is read."""
+    forget(monkeypatch)
+    monkeypatch.delitem(sys.modules, MODULE)
+    assert export([str(run), str(tmp_path / "out")]) == 2
+    assert f"imports {MODULE} (custom_imports), which would execute" in capsys.readouterr().err
+    assert MODULE not in sys.modules
+    assert export([str(run), str(tmp_path / "out"), "--allow-custom-imports"]) == 0
+    assert MODULE in sys.modules and any((tmp_path / "out").glob("*.safetensors"))
+
+
+def test_without_the_import_the_names_are_not_known(
+    run: Path, tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forget(monkeypatch)
     with pytest.raises(ConfigError) as caught:
         train(tmp_path, data, updates=1, **{**OWN, "custom_imports": None})
     for name in ("RegisteredBackend", "RegisteredPairs", "RegisteredThird", "RegisteredWriter"):

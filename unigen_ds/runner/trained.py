@@ -15,10 +15,12 @@ from unigen_ds.checkpoint.convert import open_source
 from unigen_ds.checkpoint.layouts.nanovlm import is_nanovlm
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.checkpoint.saver import TOKENIZER
+from unigen_ds.checkpoint.weight_files import locate
 from unigen_ds.checkpoint.writers import Entry
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.log import logger
 from unigen_ds.core.modules import tied_names
+from unigen_ds.core.registry import LAYOUTS
 from unigen_ds.data.processor import UnifiedProcessor
 from unigen_ds.data.vlm_processor import VLMProcessor
 from unigen_ds.inference.chat import ChatInferencer
@@ -61,6 +63,7 @@ def open_model(
         config = published_config(path) if is_published(path) else decoder_config(path)
         processor = build_processor(config, seed=0)
         return build_model(config, processor), processor
+    _import_layout(path, tag, config=config, allow=allow_custom_imports)
     source = open_source(path, tag=tag)
     if config is None:
         config = nanovlm_config(source.directory) if is_nanovlm(source.directory) else _stored_config(source.directory)
@@ -184,6 +187,21 @@ def _refuse_imports(config: Mapping[str, Any], directory: Path) -> None:
             f"the config in {directory} imports {', '.join(wanted)} (custom_imports), which would execute their code",
             remedy="--allow-custom-imports if you trust them, or name a config of your own: --config CONFIG",
         )
+
+
+def _import_layout(path: Path, tag: str | None, *, config: Mapping[str, Any] | None, allow: bool) -> None:
+    """Import the modules of a checkpoint with a layout that nothing imported so far reads: one of them may register it.
+
+    ``config``: a trusted one, which is used instead of the checkpoint's. Raises as ``open_model`` does.
+    """
+    directory = locate(path, tag)
+    if not (directory / FILE_NAME).is_file():
+        return
+    manifest = Manifest.read(directory)
+    if manifest.layout not in LAYOUTS.module_dict:
+        if config is None and not allow:
+            _refuse_imports(manifest.config, directory)
+        import_custom(manifest.config if config is None else config)
 
 
 @torch.no_grad()
