@@ -22,7 +22,7 @@ FLOORS = {
     "checkpoint": 3, "inference": 3,
     "evaluation": 4,
     "hooks": 5, "resume": 5,
-    "runner": 6,
+    "runner": 6, "examples": 6,
     "tools": 7,
 }  # fmt: skip
 ENGINES = {"deepspeed", "fsdp", "single"}

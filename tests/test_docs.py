@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 from mmengine.registry import Registry
 
-import unigen_ds.runner.build  # noqa: F401 - registers everything
+import unigen_ds.examples.digits
+import unigen_ds.runner.build  # noqa: F401 - registers everything else
 from tools import train
 from unigen_ds.core import errors, registry
 from unigen_ds.core.config import SCHEMA, SETTINGS

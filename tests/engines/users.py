@@ -24,7 +24,7 @@ from unigen_ds.core import dist
 from unigen_ds.core.batch import LossTerms, PackedBatch
 from unigen_ds.core.errors import SaveError
 from unigen_ds.core.registry import HOOKS, MODELS
-from unigen_ds.data.digits import write_digits
+from unigen_ds.examples.digits.dataset import write_digits
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.models.flux_vae import FluxAutoencoder
 from unigen_ds.models.unified import UnifiedModel

@@ -15,7 +15,7 @@ from unigen_ds.checkpoint import store
 from unigen_ds.core.errors import ResumeBlocked
 from unigen_ds.core.metrics import read_lines
 from unigen_ds.core.registry import HOOKS
-from unigen_ds.data.digits import write_digits
+from unigen_ds.examples.digits.dataset import write_digits
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.runner import Runner
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from unigen_ds.core.metrics import read_lines
-from unigen_ds.data.digits import write_digits
+from unigen_ds.examples.digits.dataset import write_digits
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = ROOT / "unigen_ds" / "configs" / "unified_digits.py"

@@ -26,7 +26,7 @@ from unigen_ds.core.batch import PackedBatch
 from unigen_ds.core.errors import DataError, TrainingError
 from unigen_ds.core.metrics import read_lines
 from unigen_ds.core.progress import Progress
-from unigen_ds.data.digits import read_split, write_digits
+from unigen_ds.examples.digits.dataset import read_split, write_digits
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.runner import Runner
 

@@ -20,7 +20,7 @@ from tests.tiny import tiny_config
 from unigen_ds.core.batch import PackedBatch
 from unigen_ds.core.metrics import read_lines
 from unigen_ds.core.registry import CURVES, TRANSFORMS
-from unigen_ds.data.digits import write_digits
+from unigen_ds.examples.digits.dataset import write_digits
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.hooks.logger import LoggerHook
 from unigen_ds.runner import Runner

@@ -27,7 +27,7 @@ from unigen_ds.core.dist import free_port
 from unigen_ds.core.errors import SaveError
 from unigen_ds.core.metrics import read_lines
 from unigen_ds.core.registry import HOOKS
-from unigen_ds.data.digits import write_digits
+from unigen_ds.examples.digits.dataset import write_digits
 from unigen_ds.hooks.base import Hook
 from unigen_ds.runner import Runner
 

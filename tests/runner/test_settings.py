@@ -18,7 +18,7 @@ from torch import Tensor
 from tests.tiny import tiny_config
 from unigen_ds.core.batch import PackedBatch
 from unigen_ds.core.metrics import read_lines
-from unigen_ds.data.digits import write_digits
+from unigen_ds.examples.digits.dataset import write_digits
 from unigen_ds.hooks.base import Hook, Run
 from unigen_ds.runner import Runner
 

@@ -13,7 +13,7 @@ from tests.text_run import text_config, trained, words
 from tests.tiny import tiny_config
 from tools.train import main as train
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.data.digits import write_digits
+from unigen_ds.examples.digits.dataset import write_digits
 from unigen_ds.runner import Runner
 
 

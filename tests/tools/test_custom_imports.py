@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from tests.tiny import tiny_config
 from tools.export import main as export
 from tools.generate import main as generate
+from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.core.registry import HOOKS
 from unigen_ds.runner import Runner
 
@@ -76,6 +78,24 @@ def test_a_checkpoints_modules_are_imported_on_request_alone(
     status = main([*arguments, "--allow-custom-imports"])
     assert ran.exists(), capsys.readouterr().err
     assert status == 0 or tool == "export", "a PixelAutoencoder may not be exportable"
+
+
+def test_modules_of_this_package_need_no_permission(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_config(tmp_path / "run", tmp_path / "data", default_hooks__checkpoint__interval=1)
+    Runner.from_cfg(config, max_updates=1).train()
+    for name in ("unigen_ds.examples.digits", "unigen_ds_of_a_stranger"):
+        monkeypatch.delitem(sys.modules, name, raising=False)  # as in a process that has not trained
+    arguments = ["--prompt", "draw a one", "--size", "8", "8", "--num-timesteps", "2", "--out", str(tmp_path / "out")]
+    assert generate([str(tmp_path / "run"), *arguments]) == 0
+    assert "unigen_ds.examples.digits" in sys.modules
+
+    manifest = Manifest.read(tmp_path / "run" / "iter_1.pth")
+    strange = {**manifest.config, "custom_imports": {"imports": ["unigen_ds_of_a_stranger"]}}
+    (tmp_path / "run" / "iter_1.pth" / FILE_NAME).write_text(replace(manifest, config=strange).to_json())
+    assert generate([str(tmp_path / "run"), *arguments]) == 2
+    assert "imports unigen_ds_of_a_stranger" in capsys.readouterr().err, "its name begins alike, no more"
 
 
 def test_a_config_of_the_users_own_is_trusted(checkpoint: Path, ran: Path, tmp_path: Path) -> None:

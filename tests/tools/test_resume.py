@@ -18,7 +18,7 @@ from tools import resume as tool
 from tools import train
 from unigen_ds.core.config import load_config
 from unigen_ds.core.metrics import read_lines
-from unigen_ds.data.digits import write_digits
+from unigen_ds.examples.digits.dataset import write_digits
 from unigen_ds.runner import Runner
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,7 +15,7 @@ from tests.engines.feature_cases import WANDB, WATCHED_SAVED_AT, WATCHED_UPDATES
 from tests.engines.launch import want
 from tests.tiny import tiny_config
 from unigen_ds.core.metrics import read_lines
-from unigen_ds.data.digits import write_digits
+from unigen_ds.examples.digits.dataset import write_digits
 from unigen_ds.runner import Runner
 
 runs = want("watched")

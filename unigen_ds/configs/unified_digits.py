@@ -4,6 +4,8 @@ About 3 minutes on 2 CPU cores. One packed sequence holds six or seven samples o
 together; prompts are dropped now and then, so that drawing can be guided.
 """
 
+custom_imports = dict(imports=["unigen_ds.examples.digits"])  # DigitsDataset and DigitsReportHook
+
 batch_size, accumulative_counts, max_epochs, save_steps, save_total_limit = 12, 1, 24, 100, 3
 seq_length = 128
 

@@ -18,6 +18,9 @@ from unigen_ds.core.log import notice
 
 MODULES: Mapping[str, str] = MappingProxyType({
     "unigen_ds.backends.sharded": "unigen_ds.backends.base",
+    "unigen_ds.data.digits": "unigen_ds.examples.digits.dataset",
+    "unigen_ds.evaluation.digits": "unigen_ds.examples.digits.judge",
+    "unigen_ds.hooks.digits_report": "unigen_ds.examples.digits.report_hook",
     "unigen_ds.hooks.writers": "unigen_ds.tracking.writer",
 })  # fmt: skip
 """Former module -> where its names are now."""
@@ -30,7 +33,10 @@ NAMES: Mapping[str, str] = MappingProxyType({
 })  # fmt: skip
 """Names of a former module that are in another module than the others, or have another name now."""
 
-COMPONENTS: Mapping[str, str] = MappingProxyType({})
+COMPONENTS: Mapping[str, str] = MappingProxyType({
+    "DigitsDataset": "unigen_ds.examples.digits.DigitsDataset",
+    "DigitsReportHook": "unigen_ds.examples.digits.DigitsReportHook",
+})  # fmt: skip
 """What a former version's registries named -> the class now: it has another name, or its module is not imported by
 every run any more.
 """
@@ -84,7 +90,6 @@ def component(name: str, *, where: str) -> type | None:
     module, _, present = path.rpartition(".")
     found: type = getattr(importlib.import_module(module), present)
     renamed = f" is now {present!r}" if present != name else f" is in {module} now"
-    package = module.rpartition(".")[0] if module.startswith("unigen_ds.examples.") else module
-    remedy = f"; add it with custom_imports=dict(imports=[{package!r}])" if present == name else ""
+    remedy = f"; import it with custom_imports=dict(imports=[{module!r}])" if present == name else ""
     notice(f"{where}.type: {name!r}{renamed}{remedy}.")
     return found

@@ -1,1 +1,1 @@
-"""Floor 4: judge what a model produces."""
+"""Measures of a run that hold for any task."""

@@ -31,7 +31,6 @@ from unigen_ds.core.optimizer_state import state_of
 from unigen_ds.core.progress import Duration, Geometry, Ruler, split_global_batch
 from unigen_ds.core.registry import DATASETS, HOOKS, MODELS, PACKERS, TOKENIZERS, TRANSFORMS, build, find, resolve
 from unigen_ds.data import augment as _augment  # noqa: F401
-from unigen_ds.data import digits as _digits  # noqa: F401
 from unigen_ds.data import packing as _packing  # noqa: F401
 from unigen_ds.data import tokenizers as _tokenizers  # noqa: F401
 from unigen_ds.data.datasets import dataset_weights, source_names
@@ -42,7 +41,6 @@ from unigen_ds.data.processor import UnifiedProcessor
 from unigen_ds.data.rules import CURRENT, DataRules
 from unigen_ds.data.stream import Cursor, SequenceStream
 from unigen_ds.data.vlm_processor import VLMProcessor
-from unigen_ds.hooks import digits_report as _digits_report  # noqa: F401
 from unigen_ds.hooks import ema as _ema  # noqa: F401
 from unigen_ds.hooks.base import Hook
 from unigen_ds.hooks.checkpoint import CheckpointHook

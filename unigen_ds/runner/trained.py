@@ -54,7 +54,8 @@ def open_model(
         raw: the weights themselves, also where there is an average of them (EMA).
         tag: name of the checkpoint's folder below ``path``.
         config: of the training; None: the one that the checkpoint holds.
-        allow_custom_imports: import the modules that the checkpoint's config names, which executes them.
+        allow_custom_imports: import the modules that the checkpoint's config names, which executes them. Those of
+            this package need no permission.
 
     Raises ``CheckpointError`` where weights are missing, unexpected or of another shape, ``ConfigError`` where modules
     would have to be imported.
@@ -180,8 +181,11 @@ def _stored_config(directory: Path) -> dict[str, Any]:
 
 
 def _refuse_imports(config: Mapping[str, Any], directory: Path) -> None:
-    """A checkpoint may come from anywhere, and an import executes: only what is imported already is harmless."""
-    wanted = [name for name in custom_modules(config) if name not in sys.modules]
+    """A checkpoint may come from anywhere, and an import executes: harmless is what is imported already or is a module
+    of this package, which has its own folder whatever the working directory holds.
+    """
+    own = ("unigen_ds.",)
+    wanted = [name for name in custom_modules(config) if name not in sys.modules and not name.startswith(own)]
     if wanted:
         raise ConfigError(
             f"the config in {directory} imports {', '.join(wanted)} (custom_imports), which would execute their code",
