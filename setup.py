@@ -9,6 +9,12 @@ from setuptools import find_packages, setup
 ROOT = Path(__file__).resolve().parent
 VERSION = re.search(r'__version__ = "(.+?)"', (ROOT / "unigen_ds" / "__init__.py").read_text(encoding="utf-8"))
 assert VERSION is not None
+DEEPSPEED = re.search(
+    r'^ALLOWED_VERSIONS = "(.+?)"$',
+    (ROOT / "unigen_ds" / "backends" / "deepspeed_config.py").read_text(encoding="utf-8"),
+    re.MULTILINE,
+)
+assert DEEPSPEED is not None
 README = ROOT / "README.md"
 
 # One command for each tool: tools/inspect_data.py -> unigen-inspect-data.
@@ -31,7 +37,7 @@ setup(
     package_data={"unigen_ds": ["configs/*.py", "configs/*.yaml"], "unigen_ds.ds_configs": ["*.json"]},
     install_requires=[
         "torch>=2.6",
-        "deepspeed",
+        f"deepspeed{DEEPSPEED.group(1)}",
         "transformers>=5",
         "safetensors",
         "huggingface_hub",
@@ -39,16 +45,13 @@ setup(
         "wandb",
         "pillow",
         "numpy",
+        "packaging",
         "rich",
         "xxhash",
     ],
     extras_require={
         "demo": DEMO,
         "tensorboard": TENSORBOARD,
-        "parquet": ["pyarrow", "datasets"],
-        "metrics": ["sacrebleu", "rouge-score", "nltk", "bert-score", "torchmetrics"],
-        "diffusers": ["diffusers"],
-        "peft": ["peft"],
         "quantize": QUANTIZE,
         "bench": BENCH,
         "test": [

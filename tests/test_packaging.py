@@ -10,6 +10,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from unigen_ds.backends.deepspeed_config import ALLOWED_VERSIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 TOOLS = sorted(path.stem for path in (ROOT / "tools").glob("*.py") if not path.stem.startswith("_"))
@@ -37,6 +41,15 @@ def test_the_wheel_holds_every_file(wheel: Path) -> None:
     expected |= {f"unigen_ds_tools/{p.name}" for p in (ROOT / "tools").glob("*.py")}
     assert expected <= names, sorted(expected - names)
     assert not [name for name in names if name.startswith(("tests/", "tools/", "ds_configs/"))]
+
+
+def test_pip_installs_a_deepspeed_that_a_run_accepts(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (n for n in archive.namelist() if n.endswith("METADATA"))
+        lines = archive.read(name).decode().splitlines()
+    asked = [Requirement(line.partition(": ")[2]) for line in lines if line.startswith("Requires-Dist: deepspeed")]
+    assert [one.specifier for one in asked] == [SpecifierSet(ALLOWED_VERSIONS)]
+    assert f"`{ALLOWED_VERSIONS}`" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_every_tool_is_a_command_with_a_main(wheel: Path) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 from tests.engines.launch import want
-from unigen_ds.backends.deepspeed import TESTED_VERSION
+from tools.train import main as train
+from unigen_ds.backends import deepspeed_config
+from unigen_ds.backends.deepspeed_config import ALLOWED_VERSIONS, TESTED_VERSION
 
 runs = want("inspected")
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,6 +42,29 @@ EXPECTED = {
 def test_the_installed_deepspeed_is_the_tested_one():
     assert version("deepspeed") == TESTED_VERSION
     assert f"deepspeed=={TESTED_VERSION}" in (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    assert SpecifierSet(ALLOWED_VERSIONS).contains(TESTED_VERSION)
+
+
+@pytest.mark.parametrize("installed", ["0.18.9", "0.20.0", "1.0", None])
+def test_another_deepspeed_is_refused_at_the_start(installed, tmp_path, monkeypatch, capsys):
+    def found(package):
+        if installed is None:
+            raise PackageNotFoundError(package)
+        return installed
+
+    monkeypatch.setattr(deepspeed_config, "version", found)
+    arguments = ["unified_digits", "--work-dir", str(tmp_path / "run"), "--backend", "deepspeed:zero2"]
+    assert train([*arguments, "--cfg-options", f"train_dataloader.dataset.root={tmp_path / 'digits'}"]) == 2
+    said = capsys.readouterr().err
+    assert (f"DeepSpeed {installed} is installed" if installed else "DeepSpeed is not installed") in said
+    assert f"Allowed: DeepSpeed {ALLOWED_VERSIONS}" in said and f"pip install 'deepspeed{ALLOWED_VERSIONS}'" in said
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("installed", ["0.19.8", "0.19.8+cu128", "0.19.11", "0.19.9rc1"])
+def test_a_release_of_the_tested_series_is_accepted(installed, monkeypatch):
+    monkeypatch.setattr(deepspeed_config, "version", lambda package: installed)
+    deepspeed_config.check_version()
 
 
 @pytest.mark.timeout(3600)

@@ -20,8 +20,10 @@ from torch import Tensor, nn
 
 from unigen_ds.backends.base import Backend, StepResult
 from unigen_ds.backends.deepspeed_config import (
+    TESTED_VERSION,
     check_by_deepspeed,
     check_ds_config,
+    check_version,
     fill,
     left_to_config,
     load_ds_config,
@@ -49,8 +51,6 @@ from unigen_ds.core.outputs import StateFiles
 from unigen_ds.core.progress import Geometry
 from unigen_ds.core.registry import BACKENDS
 from unigen_ds.core.shards import Shard
-
-TESTED_VERSION = "0.19.8"
 
 
 @dataclass(frozen=True)
@@ -116,6 +116,7 @@ class DeepSpeedBackend(Backend):
 
     def check(self, *, geometry: Geometry, optimizer_cfg: OptimizerConfig) -> None:
         super().check(geometry=geometry, optimizer_cfg=optimizer_cfg)
+        check_version()
         if not element_wise(optimizer_cfg.type):
             raise ConfigError(
                 f"optim_wrapper.optimizer.type is {optimizer_class(optimizer_cfg.type).__name__!r}, which computes on"

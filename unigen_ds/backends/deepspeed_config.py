@@ -9,8 +9,11 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from packaging.specifiers import SpecifierSet
 
 from unigen_ds.core.dist import env_rank
 from unigen_ds.core.errors import ConfigError, nearest
@@ -20,9 +23,26 @@ from unigen_ds.core.paths import ds_configs_dir
 from unigen_ds.core.progress import Geometry
 
 AUTO = "auto"
+TESTED_VERSION = "0.19.8"
+ALLOWED_VERSIONS = ">=0.19.8,<0.20"
+"""Of DeepSpeed: its private attributes are used, and they change between releases. ``setup.py`` reads this line."""
 STAGES = (1, 2, 3)
 _READ_LATER = ("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer")
 """Keys that DeepSpeed's engine reads, not its config."""
+
+
+def check_version() -> None:
+    """Raises ``ConfigError`` where no DeepSpeed is installed, or one outside of ``ALLOWED_VERSIONS``."""
+    try:
+        installed: str | None = version("deepspeed")
+    except PackageNotFoundError:
+        installed = None
+    if installed is None or not SpecifierSet(ALLOWED_VERSIONS).contains(installed, prereleases=True):
+        raise ConfigError(
+            f"DeepSpeed {installed} is installed" if installed else "DeepSpeed is not installed",
+            allowed=f"DeepSpeed {ALLOWED_VERSIONS} (its private attributes are used; {TESTED_VERSION} is tested)",
+            remedy=f"pip install 'deepspeed{ALLOWED_VERSIONS}', or --backend fsdp:FULL_SHARD",
+        )
 
 
 def load_ds_config(spec: str | Path | Mapping[str, Any]) -> dict[str, Any]:
