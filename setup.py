@@ -39,6 +39,7 @@ setup(
         "torch>=2.6",
         f"deepspeed{DEEPSPEED.group(1)}",
         "transformers>=5",
+        "filelock>=4.1",
         "safetensors",
         "huggingface_hub",
         "mmengine",

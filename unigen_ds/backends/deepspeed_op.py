@@ -7,19 +7,18 @@ left. Source: torch 2.13 ``FileBaton``; pytorch issue 189245.
 
 from __future__ import annotations
 
-import fcntl
 import io
 import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import torch
 
 from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.locks import held
 from unigen_ds.core.log import logger
 
 NAME = "deepspeed_shm_comm"
@@ -57,25 +56,16 @@ def load_shared_memory_op(*, quiet_s: float = QUIET_S) -> None:
     from torch.utils.cpp_extension import _get_build_directory
 
     folder = Path(_get_build_directory(NAME, False))
-    with _sole_builder(folder):
+    with held(folder / _OURS) as problem:
+        if problem is not None:
+            logger().warning(
+                "No lock at %s (%s): start no two runs before DeepSpeed's operator is built", folder, problem
+            )
         _clear_abandoned(folder / "lock", quiet_s)
         if not any(folder.glob("*.so")):
             logger().info("Compiling DeepSpeed's shared-memory operator: about 30 s, once on this machine.")
         with redirect_stdout(io.StringIO()):  # DeepSpeed says it itself, when it asks for the operator
             build_shm_op()
-
-
-@contextmanager
-def _sole_builder(folder: Path) -> Iterator[None]:
-    """Held by one process at a time, of those that come through here."""
-    with (folder / _OURS).open("a") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX)
-        except OSError as error:  # this file system knows no locks
-            logger().warning(
-                "%s knows no file locks (%s): start no two runs before DeepSpeed's operator is built", folder, error
-            )
-        yield
 
 
 def _clear_abandoned(lock: Path, quiet_s: float) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 
 from unigen_ds.core.files import write_atomic
+from unigen_ds.core.locks import held
 from unigen_ds.core.log import logger
 from unigen_ds.data.counts import Array
 
@@ -55,7 +55,7 @@ def cached(cache: Path | None, key: str, make: Callable[[], Mapping[str, Array]]
     found = _stored(cache, key)
     if found is not None:
         return found
-    with _locked(cache):
+    with held(cache.with_name(f".{cache.name}.lock")):  # or without, where the folder has no locks
         found = _stored(cache, key)  # another process may have been first
         if found is None:
             found = dict(make())
@@ -82,21 +82,3 @@ def _stored(cache: Path, key: str) -> dict[str, Array] | None:
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         logger().warning("index cache %s is damaged and is built anew: %s: %s", cache, type(error).__name__, error)
         return None
-
-
-@contextmanager
-def _locked(cache: Path) -> Iterator[None]:
-    """Hold the lock file of ``cache``; without locks on this system or file system: go on without."""
-    try:
-        import fcntl  # not on every system
-
-        stream = cache.with_name(f".{cache.name}.lock").open("w")
-    except (ImportError, OSError):
-        yield
-        return
-    with stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX)
-        except OSError:
-            logger().debug("no file locks at %s", cache.parent)
-        yield
