@@ -71,7 +71,7 @@ def test_it_learns_and_resumes_bit_equal(tmp_path: Path, data: Path) -> None:
 def test_a_matrix_that_changes_hands_on_a_resume_is_named(tmp_path: Path, data: Path) -> None:
     train(tmp_path, data, updates=1)
     other = {**MUON, "adamw": {**ADAMW, "patterns": ["llm2vae"]}}
-    with pytest.raises(CheckpointError, match=r"llm2vae.weight: no exp_avg;"):
+    with pytest.raises(CheckpointError, match=r"of exp_avg: missing: .*llm2vae\.weight"):
         train(tmp_path, data, updates=2, optimizer=other, resume=True)
 
 

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unigen_ds.backends.loading import misfits, moment_misfits, read_into
+from unigen_ds.backends.loading import read_into, state_misfit, tensor_misfit
 from unigen_ds.backends.summary import runs_of_names, shares
 from unigen_ds.core import dist
-from unigen_ds.core.errors import CheckpointError, ConfigError
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.fitting import refuse
 from unigen_ds.core.log import logger
 from unigen_ds.core.optim import PRECISIONS, OptimizerConfig, ParamGroup
 from unigen_ds.core.outputs import StateFiles
@@ -212,17 +213,15 @@ class Backend(abc.ABC):
         buffers = {name: buffer for name, buffer in self.buffers().items() if name not in keep}
         trainable = self.trainable_sizes()
         sizes = {name: numel for name, numel in {**trainable, **self.frozen_sizes()}.items() if name not in keep}
-        problems = misfits(reader, MASTER, sizes)
-        counted = self.kept_for(STEP)
-        problems += misfits(reader, BUFFER, {name: b.numel() for name, b in buffers.items()})
-        for kind in moments:
-            problems += moment_misfits(reader, kind, {name: trainable[name] for name in self.kept_for(kind)})
+        counted, numels = self.kept_for(STEP), {name: buffer.numel() for name, buffer in buffers.items()}
+        state = {
+            kind: state_misfit(reader, kind, {name: trainable[name] for name in self.kept_for(kind)})
+            for kind in moments
+        }
         if not weights_only and STEP in kinds:
-            problems += moment_misfits(reader, STEP, dict.fromkeys(counted, 1))
-        if problems:
-            raise CheckpointError(
-                f"the checkpoint does not fit the model: {'; '.join(problems)} ({len(problems)} in all)"
-            )
+            state[STEP] = state_misfit(reader, STEP, dict.fromkeys(counted, 1))
+        weights = [tensor_misfit(reader, kind, wanted) for kind, wanted in ((MASTER, sizes), (BUFFER, numels))]
+        refuse("the checkpoint", *weights, **state)
         for shard in shards:
             read_into(reader, MASTER, shard)
         for name, buffer in buffers.items():

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
+from unigen_ds.core.fitting import Misfit, Shape, misfit
 from unigen_ds.core.shards import Shard, ShardReader
 
 
@@ -13,24 +14,16 @@ def read_into(reader: ShardReader, kind: str, shard: Shard) -> None:
         shard.data.copy_(reader.read(kind, shard.name, shard.flat_start, shard.flat_stop))
 
 
-def misfits(reader: ShardReader, kind: str, sizes: Mapping[str, int]) -> list[str]:
-    """Why tensors of a kind cannot be taken from the checkpoint: missing, unexpected or reshaped, by name."""
-    present: Iterable[str] = set(reader.names(kind))
-    found = [f"{name}: missing" for name in sizes if name not in present]
-    found += [f"{name}: not in the model" for name in sorted(set(present) - set(sizes))]
-    for name in sorted(set(present) & set(sizes)):
-        stored = reader.numel(kind, name)
-        if stored != sizes[name]:
-            found.append(f"{name}: {stored} elements stored, {sizes[name]} needed")
-    return found
+def tensor_misfit(reader: ShardReader, kind: str, sizes: Mapping[str, int]) -> Misfit:
+    """What of the tensors of a kind differs from those of ``sizes``, by name and number of elements."""
+    return misfit({name: (reader.numel(kind, name),) for name in sorted(reader.names(kind))}, _shapes(sizes))
 
 
-def moment_misfits(reader: ShardReader, kind: str, sizes: Mapping[str, int]) -> list[str]:
-    """As ``misfits``, for the optimizer's state; what the model does not train is passed over."""
-    present = set(reader.names(kind))
-    found = [f"{name}: no {kind}" for name in sizes if name not in present]
-    for name in (name for name in sizes if name in present):
-        stored = reader.numel(kind, name)
-        if stored != sizes[name]:
-            found.append(f"{name}: {stored} elements of {kind} stored, {sizes[name]} needed")
-    return found
+def state_misfit(reader: ShardReader, kind: str, sizes: Mapping[str, int]) -> Misfit:
+    """The same of the optimizer's state; that of parameters which are not trained is passed over."""
+    present = set(reader.names(kind)) & set(sizes)
+    return misfit({name: (reader.numel(kind, name),) for name in present}, _shapes(sizes))
+
+
+def _shapes(sizes: Mapping[str, int]) -> dict[str, Shape]:
+    return {name: (numel,) for name, numel in sizes.items()}

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from unigen_ds.core.errors import CheckpointError, ConfigError
+from unigen_ds.core.fitting import Shape, misfit
 from unigen_ds.core.shards import BUFFER, MASTER, ShardReader
 
 DIFFERENCES = ("missing", "unexpected", "reshaped", "sizes")
@@ -30,7 +31,6 @@ VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 REPORT_FILE = "load_report.json"
 _PIECE, _SHOWN = 1 << 22, 8
 
-Shape = tuple[int, ...]
 Key = tuple[str, str]
 """(kind, name)."""
 
@@ -182,20 +182,24 @@ def fit(
     found, result = _by_revised_name(reader, stored, cfg), Fit(sizes=list(sizes))
     wanted = [(MASTER, (row["name"], *row.get("tied", ())), tuple(row["shape"])) for row in parameters]
     wanted += [(BUFFER, (name,), (numel,)) for name, numel in buffers.items()]
-    used = set()
-    for kind, names, shape in wanted:
+    used, chosen = set(), {}
+    for _, names, _ in wanted:
         sources = list(dict.fromkeys(found[name] for name in names if name in found))
-        if not sources:
-            result.missing.append(names[0])
+        if sources:
+            chosen[names[0]] = source = sources[0]
+            used |= {(each.kind, each.name) for each in sources if each is source or _equal(reader, each, source)}
+    differing = misfit({n: source.shape for n, source in chosen.items()}, {names[0]: s for _, names, s in wanted})
+    result.missing = differing.missing
+    for kind, (name, *others), shape in wanted:
+        if name not in chosen:
             continue
-        source = sources[0]
-        used |= {(each.kind, each.name) for each in sources if each is source or _equal(reader, each, source)}
-        if cfg.resizes(names, source.shape, shape) and source.shape != shape:
-            result.resized[names[0]] = source.shape, shape
-        elif source.shape != shape and not _same_buffer(source, kind, shape):
-            result.reshaped[names[0]] = source.shape, shape
+        source = chosen[name]
+        if name in differing.reshaped and cfg.resizes((name, *others), source.shape, shape):
+            result.resized[name] = differing.reshaped[name]
+        elif name in differing.reshaped and not _same_buffer(source, kind, shape):
+            result.reshaped[name] = differing.reshaped[name]
             continue
-        result.taken[kind, names[0]] = source.kind, source.name
+        result.taken[kind, name] = source.kind, source.name
     given = dict.fromkeys((source.kind, source.name) for source in found.values())
     result.unexpected = [name for kind, name in given if (kind, name) not in used]
     return result

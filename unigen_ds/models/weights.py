@@ -21,13 +21,12 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from unigen_ds.core.errors import CheckpointError, ConfigError
+from unigen_ds.core.fitting import Misfit, by_first_name, misfit, refuse, shown
 from unigen_ds.core.log import logger
 from unigen_ds.core.modules import persistent_buffers, tied_names
 from unigen_ds.core.paths import download_remedy, is_hub_name
 from unigen_ds.core.seeding import generator
 from unigen_ds.core.shards import BUFFER, MASTER
-
-_SHOWN = 8
 
 Initialise = Callable[[str, Tensor, torch.Generator | None], None]
 """(name, whole tensor on the CPU, generator) -> fills the tensor with the initial values of that parameter."""
@@ -198,31 +197,25 @@ class InitialWeights:
 
 def match(model: nn.Module, source: Pretrained) -> dict[str, Stored]:
     """The stored tensors that the model takes. Raises ``CheckpointError`` with all names that do not fit."""
-    stored = _by_first_name(model, source.tensors)
+    stored = by_first_name(source.tensors, tied_names(model))
     own = {name: tuple(tensor.shape) for name, tensor in _named_tensors(model).items()}
-    missing = [name for name in own if name not in stored]
-    unexpected = [name for name in stored if name not in own]
+    found = misfit({name: tensor.shape for name, tensor in stored.items()}, own)
     grown = [
         name
-        for name, shape in own.items()
-        if name in stored
-        and re.search(source.may_grow, name)
-        and stored[name].shape[1:] == shape[1:]
-        and stored[name].shape < shape
+        for name, (was, now) in found.reshaped.items()
+        if re.search(source.may_grow, name) and was[1:] == now[1:] and was < now
     ]
-    wrong = {
-        "missing": [name for name in missing if not re.search(source.may_lack, name)],
-        "unexpected": [name for name in unexpected if not re.search(source.may_leave, name)],
-        "reshaped": [
-            f"{name} {stored[name].shape} for {shape}"
-            for name, shape in own.items()
-            if name in stored and stored[name].shape != shape and name not in grown
-        ],
-    }
-    if any(wrong.values()):
-        told = "; ".join(f"{kind}: {shown(names)}" for kind, names in wrong.items() if names)
-        raise CheckpointError(f"{source.where} does not fit the model: {told}")
-    for what, names in (("not used", unexpected), ("initialised", missing), ("more rows than stored", grown)):
+    wrong = Misfit(
+        missing=[name for name in found.missing if not re.search(source.may_lack, name)],
+        unexpected=[name for name in found.unexpected if not re.search(source.may_leave, name)],
+        reshaped={name: shapes for name, shapes in found.reshaped.items() if name not in grown},
+    )
+    refuse(source.where, wrong)
+    for what, names in (
+        ("not used", found.unexpected),
+        ("initialised", found.missing),
+        ("more rows than stored", grown),
+    ):
         if names:
             logger().info(f"pretrained {source.where}: {what}: {shown(names)}")
     return {name: stored[name] for name in own if name in stored}
@@ -231,13 +224,6 @@ def match(model: nn.Module, source: Pretrained) -> dict[str, Stored]:
 def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers; of tied parameters the first name."""
     return {**dict(model.named_parameters()), **persistent_buffers(model)}
-
-
-def _by_first_name(model: nn.Module, stored: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Tied parameters may be stored under any of their names, or under all of them."""
-    first = tied_names(model)
-    own = {name: tensor for name, tensor in stored.items() if name not in first}
-    return {**{first[name]: tensor for name, tensor in stored.items() if name in first}, **own}
 
 
 class PretrainedModel(nn.Module):
@@ -266,9 +252,3 @@ class PretrainedModel(nn.Module):
         """The weights of a model built on the meta device; the open files are let go of here."""
         stored, self._stored = self._stored, {}
         return InitialWeights(self, stored, self.initialise, seed=seed)
-
-
-def shown(names: Sequence[str]) -> str:
-    """The first names, and how many more."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

@@ -12,7 +12,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from unigen_ds.core.errors import CheckpointError, ConfigError
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.fitting import misfit, refuse
 from unigen_ds.core.shards import EMA, Shard, ShardReader
 
 
@@ -51,11 +52,8 @@ class ShardEMA:
 
     def load(self, reader: ShardReader) -> None:
         """Read the average by name from any layout. Raises ``CheckpointError`` naming what is missing or misfits."""
-        present = set(reader.names(EMA))
-        missing = [s.name for s in self.shards if s.name not in present]
-        if missing:
-            raise CheckpointError(f"the checkpoint's EMA has no {', '.join(missing[:5])} ({len(missing)} missing)")
+        wanted = {shard.name: (shard.numel,) for shard in self.shards}  # of this rank: the others have more
+        stored = {name: (reader.numel(EMA, name),) for name in set(reader.names(EMA)) & set(wanted)}
+        refuse("the checkpoint's EMA", misfit(stored, wanted))
         for shard in self.shards:
-            if (stored := reader.numel(EMA, shard.name)) != shard.numel:
-                raise CheckpointError(f"the checkpoint's EMA of {shard.name} has {stored} elements, not {shard.numel}")
             shard.data.copy_(reader.read(EMA, shard.name, shard.flat_start, shard.flat_stop))

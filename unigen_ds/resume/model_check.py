@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from unigen_ds.checkpoint.manifest import Manifest
-from unigen_ds.core.errors import CheckpointError
+from unigen_ds.core.fitting import Shape, misfit, refuse
 from unigen_ds.resume.edited import other_sizes
 from unigen_ds.resume.finding import Finding, shown
 
@@ -74,19 +74,18 @@ def check_weights(stored: Sequence[Mapping[str, Any]], *, parameters: Sequence[M
 
     Engines compare numbers of elements when they load; a transposed matrix has as many.
     """
-    found = other_shapes(stored, parameters)
-    if found:
-        raise CheckpointError(f"the checkpoint does not fit the model: {shown(found)}")
+    refuse("the checkpoint", misfit(_shapes(stored), _shapes(parameters)))
 
 
 def other_shapes(stored: Sequence[Mapping[str, Any]], parameters: Sequence[Mapping[str, Any]]) -> list[str]:
     """Parameters that are new, gone or reshaped, in words."""
-    was = {row["name"]: list(row["shape"]) for row in stored}
-    now = {row["name"]: list(row["shape"]) for row in parameters}
-    found = [f"{name} is new" for name in now if name not in was]
-    found += [f"{name} is gone" for name in was if name not in now]
-    found += [f"{name} was {was[name]} and is {now[name]}" for name in now if was.get(name, now[name]) != now[name]]
-    return found
+    found = misfit(_shapes(stored), _shapes(parameters))
+    words = [f"{name} is new" for name in found.missing] + [f"{name} is gone" for name in found.unexpected]
+    return words + [f"{name} was {[*was]} and is {[*now]}" for name, (was, now) in found.reshaped.items()]
+
+
+def _shapes(rows: Sequence[Mapping[str, Any]]) -> dict[str, Shape]:
+    return {row["name"]: tuple(row["shape"]) for row in rows}
 
 
 def optimizer_type(config: Mapping[str, Any]) -> str:

@@ -18,6 +18,7 @@ from unigen_ds.checkpoint.saver import TOKENIZER
 from unigen_ds.checkpoint.weight_files import locate
 from unigen_ds.checkpoint.writers import Entry
 from unigen_ds.core.errors import CheckpointError, ConfigError
+from unigen_ds.core.fitting import by_first_name, misfit, refuse
 from unigen_ds.core.log import logger
 from unigen_ds.core.modules import tied_names
 from unigen_ds.core.registry import LAYOUTS
@@ -32,7 +33,7 @@ from unigen_ds.models.hf_directory import MODEL_TYPES
 from unigen_ds.models.hf_names import vlm_arguments
 from unigen_ds.models.published import is_published
 from unigen_ds.models.unified import UnifiedModel
-from unigen_ds.models.weights import read_json, shown
+from unigen_ds.models.weights import read_json
 from unigen_ds.resume.edited import BUILT
 from unigen_ds.runner.build import build_model, build_processor, custom_modules, import_custom, seed_of
 
@@ -213,13 +214,8 @@ def _fill(model: nn.Module, entries: list[Entry], *, where: Path) -> None:
     own = model.state_dict()
     shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
     stored = {entry.name: tuple(entry.shape) for entry in entries}
-    first = tied_names(model)  # of tied weights one stored name is enough
-    held = {first.get(name, name) for name in stored}
-    wrong = [f"no {name}" for name in shapes if first.get(name, name) not in held]
-    wrong += [f"unexpected {name}" for name in stored if name not in shapes]
-    wrong += [f"{n} {stored[n]} for {shapes[n]}" for n in shapes if stored.get(n, shapes[n]) != shapes[n]]
-    if wrong:
-        raise CheckpointError(f"{where} does not fit the model: {shown(wrong)}")
+    tied = tied_names(model)
+    refuse(where, misfit(by_first_name(stored, tied), by_first_name(shapes, tied)))
     for entry in entries:
         flat, at = own[entry.name].view(-1), 0
         for piece in entry.pieces():
