@@ -10,10 +10,9 @@ Exit status: 0 done (the ledger agrees), 1 the ledger disagrees or the data cann
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +23,7 @@ if not __package__:
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.checkpoint.store import list_checkpoints
 from unigen_ds.core.errors import ConfigError, DataError, UnigenError
-from unigen_ds.core.metrics import read_lines
+from unigen_ds.core.metrics import read_lines, sample_digest
 from unigen_ds.core.progress import Geometry
 
 if TYPE_CHECKING:
@@ -113,17 +112,12 @@ def build_stream(config: Mapping[str, Any], *, world_size: int, manifest: Manife
     return stream
 
 
-def digest(sample_ids: Iterable[str]) -> str:
-    """What the ledger writes for an update that consumed these samples, in this order."""
-    return hashlib.blake2b("\n".join(sample_ids).encode(), digest_size=8).hexdigest()
-
-
 def list_samples(stream: SequenceStream, first: int, stop: int) -> dict[str, Any]:
     """The samples of the global sequences ``first .. stop``, and the digest of all of them."""
     from unigen_ds.data.statistics import derive
 
     rows = derive(stream, first, stop)
-    return {"sequences": [first, stop], "samples": rows, "digest": digest(id for row in rows for id in row)}
+    return {"sequences": [first, stop], "samples": rows, "digest": sample_digest(id for row in rows for id in row)}
 
 
 def check_ledger(stream: SequenceStream, path: Path, *, manifest: Manifest | None) -> dict[str, Any]:
@@ -169,9 +163,9 @@ def _check_line(
         what = "repeated" if first < before["sequences"][1] else "skipped"
         return f"its sequences begin at {first}, those before it end at {before['sequences'][1]}: some were {what}", 0
     ids = [draw.sample_id(names) for row, _ in islice(rows, stop - first) for draw in row]
-    if digest(ids) != line["digest"]:
+    if sample_digest(ids) != line["digest"]:
         shown = ", ".join(ids[:3])
-        return f"the ledger has digest {line['digest']}, the config gives {digest(ids)} ({shown}, ...)", len(ids)
+        return f"the ledger has digest {line['digest']}, the config gives {sample_digest(ids)} ({shown}, ...)", len(ids)
     return None, len(ids)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from unigen_ds.core.files import file_digest, quick_digest, write_atomic, write_text_atomic
+from unigen_ds.core.files import file_digest, quick_digest, rename_into_place, write_atomic, write_text_atomic
 
 MIB = 1 << 20
 
@@ -30,6 +30,25 @@ def test_an_error_keeps_what_was_there(tmp_path: Path) -> None:
         write_atomic(path, fail)
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["a.txt"]
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_a_new_name_is_on_disk_where_it_must_last(
+    durable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[str] = []
+    fsync = os.fsync
+
+    def counted(descriptor: int) -> None:
+        flushed.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        assert (tmp_path / "final" / "file").exists(), "flushed after the rename"
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", counted)
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / "file").touch()
+    rename_into_place(tmp_path / "made", tmp_path / "final", durable=durable)
+    assert flushed == [str(tmp_path)] * durable and not (tmp_path / "made").exists()
 
 
 def test_file_digest_sees_every_byte(tmp_path: Path) -> None:

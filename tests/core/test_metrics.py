@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from unigen_ds.core.metrics import JsonLines, read_lines
+from unigen_ds.core.metrics import JsonLines, read_lines, sample_digest
 
 
 def write(path: Path, *records: dict[str, object]) -> None:
@@ -56,3 +56,7 @@ def test_another_key_and_a_missing_file(tmp_path: Path) -> None:
     assert read_lines(path) == []
     write(path, {"at": 5, "sample": "a"}, {"event": "resume", "updates": 4}, {"at": 6, "sample": "b"})
     assert read_lines(path, key="at") == [{"at": 6, "sample": "b"}]
+
+
+def test_the_digest_of_samples_is_that_of_every_ledger_so_far() -> None:
+    assert sample_digest(["b:0:0", "a:1:0"]) == "8a4c635d28abd4c1" != sample_digest(["a:1:0", "b:0:0"])

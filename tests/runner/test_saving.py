@@ -81,7 +81,7 @@ class Disk:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.flushed: dict[str, int] = {}
         self.at_commit: list[tuple[Path, dict[str, int], dict[str, str]]] = []
-        fsync, rename = os.fsync, os.rename
+        fsync, rename = os.fsync, os.replace
 
         def counted_fsync(descriptor: int) -> None:
             fsync(descriptor)
@@ -95,7 +95,7 @@ class Disk:
             rename(source, target)
 
         monkeypatch.setattr(os, "fsync", counted_fsync)
-        monkeypatch.setattr(os, "rename", watched_rename)
+        monkeypatch.setattr(os, "replace", watched_rename)
 
 
 def test_a_checkpoint_never_outlives_its_log_lines(tmp_path, data, monkeypatch):

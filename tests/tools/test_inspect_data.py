@@ -13,7 +13,8 @@ import pytest
 
 from tests.data.support import make_stream, mixed_dataset
 from tests.tiny import TINY, tiny_config
-from tools.inspect_data import check_ledger, digest, lines_of, main
+from tools.inspect_data import check_ledger, lines_of, main
+from unigen_ds.core.metrics import sample_digest
 from unigen_ds.data.change import continued
 from unigen_ds.data.statistics import derive
 from unigen_ds.data.stream import Cursor, SequenceStream
@@ -143,7 +144,7 @@ def ledger_lines(stream: SequenceStream, first: int, updates: int) -> list[dict[
     for start in range(first, first + 4 * updates, 4):
         names = [name for row in derive(stream, start, start + 4) for name in row]
         line = {"update": start // 4 + 1, "sequences": [start, start + 4], "samples": len(names)}
-        found.append({**line, "digest": digest(names)})
+        found.append({**line, "digest": sample_digest(names)})
     return found
 
 

@@ -36,7 +36,7 @@ from unigen_ds.checkpoint.weight_files import locate
 from unigen_ds.checkpoint.writers import Entry, Write, write_safetensors, write_torch
 from unigen_ds.core.choices import DTYPE_NAMES
 from unigen_ds.core.errors import CheckpointError, ConfigError
-from unigen_ds.core.files import fsync_path
+from unigen_ds.core.files import fsync_path, rename_into_place
 from unigen_ds.core.shards import BUFFER, EMA, MASTER
 
 DTYPES = dict(zip(DTYPE_NAMES, (torch.float32, torch.bfloat16, torch.float16), strict=True))
@@ -304,13 +304,12 @@ def _publish(staging: Path, out: Path, form: _Format, *, durable: bool) -> None:
             if folder.exists():
                 fsync_path(folder)
     if not out.is_dir():
-        os.rename(staging, out)
+        rename_into_place(staging, out, durable=durable)
     else:
         (out / form.index).unlink(missing_ok=True)
         for name in sorted(files, key=lambda name: name == form.index):
-            os.replace(staging / name, out / name)
+            rename_into_place(staging / name, out / name, durable=False)  # all of them together, below
         for path in [path for path in out.iterdir() if form.is_own(path.name) and path.name not in files]:
             path.unlink()
-    if durable:
-        fsync_path(out)
-        fsync_path(out.absolute().parent)
+        if durable:
+            fsync_path(out)

@@ -33,7 +33,7 @@ from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.manifest import FILE_NAME, FileEntry, Manifest
 from unigen_ds.core import dist
 from unigen_ds.core.errors import SaveError, UnigenError
-from unigen_ds.core.files import fsync_path, make_directory
+from unigen_ds.core.files import fsync_path, make_directory, rename_into_place
 from unigen_ds.core.log import logger
 from unigen_ds.core.outputs import Output, StateFiles, bytes_output, safetensors_output, write_output
 from unigen_ds.core.seeding import rng_state, set_rng_state
@@ -169,11 +169,11 @@ class _Attempt:
         entries = [entry for of_rank, _ in parts for entry in of_rank] + index
         self.manifest.layout, self.manifest.files = state.layout, sorted(entries, key=lambda entry: entry.path)
         _write(staging, [bytes_output(FILE_NAME, self.manifest.to_json().encode())])
-        os.rename(staging, self.final)
         try:
-            fsync_path(self.work_dir)
-        except OSError:  # it may or may not survive a power cut: rather none than one that is reported as failed
-            self.staging = self.final
+            rename_into_place(staging, self.final)
+        except OSError:
+            if not staging.exists():  # renamed, but a power cut may undo it: better none than one reported as failed
+                self.staging = self.final
             raise
         try:
             store.write_hint(self.work_dir, self.final)

@@ -18,7 +18,7 @@ from unigen_ds.checkpoint.lineage import Lineage
 from unigen_ds.checkpoint.manifest import FILE_NAME, FileEntry, Manifest
 from unigen_ds.core.cores import num_cores
 from unigen_ds.core.errors import CheckpointError
-from unigen_ds.core.files import file_digest, fsync_path, remove_leftovers, write_text_atomic
+from unigen_ds.core.files import file_digest, remove_leftovers, rename_into_place, write_text_atomic
 from unigen_ds.core.log import logger
 
 HINT = "last_checkpoint"
@@ -169,8 +169,7 @@ def delete(directory: Path) -> None:
     doomed = directory.with_name(directory.name + DELETING)
     if doomed.exists():
         shutil.rmtree(doomed)
-    directory.rename(doomed)
-    fsync_path(directory.parent)
+    rename_into_place(directory, doomed)
     (doomed / FILE_NAME).unlink(missing_ok=True)
     shutil.rmtree(doomed)
 

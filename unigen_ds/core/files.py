@@ -92,6 +92,17 @@ def _left(path: Path, match: re.Match[str]) -> bool:
     return process == os.getpid() and path.name not in _MADE  # an earlier process had our number
 
 
+def rename_into_place(made: Path, final: Path, *, durable: bool = True) -> None:
+    """Give a complete file or folder its final name: one rename, whose entry is then on disk.
+
+    Every name that must not appear before its content does is given here. ``durable=False``: where a power cut may undo
+    it. Raises ``OSError``; where ``made`` is gone by then, the name is given and only may not survive a power cut.
+    """
+    os.replace(made, final)
+    if durable:
+        fsync_path(final.absolute().parent)
+
+
 def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
     """Let ``write`` fill a temporary file beside ``path``, make it durable, then rename it into place.
 
@@ -101,11 +112,10 @@ def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
     try:
         write(temporary)
         fsync_path(temporary)
-        os.replace(temporary, path)
+        rename_into_place(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    fsync_path(path.parent)
 
 
 def write_text_atomic(path: Path, text: str) -> None:
@@ -131,8 +141,7 @@ def new_directory(out: Path) -> Iterator[Path]:
         yield staging
         for path in (*staging.iterdir(), staging):
             fsync_path(path)
-        os.rename(staging, out)
-        fsync_path(out.absolute().parent)
+        rename_into_place(staging, out)
     except (OSError, SafetensorError) as error:
         remedy = "free disk space, fix the permission, or name another folder"
         raise CheckpointError(f"could not write {out}: {error}", remedy=remedy) from error

@@ -7,14 +7,16 @@ line of an update beyond ``n``, because those updates run again. ``read_lines`` 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from unigen_ds.core.files import fsync_path
+from unigen_ds.core.plain import plain
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -40,7 +42,7 @@ class JsonLines:
 
         Raises ``OSError`` where it cannot be written now; it is then pending.
         """
-        self._pending.append((json.dumps(_plain(record), allow_nan=False) + "\n").encode())
+        self._pending.append((json.dumps(plain(record, _finite), allow_nan=False) + "\n").encode())
         self.write_pending()
 
     def write_pending(self) -> None:
@@ -83,14 +85,8 @@ class JsonLines:
             self._descriptor = None
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(inner) for inner in value]
-    return value
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _ends_with_newline(path: Path) -> bool:
@@ -120,3 +116,8 @@ def read_lines(path: Path, *, key: str = "update") -> list[dict[str, Any]]:
         else:
             kept.append(line)
     return kept
+
+
+def sample_digest(sample_ids: Iterable[str]) -> str:
+    """What the ledger records of an update's samples: BLAKE2b-64 of their ids in order, hex."""
+    return hashlib.blake2b("\n".join(sample_ids).encode(), digest_size=8).hexdigest()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from logging import INFO, WARNING
@@ -21,6 +20,7 @@ from unigen_ds.core import dist
 from unigen_ds.core.clock import Clock
 from unigen_ds.core.files import write_text_atomic
 from unigen_ds.core.log import logger
+from unigen_ds.core.metrics import sample_digest
 from unigen_ds.core.progress import Progress
 from unigen_ds.core.seeding import derive_seed, seed_everything
 from unigen_ds.core.shards import ShardReader
@@ -160,7 +160,7 @@ class Runner:
             hparams=hparams,
             num_skipped=update.skipped,
             sequences=(self.previous.sequences, self.progress.sequences),
-            sample_digest=hashlib.blake2b("\n".join(sample_ids).encode(), digest_size=8).hexdigest(),
+            sample_digest=sample_digest(sample_ids),
             sample_ids=sample_ids,
             tokens=update.tokens,
             stop_wanted=update.stop_wanted(),

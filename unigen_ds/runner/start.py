@@ -5,7 +5,6 @@ Rank 0 does so before it joins the others, so that what the checklist blocks cos
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from unigen_ds.checkpoint.manifest import Manifest, current_versions
 from unigen_ds.core import dist, log
 from unigen_ds.core.choices import BATCH_CHOICES, DATA_CHOICES
 from unigen_ds.core.optim import ParamGroup
+from unigen_ds.core.plain import plain
 from unigen_ds.core.progress import Duration, Geometry, Ruler
 from unigen_ds.data.change import DataChange, compare, continued
 from unigen_ds.data.datasets import check_readable
@@ -190,10 +190,10 @@ def _free_bytes(work_dir: Path) -> int | None:
 
 def plain_values(config: Config, manifest: Manifest | None) -> dict[str, Any]:
     """The config as plain JSON values, as a manifest keeps it, with what the run itself chose (``recorded_fused``)."""
-    plain: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str))
-    if (fused := recorded_fused(plain, manifest)) is not None:
-        plain["optim_wrapper"]["optimizer"]["fused"] = fused
-    return plain
+    values: dict[str, Any] = plain(config.to_dict())
+    if (fused := recorded_fused(values, manifest)) is not None:
+        values["optim_wrapper"]["optimizer"]["fused"] = fused
+    return values
 
 
 def plain_built(model: Any) -> dict[str, Any]:
@@ -201,7 +201,7 @@ def plain_built(model: Any) -> dict[str, Any]:
 
     With these a checkpoint needs no other folder to be built again, and sizes that no config states can be compared.
     """
-    return json.loads(json.dumps({BUILT: {"model": model.arguments()}})) if hasattr(model, "arguments") else {}
+    return plain({BUILT: {"model": model.arguments()}}) if hasattr(model, "arguments") else {}
 
 
 def report(findings: list[Finding]) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from unigen_ds.core.errors import CheckpointError, ConfigError, nearest
 from unigen_ds.core.log import logger
+from unigen_ds.core.plain import plain
 from unigen_ds.core.progress import Progress, Ruler
 from unigen_ds.core.registry import CURVES, build, registered_name
 from unigen_ds.schedule.curves import PlacedCurve
@@ -118,14 +119,10 @@ class Schedules:
 
 def config_text(param_scheduler: Any) -> str:
     """A ``param_scheduler`` as canonical JSON text (keys sorted, classes by their name, numbers as floats)."""
-    return json.dumps(_plain(_entries(param_scheduler)), sort_keys=True)
+    return json.dumps(plain(_entries(param_scheduler), _canonical), sort_keys=True)
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(inner) for inner in value]
+def _canonical(value: Any) -> Any:
     if isinstance(value, (type, str)):
         return registered_name(value) or getattr(value, "__name__", value)
     return float(value) if type(value) is int else value  # an end of 4 and one of 4.0 are the same schedule

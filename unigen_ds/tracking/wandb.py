@@ -9,6 +9,7 @@ from typing import Any
 
 from mmengine.config import Config
 
+from unigen_ds.core.plain import by_name, plain
 from unigen_ds.core.registry import WRITERS
 from unigen_ds.tracking.writer import Writer, numbers
 
@@ -58,7 +59,9 @@ class WandbVisBackend(Writer):
             **self._init_kwargs,
         }
         self._run = wandb.init(**arguments)
-        self._run.config.update(_plain(config), allow_val_change=True)
+        if isinstance(config, Config):  # which a real run passes, and which is no Mapping
+            config = config.to_dict()
+        self._run.config.update(plain(config, by_name), allow_val_change=True)
         self._run.define_metric("update")
         self._run.define_metric("*", step_metric="update")
         for entry in self._define_metric_cfg:
@@ -73,16 +76,3 @@ class WandbVisBackend(Writer):
     def close(self) -> None:
         if self._run is not None:
             self._run.finish()
-
-
-def _plain(value: Any) -> Any:
-    """A config as JSON-like values; classes and functions by name."""
-    if isinstance(value, Config):  # which a real run passes, and which is no Mapping
-        value = value.to_dict()
-    if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(inner) for inner in value]
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    return getattr(value, "__name__", str(value))

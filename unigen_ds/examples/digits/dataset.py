@@ -7,7 +7,6 @@ written once, in about a second, through the same formats as a user's own data.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +15,7 @@ import numpy as np
 from PIL import Image
 
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.files import temporary_beside
+from unigen_ds.core.files import rename_into_place, temporary_beside
 from unigen_ds.core.registry import DATASETS
 from unigen_ds.data.datasets import UnifiedGenerationDataset
 from unigen_ds.data.order import permute_many
@@ -90,7 +89,7 @@ def write_digits(root: Path) -> Path:
     temporary.mkdir()
     try:
         _write(temporary, data)
-        os.replace(temporary, root)
+        rename_into_place(temporary, root, durable=False)
     except OSError:
         if not (root / _MARKER).exists():  # else another process was first
             raise

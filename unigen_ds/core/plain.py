@@ -1,0 +1,26 @@
+"""Any value of a config or a record as JSON has it: the one walk over mappings and lists."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def as_text(value: Any) -> Any:
+    """A value that JSON does not have, by its text: how a manifest keeps a config."""
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+def by_name(value: Any) -> Any:
+    """The same, but classes and functions by their name: how a dashboard shows a config."""
+    return getattr(value, "__name__", None) or as_text(value)
+
+
+def plain(value: Any, leaf: Callable[[Any], Any] = as_text) -> Any:
+    """``value`` with mappings as dicts with text keys, sequences as lists, and ``leaf(x)`` for everything else."""
+    if isinstance(value, Mapping):
+        return {k if isinstance(k, str) else json.dumps(k): plain(inner, leaf) for k, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(inner, leaf) for inner in value]
+    return leaf(value)
