@@ -2,37 +2,27 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from unigen_ds.checkpoint import saver, store
-from unigen_ds.checkpoint.layouts import own_files, shard_folders
-from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
 from unigen_ds.checkpoint.lock import WorkDirLock
 from unigen_ds.checkpoint.manifest import Manifest
-from unigen_ds.checkpoint.partial import DIFFERENCES, REPORT_FILE, FittedReader, fit
 from unigen_ds.core import dist
 from unigen_ds.core.clock import Clock
 from unigen_ds.core.files import write_text_atomic
 from unigen_ds.core.log import logger
 from unigen_ds.core.metrics import sample_digest
 from unigen_ds.core.progress import Progress
-from unigen_ds.core.seeding import derive_seed, seed_everything
-from unigen_ds.core.shards import ShardReader
 from unigen_ds.data.loader import lost_worker
 from unigen_ds.data.stream import Cursor
 from unigen_ds.hooks.base import Hook, UpdateResult
-from unigen_ds.resume.edited import other_sizes
-from unigen_ds.resume.finding import refuse
-from unigen_ds.resume.model_check import check_weights, model_findings
-from unigen_ds.runner.adopt import open_checkpoint
 from unigen_ds.runner.parts import Parts, build_parts
 from unigen_ds.runner.replay import LastUpdate, losses
+from unigen_ds.runner.restore import restore
 from unigen_ds.runner.updates import Update, counted
 
 
@@ -89,7 +79,9 @@ class Runner:
         dist.on_main(self._occupy)
         try:
             self._call("before_run")
-            self._restore()
+            restored = restore(self._parts, self.hooks)
+            if restored is not None:
+                self._call("after_load_checkpoint", restored)
             dist.on_main(lambda: write_text_atomic(self.work_dir / saver.CONFIG_FILE, self._parts.config_text))
             self._call("before_train")
             updates = counted(iter(self._parts.loader), stop=lambda: any(hook.wants_stop() for hook in self.hooks))
@@ -190,55 +182,6 @@ class Runner:
                 hook.on_exception(self, error)
             except Exception:
                 logger().exception("%s failed while it was told of an error:", type(hook).__name__)
-
-    def _restore(self) -> None:
-        """Load what the plan says: weights; on resume also moments, hook states and, last, the random generators."""
-        checkpoint, manifest = self._parts.plan.checkpoint, self._parts.resumed
-        if checkpoint is None:
-            return
-        reader, stored, stored_config = open_checkpoint(self._parts.plan)
-        if manifest is None:
-            hidden = other_sizes(stored_config, self._parts.plain_config, hidden=True)
-            self._load_weights(reader, stored, hidden)
-            return
-        check_weights(stored, parameters=self._parts.parameters)
-        refuse(model_findings(manifest, parameters=self._parts.parameters, config=self._parts.plain_config))
-        self.backend.load_tensors(reader)
-        self._restore_hooks(checkpoint, manifest)
-        if not saver.restore_rng(checkpoint):
-            seed = derive_seed(self._parts.data_identity["seed"], "resume", self.progress.updates)
-            seed_everything(seed, rank=dist.rank())
-            logger().warning("The checkpoint is of another number of processes: network dropout is seeded anew.")
-        dist.on_main(lambda: store.go_on_from(self.work_dir, checkpoint))
-        self._call("after_load_checkpoint", {**manifest.state_dict(), "path": str(checkpoint)})
-
-    def _load_weights(self, reader: ShardReader, stored: Sequence[Mapping[str, Any]], sizes: Sequence[str]) -> None:
-        """As ``load_cfg`` allows. What differs is said, or refused; ``load_report.json`` has every name of it."""
-        buffers = {name: buffer.numel() for name, buffer in self.backend.buffers().items()}
-        cfg = self._parts.plan.load_cfg
-        found = fit(reader, stored, parameters=self._parts.parameters, buffers=buffers, cfg=cfg, sizes=sizes)
-        report = {"checkpoint": str(self._parts.plan.checkpoint), **found.state_dict()}
-        dist.on_main(lambda: write_text_atomic(self.work_dir / REPORT_FILE, json.dumps(report, indent=1) + "\n"))
-        found.check(cfg)
-        if dist.is_main():
-            for kind, line in found.lines():
-                logger().log(WARNING if kind in DIFFERENCES else INFO, "Weights: %s.", line)
-            numbers = len(found.taken), len(found.kept)
-            logger().info("Weights: %d tensors are the checkpoint's, %d stay as initialised. What differs: %s.",
-                          *numbers, self.work_dir / REPORT_FILE)  # fmt: skip
-        self.backend.load_tensors(FittedReader(reader, found), weights_only=True, keep=found.kept)
-
-    def _restore_hooks(self, checkpoint: Path, manifest: Manifest) -> None:
-        states = saver.read_hook_states(checkpoint)
-        folders = [name for name in shard_folders(manifest) if name != saver.RNG_DIRECTORY]
-        readers = {name: SafetensorsReader(checkpoint / name, files=own_files(manifest, name)) for name in folders}
-        for hook in self.hooks:
-            if hook.name in states:
-                hook.load_state_dict(states[hook.name])
-            hook.load_shards(readers)
-        dropped = sorted(set(states) - {hook.name for hook in self.hooks})
-        if dropped:
-            logger().warning("State of hooks that this config does not have is dropped: %s.", ", ".join(dropped))
 
     def save_checkpoint(self, name: str) -> Path:
         """See ``hooks.base.Run``."""
