@@ -43,7 +43,7 @@ from unigen_ds.core.optim import OptimizerConfig, ParamGroup
 from unigen_ds.core.progress import Geometry
 from unigen_ds.core.shards import EMA, MASTER, shard_key
 from unigen_ds.models.weights import stored_tensors
-from unigen_ds.optim.ema import ShardEMA
+from unigen_ds.optim.averaging import ShardEMA
 
 LIMIT, GROWTH = 1.5, 4.0
 REFERENCE, WHOLE = "torch.load", "torch.load + load_state_dict"

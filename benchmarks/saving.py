@@ -40,7 +40,7 @@ from unigen_ds.core import dist
 from unigen_ds.core.optim import OptimizerConfig, ParamGroup
 from unigen_ds.core.progress import Geometry, Progress, Ruler
 from unigen_ds.core.shards import EMA
-from unigen_ds.optim.ema import ShardEMA
+from unigen_ds.optim.averaging import ShardEMA
 
 LIMIT, WIDTH = 1.5, 1024
 GEOMETRY = Geometry(1)

@@ -30,12 +30,12 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
-    from unigen_ds.checkpoint import report  # after the command line: --help does not wait for what it imports
+    from unigen_ds.checkpoint import listing  # after the command line: --help does not wait for what it imports
 
     try:
         if arguments.action == "verify":
             return verify(arguments.directory)
-        lines = report.table if arguments.action == "list" else report.describe
+        lines = listing.table if arguments.action == "list" else listing.describe
         print("\n".join(lines(arguments.directory)))
     except UnigenError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -45,11 +45,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def verify(directory: Path) -> int:
     """One line for each checkpoint; 1 if any is damaged."""
-    from unigen_ds.checkpoint import report
+    from unigen_ds.checkpoint import listing
 
     damaged = 0
-    for found in report.find(directory):
-        problem = report.problems(found)
+    for found in listing.find(directory):
+        problem = listing.problems(found)
         damaged += problem is not None
         print(f"{found.path.name}  {problem or 'complete, every hash agrees'}", flush=True)
     return 1 if damaged else 0

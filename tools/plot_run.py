@@ -15,7 +15,7 @@ if not __package__:
 
 from unigen_ds.core.errors import ConfigError, UnigenError
 from unigen_ds.core.metrics import METRICS_FILE
-from unigen_ds.evaluation.curves import plot_curves
+from unigen_ds.evaluation.plots import plot_curves
 
 FORMATS = (".png", ".pdf", ".svg")
 

@@ -28,7 +28,7 @@ from unigen_ds.core.choices import DTYPE_NAMES
 from unigen_ds.core.errors import UnigenError
 
 if TYPE_CHECKING:
-    from unigen_ds.checkpoint.convert import Progress
+    from unigen_ds.checkpoint.convert import OnProgress
 
 
 def parser() -> argparse.ArgumentParser:
@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 @contextmanager
-def shown() -> Iterator[Progress]:
+def shown() -> Iterator[OnProgress]:
     """A bar on a terminal; elsewhere one line for each tenth."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn

@@ -13,7 +13,7 @@ import pytest
 
 from tests.checkpoint.support import make_manifest, save
 from tools.checkpoints import main
-from unigen_ds.checkpoint import report, store
+from unigen_ds.checkpoint import listing, store
 from unigen_ds.checkpoint.lineage import Lineage
 from unigen_ds.checkpoint.manifest import FILE_NAME
 from unigen_ds.core.errors import CheckpointError
@@ -62,7 +62,7 @@ def examine(work_dir: Path) -> store.Found:
         assert chosen.path.name == "iter_12.pth"
         assert plan_resume(work_dir, resume=True, load_from=None).checkpoint == work_dir / "iter_12.pth"
         assert len(found[DAMAGED].problem) < 2000
-    "\n".join(report.table(work_dir)).encode()  # a terminal accepts it
+    "\n".join(listing.table(work_dir)).encode()  # a terminal accepts it
     return found[DAMAGED]
 
 

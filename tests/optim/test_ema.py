@@ -20,7 +20,7 @@ from unigen_ds.core.progress import Geometry
 from unigen_ds.core.shards import EMA, Shard, shard_key
 from unigen_ds.hooks.base import Hook
 from unigen_ds.hooks.ema import EMAHook, ema_of
-from unigen_ds.optim.ema import ShardEMA
+from unigen_ds.optim.averaging import ShardEMA
 from unigen_ds.runner import Runner
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.checkpoint.support import flip_byte, save, save_chain
 from tools.checkpoints import main
-from unigen_ds.checkpoint import report, store
+from unigen_ds.checkpoint import listing, store
 from unigen_ds.checkpoint.manifest import FILE_NAME
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,11 +27,11 @@ def test_list(tmp_path, capsys):
     (tmp_path / "iter_12.pth" / FILE_NAME).write_text("{")
     assert main(["list", str(tmp_path)]) == 0
     heading, *rows = lines(capsys)
-    assert heading.split("  ")[0] == "name" and all(name in heading for name in report.COLUMNS)
+    assert heading.split("  ")[0] == "name" and all(name in heading for name in listing.COLUMNS)
     assert [row.split()[0] for row in rows] == ["iter_12.pth", "iter_24.pth", "iter_36.pth", "iter_48.pth"]
     assert "manifest.json is damaged" in rows[0]
     assert rows[1].endswith("model.safetensors is missing")
-    assert rows[2].endswith(report.NEXT) and rows[3].endswith(report.LEFT)
+    assert rows[2].endswith(listing.NEXT) and rows[3].endswith(listing.LEFT)
     cells = [cell.strip() for cell in rows[2].split("  ") if cell.strip()]
     assert cells[:5] == ["iter_36.pth", "12", "12", "2.40", "12"] or cells[1:5] == ["36", "12", "2.40", "12"]
     assert "KiB" in cells[5] and cells[7] == "iter_24.pth"
@@ -104,4 +104,4 @@ def test_as_a_script(tmp_path):
     ("size", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1.5 * 2**30, "1.5 GiB"), (2**51, "2048.0 TiB")]
 )
 def test_sizes(size, text):
-    assert report.size_text(size) == text
+    assert listing.size_text(size) == text

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from unigen_ds.backends.loading import read_into, state_misfit, tensor_misfit
-from unigen_ds.backends.summary import runs_of_names, shares
+from unigen_ds.backends.summary import bytes_of_ranks, runs_of_names
 from unigen_ds.core import dist
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.fitting import refuse
+from unigen_ds.core.fitting import refuse_misfit
 from unigen_ds.core.log import logger
 from unigen_ds.core.optim import PRECISIONS, OptimizerConfig, ParamGroup
 from unigen_ds.core.outputs import StateFiles
@@ -221,7 +221,7 @@ class Backend(abc.ABC):
         if not weights_only and STEP in kinds:
             state[STEP] = state_misfit(reader, STEP, dict.fromkeys(counted, 1))
         weights = [tensor_misfit(reader, kind, wanted) for kind, wanted in ((MASTER, sizes), (BUFFER, numels))]
-        refuse("the checkpoint", *weights, **state)
+        refuse_misfit("the checkpoint", *weights, **state)
         for shard in shards:
             read_into(reader, MASTER, shard)
         for name, buffer in buffers.items():
@@ -260,7 +260,7 @@ class Backend(abc.ABC):
             self.topology()["precision"],
             trainable / 1e6,
             frozen / 1e6,
-            shares(held, whole=4 * trainable),
+            bytes_of_ranks(held, whole=4 * trainable),
         )
         if units:
             logger().info("Sharding units (%d): %s.", len(units), ", ".join(runs_of_names(units)))

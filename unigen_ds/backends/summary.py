@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 
-def shares(held: Sequence[float], *, whole: float) -> str:
+def bytes_of_ranks(held: Sequence[float], *, whole: float) -> str:
     """The bytes of every rank; ranks in a row that hold the same are named once: ``ranks 0-3: 1,024 (25.0 %)``."""
     found: list[str] = []
     for first in (i for i, value in enumerate(held) if i == 0 or held[i - 1] != value):

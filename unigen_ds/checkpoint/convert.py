@@ -42,7 +42,7 @@ from unigen_ds.core.shards import BUFFER, EMA, MASTER
 DTYPES = dict(zip(DTYPE_NAMES, (torch.float32, torch.bfloat16, torch.float16), strict=True))
 _STAGING = ".merging-"
 
-Progress = Callable[[str, int, int], None]
+OnProgress = Callable[[str, int, int], None]
 """Called with what is being done (``'writing'``, ``'verifying'``), bytes done, bytes in all."""
 
 
@@ -129,7 +129,7 @@ def merge(
     exclude_frozen: bool = False,
     verify: bool = False,
     durable: bool = True,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
 ) -> Merged:
     """Write the weights of ``checkpoint`` into the folder ``out``.
 
@@ -218,7 +218,7 @@ def _split(entries: Sequence[Entry], form: _Format, max_shard_size: str | int) -
 
 
 def _write(
-    staging: Path, shards: Mapping[str, list[Entry]], form: _Format, *, durable: bool, progress: Progress | None
+    staging: Path, shards: Mapping[str, list[Entry]], form: _Format, *, durable: bool, progress: OnProgress | None
 ) -> None:
     done, total = 0, sum(map(form.size, shards.values()))
 
@@ -234,7 +234,7 @@ def _write(
             fsync_path(staging / file)
 
 
-def _verify(staging: Path, shards: Mapping[str, list[Entry]], *, progress: Progress | None) -> None:
+def _verify(staging: Path, shards: Mapping[str, list[Entry]], *, progress: OnProgress | None) -> None:
     """Compare every bit of the files with the source. Raises ``CheckpointError`` naming the tensor that differs."""
     done, total = 0, sum(entry.nbytes for entries in shards.values() for entry in entries)
     for file, entries in shards.items():

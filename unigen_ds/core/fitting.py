@@ -34,7 +34,7 @@ class Misfit:
     def __str__(self) -> str:
         reshaped = [f"{name} {stored} for {wanted}" for name, (stored, wanted) in self.reshaped.items()]
         kinds = {"missing": self.missing, "unexpected": self.unexpected, "reshaped": reshaped}
-        return "; ".join(f"{kind}: {shown(names)}" for kind, names in kinds.items() if names)
+        return "; ".join(f"{kind}: {first_names(names)}" for kind, names in kinds.items() if names)
 
 
 def misfit(stored: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> Misfit:
@@ -46,7 +46,7 @@ def misfit(stored: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> Misfit:
     )
 
 
-def refuse(where: object, *found: Misfit, **of_kind: Misfit) -> None:
+def refuse_misfit(where: object, *found: Misfit, **of_kind: Misfit) -> None:
     """Raise ``CheckpointError`` naming all that differs; ``of_kind``: of the optimizer's state and the like."""
     texts = [str(each) for each in found if each]
     texts += [f"of {kind}: {each}" for kind, each in of_kind.items() if each]
@@ -60,7 +60,7 @@ def by_first_name(tensors: Mapping[str, T], tied: Mapping[str, str]) -> dict[str
     return {**{tied[name]: tensor for name, tensor in tensors.items() if name in tied}, **own}
 
 
-def shown(names: Sequence[str]) -> str:
+def first_names(names: Sequence[str]) -> str:
     """The first names, and how many more."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more

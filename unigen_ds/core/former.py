@@ -18,10 +18,13 @@ from unigen_ds.core.log import notice
 
 MODULES: Mapping[str, str] = MappingProxyType({
     "unigen_ds.backends.sharded": "unigen_ds.backends.base",
+    "unigen_ds.checkpoint.report": "unigen_ds.checkpoint.listing",
     "unigen_ds.data.digits": "unigen_ds.examples.digits.dataset",
+    "unigen_ds.evaluation.curves": "unigen_ds.evaluation.plots",
     "unigen_ds.evaluation.digits": "unigen_ds.examples.digits.judge",
     "unigen_ds.hooks.digits_report": "unigen_ds.examples.digits.report_hook",
     "unigen_ds.hooks.writers": "unigen_ds.tracking.writer",
+    "unigen_ds.optim.ema": "unigen_ds.optim.averaging",
 })  # fmt: skip
 """Former module -> where its names are now."""
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from unigen_ds.core.files import fsync_path
-from unigen_ds.core.plain import plain
+from unigen_ds.core.json_values import json_values
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -42,7 +42,7 @@ class JsonLines:
 
         Raises ``OSError`` where it cannot be written now; it is then pending.
         """
-        self._pending.append((json.dumps(plain(record, _finite), allow_nan=False) + "\n").encode())
+        self._pending.append((json.dumps(json_values(record, _finite), allow_nan=False) + "\n").encode())
         self.write_pending()
 
     def write_pending(self) -> None:

@@ -12,7 +12,8 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 from rich.console import Console as RichOutput
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, TaskID, TextColumn
+from rich.progress import Progress as RichBar
 
 from unigen_ds.core.log import logger
 
@@ -32,7 +33,7 @@ def make_console() -> Console:
     return LiveConsole() if sys.stderr.isatty() else PlainConsole()
 
 
-def describe(record: Mapping[str, Any], *, summary: Mapping[str, float]) -> str:
+def progress_line(record: Mapping[str, Any], *, summary: Mapping[str, float]) -> str:
     """Losses, learning rate, gradient norm, rates, time shares, time to go and MFU, in one line."""
     parts = [f"update {record['update']}", f"iteration {record['iteration']}", f"epoch {record['epoch']:.3f}"]
     parts += [
@@ -58,7 +59,7 @@ class PlainConsole:
     """Log lines: files, pipes, batch systems."""
 
     def show(self, record: Mapping[str, Any], *, summary: Mapping[str, float], total_sequences: float) -> None:
-        logger().info("%s", describe(record, summary=summary))
+        logger().info("%s", progress_line(record, summary=summary))
 
     def close(self) -> None:
         """Nothing is open."""
@@ -68,7 +69,7 @@ class LiveConsole:
     """A bar over the sequences of the run and the description beside it."""
 
     def __init__(self) -> None:
-        self._progress = Progress(
+        self._progress = RichBar(
             TextColumn("{task.percentage:>5.1f} %"),
             BarColumn(bar_width=20),
             TextColumn("{task.description}"),
@@ -86,7 +87,7 @@ class LiveConsole:
             self._task,
             total=total_sequences if total_sequences < float("inf") else None,
             completed=record["sequences"],
-            description=describe(record, summary=summary),
+            description=progress_line(record, summary=summary),
             refresh=True,
         )
 

@@ -13,7 +13,7 @@ from unigen_ds.core.progress import Duration
 from unigen_ds.core.registry import HOOKS
 from unigen_ds.core.shards import EMA, Shard, ShardReader
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
-from unigen_ds.optim.ema import ShardEMA, check_momentum
+from unigen_ds.optim.averaging import ShardEMA, check_momentum
 
 LARGEST_USUAL = 0.5
 """A momentum above it forgets more than it keeps; decays are 0.9 and more."""

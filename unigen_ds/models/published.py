@@ -21,7 +21,7 @@ import torch
 
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.files import copy_files, new_directory
-from unigen_ds.core.fitting import shown
+from unigen_ds.core.fitting import first_names
 from unigen_ds.core.log import logger
 from unigen_ds.core.outputs import save_safetensors
 from unigen_ds.models.exported import EXPORTED, read_exported, write_exported
@@ -168,7 +168,7 @@ def with_copied_experts(source: Pretrained, names: Iterable[str]) -> Pretrained:
     lacking = [name for name in names if "_moe_gen" in name and name not in source.tensors]
     unds = {name: name.replace("_moe_gen", "") for name in lacking}
     copies = {name: source.tensors[und] for name, und in unds.items() if und in source.tensors}
-    logger().info(f"pretrained {source.where}: copied from und: {shown(list(copies))}")
+    logger().info(f"pretrained {source.where}: copied from und: {first_names(list(copies))}")
     return replace(source, tensors={**source.tensors, **copies})
 
 

@@ -21,7 +21,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from unigen_ds.core.errors import CheckpointError, ConfigError
-from unigen_ds.core.fitting import Misfit, by_first_name, misfit, refuse, shown
+from unigen_ds.core.fitting import Misfit, by_first_name, first_names, misfit, refuse_misfit
 from unigen_ds.core.log import logger
 from unigen_ds.core.modules import persistent_buffers, tied_names
 from unigen_ds.core.paths import download_remedy, is_hub_name
@@ -210,14 +210,14 @@ def match(model: nn.Module, source: Pretrained) -> dict[str, Stored]:
         unexpected=[name for name in found.unexpected if not re.search(source.may_leave, name)],
         reshaped={name: shapes for name, shapes in found.reshaped.items() if name not in grown},
     )
-    refuse(source.where, wrong)
+    refuse_misfit(source.where, wrong)
     for what, names in (
         ("not used", found.unexpected),
         ("initialised", found.missing),
         ("more rows than stored", grown),
     ):
         if names:
-            logger().info(f"pretrained {source.where}: {what}: {shown(names)}")
+            logger().info(f"pretrained {source.where}: {what}: {first_names(names)}")
     return {name: stored[name] for name in own if name in stored}
 
 

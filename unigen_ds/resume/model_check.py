@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from unigen_ds.checkpoint.manifest import Manifest
-from unigen_ds.core.fitting import Shape, misfit, refuse
+from unigen_ds.core.fitting import Shape, misfit, refuse_misfit
 from unigen_ds.resume.edited import other_sizes
 from unigen_ds.resume.finding import Finding, shown
 
@@ -74,7 +74,7 @@ def check_weights(stored: Sequence[Mapping[str, Any]], *, parameters: Sequence[M
 
     Engines compare numbers of elements when they load; a transposed matrix has as many.
     """
-    refuse("the checkpoint", misfit(_shapes(stored), _shapes(parameters)))
+    refuse_misfit("the checkpoint", misfit(_shapes(stored), _shapes(parameters)))
 
 
 def other_shapes(stored: Sequence[Mapping[str, Any]], parameters: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rich.console import Console
+from rich.console import Console as RichOutput
 from rich.table import Table
 
 from unigen_ds.core.progress import Geometry
@@ -16,7 +16,7 @@ _STYLE = {"ok": "green", "warn": "yellow", "block": "bold red"}
 
 def show(findings: Sequence[Finding]) -> None:
     """Print the findings to stdout."""
-    console = Console()
+    console = RichOutput()
     if not console.is_terminal:
         print("\n".join(plain(findings)))
         return

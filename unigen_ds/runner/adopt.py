@@ -72,7 +72,7 @@ def adopt(foreign: Foreign, config: Mapping[str, Any], stream: SequenceStream) -
     )
 
 
-def open_checkpoint(plan: ResumePlan) -> tuple[ShardReader, list[dict[str, Any]], Mapping[str, Any]]:
+def planned_tensors(plan: ResumePlan) -> tuple[ShardReader, list[dict[str, Any]], Mapping[str, Any]]:
     """The tensors of the checkpoint that a plan names, its parameter table, and what is known of its config, with or
     without a manifest.
     """

@@ -26,7 +26,7 @@ from unigen_ds.hooks.base import Hook
 from unigen_ds.resume.edited import other_sizes
 from unigen_ds.resume.finding import refuse
 from unigen_ds.resume.model_check import check_weights, model_findings
-from unigen_ds.runner.adopt import open_checkpoint
+from unigen_ds.runner.adopt import planned_tensors
 from unigen_ds.runner.parts import Parts
 
 
@@ -39,7 +39,7 @@ def restore(parts: Parts, hooks: Sequence[Hook]) -> dict[str, Any] | None:
     checkpoint, manifest = parts.plan.checkpoint, parts.resumed
     if checkpoint is None:
         return None
-    reader, stored, stored_config = open_checkpoint(parts.plan)
+    reader, stored, stored_config = planned_tensors(parts.plan)
     if manifest is None:
         fit_weights(parts, reader, stored, sizes=other_sizes(stored_config, parts.plain_config, hidden=True))
         return None

@@ -21,8 +21,8 @@ from unigen_ds.checkpoint.foreign import open_foreign, parse_assume
 from unigen_ds.checkpoint.manifest import Manifest, current_versions
 from unigen_ds.core import dist, log
 from unigen_ds.core.choices import BATCH_CHOICES, DATA_CHOICES
+from unigen_ds.core.json_values import json_values
 from unigen_ds.core.optim import ParamGroup
-from unigen_ds.core.plain import plain
 from unigen_ds.core.progress import Duration, Geometry, Ruler
 from unigen_ds.data.change import DataChange, compare, continued
 from unigen_ds.data.datasets import check_readable
@@ -190,7 +190,7 @@ def _free_bytes(work_dir: Path) -> int | None:
 
 def plain_values(config: Config, manifest: Manifest | None) -> dict[str, Any]:
     """The config as plain JSON values, as a manifest keeps it, with what the run itself chose (``recorded_fused``)."""
-    values: dict[str, Any] = plain(config.to_dict())
+    values: dict[str, Any] = json_values(config.to_dict())
     if (fused := recorded_fused(values, manifest)) is not None:
         values["optim_wrapper"]["optimizer"]["fused"] = fused
     return values
@@ -201,7 +201,7 @@ def plain_built(model: Any) -> dict[str, Any]:
 
     With these a checkpoint needs no other folder to be built again, and sizes that no config states can be compared.
     """
-    return plain({BUILT: {"model": model.arguments()}}) if hasattr(model, "arguments") else {}
+    return json_values({BUILT: {"model": model.arguments()}}) if hasattr(model, "arguments") else {}
 
 
 def report(findings: list[Finding]) -> None:

@@ -18,7 +18,7 @@ from unigen_ds.checkpoint.saver import TOKENIZER
 from unigen_ds.checkpoint.weight_files import locate
 from unigen_ds.checkpoint.writers import Entry
 from unigen_ds.core.errors import CheckpointError, ConfigError
-from unigen_ds.core.fitting import by_first_name, misfit, refuse
+from unigen_ds.core.fitting import by_first_name, misfit, refuse_misfit
 from unigen_ds.core.log import logger
 from unigen_ds.core.modules import tied_names
 from unigen_ds.core.registry import LAYOUTS
@@ -215,7 +215,7 @@ def _fill(model: nn.Module, entries: list[Entry], *, where: Path) -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
     stored = {entry.name: tuple(entry.shape) for entry in entries}
     tied = tied_names(model)
-    refuse(where, misfit(by_first_name(stored, tied), by_first_name(shapes, tied)))
+    refuse_misfit(where, misfit(by_first_name(stored, tied), by_first_name(shapes, tied)))
     for entry in entries:
         flat, at = own[entry.name].view(-1), 0
         for piece in entry.pieces():

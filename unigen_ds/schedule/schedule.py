@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from unigen_ds.core.errors import CheckpointError, ConfigError, nearest
+from unigen_ds.core.json_values import json_values
 from unigen_ds.core.log import logger
-from unigen_ds.core.plain import plain
 from unigen_ds.core.progress import Progress, Ruler
 from unigen_ds.core.registry import CURVES, build, registered_name
 from unigen_ds.schedule.curves import PlacedCurve
@@ -119,7 +119,7 @@ class Schedules:
 
 def config_text(param_scheduler: Any) -> str:
     """A ``param_scheduler`` as canonical JSON text (keys sorted, classes by their name, numbers as floats)."""
-    return json.dumps(plain(_entries(param_scheduler), _canonical), sort_keys=True)
+    return json.dumps(json_values(_entries(param_scheduler), _canonical), sort_keys=True)
 
 
 def _canonical(value: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 from mmengine.config import Config
 
-from unigen_ds.core.plain import by_name, plain
+from unigen_ds.core.json_values import by_name, json_values
 from unigen_ds.core.registry import WRITERS
 from unigen_ds.tracking.writer import Writer, numbers
 
@@ -61,7 +61,7 @@ class WandbVisBackend(Writer):
         self._run = wandb.init(**arguments)
         if isinstance(config, Config):  # which a real run passes, and which is no Mapping
             config = config.to_dict()
-        self._run.config.update(plain(config, by_name), allow_val_change=True)
+        self._run.config.update(json_values(config, by_name), allow_val_change=True)
         self._run.define_metric("update")
         self._run.define_metric("*", step_metric="update")
         for entry in self._define_metric_cfg:

@@ -13,7 +13,7 @@ from unigen_ds.core.files import write_text_atomic
 from unigen_ds.core.log import logger
 from unigen_ds.core.metrics import METRICS_FILE
 from unigen_ds.core.registry import HOOKS
-from unigen_ds.evaluation.curves import plot_curves
+from unigen_ds.evaluation.plots import plot_curves
 from unigen_ds.examples.digits.judge import evaluate, plot_samples
 from unigen_ds.hooks.base import Hook, Run
 from unigen_ds.hooks.ema import ema_of

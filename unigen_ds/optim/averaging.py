@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.fitting import misfit, refuse
+from unigen_ds.core.fitting import misfit, refuse_misfit
 from unigen_ds.core.shards import EMA, Shard, ShardReader
 
 
@@ -54,6 +54,6 @@ class ShardEMA:
         """Read the average by name from any layout. Raises ``CheckpointError`` naming what is missing or misfits."""
         wanted = {shard.name: (shard.numel,) for shard in self.shards}  # of this rank: the others have more
         stored = {name: (reader.numel(EMA, name),) for name in set(reader.names(EMA)) & set(wanted)}
-        refuse("the checkpoint's EMA", misfit(stored, wanted))
+        refuse_misfit("the checkpoint's EMA", misfit(stored, wanted))
         for shard in self.shards:
             shard.data.copy_(reader.read(EMA, shard.name, shard.flat_start, shard.flat_stop))

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from unigen_ds.core.errors import DataError
-from unigen_ds.evaluation.curves import plot_curves
+from unigen_ds.evaluation.plots import plot_curves
 
 
 def line(update: int, loss: float | None, **more: Any) -> dict[str, Any]:

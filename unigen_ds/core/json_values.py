@@ -17,10 +17,10 @@ def by_name(value: Any) -> Any:
     return getattr(value, "__name__", None) or as_text(value)
 
 
-def plain(value: Any, leaf: Callable[[Any], Any] = as_text) -> Any:
+def json_values(value: Any, leaf: Callable[[Any], Any] = as_text) -> Any:
     """``value`` with mappings as dicts with text keys, sequences as lists, and ``leaf(x)`` for everything else."""
     if isinstance(value, Mapping):
-        return {k if isinstance(k, str) else json.dumps(k): plain(inner, leaf) for k, inner in value.items()}
+        return {k if isinstance(k, str) else json.dumps(k): json_values(inner, leaf) for k, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(inner, leaf) for inner in value]
+        return [json_values(inner, leaf) for inner in value]
     return leaf(value)
