@@ -108,4 +108,5 @@ class Forgetful(torch.optim.Optimizer):
 
 def test_an_optimizer_whose_state_would_be_lost_is_refused_at_the_start(tmp_path: Path, data: Path) -> None:
     with pytest.raises(ConfigError, match="Forgetful keeps 'history'"):
-        train(tmp_path, data, updates=1, optimizer={"type": "Forgetful", "lr": 0.1})
+        train(tmp_path / "run", data, updates=1, optimizer={"type": "Forgetful", "lr": 0.1})
+    assert not (tmp_path / "run").exists(), "before anything was started"
