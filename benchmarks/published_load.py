@@ -39,8 +39,8 @@ from unigen_ds.backends.base import Backend
 from unigen_ds.core import dist
 from unigen_ds.core.optim import OptimizerConfig, ParamGroup
 from unigen_ds.core.progress import Geometry
-from unigen_ds.models import UnifiedModel
-from unigen_ds.models.published import write_published
+from unigen_ds.families.bagel.model import UnifiedModel
+from unigen_ds.families.bagel.published import write_published
 
 LIMIT = 1.15
 ENGINES, WORLDS, WAYS = ("fsdp", "zero3"), (2, 4), ("streamed", "whole")

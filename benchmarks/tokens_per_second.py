@@ -54,8 +54,8 @@ from unigen_ds.data.collate import Loaded, collate, load, pack_documents
 from unigen_ds.data.datasets import UnifiedGenerationDataset
 from unigen_ds.data.order import Draw
 from unigen_ds.data.packing import WindowPacking
-from unigen_ds.data.vlm_processor import VLMProcessor
-from unigen_ds.models import VLM
+from unigen_ds.families.nanovlm.model import VLM
+from unigen_ds.families.nanovlm.processor import VLMProcessor
 from unigen_ds.models.layers import rotary_tables
 
 LIMIT = 1.6

@@ -21,11 +21,13 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS = {
     "core": 1, "configs": 1,
     "backends": 2, "models": 2, "data": 2, "schedule": 2, "optim": 2, "tracking": 2,
-    "checkpoint": 3, "inference": 3,
-    "evaluation": 4,
-    "hooks": 5, "resume": 5,
-    "runner": 6, "examples": 6,
-    "tools": 7,
+    "inference": 3,
+    "families": 4,
+    "checkpoint": 5,
+    "evaluation": 6,
+    "hooks": 7, "resume": 7,
+    "runner": 8, "examples": 8,
+    "tools": 9,
 }  # fmt: skip
 ENGINES = {"deepspeed", "fsdp", "single"}
 MANY_FILE_LINES, MANY_FUNCTION_LINES = 400, 60

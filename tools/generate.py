@@ -27,10 +27,10 @@ from unigen_ds.core import log
 from unigen_ds.core.choices import DTYPE_NAMES
 from unigen_ds.core.errors import ConfigError, DataError, UnigenError
 from unigen_ds.core.files import write_atomic
-from unigen_ds.inference.flow_settings import BAGEL_FLOW, RENORMS, FlowSettings, flow_for
+from unigen_ds.families.bagel.flow_settings import BAGEL_FLOW, RENORMS, FlowSettings, flow_for
 
 if TYPE_CHECKING:
-    from unigen_ds.inference.inferencer import Generated
+    from unigen_ds.inference.generated import Generated
 
 RESULTS = "results.jsonl"
 

@@ -16,7 +16,7 @@ from PIL import Image
 from unigen_ds.data.datasets import UnifiedGenerationDataset
 from unigen_ds.data.formats import Turn
 from unigen_ds.data.tokenizers import ChatTokenizer
-from unigen_ds.data.vlm_processor import VLMProcessor
+from unigen_ds.families.nanovlm.processor import VLMProcessor
 
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }} {{ message['content'] }}<|im_end|>{% endfor %}"

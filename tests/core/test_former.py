@@ -34,6 +34,13 @@ def test_a_former_name_is_the_present_one(path: str) -> None:
     assert found(path) is found(former.NAMES[path])
 
 
+@pytest.mark.parametrize("path", former.MOVED)
+def test_a_name_that_has_left_its_module_is_still_found_there(path: str) -> None:
+    assert found(path) is found(f"{former.MOVED[path]}.{path.rpartition('.')[2]}")
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        found(f"{path.rpartition('.')[0]}.nothing")
+
+
 @pytest.mark.parametrize("name", former.COMPONENTS)
 def test_a_former_component_is_registered_under_its_present_name(name: str) -> None:
     cls = former.component(name, where="w")

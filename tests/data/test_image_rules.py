@@ -26,7 +26,7 @@ from unigen_ds.data.order import Draw
 from unigen_ds.data.rules import DataRules
 from unigen_ds.data.tokenizers import ChatTokenizer
 from unigen_ds.data.transforms import FORMATS, image_header, open_image
-from unigen_ds.data.vlm_processor import VLMProcessor
+from unigen_ds.families.nanovlm.processor import VLMProcessor
 from unigen_ds.runner import Runner, start
 
 OLD = DataRules(overflow=0, images=0, special_tokens=0)

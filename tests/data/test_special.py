@@ -18,7 +18,7 @@ from unigen_ds.data.formats import parse_record
 from unigen_ds.data.rules import DataRules
 from unigen_ds.data.samples import TokenSplit
 from unigen_ds.data.tokenizers import ChatTokenizer, PretrainedTokenizer, WordTokenizer
-from unigen_ds.data.vlm_processor import VLMProcessor
+from unigen_ds.families.nanovlm.processor import VLMProcessor
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -20,7 +20,7 @@ from unigen_ds.data.samples import TiledSplit
 from unigen_ds.data.tiles import GLOBAL_TOKEN, tile_token
 from unigen_ds.data.tokenizers import ChatTokenizer
 from unigen_ds.data.transforms import open_image, patchify
-from unigen_ds.data.vlm_processor import VLMProcessor
+from unigen_ds.families.nanovlm.processor import VLMProcessor
 
 TILE, PATCH, FACTOR = 16, 4, 2
 PER_TILE = (TILE // PATCH // FACTOR) ** 2

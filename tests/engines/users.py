@@ -25,9 +25,9 @@ from unigen_ds.core.batch import LossTerms, PackedBatch
 from unigen_ds.core.errors import SaveError
 from unigen_ds.core.registry import HOOKS, MODELS
 from unigen_ds.examples.digits.dataset import write_digits
+from unigen_ds.families.bagel.model import UnifiedModel
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.models.flux_vae import FluxAutoencoder
-from unigen_ds.models.unified import UnifiedModel
 
 NUM_RECORDS = 104
 """13 updates of 8 sequences an epoch, so a run of 20 crosses into the second."""

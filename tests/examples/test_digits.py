@@ -16,8 +16,8 @@ from tests.tiny import tiny_config
 from unigen_ds.evaluation import digits
 from unigen_ds.examples.digits.dataset import WORDS, caption, read_split, write_digits
 from unigen_ds.examples.digits.judge import Verdict, evaluate, plot_samples, to_unit, train_judge
-from unigen_ds.inference.flow_settings import FlowSettings
-from unigen_ds.inference.sampler import read
+from unigen_ds.families.bagel.flow_settings import FlowSettings
+from unigen_ds.families.bagel.sampler import read
 from unigen_ds.runner import Runner
 
 Split = tuple[np.ndarray, np.ndarray]

@@ -11,10 +11,10 @@ from torch import Tensor
 from tests.models.test_vlm_golden import CONFIG, NANOVLM, Ids
 from unigen_ds.data.collate import DroppedImage, Loaded, LoadedTiles
 from unigen_ds.data.samples import TiledSplit, TokenSplit
-from unigen_ds.data.vlm_processor import VLMProcessor
+from unigen_ds.families.nanovlm.model import VLM
+from unigen_ds.families.nanovlm.processor import VLMProcessor
+from unigen_ds.families.nanovlm.published import vlm_arguments
 from unigen_ds.inference.continuation import likeliest, write_on
-from unigen_ds.models import VLM
-from unigen_ds.models.hf_names import vlm_arguments
 
 NEW, NEVER = 6, 10**6
 

@@ -18,8 +18,8 @@ from unigen_ds.data.collate import LoadedImage, pack_documents
 from unigen_ds.data.processor import UnifiedProcessor
 from unigen_ds.data.samples import ImageSplit, TextSplit
 from unigen_ds.examples.digits.dataset import draw_prompt
-from unigen_ds.inference.flow_settings import RENORMS, FlowSettings
-from unigen_ds.inference.sampler import draw, read
+from unigen_ds.families.bagel.flow_settings import RENORMS, FlowSettings
+from unigen_ds.families.bagel.sampler import draw, read
 from unigen_ds.models.flow import sampling_timesteps, unpatchify_latent
 from unigen_ds.runner import Runner
 

@@ -20,9 +20,9 @@ from transformers import (
 
 from tests.models.batches import packed
 from unigen_ds.core.batch import CAUSAL
+from unigen_ds.families.bagel.model import MoTForCausalLM
 from unigen_ds.models.attention import plan_attention
 from unigen_ds.models.llama import LlamaLM
-from unigen_ds.models.unified import MoTForCausalLM
 from unigen_ds.models.vision import VisionTransformer
 
 SEEDS = range(4)

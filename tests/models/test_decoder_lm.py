@@ -25,8 +25,8 @@ from unigen_ds.core.registry import MODELS, build
 from unigen_ds.data.collate import pack_documents
 from unigen_ds.data.processor import UnifiedProcessor
 from unigen_ds.data.samples import TextSplit
-from unigen_ds.models import DecoderLM
-from unigen_ds.models.hf_directory import transformers_config
+from unigen_ds.families.decoder_lm.model import DecoderLM
+from unigen_ds.families.decoder_lm.published import transformers_config
 
 SIZES: dict[str, Any] = dict(
     vocab_size=261, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,

@@ -15,8 +15,9 @@ from unigen_ds.core.batch import PackedBatch
 from unigen_ds.data.collate import Loaded, LoadedTiles, collate, pack_documents
 from unigen_ds.data.order import Draw
 from unigen_ds.data.samples import TiledSplit, TokenSplit
-from unigen_ds.data.vlm_processor import VLMProcessor
-from unigen_ds.models import VLM, UnifiedModel
+from unigen_ds.families.bagel.model import UnifiedModel
+from unigen_ds.families.nanovlm.model import VLM
+from unigen_ds.families.nanovlm.processor import VLMProcessor
 
 WITHIN = 0.03
 """The counter sees padding between documents of different lengths."""

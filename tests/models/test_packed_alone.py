@@ -10,7 +10,8 @@ from tests.data.support import make_processor, mixed_dataset
 from unigen_ds.core.batch import PackedBatch
 from unigen_ds.data.collate import collate
 from unigen_ds.data.order import Draw
-from unigen_ds.models import UnifiedModel, flow
+from unigen_ds.families.bagel.model import UnifiedModel
+from unigen_ds.models import flow
 from unigen_ds.models.vae import encode_by_size
 
 NUM_SAMPLES, SEQ_LENGTH = 12, 96

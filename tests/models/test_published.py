@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from tests.golden_files import BAGEL, BAGEL_META, BAGEL_VAE, atol
 from unigen_ds.core.errors import CheckpointError, ConfigError
-from unigen_ds.models import UnifiedModel
-from unigen_ds.models.exported import EXPORTED
+from unigen_ds.families.bagel.exported import EXPORTED
+from unigen_ds.families.bagel.model import UnifiedModel
+from unigen_ds.families.bagel.published import FILES, write_published
 from unigen_ds.models.layers import sincos_2d
-from unigen_ds.models.published import FILES, write_published
 
 CONFIGS, WEIGHTS = FILES[:2], FILES[2:]
 

@@ -19,11 +19,12 @@ from unigen_ds.core.errors import CheckpointError, ConfigError, ResumeBlocked
 from unigen_ds.core.metrics import read_lines
 from unigen_ds.core.progress import Geometry
 from unigen_ds.data.stream import Cursor
-from unigen_ds.models import VLM, UnifiedModel
-from unigen_ds.models.exported import EXPORTED
+from unigen_ds.families.bagel.exported import EXPORTED
+from unigen_ds.families.bagel.model import UnifiedModel
+from unigen_ds.families.bagel.published import FILES, write_published
+from unigen_ds.families.nanovlm.model import VLM
+from unigen_ds.families.nanovlm.published import save_nanovlm
 from unigen_ds.models.flops import linear_flops
-from unigen_ds.models.hf_names import save_nanovlm
-from unigen_ds.models.published import FILES, write_published
 from unigen_ds.models.quantized import SCHEMES, QuantizedLinear, plain_state_dict, quantize_frozen
 from unigen_ds.runner import Runner
 from unigen_ds.runner.build import build_data, build_loader, build_model

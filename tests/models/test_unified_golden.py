@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 
 from tests.golden_files import BAGEL, BAGEL_VAE, GOLDEN, read_json
 from unigen_ds.core.batch import CAUSAL, FULL, NOISE, PackedBatch
-from unigen_ds.models import UnifiedModel, flow
+from unigen_ds.families.bagel.model import UnifiedModel
+from unigen_ds.models import flow
 from unigen_ds.models.vae import encode_by_size
 
 MODES = {"causal": CAUSAL, "full": FULL, "noise": NOISE}

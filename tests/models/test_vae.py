@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from unigen_ds.core.registry import AUTOENCODERS
-from unigen_ds.models import UnifiedModel
+from unigen_ds.families.bagel.model import UnifiedModel
 
 LLM = dict(
     vocab_size=20, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,

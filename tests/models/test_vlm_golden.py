@@ -22,10 +22,10 @@ from unigen_ds.core.errors import CheckpointError, ConfigError, DataError
 from unigen_ds.data.collate import DroppedImage, Loaded, LoadedTiles, pack_documents
 from unigen_ds.data.samples import TiledSplit, TokenSplit
 from unigen_ds.data.transforms import patchify
-from unigen_ds.data.vlm_processor import VLMProcessor
-from unigen_ds.inference.chat import generate
-from unigen_ds.models import VLM
-from unigen_ds.models.hf_names import EXTRA_TOKENS, save_nanovlm, to_nanovlm, vlm_arguments
+from unigen_ds.families.nanovlm.inference import generate
+from unigen_ds.families.nanovlm.model import VLM
+from unigen_ds.families.nanovlm.processor import VLMProcessor
+from unigen_ds.families.nanovlm.published import EXTRA_TOKENS, save_nanovlm, to_nanovlm, vlm_arguments
 
 META, CONFIG = read_json(NANOVLM / "golden.json"), read_json(NANOVLM / "config.json")
 Document = list[Loaded]

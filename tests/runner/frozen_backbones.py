@@ -5,7 +5,7 @@ from mmengine.hooks import CheckpointHook, IterTimerHook, LoggerHook
 from mmengine.optim import CosineAnnealingLR, LinearLR
 from torch.optim import AdamW
 
-from unigen_ds.models import UnifiedModel
+from unigen_ds.families.bagel.model import UnifiedModel
 
 #######################################################################
 #                          PART 1  Settings                           #

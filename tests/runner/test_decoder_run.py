@@ -15,7 +15,7 @@ from unigen_ds.core.config import load_config
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.metrics import read_lines
 from unigen_ds.data.tokenizers import WordTokenizer
-from unigen_ds.models import DecoderLM
+from unigen_ds.families.decoder_lm.model import DecoderLM
 from unigen_ds.runner import Runner
 from unigen_ds.runner.build import build_model, build_processor
 from unigen_ds.runner.trained import open_inferencer

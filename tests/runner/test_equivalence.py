@@ -108,7 +108,7 @@ def test_a_mean_per_micro_batch_is_another_training(outcomes, data, tmp_path, mo
     def mean_of_means(self, loss_weights, counts):
         return sum(loss_weights[k] * v / max(OWN_COUNTS[0][k], 1.0) for k, v in self.sums.items()) / 4
 
-    from unigen_ds.models.unified import UnifiedModel
+    from unigen_ds.families.bagel.model import UnifiedModel
 
     original = UnifiedModel.forward
     OWN_COUNTS: list[dict[str, float]] = [{}]

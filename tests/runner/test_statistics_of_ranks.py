@@ -17,7 +17,7 @@ from torch import nn
 
 from unigen_ds.core.batch import LossTerms
 from unigen_ds.core.registry import MODELS
-from unigen_ds.models import UnifiedModel
+from unigen_ds.families.bagel.model import UnifiedModel
 
 
 @MODELS.register_module()

@@ -16,9 +16,9 @@ from unigen_ds.core.config import load_config
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.metrics import read_lines
 from unigen_ds.data.formats import Turn
-from unigen_ds.inference.chat import answer
-from unigen_ds.models import VLM
-from unigen_ds.models.hf_names import vlm_arguments
+from unigen_ds.families.nanovlm.inference import answer
+from unigen_ds.families.nanovlm.model import VLM
+from unigen_ds.families.nanovlm.published import vlm_arguments
 from unigen_ds.runner import Runner
 
 CONFIG = """

@@ -20,7 +20,7 @@ from tests.tiny import tiny_config
 from tools.generate import main
 from unigen_ds.core.errors import CheckpointError
 from unigen_ds.data.tokenizers import WordTokenizer
-from unigen_ds.models.published import FILES
+from unigen_ds.families.bagel.published import FILES
 from unigen_ds.runner import Runner
 from unigen_ds.runner.trained import open_inferencer
 

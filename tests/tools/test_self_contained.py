@@ -25,9 +25,9 @@ from tools.generate import main as generate
 from tools.generate import parser
 from unigen_ds.core.config import load_config
 from unigen_ds.data.tokenizers import WordTokenizer
-from unigen_ds.inference.inferencer import InterleaveInferencer
-from unigen_ds.models import UnifiedModel
-from unigen_ds.models.published import FILES
+from unigen_ds.families.bagel.inference import InterleaveInferencer
+from unigen_ds.families.bagel.model import UnifiedModel
+from unigen_ds.families.bagel.published import FILES
 from unigen_ds.runner import Runner
 from unigen_ds.runner.trained import open_inferencer, open_model
 

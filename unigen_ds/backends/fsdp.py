@@ -64,7 +64,7 @@ class FSDPBackend(TorchOptimizerBackend):
 
     model_needs: ClassVar[dict[str, str]] = {
         "shard_units": "add `def shard_units(self): return list(self.layers)`, the layers that are sharded one by one"
-        " (as in unigen_ds/models/vlm.py), or use --backend deepspeed:zero2"
+        " (as in unigen_ds/families/nanovlm/model.py), or use --backend deepspeed:zero2"
     }
     """Methods that a model must have, and how to add each."""
 

@@ -144,7 +144,7 @@ def _json(path: Path) -> dict[str, Any]:
 def stated_model(folder: Path) -> dict[str, Any]:
     """Arguments of a model (``llm``, ``vit``) that configs beside the weights state; none where there are none."""
     if is_nanovlm(folder):
-        from unigen_ds.models.hf_names import vlm_arguments  # models are imported only where they are needed
+        from unigen_ds.families.nanovlm.published import vlm_arguments  # imported only where it is needed
 
         return vlm_arguments(_json(folder / "config.json"))
     if (folder / "llm_config.json").is_file():

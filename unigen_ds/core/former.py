@@ -20,10 +20,23 @@ MODULES: Mapping[str, str] = MappingProxyType({
     "unigen_ds.backends.sharded": "unigen_ds.backends.base",
     "unigen_ds.checkpoint.report": "unigen_ds.checkpoint.listing",
     "unigen_ds.data.digits": "unigen_ds.examples.digits.dataset",
+    "unigen_ds.data.vlm_processor": "unigen_ds.families.nanovlm.processor",
     "unigen_ds.evaluation.curves": "unigen_ds.evaluation.plots",
     "unigen_ds.evaluation.digits": "unigen_ds.examples.digits.judge",
     "unigen_ds.hooks.digits_report": "unigen_ds.examples.digits.report_hook",
     "unigen_ds.hooks.writers": "unigen_ds.tracking.writer",
+    "unigen_ds.inference.chat": "unigen_ds.families.nanovlm.inference",
+    "unigen_ds.inference.flow_settings": "unigen_ds.families.bagel.flow_settings",
+    "unigen_ds.inference.inferencer": "unigen_ds.families.bagel.inference",
+    "unigen_ds.inference.sampler": "unigen_ds.families.bagel.sampler",
+    "unigen_ds.inference.text": "unigen_ds.families.decoder_lm.inference",
+    "unigen_ds.models.decoder_lm": "unigen_ds.families.decoder_lm.model",
+    "unigen_ds.models.exported": "unigen_ds.families.bagel.exported",
+    "unigen_ds.models.hf_directory": "unigen_ds.families.decoder_lm.published",
+    "unigen_ds.models.hf_names": "unigen_ds.families.nanovlm.published",
+    "unigen_ds.models.published": "unigen_ds.families.bagel.published",
+    "unigen_ds.models.unified": "unigen_ds.families.bagel.model",
+    "unigen_ds.models.vlm": "unigen_ds.families.nanovlm.model",
     "unigen_ds.optim.ema": "unigen_ds.optim.averaging",
 })  # fmt: skip
 """Former module -> where its names are now."""
@@ -35,6 +48,13 @@ NAMES: Mapping[str, str] = MappingProxyType({
     "unigen_ds.hooks.writers.WandbVisBackend": "unigen_ds.tracking.wandb.WandbVisBackend",
 })  # fmt: skip
 """Names of a former module that are in another module than the others, or have another name now."""
+
+MOVED: Mapping[str, str] = MappingProxyType({
+    "unigen_ds.models.DecoderLM": "unigen_ds.families.decoder_lm.model",
+    "unigen_ds.models.UnifiedModel": "unigen_ds.families.bagel.model",
+    "unigen_ds.models.VLM": "unigen_ds.families.nanovlm.model",
+})  # fmt: skip
+"""Names that a module had which is still there -> the module that has them now (``moved``)."""
 
 COMPONENTS: Mapping[str, str] = MappingProxyType({
     "DigitsDataset": "unigen_ds.examples.digits.DigitsDataset",
@@ -80,6 +100,15 @@ def _find(former: str, name: str) -> Any:
         if module and hasattr(found := importlib.import_module(module), present):
             return getattr(found, present)
     raise AttributeError(f"module {former!r} has no attribute {name!r}")
+
+
+def moved(module: str, name: str) -> Any:
+    """A name that ``module``, which is still there, had; for its ``__getattr__``."""
+    path = f"{module}.{name}"
+    if path not in MOVED:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    notice(f"{path} is now {MOVED[path]}.{name}: please change the import.")
+    return getattr(importlib.import_module(MOVED[path]), name)
 
 
 def component(name: str, *, where: str) -> type | None:

@@ -1,7 +1,9 @@
-"""Floor 2: ``forward(PackedBatch) -> LossTerms``. Models know no engine and no file format of a data set."""
+"""Floor 2: layers, attention, losses and weights that several families share. They know no engine and no data file."""
 
-from unigen_ds.models.decoder_lm import DecoderLM as DecoderLM
+from unigen_ds.core import former
 from unigen_ds.models.flux_vae import FluxAutoencoder as FluxAutoencoder
-from unigen_ds.models.unified import UnifiedModel as UnifiedModel
 from unigen_ds.models.vae import PixelAutoencoder as PixelAutoencoder
-from unigen_ds.models.vlm import VLM as VLM
+
+
+def __getattr__(name: str) -> object:
+    return former.moved(__name__, name)

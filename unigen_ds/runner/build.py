@@ -40,7 +40,10 @@ from unigen_ds.data.overflow import Fitted, Overflow, check_overflow
 from unigen_ds.data.processor import UnifiedProcessor
 from unigen_ds.data.rules import CURRENT, DataRules
 from unigen_ds.data.stream import Cursor, SequenceStream
-from unigen_ds.data.vlm_processor import VLMProcessor
+from unigen_ds.families.bagel import model as _bagel  # noqa: F401
+from unigen_ds.families.decoder_lm import model as _decoder_lm  # noqa: F401
+from unigen_ds.families.nanovlm import model as _nanovlm  # noqa: F401
+from unigen_ds.families.nanovlm.processor import VLMProcessor
 from unigen_ds.hooks import ema as _ema  # noqa: F401
 from unigen_ds.hooks.base import Hook
 from unigen_ds.hooks.checkpoint import CheckpointHook
@@ -51,9 +54,6 @@ from unigen_ds.hooks.nan_guard import NanGuardHook
 from unigen_ds.hooks.signals import SignalHook
 from unigen_ds.hooks.skipped import SkippedSamplesHook
 from unigen_ds.hooks.timer import IterTimerHook
-from unigen_ds.models import decoder_lm as _decoder_lm  # noqa: F401
-from unigen_ds.models import unified as _unified  # noqa: F401
-from unigen_ds.models import vlm as _vlm  # noqa: F401
 from unigen_ds.optim.param_groups import build_param_groups
 from unigen_ds.resume.geometry import check_choice, lr_factor
 from unigen_ds.schedule.schedule import Schedules

@@ -15,13 +15,13 @@ from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.files import copy_files, new_directory
 from unigen_ds.data.processor import UnifiedProcessor
 from unigen_ds.data.tiles import GLOBAL_TOKEN, IMAGE_TOKEN, MAX_TILES_PER_SIDE, TILE_TOKENS, tile_token
-from unigen_ds.data.vlm_processor import VLMProcessor
-from unigen_ds.models.decoder_lm import DecoderLM
-from unigen_ds.models.hf_directory import write_directory
-from unigen_ds.models.hf_names import nanovlm_sizes, save_nanovlm
-from unigen_ds.models.published import write_published
-from unigen_ds.models.unified import UnifiedModel
-from unigen_ds.models.vlm import VLM
+from unigen_ds.families.bagel.model import UnifiedModel
+from unigen_ds.families.bagel.published import write_published
+from unigen_ds.families.decoder_lm.model import DecoderLM
+from unigen_ds.families.decoder_lm.published import write_directory
+from unigen_ds.families.nanovlm.model import VLM
+from unigen_ds.families.nanovlm.processor import VLMProcessor
+from unigen_ds.families.nanovlm.published import nanovlm_sizes, save_nanovlm
 
 
 def publish(

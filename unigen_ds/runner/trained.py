@@ -23,16 +23,16 @@ from unigen_ds.core.log import logger
 from unigen_ds.core.modules import tied_names
 from unigen_ds.core.registry import LAYOUTS
 from unigen_ds.data.processor import UnifiedProcessor
-from unigen_ds.data.vlm_processor import VLMProcessor
-from unigen_ds.inference.chat import ChatInferencer
-from unigen_ds.inference.inferencer import InterleaveInferencer
-from unigen_ds.inference.text import TextInferencer
-from unigen_ds.models.decoder_lm import DecoderLM
-from unigen_ds.models.exported import read_exported
-from unigen_ds.models.hf_directory import MODEL_TYPES
-from unigen_ds.models.hf_names import vlm_arguments
-from unigen_ds.models.published import is_published
-from unigen_ds.models.unified import UnifiedModel
+from unigen_ds.families.bagel.exported import read_exported
+from unigen_ds.families.bagel.inference import InterleaveInferencer
+from unigen_ds.families.bagel.model import UnifiedModel
+from unigen_ds.families.bagel.published import is_published
+from unigen_ds.families.decoder_lm.inference import TextInferencer
+from unigen_ds.families.decoder_lm.model import DecoderLM
+from unigen_ds.families.decoder_lm.published import MODEL_TYPES
+from unigen_ds.families.nanovlm.inference import ChatInferencer
+from unigen_ds.families.nanovlm.processor import VLMProcessor
+from unigen_ds.families.nanovlm.published import vlm_arguments
 from unigen_ds.models.weights import read_json
 from unigen_ds.resume.edited import BUILT
 from unigen_ds.runner.build import build_model, build_processor, custom_modules, import_custom, seed_of

@@ -27,7 +27,7 @@ class NanoVLMReader(PieceReader):
     """A ``ShardReader`` over ``model.safetensors``; of tied embeddings the one stored serves both names."""
 
     def __init__(self, directory: Path) -> None:
-        from unigen_ds.models.hf_names import TIED, stored_nanovlm  # models are imported only where they are needed
+        from unigen_ds.families.nanovlm.published import TIED, stored_nanovlm  # imported only where it is needed
 
         super().__init__(unique=True)
         path = directory / _WEIGHTS

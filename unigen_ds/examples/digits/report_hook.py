@@ -15,9 +15,9 @@ from unigen_ds.core.metrics import METRICS_FILE
 from unigen_ds.core.registry import HOOKS
 from unigen_ds.evaluation.plots import plot_curves
 from unigen_ds.examples.digits.judge import evaluate, plot_samples
+from unigen_ds.families.bagel.flow_settings import FlowSettings
 from unigen_ds.hooks.base import Hook, Run
 from unigen_ds.hooks.ema import ema_of
-from unigen_ds.inference.flow_settings import FlowSettings
 
 
 @HOOKS.register_module()

@@ -21,7 +21,7 @@ from unigen_ds.data.collate import Loaded, LoadedImage, pack_documents
 from unigen_ds.data.processor import UnifiedProcessor
 from unigen_ds.data.samples import ImageSplit, TextSplit, TokenSplit
 from unigen_ds.data.transforms import patchify
-from unigen_ds.inference.flow_settings import FlowSettings
+from unigen_ds.families.bagel.flow_settings import FlowSettings
 from unigen_ds.models.flow import sampling_timesteps, unpatchify_latent
 
 

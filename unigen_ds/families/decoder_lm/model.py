@@ -22,9 +22,9 @@ from torch.utils.checkpoint import checkpoint
 from unigen_ds.core.batch import LossTerms, PackedBatch
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.registry import MODELS
+from unigen_ds.families.decoder_lm.published import open_directory, plain_config, transformers_config
 from unigen_ds.models.attention import Attend, plan_attention
 from unigen_ds.models.flops import attention_flops, linear_flops, trains
-from unigen_ds.models.hf_directory import open_directory, plain_config, transformers_config
 from unigen_ds.models.losses import text_loss_sum
 from unigen_ds.models.weights import PretrainedModel
 

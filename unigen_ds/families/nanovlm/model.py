@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from unigen_ds.core.batch import LossTerms, PackedBatch
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.registry import MODELS
+from unigen_ds.families.nanovlm.published import EXTRA_TOKENS, open_pretrained_vlm
 from unigen_ds.models.attention import Attend
 from unigen_ds.models.flops import attention_flops, linear_flops, trains
-from unigen_ds.models.hf_names import EXTRA_TOKENS, open_pretrained_vlm
 from unigen_ds.models.llama import LlamaLM
 from unigen_ds.models.losses import text_loss_sum
 from unigen_ds.models.quantized import quantize_frozen

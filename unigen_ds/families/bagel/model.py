@@ -25,9 +25,10 @@ from torch import Tensor, nn
 from unigen_ds.core.batch import LossTerms, PackedBatch
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.registry import AUTOENCODERS, MODELS, build
+from unigen_ds.families.bagel.exported import read_exported
+from unigen_ds.families.bagel.published import model_sizes, open_pretrained, with_copied_experts
 from unigen_ds.models import flow
 from unigen_ds.models.attention import Attend, plan_attention
-from unigen_ds.models.exported import read_exported
 from unigen_ds.models.flops import attention_flops, encode_flops, linear_flops, trains
 from unigen_ds.models.layers import (
     MLPConnector,
@@ -41,7 +42,6 @@ from unigen_ds.models.layers import (
     sincos_2d,
 )
 from unigen_ds.models.losses import image_loss_sum, text_loss_sum
-from unigen_ds.models.published import model_sizes, open_pretrained, with_copied_experts
 from unigen_ds.models.quantized import quantize_frozen
 from unigen_ds.models.sizes import check_sizes
 from unigen_ds.models.vae import encode_by_size, hold_as_buffers

@@ -14,7 +14,7 @@ from unigen_ds.core.seeding import generator
 from unigen_ds.data.processor import UnifiedProcessor
 from unigen_ds.data.samples import TokenSplit
 from unigen_ds.inference.continuation import likeliest, write_on
-from unigen_ds.inference.inferencer import Generated
+from unigen_ds.inference.generated import Generated
 
 
 class TextInferencer:

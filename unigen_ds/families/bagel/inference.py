@@ -25,9 +25,10 @@ from unigen_ds.core.seeding import generator
 from unigen_ds.data.collate import Loaded, pack_documents
 from unigen_ds.data.processor import UnifiedProcessor
 from unigen_ds.data.samples import ImageSplit, TextSplit, TokenSplit
-from unigen_ds.inference.flow_settings import FlowSettings, flow_for
+from unigen_ds.families.bagel.flow_settings import FlowSettings, flow_for
+from unigen_ds.families.bagel.sampler import guide, image_grid, noise_image, times, vit_image
+from unigen_ds.inference.generated import Generated
 from unigen_ds.inference.kv_cache import KVCache
-from unigen_ds.inference.sampler import guide, image_grid, noise_image, times, vit_image
 from unigen_ds.models.flow import unpatchify_latent
 from unigen_ds.models.vae import encode_by_size
 
@@ -65,14 +66,6 @@ class Contexts:
     full: Context = field(default_factory=Context)
     without_text: Context = field(default_factory=Context)
     without_image: Context = field(default_factory=Context)
-
-
-@dataclass(frozen=True)
-class Generated:
-    """What came out: the text (the thoughts, before a picture; '' if none) and the pictures."""
-
-    text: str
-    images: list[Image.Image]
 
 
 class InterleaveInferencer:

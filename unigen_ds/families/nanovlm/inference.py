@@ -10,9 +10,9 @@ from unigen_ds.core.errors import ConfigError
 from unigen_ds.data.collate import Loaded, load_tiles
 from unigen_ds.data.formats import Turn
 from unigen_ds.data.samples import ImageSplit, Sample, TiledSplit
-from unigen_ds.data.vlm_processor import VLMProcessor
+from unigen_ds.families.nanovlm.processor import VLMProcessor
 from unigen_ds.inference.continuation import write_on
-from unigen_ds.inference.inferencer import Generated
+from unigen_ds.inference.generated import Generated
 
 
 class ChatInferencer:

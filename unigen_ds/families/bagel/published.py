@@ -24,7 +24,7 @@ from unigen_ds.core.files import copy_files, new_directory
 from unigen_ds.core.fitting import first_names
 from unigen_ds.core.log import logger
 from unigen_ds.core.outputs import save_safetensors
-from unigen_ds.models.exported import EXPORTED, read_exported, write_exported
+from unigen_ds.families.bagel.exported import EXPORTED, read_exported, write_exported
 from unigen_ds.models.quantized import plain_state_dict
 from unigen_ds.models.sizes import check_sizes
 from unigen_ds.models.weights import Pretrained, Stored, read_json, stated_sizes, stored_tensors

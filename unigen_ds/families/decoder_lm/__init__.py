@@ -1,0 +1,1 @@
+"""Causal language models of transformers' own classes: Llama and Qwen2 (``DecoderLM``)."""

@@ -1,0 +1,1 @@
+"""nanoVLM: a language model that reads texts and tiled images, and writes texts (``VLM``)."""
