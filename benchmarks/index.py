@@ -42,10 +42,10 @@ from unigen_ds.data.datasets import UnifiedGenerationDataset
 from unigen_ds.data.loader import UpdateLoader
 from unigen_ds.data.order import GlobalOrder
 from unigen_ds.data.planning import plan_all
-from unigen_ds.data.processor import UnifiedProcessor
 from unigen_ds.data.stream import SequenceStream
 from unigen_ds.data.tokenizers import PretrainedTokenizer
 from unigen_ds.data.transforms import ImageTransform, patchify
+from unigen_ds.families.bagel.processor import UnifiedProcessor
 
 SIDE, PATCH, BATCH = 256, 16, 8
 

@@ -14,9 +14,9 @@ from unigen_ds.data.datasets import UnifiedGenerationDataset
 from unigen_ds.data.order import GlobalOrder
 from unigen_ds.data.overflow import Fitted, Overflow
 from unigen_ds.data.packing import WindowPacking
-from unigen_ds.data.processor import UnifiedProcessor
 from unigen_ds.data.stream import SequenceStream
 from unigen_ds.data.transforms import ImageTransform
+from unigen_ds.families.bagel.processor import UnifiedProcessor
 
 _SPECIAL = BAGEL_META["special_ids"]
 

@@ -27,8 +27,8 @@ from unigen_ds.core.batch import CAUSAL, FULL, NOISE, PackedBatch
 from unigen_ds.data.collate import collate
 from unigen_ds.data.datasets import UnifiedGenerationDataset
 from unigen_ds.data.order import Draw
-from unigen_ds.data.processor import UnifiedProcessor
 from unigen_ds.data.transforms import ImageTransform
+from unigen_ds.families.bagel.processor import UnifiedProcessor
 
 MODES = {"causal": CAUSAL, "full": FULL, "noise": NOISE}
 

@@ -20,9 +20,9 @@ from unigen_ds.core.registry import DATASETS, PACKERS, TRANSFORMS, build
 from unigen_ds.data.collate import collate
 from unigen_ds.data.datasets import DatasetAdapter, UnifiedGenerationDataset, dataset_weights, source_names
 from unigen_ds.data.order import Draw
-from unigen_ds.data.processor import UnifiedProcessor
 from unigen_ds.data.transforms import ImageTransform
 from unigen_ds.examples.digits.dataset import DigitsDataset, write_digits
+from unigen_ds.families.bagel.processor import UnifiedProcessor
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "sample_data_format.json"
 

@@ -16,7 +16,7 @@ from tests.data.support import image, picture, talk, text
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.formats import parse_record
 from unigen_ds.data.rules import DataRules
-from unigen_ds.data.samples import TokenSplit
+from unigen_ds.data.splits import TokenSplit
 from unigen_ds.data.tokenizers import ChatTokenizer, PretrainedTokenizer, WordTokenizer
 from unigen_ds.families.nanovlm.processor import VLMProcessor
 

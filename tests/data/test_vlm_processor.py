@@ -16,11 +16,11 @@ from unigen_ds.data.collate import collate
 from unigen_ds.data.datasets import UnifiedGenerationDataset
 from unigen_ds.data.formats import parse_record
 from unigen_ds.data.order import Draw
-from unigen_ds.data.samples import TiledSplit
 from unigen_ds.data.tiles import GLOBAL_TOKEN, tile_token
 from unigen_ds.data.tokenizers import ChatTokenizer
 from unigen_ds.data.transforms import open_image, patchify
 from unigen_ds.families.nanovlm.processor import VLMProcessor
+from unigen_ds.families.nanovlm.splits import TiledSplit
 
 TILE, PATCH, FACTOR = 16, 4, 2
 PER_TILE = (TILE // PATCH // FACTOR) ** 2

@@ -13,7 +13,7 @@ from tests.engines import cases
 from tests.engines.launch import metric_deviation, want, weight_deviation
 from tools.export import main as export
 from unigen_ds.data.collate import pack_documents
-from unigen_ds.data.samples import TextSplit
+from unigen_ds.data.splits import TextSplit
 from unigen_ds.runner.trained import open_model
 
 runs = want("decoder")

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from tests.models.test_vlm_golden import CONFIG, NANOVLM, Ids
-from unigen_ds.data.collate import DroppedImage, Loaded, LoadedTiles
-from unigen_ds.data.samples import TiledSplit, TokenSplit
+from unigen_ds.data.samples import Loaded
+from unigen_ds.data.splits import DroppedImage, TokenSplit
 from unigen_ds.families.nanovlm.model import VLM
 from unigen_ds.families.nanovlm.processor import VLMProcessor
 from unigen_ds.families.nanovlm.published import vlm_arguments
+from unigen_ds.families.nanovlm.splits import LoadedTiles, TiledSplit
 from unigen_ds.inference.continuation import likeliest, write_on
 
 NEW, NEVER = 6, 10**6

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from tests.golden_files import BAGEL, BAGEL_META, BAGEL_VAE, atol, read_json
 from unigen_ds.core.seeding import generator
-from unigen_ds.data.processor import UnifiedProcessor
 from unigen_ds.data.transforms import ImageTransform
 from unigen_ds.families.bagel.flow_settings import FlowSettings
 from unigen_ds.families.bagel.inference import THINK_THEN_DRAW, Context, Contexts, InterleaveInferencer, to_picture
 from unigen_ds.families.bagel.model import UnifiedModel
+from unigen_ds.families.bagel.processor import UnifiedProcessor
 
 META, CASES = BAGEL_META, read_json(BAGEL / "infer.json")
 GIVEN = {"pretrained": str(BAGEL), "vae": BAGEL_VAE}

@@ -14,11 +14,11 @@ from torch import Tensor
 from tests.tiny import tiny_config
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.seeding import generator
-from unigen_ds.data.collate import LoadedImage, pack_documents
-from unigen_ds.data.processor import UnifiedProcessor
-from unigen_ds.data.samples import ImageSplit, TextSplit
+from unigen_ds.data.collate import pack_documents
+from unigen_ds.data.splits import ImageSplit, LoadedImage, TextSplit
 from unigen_ds.examples.digits.dataset import draw_prompt
 from unigen_ds.families.bagel.flow_settings import RENORMS, FlowSettings
+from unigen_ds.families.bagel.processor import UnifiedProcessor
 from unigen_ds.families.bagel.sampler import draw, read
 from unigen_ds.models.flow import sampling_timesteps, unpatchify_latent
 from unigen_ds.runner import Runner

@@ -23,8 +23,8 @@ from unigen_ds.core.optim import OptimizerConfig, ParamGroup
 from unigen_ds.core.progress import Geometry
 from unigen_ds.core.registry import MODELS, build
 from unigen_ds.data.collate import pack_documents
-from unigen_ds.data.processor import UnifiedProcessor
-from unigen_ds.data.samples import TextSplit
+from unigen_ds.data.splits import TextSplit
+from unigen_ds.families.bagel.processor import UnifiedProcessor
 from unigen_ds.families.decoder_lm.model import DecoderLM
 from unigen_ds.families.decoder_lm.published import transformers_config
 

@@ -12,12 +12,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.data.support import ByteTokenizer, make_processor, mixed_dataset
 from unigen_ds.core.batch import PackedBatch
-from unigen_ds.data.collate import Loaded, LoadedTiles, collate, pack_documents
+from unigen_ds.data.collate import collate, pack_documents
 from unigen_ds.data.order import Draw
-from unigen_ds.data.samples import TiledSplit, TokenSplit
+from unigen_ds.data.samples import Loaded
+from unigen_ds.data.splits import TokenSplit
 from unigen_ds.families.bagel.model import UnifiedModel
 from unigen_ds.families.nanovlm.model import VLM
 from unigen_ds.families.nanovlm.processor import VLMProcessor
+from unigen_ds.families.nanovlm.splits import LoadedTiles, TiledSplit
 
 WITHIN = 0.03
 """The counter sees padding between documents of different lengths."""

@@ -1,7 +1,8 @@
-"""The two values that cross between data, models and runner: ``PackedBatch`` in, ``LossTerms`` out.
+"""The values that cross between data, models and runner: a ``Batch`` in, ``LossTerms`` out.
 
-A micro-batch is flat: the tokens of all its sequences stand one after the other, ``T`` in all, without padding.
-Samples never see each other, because attention is described per token by document, split and mode, not by rows.
+``PackedBatch`` is the batch of models of texts and images. It is flat: the tokens of all its sequences follow each
+other, ``T`` in all, without padding. Samples never see each other, because attention is described per token by
+document, split and mode, not by rows.
 
 Shape suffixes: T tokens of the micro-batch, X text tokens, V ViT patches, L latent patches, K VAE images,
 S splits, C text targets, M image targets.
@@ -12,18 +13,64 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 CAUSAL, FULL, NOISE = 0, 1, 2
 """Split modes. CAUSAL: text. FULL: an image all of whose tokens see each other. NOISE: as FULL, and hidden from
 every other split of its document."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """One micro-batch of one rank, of any kind of model: what the loader and the loop use of it.
+
+    A family derives its own as a frozen dataclass, with a tensor in each field that the model reads. All tensors of its
+    fields are moved together; ``num_tokens`` and ``target_counts`` are called on the CPU batch.
+    """
+
+    num_sequences: int = 0
+    num_samples: int = 0
+    sample_ids: tuple[str, ...] = field(default=())
+    """Identity of each sample, in order: ``source:index:pass``; what the ledger digests."""
+    skipped: tuple[dict[str, str], ...] = field(default=())
+    """Samples replaced by padding because they could not be loaded: ``{sample, path, why}``."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the micro-batch on this rank; where nothing is a token, units of length (``Split.num_tokens``)."""
+        raise NotImplementedError(f"{type(self).__name__}.num_tokens")
+
+    def target_counts(self) -> dict[str, float]:
+        """Number of targets (or the sum of their weights) of each loss term: the same terms in every batch."""
+        raise NotImplementedError(f"{type(self).__name__}.target_counts")
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = True) -> Self:
+        """A copy with every tensor on ``device``."""
+        moved: dict[str, Any] = {
+            f.name: value.to(device, non_blocking=non_blocking)
+            for f in dataclasses.fields(self)
+            if isinstance(value := getattr(self, f.name), Tensor)
+        }
+        return dataclasses.replace(self, **moved)
+
+    def pin_memory(self) -> Self:
+        """Called by the loader's pinning thread on CUDA machines."""
+        pinned: dict[str, Any] = {
+            f.name: value.pin_memory()
+            for f in dataclasses.fields(self)
+            if isinstance(value := getattr(self, f.name), Tensor)
+        }
+        return dataclasses.replace(self, **pinned)
+
+
 @dataclass(frozen=True)
-class PackedBatch:
+class PackedBatch(Batch):
     """One micro-batch of one rank. All index tensors are int64 and point into the ``T`` tokens."""
 
     document_ids: Tensor
@@ -72,12 +119,6 @@ class PackedBatch:
     image_target_index: Tensor
     """[M] places of the noisy latent patches: the rows of ``latent_index`` with a finite time step."""
 
-    num_sequences: int = 0
-    num_samples: int = 0
-    sample_ids: tuple[str, ...] = field(default=())
-    """Identity of each sample, in order: ``source:index:pass``; what the ledger digests."""
-    skipped: tuple[dict[str, str], ...] = field(default=())
-    """Samples replaced by padding because they could not be decoded: ``{sample, path, why}``."""
     document_lengths: tuple[int, ...] = field(default=())
     """Tokens of each document, on the host, so that attention can be planned without a device sync. Derived."""
 
@@ -95,24 +136,6 @@ class PackedBatch:
         """Number of targets of each loss term (sum of weights for text). Call it on the CPU batch: no device sync."""
         return {"text": float(self.text_target_weight.sum()), "image": float(self.image_target_index.numel())}
 
-    def to(self, device: torch.device | str, *, non_blocking: bool = True) -> PackedBatch:
-        """A copy with every tensor on ``device``."""
-        moved: dict[str, Any] = {
-            f.name: value.to(device, non_blocking=non_blocking)
-            for f in dataclasses.fields(self)
-            if isinstance(value := getattr(self, f.name), Tensor)
-        }
-        return dataclasses.replace(self, **moved)
-
-    def pin_memory(self) -> PackedBatch:
-        """Called by the loader's pinning thread on CUDA machines."""
-        pinned: dict[str, Any] = {
-            f.name: value.pin_memory()
-            for f in dataclasses.fields(self)
-            if isinstance(value := getattr(self, f.name), Tensor)
-        }
-        return dataclasses.replace(self, **pinned)
-
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
     """A small CPU tensor on ``device``, without waiting for it: a copy to CUDA that does not wait needs page-locked
@@ -123,7 +146,7 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class LossTerms:
-    """Sums over the targets of one micro-batch, by term (``text``, ``image``). Scalars that carry gradients.
+    """Sums over the targets of one micro-batch, by term (``text`` and ``image`` here). Scalars that carry gradients.
 
     They are sums, not means: the mean is over the whole update, whose counts only the loop knows.
     """

@@ -24,6 +24,11 @@ from unigen_ds.core.registry import registered_name
 
 SHIPPED = Path(__file__).resolve().parent.parent / "configs"
 
+
+class OfFamily(dict[str, Any]):
+    """Keys of a section that a family of models may add to: ``runner/components.py`` checks the others."""
+
+
 _COMPONENT = Mapping | None  # dict(type=...): its arguments are checked against the class when it is built
 _COMPONENTS = Mapping | Sequence[Mapping] | None
 _DATALOADER = {
@@ -34,11 +39,11 @@ _DATALOADER = {
 SCHEMA: dict[str, Any] = {
     "model": _COMPONENT,
     "tokenizer": _COMPONENT,
-    "processor": {
+    "processor": OfFamily({
         "vit_transform": _COMPONENT, "vae_transform": _COMPONENT, "vit_augment": Sequence[Mapping],
         "text_dropout": float, "vit_dropout": float, "vae_dropout": float, "timestep": str, "ce_reweight": bool,
         "max_image_size": int | None, "resize_to_max_side_len": bool,
-    },
+    }),
     "train_dataloader": _DATALOADER,
     "val_dataloader": _DATALOADER,
     "optim_wrapper": {
@@ -48,7 +53,7 @@ SCHEMA: dict[str, Any] = {
             "groups": Sequence[Mapping] | None, "norm_decay_mult": float, "bias_decay_mult": float
         },
     },
-    "loss_weights": {"text": float, "image": float},
+    "loss_weights": OfFamily({"text": float, "image": float}),
     "param_scheduler": _COMPONENTS,
     "train_cfg": {
         "max_epochs": float | None, "max_iters": int | None, "max_updates": int | None, "max_tokens": float | None
@@ -179,7 +184,7 @@ def _apply(config: Any, dotted: str, value: Any) -> None:
     if not isinstance(node, _NODES):
         raise ConfigError(f"override {dotted!r}: {'.'.join(path)} is {node!r} and has no keys")
     known = set(node) | set(schema if isinstance(schema, Mapping) else ())
-    is_component = "type" in node  # its own arguments are checked when it is built
+    is_component = "type" in node or isinstance(schema, OfFamily)  # its own arguments are checked when it is built
     if last not in known and not is_component:
         problem = f"override {dotted!r}: no key {last!r} there"
         advice, section = hint(dotted, SCHEMA), ".".join(parents)
@@ -253,7 +258,7 @@ def _problems_below(value: Any, schema: Any, where: str) -> list[ConfigError]:
         path = f"{where}.{key}"
         if key in schema:
             errors += _problems_below(inner, schema[key], path)
-        else:
+        elif not isinstance(schema, OfFamily):
             errors.append(UnknownKey(str(key), section=where, valid=schema, hint=hint(path, SCHEMA)))
     return errors
 

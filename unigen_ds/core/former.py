@@ -50,6 +50,16 @@ NAMES: Mapping[str, str] = MappingProxyType({
 """Names of a former module that are in another module than the others, or have another name now."""
 
 MOVED: Mapping[str, str] = MappingProxyType({
+    "unigen_ds.data.collate.DroppedImage": "unigen_ds.data.splits",
+    "unigen_ds.data.collate.LoadedImage": "unigen_ds.data.splits",
+    "unigen_ds.data.collate.LoadedTiles": "unigen_ds.families.nanovlm.splits",
+    "unigen_ds.data.collate.text_tokens": "unigen_ds.data.splits",
+    "unigen_ds.data.processor.UnifiedProcessor": "unigen_ds.families.bagel.processor",
+    "unigen_ds.data.samples.END": "unigen_ds.data.splits",
+    "unigen_ds.data.samples.ImageSplit": "unigen_ds.data.splits",
+    "unigen_ds.data.samples.TextSplit": "unigen_ds.data.splits",
+    "unigen_ds.data.samples.TiledSplit": "unigen_ds.families.nanovlm.splits",
+    "unigen_ds.data.samples.TokenSplit": "unigen_ds.data.splits",
     "unigen_ds.models.DecoderLM": "unigen_ds.families.decoder_lm.model",
     "unigen_ds.models.UnifiedModel": "unigen_ds.families.bagel.model",
     "unigen_ds.models.VLM": "unigen_ds.families.nanovlm.model",

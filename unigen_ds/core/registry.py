@@ -15,6 +15,7 @@ from unigen_ds.core.hints import argument_hints, described, fits
 from unigen_ds.core.log import logger
 
 MODELS = Registry("unigen_model")
+FAMILIES = Registry("unigen_family")
 AUTOENCODERS = Registry("unigen_autoencoder")
 TOKENIZERS = Registry("unigen_tokenizer")
 DATASETS = Registry("unigen_dataset")
@@ -27,8 +28,8 @@ BACKENDS = Registry("unigen_backend")
 OPTIMIZERS = Registry("unigen_optimizer")
 LAYOUTS = Registry("unigen_layout")
 REGISTRIES = (
-    MODELS, AUTOENCODERS, TOKENIZERS, DATASETS, PACKERS, TRANSFORMS, CURVES, HOOKS, WRITERS, BACKENDS, OPTIMIZERS,
-    LAYOUTS,
+    MODELS, FAMILIES, AUTOENCODERS, TOKENIZERS, DATASETS, PACKERS, TRANSFORMS, CURVES, HOOKS, WRITERS, BACKENDS,
+    OPTIMIZERS, LAYOUTS,
 )  # fmt: skip
 _TRANSFORMERS_TOKENIZER = "dict(type='PretrainedTokenizer', path='DIR'), or ChatTokenizer for a VLM"
 _INTERFACES: dict[Registry, tuple[tuple[str, ...], str]] = {

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unigen_ds.data.rules import TOUCH_BITS
-from unigen_ds.data.samples import ImageSplit, Sample, TextSplit, TokenSplit
+from unigen_ds.data.samples import Sample, Tally
 
 KINDS = ("text", "conversation", "images")
 """What a record is, for ``train_dataloader.overflow``."""
@@ -44,10 +44,17 @@ class Counts:
     """Texts (captions, questions, answers) without any character but white space."""
     largest_image: Array
     """Tokens of the largest image."""
+    other_targets: Array
+    """Targets of a family's own loss terms."""
 
     def touched_by(self, rule: str) -> NDArray[np.bool_]:
         """[N] whether a data rule changes the record."""
         return (self.touched & TOUCH_BITS[rule]) != 0
+
+    @property
+    def targets(self) -> Array:
+        """[N] of every loss term."""
+        return self.text_targets + self.image_targets + self.other_targets
 
     @property
     def no_image_readable(self) -> bool:
@@ -73,39 +80,32 @@ class Counts:
         return digest.hexdigest()
 
 
+CONTENT = ("tokens", "tiles", "image_tokens", "text_targets", "image_targets", "other_targets")
+"""Columns of what a sequence contains: 0 for a record that is left out."""
 COLUMNS = tuple(field.name for field in dataclasses.fields(Counts))
 
 
 def count(sample: Sample, *, unk_id: int | None = None, empty_texts: int = 0) -> tuple[int, ...]:
     """One row of ``Counts``. ``unk_id``: the tokenizer's id of unknown words, if it has one."""
-    tokens = image_tokens = text_targets = image_targets = unreadable = images = unknown = largest = 0
+    tokens, tally = 0, Tally(unk_id)
     for split in sample.splits:  # one pass: it is done for every record
-        length = split.num_tokens
-        tokens += length
-        if isinstance(split, (TextSplit, TokenSplit)):
-            text_targets += split.num_targets
-            unknown += 0 if unk_id is None else split.ids.count(unk_id)
-            continue
-        images += 1
-        image_tokens += length
-        unreadable += bool(split.error)
-        largest = max(largest, length)
-        if isinstance(split, ImageSplit) and split.kind == "noise":
-            image_targets += length - 2
-    kind = "images" if images else "text" if sample.plain else "conversation"
+        tokens += split.num_tokens
+        split.count(tally)
+    kind = "images" if tally.images else "text" if sample.plain else "conversation"
     return (
         tokens,
-        sample.num_tiles if images else 0,
-        image_tokens,
-        text_targets,
-        image_targets,
-        unreadable,
-        images,
+        tally.tiles,
+        tally.image_tokens,
+        tally.text_targets,
+        tally.image_targets,
+        tally.unreadable,
+        tally.images,
         KINDS.index(kind),
         sample.touched,
-        unknown,
+        tally.unknown,
         empty_texts,
-        largest,
+        tally.largest_image,
+        tally.other_targets,
     )
 
 

@@ -27,8 +27,9 @@ from unigen_ds.data.array_cache import fingerprint
 from unigen_ds.data.counts import Array, Counts, count, record_digest
 from unigen_ds.data.index import Index, prefix_digest
 from unigen_ds.data.planning import record_turns
-from unigen_ds.data.processor import UnifiedProcessor
-from unigen_ds.data.samples import ImageKind, ImageSplit, Sample, Split, TiledSplit, TokenSplit
+from unigen_ds.data.processor import ConversationProcessor
+from unigen_ds.data.samples import Sample, Split
+from unigen_ds.data.splits import ImageKind, TokenSplit
 
 _SHOWN = 5
 
@@ -77,7 +78,7 @@ class UnifiedGenerationDataset:
     def __init__(
         self,
         data_path: str | Path,
-        processor: UnifiedProcessor,
+        processor: ConversationProcessor,
         *,
         image_root: str | Path | None = None,
         weight: float | None = None,
@@ -116,8 +117,55 @@ class UnifiedGenerationDataset:
         return prefix_digest(self.index.records, number, self.processor.fingerprint)
 
 
+class ScannedDataset:
+    """A source that is read once at the start, for its lengths: the base of data sets that make their own samples.
+
+    A subclass has ``__len__`` and ``sample``, and sets ``name`` and ``weight``. A sample is the same whenever it is
+    made, except for what depends on ``pass_number``, and its length never depends on that.
+    """
+
+    name: str
+    weight: float | None = None
+    cache_folder: Path | None = None
+    unk_id: int | None = None
+    """The tokenizer's id of unknown words, if it has one."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError(f"{type(self).__name__}.__len__")
+
+    def sample(self, index: int, *, pass_number: int = 0) -> Sample:
+        """As of ``PlannedDataset``."""
+        raise NotImplementedError(f"{type(self).__name__}.sample")
+
+    @cached_property
+    def _scanned(self) -> tuple[Counts, Array, str]:
+        """Counts, the digest of each record, and that of all."""
+        rows, records, digest = [], [], hashlib.blake2b(digest_size=16)
+        for index in range(len(self)):
+            sample = self.sample(index)
+            text = repr(sample).encode()
+            rows.append(count(sample, unk_id=self.unk_id))
+            records.append(record_digest(text, rows[-1]))
+            digest.update(text)
+        return Counts.of(rows), np.asarray(records, dtype=np.int64), digest.hexdigest()
+
+    def counts(self) -> Counts:
+        return self._scanned[0]
+
+    def lengths(self) -> tuple[Array, Array]:
+        return self.counts().tokens, self.counts().tiles
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the ``repr`` of every sample: of ids, labels and image sizes; pixels are not looked at."""
+        return fingerprint(len(self), self._scanned[2])
+
+    def prefix_digest(self, number: int) -> str:
+        return prefix_digest(self._scanned[1], number)
+
+
 @DATASETS.register_module()
-class DatasetAdapter:
+class DatasetAdapter(ScannedDataset):
     """A user's map-style data set of ``dict(input_ids, attention_mask, labels, padded_images)``.
 
     ``labels`` follow the Hugging Face convention: aligned with ``input_ids``, -100 ignored, shifted here. Places where
@@ -134,7 +182,7 @@ class DatasetAdapter:
     def __init__(
         self,
         dataset: Any,
-        processor: UnifiedProcessor,
+        processor: ConversationProcessor,
         *,
         images: Literal["generate", "understand"] = "generate",
         weight: float | None = None,
@@ -147,37 +195,10 @@ class DatasetAdapter:
             raise ConfigError(f"DatasetAdapter.dataset is {self.dataset!r}", allowed="a map-style data set")
         self.processor, self.images, self.weight = processor, images, weight
         self.name = name or type(self.dataset).__name__
-        self.cache_folder: Path | None = None
+        self.unk_id = getattr(processor.tokenizer, "unk_id", None)
 
     def __len__(self) -> int:
         return len(self.dataset)
-
-    @cached_property
-    def _scanned(self) -> tuple[Counts, Array, str]:
-        """Counts, the digest of each record, and that of all."""
-        rows, records, digest = [], [], hashlib.blake2b(digest_size=16)
-        unk_id = getattr(self.processor.tokenizer, "unk_id", None)
-        for index in range(len(self)):
-            sample = self.sample(index)
-            text = repr(sample).encode()
-            rows.append(count(sample, unk_id=unk_id))
-            records.append(record_digest(text, rows[-1]))
-            digest.update(text)
-        return Counts.of(rows), np.asarray(records, dtype=np.int64), digest.hexdigest()
-
-    def counts(self) -> Counts:
-        return self._scanned[0]
-
-    def lengths(self) -> tuple[Array, Array]:
-        return self.counts().tokens, self.counts().tiles
-
-    @property
-    def fingerprint(self) -> str:
-        """Of ids, labels and image sizes; pixels are not looked at."""
-        return fingerprint(len(self), self._scanned[2])
-
-    def prefix_digest(self, number: int) -> str:
-        return prefix_digest(self._scanned[1], number)
 
     def sample(self, index: int, *, pass_number: int = 0) -> Sample:
         """The item as splits. Raises ``DataError`` naming data set, index and field where it is malformed."""
@@ -189,25 +210,12 @@ class DatasetAdapter:
         tokens = _token_split(item, where)
         kind: ImageKind = "noise" if self.images == "generate" else "vit"
         images = [
-            self._image(image, kind, f"{where}.padded_images[{i}]") for i, image in enumerate(_images(item, where))
+            self.processor.ready_image(image, kind, f"{where}.padded_images[{i}]")
+            for i, image in enumerate(_images(item, where))
         ]
         splits: list[Split] = [tokens, *images] if kind == "noise" else [*images, tokens]
         document = not images and all(label >= 0 for label in tokens.labels[:-1])
         return Sample(tuple(splits), plain=document)
-
-    def _image(self, image: Tensor, kind: ImageKind, where: str) -> ImageSplit:
-        noise = kind == "noise"
-        stride = self.processor.vae_downsample if noise else self.processor.vit_patch_size
-        table = self.processor.max_latent_size if noise else self.processor.vit_max_patches_per_side
-        channels = self.processor.vae_channels if noise else self.processor.vit_channels
-        c, height, width = image.shape
-        if c != channels or height % stride or width % stride or max(height, width) > table * stride:
-            raise DataError(
-                f"{where} is a tensor of shape {tuple(image.shape)}",
-                allowed=f"[{channels}, H, W] with sides that are multiples of {stride}, at most {table * stride}",
-            )
-        grid = (height // stride, width // stride)
-        return ImageSplit(where, kind, grid, tensor=image.to(torch.float32))
 
 
 def _make(spec: Mapping[str, Any]) -> Any:
@@ -285,8 +293,7 @@ def check_readable(datasets: Sequence[PlannedDataset], names: Sequence[str]) -> 
             continue
         broken: dict[str, str] = {}
         for index in np.flatnonzero(dataset.counts().unreadable).tolist():
-            splits = dataset.sample(index).splits
-            broken |= {s.path: s.error for s in splits if isinstance(s, (ImageSplit, TiledSplit)) and s.error}
+            broken |= {split.source: split.error for split in dataset.sample(index).splits if split.error}
             if len(broken) >= _SHOWN:
                 break
         raise DataError(

@@ -25,12 +25,12 @@ from unigen_ds.data.counts import COLUMNS, NUM_DIGESTED, Array, Counts, record_d
 from unigen_ds.data.data_file import check_data_file
 from unigen_ds.data.formats import Place, read_bytes
 from unigen_ds.data.planning import plan_all
-from unigen_ds.data.processor import UnifiedProcessor
+from unigen_ds.data.processor import ConversationProcessor
 from unigen_ds.data.rules import DataRules
 
 _FORMAT = "unigen-index-1"
 """Of the digest that checkpoints keep."""
-_CACHE_FORMAT = "unigen-index-5"
+_CACHE_FORMAT = "unigen-index-6"
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Index:
     def build(
         cls,
         path: Path,
-        processor: UnifiedProcessor,
+        processor: ConversationProcessor,
         *,
         image_root: Path | None = None,
         cache_dir: Path | None = None,

@@ -28,11 +28,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
-from unigen_ds.core.batch import PackedBatch
+from unigen_ds.core.batch import Batch
 from unigen_ds.core.errors import ConfigError, TrainingError, UnigenError
 from unigen_ds.core.progress import Geometry
 from unigen_ds.data.collate import collate
-from unigen_ds.data.processor import UnifiedProcessor
+from unigen_ds.data.processor import Processor
 from unigen_ds.data.stream import Cursor, Row, SequenceStream
 
 _ALIGN = 64
@@ -47,7 +47,7 @@ _LOST = re.compile(r"DataLoader (worker \(pid.*?\)( is| exited).*|timed out afte
 class MicroBatch:
     """One iteration, seen from one rank."""
 
-    batch: PackedBatch
+    batch: Batch
     """This rank's part, on the CPU."""
     cursor: Cursor
     """Global place after the whole iteration."""
@@ -75,7 +75,7 @@ class UpdateLoader:
         self,
         stream: SequenceStream,
         *,
-        processor: UnifiedProcessor,
+        processor: Processor,
         geometry: Geometry,
         dp_rank: int = 0,
         cursor: Cursor | None = None,
@@ -107,7 +107,7 @@ class UpdateLoader:
             # without its own generator the loader would draw its base seed from the global one, which dropout uses
             generator=torch.Generator().manual_seed(0),
         )
-        self._iterator: Iterator[PackedBatch | Packet | UnigenError] | None = None
+        self._iterator: Iterator[Batch | Packet | UnigenError] | None = None
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
         if self._iterator is None:
@@ -167,14 +167,14 @@ class _Iterations(Sampler[list[Row]]):
             yield rows[self._dp_rank :: self._geometry.dp_size]
 
 
-class _Rows(Dataset["PackedBatch | Packet | UnigenError"]):
+class _Rows(Dataset["Batch | Packet | UnigenError"]):
     """A list of rows is the index, a micro-batch the item: as a packet where it ``travels`` to another place."""
 
-    def __init__(self, stream: SequenceStream, processor: UnifiedProcessor, seed: int | None, *, travels: bool) -> None:
+    def __init__(self, stream: SequenceStream, processor: Processor, seed: int | None, *, travels: bool) -> None:
         self._datasets, self._names, self._seq_length = stream.datasets, stream.names, stream.seq_length
         self._processor, self._seed, self._travels = processor, seed, travels
 
-    def __getitem__(self, rows: Sequence[Row]) -> PackedBatch | Packet | UnigenError:
+    def __getitem__(self, rows: Sequence[Row]) -> Batch | Packet | UnigenError:
         try:
             batch = collate(
                 rows, self._datasets, self._processor, seq_length=self._seq_length, seed=self._seed, names=self._names
@@ -196,9 +196,10 @@ class Packet:
     tensors: tuple[tuple[str, torch.dtype, tuple[int, ...], int], ...]
     """(field, dtype, shape, byte offset)"""
     others: dict[str, Any]
+    kind: type[Batch]
 
     @classmethod
-    def packed(cls, batch: PackedBatch) -> Packet:
+    def packed(cls, batch: Batch) -> Packet:
         values = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
         tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
         places, offset = [], 0
@@ -208,7 +209,7 @@ class Packet:
         block = torch.empty(offset, dtype=torch.uint8)  # not zeros: fresh pages cost more than the copy
         for (_, _, _, start), tensor in zip(places, tensors.values(), strict=True):
             block[start : start + tensor.nbytes] = tensor.contiguous().reshape(-1).view(torch.uint8)
-        return cls(block, tuple(places), {name: v for name, v in values.items() if name not in tensors})
+        return cls(block, tuple(places), {name: v for name, v in values.items() if name not in tensors}, type(batch))
 
     def by_value(self) -> Packet:
         """The same, to be pickled whole."""
@@ -220,14 +221,14 @@ class Packet:
             return self.block
         return torch.empty(self.block.size, dtype=torch.uint8).copy_(torch.from_numpy(self.block))
 
-    def unpacked(self) -> PackedBatch:
+    def unpacked(self) -> Batch:
         """The batch; its tensors are views of the block."""
         block = self._tensor()
         tensors: dict[str, Any] = {}
         for name, dtype, shape, start in self.tensors:
             size = torch.Size(shape).numel() * dtype.itemsize
             tensors[name] = block[start : start + size].view(dtype).view(shape)
-        return PackedBatch(**tensors, **self.others)
+        return self.kind(**tensors, **self.others)
 
     def pin_memory(self) -> Packet:
         """Called by the loader's pinning thread."""

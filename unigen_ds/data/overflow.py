@@ -19,7 +19,7 @@ import numpy as np
 
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.array_cache import cached, fingerprint
-from unigen_ds.data.counts import COLUMNS, KINDS, Array, Counts, count
+from unigen_ds.data.counts import COLUMNS, CONTENT, KINDS, Array, Counts, count
 from unigen_ds.data.datasets import PlannedDataset
 from unigen_ds.data.order import Draw
 from unigen_ds.data.rules import CURRENT
@@ -117,10 +117,10 @@ class Fitted:
         """Counts of what is trained on, per record: zeros for a skipped one. Reads truncated records once (cached)."""
         counts = self.dataset.counts()
         table = np.stack([getattr(counts, name) for name in COLUMNS], axis=1)
-        table[np.concatenate([self.by_action["skip"], self.by_action["error"]]), :_CONTENT] = 0
+        table[np.ix_(np.concatenate([self.by_action["skip"], self.by_action["error"]]), _CONTENT)] = 0
         cut = self.by_action["truncate"]
         if cut.size:
-            table[cut, :_CONTENT] = self._truncated(cut)[:, :_CONTENT]
+            table[np.ix_(cut, _CONTENT)] = self._truncated(cut)[:, _CONTENT]
         return Counts(*np.ascontiguousarray(table.T))
 
     def _truncated(self, records: Array) -> Array:
@@ -140,23 +140,22 @@ class Fitted:
         whole, kept = self.dataset.counts(), self.kept
         targets = {
             f"{kind}_targets{suffix}": int(value)
-            for kind in ("text", "image")
+            for kind in ("text", "image", *["other"] * bool(whole.other_targets.any()))
             for total in [int(getattr(whole, f"{kind}_targets").sum())]
             for suffix, value in (("", total), ("_lost", total - getattr(kept, f"{kind}_targets").sum()))
         }
-        lost = targets["text_targets_lost"] + targets["image_targets_lost"]
+        lost = int(whole.targets.sum() - kept.targets.sum())
         return {
             "longer": len(self.longer),
             **{_DONE[action]: len(self.by_action[action]) for action in ACTIONS},
             "pieces": int(num_pieces(whole.tokens[self.by_action["split"]], self.overflow.seq_length).sum()),
             "skipped_records": [f"{name}:{index}" for index in self.by_action["skip"].tolist()],
             **targets,
-            "share_lost": lost / max(targets["text_targets"] + targets["image_targets"], 1),
+            "share_lost": lost / max(int(whole.targets.sum()), 1),
         }
 
 
-_CONTENT = COLUMNS.index("unreadable")
-"""Columns before it count what a sequence contains."""
+_CONTENT = np.asarray([COLUMNS.index(name) for name in CONTENT])
 _DONE: dict[Action, str] = {"split": "split", "truncate": "truncated", "skip": "skipped", "error": "refused"}
 
 
@@ -210,7 +209,7 @@ def check_overflow(sources: Sequence[Fitted], names: Sequence[str]) -> None:
                 f"{name}: all {len(source.dataset):,} records are longer than seq_length {limit:,} and are skipped",
                 remedy=f"a {larger}" + ("" if images else ", or train_dataloader.overflow='split'"),
             )
-        total, left = (int((c.text_targets + c.image_targets).sum()) for c in (source.dataset.counts(), source.kept))
+        total, left = (int(c.targets.sum()) for c in (source.dataset.counts(), source.kept))
         if source.overflow.version and total and not left:
             raise DataError(
                 f"{name}: all {total:,} targets are lost: what of its records fits seq_length {limit:,} has none",
@@ -246,11 +245,14 @@ def overflow_line(report: Mapping[str, Any], *, records: int, seq_length: int) -
     if report["skipped"]:
         shown = ", ".join(report["skipped_records"][:_NAMED])
         done.append(f"{report['skipped']:,} skipped ({shown}{', ...' if report['skipped'] > _NAMED else ''})")
+    lost = (
+        f"{report[f'{kind}_targets_lost']:,} of {report[f'{kind}_targets']:,} {kind} targets"
+        for kind in ("text", "image", "other")
+        if f"{kind}_targets" in report
+    )
     return (
         f"{report['longer']:,} of {records:,} records are longer than seq_length {seq_length:,}: {', '.join(done)};"
-        f" {report['share_lost']:.1%} of the targets are lost ({report['text_targets_lost']:,} of"
-        f" {report['text_targets']:,} text targets, {report['image_targets_lost']:,} of"
-        f" {report['image_targets']:,} image targets)"
+        f" {report['share_lost']:.1%} of the targets are lost ({', '.join(lost)})"
     )
 
 

@@ -20,7 +20,7 @@ from unigen_ds.core.cores import num_cores
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.counts import COLUMNS, Array, count, record_digest
 from unigen_ds.data.formats import Place, Turn, load_record, parse_record, scan
-from unigen_ds.data.processor import UnifiedProcessor
+from unigen_ds.data.processor import ConversationProcessor
 
 _CHUNK = 2048
 _BATCH = 256
@@ -32,7 +32,7 @@ _Chunk = tuple[Path, Path, Array, Array]
 """Data file, folder of the images, offsets and lengths of some records."""
 
 
-def plan_all(path: Path, processor: UnifiedProcessor, root: Path, num_workers: int) -> dict[str, Array]:
+def plan_all(path: Path, processor: ConversationProcessor, root: Path, num_workers: int) -> dict[str, Array]:
     """Arrays ``offsets``, ``lengths``, ``records`` (digests) and those of ``Counts``, one value a record.
 
     ``num_workers``: processes; 0: threads of this one. Raises ``DataError`` for the first malformed record.
@@ -41,7 +41,7 @@ def plan_all(path: Path, processor: UnifiedProcessor, root: Path, num_workers: i
         return _planned(path, processor, root, num_workers)
 
 
-def _planned(path: Path, processor: UnifiedProcessor, root: Path, num_workers: int) -> dict[str, Array]:
+def _planned(path: Path, processor: ConversationProcessor, root: Path, num_workers: int) -> dict[str, Array]:
     offsets, lengths = scan(path)
     chunks = [(path, root, offsets[i : i + _CHUNK], lengths[i : i + _CHUNK]) for i in range(0, len(offsets), _CHUNK)]
     if num_workers > 0 and len(chunks) > 1:
@@ -57,7 +57,7 @@ def _planned(path: Path, processor: UnifiedProcessor, root: Path, num_workers: i
     return {"offsets": offsets, "lengths": lengths, "records": records, **counts}
 
 
-def _plan_in_threads(processor: UnifiedProcessor, chunks: Sequence[_Chunk]) -> list[tuple[Array, Array]]:
+def _plan_in_threads(processor: ConversationProcessor, chunks: Sequence[_Chunk]) -> list[tuple[Array, Array]]:
     """``_plan_chunk`` of each, in order: while one thread tokenizes, which needs no lock, another parses and counts.
 
     Each thread has a processor of its own, since a tokenizer is set before each call. Within a batch a tokenizer uses
@@ -66,7 +66,7 @@ def _plan_in_threads(processor: UnifiedProcessor, chunks: Sequence[_Chunk]) -> l
     number = min(len(chunks), _THREADS, num_cores())
     if number < 2 or not hasattr(processor.tokenizer, "encode_texts"):
         return [_plan_chunk(processor, chunk) for chunk in chunks]
-    idle: SimpleQueue[UnifiedProcessor] = SimpleQueue()
+    idle: SimpleQueue[ConversationProcessor] = SimpleQueue()
     idle.put(processor)
     for _ in range(number - 1):
         idle.put(copy.deepcopy(processor))
@@ -107,7 +107,7 @@ def _environment(name: str, value: str) -> Iterator[None]:
             os.environ[name] = before
 
 
-def _plan_chunk(processor: UnifiedProcessor, chunk: _Chunk) -> tuple[Array, Array]:
+def _plan_chunk(processor: ConversationProcessor, chunk: _Chunk) -> tuple[Array, Array]:
     """Counts [N, columns] and digests [N] of the records of a chunk."""
     path, root, offsets, lengths = chunk
     spans = list(zip(offsets.tolist(), lengths.tolist(), strict=True))
@@ -125,7 +125,7 @@ def _plan_chunk(processor: UnifiedProcessor, chunk: _Chunk) -> tuple[Array, Arra
 
 
 def _plan_batch(
-    raws: Sequence[bytes], places: Sequence[Place], processor: UnifiedProcessor, root: Path
+    raws: Sequence[bytes], places: Sequence[Place], processor: ConversationProcessor, root: Path
 ) -> Iterator[tuple[tuple[int, ...], int]]:
     """Counts and digest of each of some records; their texts are tokenized in one call."""
     unk_id = getattr(processor.tokenizer, "unk_id", None)

@@ -1,105 +1,86 @@
-"""Turns of a conversation -> a ``Sample`` of splits, by BAGEL's sequence rules. Reads image headers, decodes nothing.
+"""What a model makes of records: the interface that the data package uses, and what processors of conversations share.
 
-* Only assistant turns carry loss: text predicts itself, an image becomes a ``noise`` split.
-* A user image is a ``vit`` split; where a later assistant turn is an image (editing), a clean ``vae`` split stands
-  before it. An assistant image that is followed by further turns is added again in the same way, as a condition.
-* Conditions (user and system text, ``vit``, ``vae``) may be dropped by condition dropout, an image with its position
-  kept. Neighbouring texts of the same role are one text, joined by a newline.
-
-Lengths are known after planning; randomness comes later, in ``collate``. Planning costs one header read an image.
+A family has a processor of its own (``families/bagel/processor.py``, ``families/nanovlm/processor.py``). Lengths are
+known after planning; randomness comes later, when a split is loaded.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, ClassVar, Protocol
 
 from PIL import Image
+from torch import Tensor
 
-from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.core import former
+from unigen_ds.core.batch import Batch
+from unigen_ds.core.errors import DataError
 from unigen_ds.data.augment import Augment
 from unigen_ds.data.formats import Turn
+from unigen_ds.data.packed import PackedBuilder
 from unigen_ds.data.rules import CURRENT, DataRules
-from unigen_ds.data.samples import ImageKind, ImageSplit, Sample, Split, TextSplit, TextTokenizer
-from unigen_ds.data.tiles import Tiling
+from unigen_ds.data.samples import Loaded, Sample
+from unigen_ds.data.splits import ImageKind, ImageSplit
 from unigen_ds.data.transforms import ImageContent, ImageHeader, ImageTransform, flattened, image_header, open_image
 
 
-class UnifiedProcessor:
-    """The model's view of a conversation.
+class BatchBuilder(Protocol):
+    """Makes one micro-batch of documents. Called in a loader's process, by one thread."""
 
-    Args:
-        tokenizer: text to ids, and the five special ids.
-        vit_transform: for images that are understood; None where the model has no vision encoder.
-        vit_patch_size: pixels of a side of one ViT patch.
-        vae_transform: for images that are generated or edited; None where the model has no autoencoder.
-        vae_downsample: pixels under a side of one latent patch (``vae_spatial_downsample * latent_patch_size``).
-        latent_channels: channels of the VAE's latent.
-        latent_patch_size: latent pixels of a side of one latent patch.
-        vae_spatial_downsample: pixels under a side of one latent pixel.
-        max_latent_size: rows and columns of the model's table of latent positions.
-        vit_max_patches_per_side: rows and columns of the model's table of ViT positions.
-        text_dropout, vit_dropout, vae_dropout: probability that a condition of that kind is left out.
-        timestep: distribution of the raw time step: ``normal`` (N(0, 1) before the sigmoid).
-        ce_reweight: weigh each text target by 1 / sqrt(targets of its text) instead of 1.
-        vit_augment: random changes of images that are understood, in training only.
-        seed: of dropout, time steps and noise.
-        rules: versions of the rules by which texts and images are read.
+    num_tokens: int
+    """Of the documents so far (``Split.num_tokens``)."""
+
+    def add_document(self, loaded: Sequence[Loaded]) -> None:
+        """The loaded splits of one sample."""
+        ...
+
+    def add_padding(self, num_tokens: int) -> None:
+        """A document without targets: of a sample that cannot be loaded, or of an empty sequence."""
+        ...
+
+    def batch(self, num_sequences: int, sample_ids: tuple[str, ...], skipped: tuple[dict[str, str], ...]) -> Batch:
+        """All documents. The three arguments are the fields of ``Batch``."""
+        ...
+
+
+class Processor(Protocol):
+    """What loading a batch asks of a processor; it is copied to each loader process."""
+
+    seed: int
+    """Of dropout and noise."""
+    rules: DataRules
+    dropout: Mapping[str, float]
+    """Kind of condition (``Split.condition``) -> the probability that one is left out."""
+
+    def builder(self) -> BatchBuilder:
+        """An empty micro-batch."""
+        ...
+
+
+class ConversationProcessor:
+    """Conversations of texts and images as a ``PackedBatch``: what processors of such models share.
+
+    A subclass plans (``plan_many``) and has a ``fingerprint``; sizes that its model does not have keep their defaults.
     """
 
-    on_white = True
-    """Transparent places become white, as in BAGEL; else what is under them is seen."""
-    tiling: Tiling | None = None
-    """How images are cut into tiles, in a processor whose samples have ``TiledSplit``s."""
+    on_white: ClassVar[bool] = True
+    """Transparent parts become white, as in BAGEL; else what is under them is seen."""
+    dropout: Mapping[str, float] = {}
+    vit_transform: Any = None
+    vae_transform: ImageTransform | None = None
+    vit_augment: Sequence[Augment] = ()
+    vit_patch_size = 14
+    vit_max_patches_per_side = 70
+    vae_downsample = 16
+    latent_channels = 16
+    latent_patch_size = 2
+    vae_spatial_downsample = 8
+    max_latent_size = 64
 
-    def __init__(
-        self,
-        tokenizer: TextTokenizer,
-        *,
-        vit_transform: ImageTransform | None = None,
-        vit_patch_size: int = 14,
-        vae_transform: ImageTransform | None = None,
-        vae_downsample: int = 16,
-        latent_channels: int = 16,
-        latent_patch_size: int = 2,
-        vae_spatial_downsample: int = 8,
-        max_latent_size: int = 64,
-        vit_max_patches_per_side: int = 70,
-        text_dropout: float = 0.0,
-        vit_dropout: float = 0.0,
-        vae_dropout: float = 0.0,
-        timestep: Literal["normal"] = "normal",
-        ce_reweight: bool = False,
-        vit_augment: Sequence[Augment] = (),
-        seed: int = 0,
-        rules: DataRules = CURRENT,
-    ) -> None:
-        self.tokenizer, self.rules = tokenizer, rules
-        self.vit_transform, self.vit_patch_size = vit_transform, vit_patch_size
-        self.vae_transform, self.vae_downsample = vae_transform, vae_downsample
-        self.latent_channels, self.latent_patch_size = latent_channels, latent_patch_size
-        self.vae_spatial_downsample = vae_spatial_downsample
-        self.max_latent_size, self.vit_max_patches_per_side = max_latent_size, vit_max_patches_per_side
-        self.dropout = {"text": text_dropout, "vit": vit_dropout, "vae": vae_dropout}
-        self.ce_reweight, self.vit_augment, self.seed = ce_reweight, tuple(vit_augment), seed
-        if timestep != "normal":
-            raise ConfigError(f"timestep {timestep!r}", allowed="normal")
-        self._check()
-
-    def _check(self) -> None:
-        for kind, probability in self.dropout.items():
-            if not 0.0 <= probability <= 1.0:
-                raise ConfigError(f"{kind}_dropout is {probability}", allowed="a probability from 0 to 1")
-        if self.vae_downsample != self.vae_spatial_downsample * self.latent_patch_size:
-            raise ConfigError(
-                f"vae_downsample is {self.vae_downsample}",
-                allowed=f"vae_spatial_downsample {self.vae_spatial_downsample} x latent_patch_size "
-                f"{self.latent_patch_size} = {self.vae_spatial_downsample * self.latent_patch_size}",
-            )
-        _check_transform("vit_transform", self.vit_transform, self.vit_patch_size, self.vit_max_patches_per_side)
-        _check_transform("vae_transform", self.vae_transform, self.vae_downsample, self.max_latent_size)
+    def __init__(self, tokenizer: Any, *, ce_reweight: bool = False, seed: int = 0, rules: DataRules = CURRENT) -> None:
+        self.tokenizer: Any = tokenizer
+        self.ce_reweight, self.seed, self.rules = ce_reweight, seed, rules
 
     @property
     def vit_channels(self) -> int:
@@ -112,16 +93,11 @@ class UnifiedProcessor:
     @property
     def fingerprint(self) -> str:
         """Changes whenever the plan of a record may change; dropout, weights and seed change none."""
-        facts = (
-            "plan-1",
-            self.tokenizer.fingerprint,
-            (self.tokenizer.bos_id, self.tokenizer.eos_id, self.tokenizer.image_start_id, self.tokenizer.image_end_id),
-            self.vit_transform.fingerprint if self.vit_transform else None,
-            self.vit_patch_size,
-            self.vae_transform.fingerprint if self.vae_transform else None,
-            self.vae_downsample,
-        )
-        return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+        raise NotImplementedError(f"{type(self).__name__}.fingerprint")
+
+    def builder(self) -> PackedBuilder:
+        """As of ``Processor``."""
+        return PackedBuilder(self)
 
     def read_image(self, image: str | Path | ImageContent | Image.Image) -> Image.Image:
         """A picture as this model's family reads it, in RGB or L. Raises ``UnreadableImage``."""
@@ -130,7 +106,7 @@ class UnifiedProcessor:
 
     def touches(self, header: ImageHeader) -> bool:
         """Whether the rule ``images`` reads such a picture differently in one of its versions."""
-        return header.changed or header.mode in ("LA", "PA", "La", "RGBa")
+        raise NotImplementedError(f"{type(self).__name__}.touches")
 
     def header(self, path: str, *, keep: bool) -> ImageHeader:
         """Of an image, by this model's rule; ``keep``: read the whole file, for decoding it next."""
@@ -148,109 +124,33 @@ class UnifiedProcessor:
         self, records: Iterable[tuple[Sequence[Turn], object]], *, keep_images: bool = False
     ) -> Iterator[Sample]:
         """``plan`` of each (turns, where); their texts are tokenized together."""
-        merged = [(_merged(turns), is_document(turns), where) for turns, where in records]
-        texts = [turn.value for turns, _, _ in merged for turn in turns if turn.kind == "text"]
-        spelling = {text for text in texts if self.spells_special(text)}
-        ids = iter(self._encoded(texts))
-        for turns, plain, where in merged:
-            splits = tuple(self._splits(turns, ids, where, keep_images))
-            spells = bool(spelling) and any(turn.kind == "text" and turn.value in spelling for turn in turns)
-            yield Sample(splits, spells_special=spells, plain=plain)
-
-    def _encoded(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
-        # a tokenizer of a user's own may have "encode" alone
-        together = getattr(self.tokenizer, "encode_texts", None)
-        if self.rules.special_tokens == 0:
-            together = getattr(self.tokenizer, "encode_texts_unprotected", together)
-        return together(texts) if together else [self.tokenizer.encode(text) for text in texts]
-
-    def _splits(
-        self, merged: Sequence[Turn], ids: Iterator[Sequence[int]], where: object, keep_images: bool
-    ) -> Iterator[Split]:
-        """Those of one record; ``ids``: of the texts, in order."""
-        last_generated = -1
-        for i, turn in enumerate(merged):
-            if turn.kind == "image" and turn.role == "assistant":
-                last_generated = i
-        for i, turn in enumerate(merged):
-            generated = turn.role == "assistant"
-            if turn.kind == "text":
-                yield TextSplit(tuple(next(ids)), loss=generated, droppable=not generated)
-                continue
-            header = self.header(turn.value, keep=keep_images)
-            if generated:
-                yield self._image(turn.value, "noise", header, where)
-            if not generated or i + 1 < len(merged):
-                yield from self._condition(turn.value, header, where, edited=last_generated > i)
+        raise NotImplementedError(f"{type(self).__name__}.plan_many")
 
     def spells_special(self, text: str) -> bool:
         """Whether a text spells a special token of the tokenizer."""
         spells = getattr(self.tokenizer, "spells_special", None)
         return spells is not None and spells(text)
 
-    def _condition(self, path: str, header: ImageHeader, where: object, *, edited: bool) -> list[Split]:
-        splits: list[Split] = []
-        if edited and self.vae_transform is not None:
-            splits.append(self._image(path, "vae", header, where, droppable=True))
-        if self.vit_transform is not None or not splits:
-            splits.append(self._image(path, "vit", header, where, droppable=True))
-        return splits
-
-    def _image(
-        self,
-        path: str,
-        kind: ImageKind,
-        header: ImageHeader,
-        where: object,
-        *,
-        droppable: bool = False,
-    ) -> ImageSplit:
-        transform = self.vit_transform if kind == "vit" else self.vae_transform
-        if transform is None:
-            need = ("understood", "vit_transform") if kind == "vit" else ("generated", "vae_transform")
+    def ready_image(self, image: Tensor, kind: ImageKind, where: str) -> ImageSplit:
+        """The split of an image that a data set has as a tensor ``[C, H, W]``. Raises ``DataError`` for its shape."""
+        noise = kind == "noise"
+        stride = self.vae_downsample if noise else self.vit_patch_size
+        table = self.max_latent_size if noise else self.vit_max_patches_per_side
+        channels = self.vae_channels if noise else self.vit_channels
+        c, height, width = image.shape
+        if c != channels or height % stride or width % stride or max(height, width) > table * stride:
             raise DataError(
-                f"{where}: image {path} is to be {need[0]}, but the processor has no {need[1]}",
-                remedy="use a model and a processor that have it, or leave such records out",
+                f"{where} is a tensor of shape {tuple(image.shape)}",
+                allowed=f"[{channels}, H, W] with sides that are multiples of {stride}, at most {table * stride}",
             )
-        stride = self.vit_patch_size if kind == "vit" else self.vae_downsample
-        width, height = transform.size(*(header.size or (transform.min_size, transform.min_size)))
-        return ImageSplit(
-            path,
-            kind,
-            (height // stride, width // stride),
-            droppable,
-            header.error,
-            self.touches(header),
-            content=header.content,
-        )
-
-
-def _check_transform(name: str, transform: ImageTransform | None, stride: int, table: int) -> None:
-    if transform is None:
-        return
-    if transform.stride % stride:
-        raise ConfigError(f"{name}.stride is {transform.stride}", allowed=f"a multiple of {stride}")
-    if transform.largest_side // stride > table:
-        raise ConfigError(
-            f"{name}.max_size {transform.max_size} gives up to {transform.largest_side // stride} patches a side",
-            allowed=f"at most {table}, the size of the model's position table",
-            remedy=f"max_size of at most {table * stride}",
-        )
-
-
-def _merged(turns: Sequence[Turn]) -> list[Turn]:
-    if len(turns) == 1:
-        return list(turns)
-    merged: list[Turn] = []
-    for turn in turns:
-        last = merged[-1] if merged else None
-        if last is not None and turn.kind == last.kind == "text" and turn.role == last.role:
-            merged[-1] = Turn(last.role, "text", f"{last.value}\n{turn.value}")
-        else:
-            merged.append(turn)
-    return merged
+        grid = (height // stride, width // stride)
+        return ImageSplit(where, kind, grid, tensor=image.float())
 
 
 def is_document(turns: Sequence[Turn]) -> bool:
     """Whether a record is plain text, all of it to be learned."""
     return all(turn.role == "assistant" and turn.kind == "text" for turn in turns)
+
+
+def __getattr__(name: str) -> Any:
+    return former.moved(__name__, name)

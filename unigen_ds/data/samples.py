@@ -1,125 +1,108 @@
-"""A sample as splits, before any tensor exists: enough to know its length, cut it, drop parts of it, and pack it.
+"""A sample as splits, before any tensor exists: enough to know its length, shorten it, drop parts of it, and pack it.
 
-Token layout of a split, as in BAGEL's public packing code:
-
-* text: ``[begin, ids..., end]``; with loss, place i predicts ``(ids + [end])[i]``; the end input itself predicts
-  nothing. Causal.
-* image: ``[image_start, patches..., image_end]``, one rotary position for all of it. ``vit`` (understanding) and
-  ``vae`` (clean latent) are FULL and advance the position by one; ``noise`` (generation target) does not advance it.
-* tokens: ids as a user's own data set gives them, with explicit labels. Causal.
-* tiles: an image of a vision-language model, cut into tiles, with a token before each. Causal, as text is.
+A split is one text, one image, one row of numbers: whatever a kind of model reads or learns as a unit. It knows its
+own length, its targets, how it is shortened, how it is loaded, and where it goes in a batch (``Split``). Splits of
+texts and images are in ``splits.py``; a family may have others (``families/nanovlm/splits.py``), or none of these.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
-from torch import Tensor
 
+from unigen_ds.core import former
+from unigen_ds.core.errors import DataError
 from unigen_ds.data.rules import CURRENT, TOUCH_BITS
-from unigen_ds.data.transforms import ImageContent
 
-ImageKind = Literal["vit", "vae", "noise"]
 IGNORED = -100
 """A label: nothing is to be predicted."""
-END = -1
-"""As ``TextSplit.following``: the end token."""
 
 
-@dataclass(frozen=True)
-class TextSplit:
-    """A text, or a part of one; ``ids`` without begin and end. ``droppable``: condition dropout may remove it."""
+class Tally:
+    """Sums over the splits of one record; ``counts.count`` makes a row of ``Counts`` of it."""
 
-    ids: tuple[int, ...]
-    loss: bool
-    droppable: bool = False
-    begins: bool = True
-    """Whether the begin token comes first: not in a later part of a text."""
-    following: int | None = None
-    """None: the text ends here, with the end token. In an earlier part, which has none: what its last token predicts,
-    the text's next id, ``END`` or ``IGNORED``."""
+    __slots__ = (
+        "image_targets", "image_tokens", "images", "largest_image", "other_targets", "text_targets", "tiles", "unk_id",
+        "unknown", "unreadable",
+    )  # fmt: skip
 
-    @property
-    def num_tokens(self) -> int:
-        return len(self.ids) + self.begins + (self.following is None)
-
-    @property
-    def num_targets(self) -> int:
-        return self.loss * max(0, self.num_tokens - (self.following in (None, IGNORED)))
-
-    def part(self, start: int, stop: int) -> TextSplit:
-        """Tokens ``start .. stop`` of a whole text, begin and end counted. Its last token predicts what follows."""
-        following = (*self.ids, END)[stop - 1] if stop < self.num_tokens else None
-        ids = self.ids[max(start - 1, 0) : stop - 1]
-        return replace(self, ids=ids, begins=start == 0, following=following)
+    def __init__(self, unk_id: int | None = None) -> None:
+        self.unk_id = unk_id
+        """The tokenizer's id of unknown words, if it has one."""
+        self.tiles = self.image_tokens = self.text_targets = self.image_targets = self.unreadable = 0
+        self.images = self.unknown = self.largest_image = self.other_targets = 0
 
 
-@dataclass(frozen=True)
-class TokenSplit:
-    """Ids from a user's own data set; nothing is added. ``labels[i]`` is what place i predicts (-100: nothing)."""
+class Loaded(Protocol):
+    """A split with its tensors."""
 
-    ids: tuple[int, ...]
-    labels: tuple[int, ...]
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.ids)
-
-    @property
-    def num_targets(self) -> int:
-        return sum(label >= 0 for label in self.labels)
-
-    def part(self, start: int, stop: int) -> TokenSplit:
-        """Tokens ``start .. stop``."""
-        return TokenSplit(self.ids[start:stop], self.labels[start:stop])
+    def place(self, builder: Any, position: int) -> int:
+        """Add it to the batch that ``builder`` (``Processor.builder``) makes. ``position``: the next rotary position of
+        its document; returns the one after it.
+        """
+        ...
 
 
-@dataclass(frozen=True)
-class ImageSplit:
-    """An image, not yet decoded. ``grid`` = (rows, columns) of patches after the transform."""
+class Split:
+    """One unit of a sample: an immutable value, small enough to keep for every sample of a window.
 
-    path: str
-    kind: ImageKind
-    grid: tuple[int, int]
-    droppable: bool = False
-    error: str = ""
-    """Why its header could not be read; then ``grid`` is that of the smallest image and the sample becomes a skip."""
-    touched: bool = field(default=False, compare=False, repr=False)
+    Subclass it as a frozen dataclass. ``data`` calls these methods and knows no subclass. The first four are called
+    while the records are counted, for every record.
+    """
+
+    error: Any = ""
+    """Why it cannot be loaded; its sample is then left out, and counted as skipped."""
+    touched: Any = False
     """Whether the rule ``images`` (``rules.py``) decodes it differently in one of its versions."""
-    tensor: Tensor | None = field(default=None, compare=False, repr=False)
-    """The image itself, [C, H, W] in [-1, 1], where a user's own data set gave it; ``path`` then only names it."""
-    content: ImageContent | None = field(default=None, compare=False, repr=False)
-    """The file, where planning has read all of it."""
 
     @property
     def num_tokens(self) -> int:
-        return self.grid[0] * self.grid[1] + 2
+        """Its length in a sequence, at least 1. Where nothing is a token, 1 for each unit that fills a sequence."""
+        raise NotImplementedError(f"{type(self).__name__}.num_tokens")
 
-
-@dataclass(frozen=True)
-class TiledSplit:
-    """An image cut into tiles (``tiles.Tiling``), not yet decoded, with all that stands between the tiles."""
-
-    path: str
-    ids: tuple[int, ...]
-    """Token ids; ``image_id`` at each place that a tile's token takes, tile by tile."""
-    image_id: int
-    num_tiles: int
-    error: str = ""
-    """As of ``ImageSplit``."""
-    touched: bool = field(default=False, compare=False, repr=False)
-    """As of ``ImageSplit``."""
-    content: ImageContent | None = field(default=None, compare=False, repr=False)
-    """As of ``ImageSplit``."""
+    def count(self, tally: Tally) -> None:
+        """Add its targets, and what it has of images."""
 
     @property
-    def num_tokens(self) -> int:
-        return len(self.ids)
+    def num_encoded(self) -> int:
+        """Images that a vision tower must encode for it."""
+        return 0
 
+    @property
+    def source(self) -> str:
+        """The file that it is loaded from; '' where there is none."""
+        return ""
 
-Split = TextSplit | TokenSplit | ImageSplit | TiledSplit
+    def shortened(self, num_tokens: int, *, version: int) -> Split | None:
+        """At most its first ``num_tokens``, fewer than it has, its last target left out where that is cut off. None:
+        it cannot be cut, and is left out. ``version``: of the rule ``overflow``.
+        """
+        return None
+
+    def part(self, start: int, stop: int) -> Split:
+        """Tokens ``start .. stop`` of it, every target in exactly one part. Raises ``DataError`` where it has none."""
+        raise DataError(
+            f"a {type(self).__name__} cannot be divided", remedy="train_dataloader.overflow='skip' or 'truncate'"
+        )
+
+    @property
+    def condition(self) -> str | None:
+        """The kind of condition that dropout may remove (a key of ``Processor.dropout``); None: it always stays."""
+        return None
+
+    def dropped(self) -> Loaded | None:
+        """What condition dropout leaves of it."""
+        return None
+
+    def load(self, processor: Any, key: tuple[object, ...] | None) -> Loaded:
+        """It with its tensors: decoded, with its noise drawn. Every random number is keyed by ``key``; None: for
+        inference, where nothing is random.
+
+        Raises ``UnreadableImage`` where its sample must be left out.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.load")
 
 
 @dataclass(frozen=True)
@@ -138,7 +121,7 @@ class Sample:
         """``TOUCH_BITS`` of the rules that change this record in one of their versions."""
         touched = TOUCH_BITS["special_tokens"] if self.spells_special else 0
         for split in self.splits:
-            if isinstance(split, (ImageSplit, TiledSplit)) and split.touched:
+            if split.touched:
                 return touched | TOUCH_BITS["images"]
         return touched
 
@@ -149,8 +132,7 @@ class Sample:
     @property
     def num_tiles(self) -> int:
         """Images that a vision tower must encode."""
-        images = sum(isinstance(split, ImageSplit) and split.kind != "noise" for split in self.splits)
-        return images + sum(split.num_tiles for split in self.splits if isinstance(split, TiledSplit))
+        return sum(split.num_encoded for split in self.splits)
 
     def truncated(self, seq_length: int, *, version: int = CURRENT.overflow) -> Sample:
         """Cut to ``seq_length`` tokens: a text is shortened, an image stays whole or goes with all that follows.
@@ -164,13 +146,8 @@ class Sample:
                 kept.append(split)
                 left -= split.num_tokens
                 continue
-            if isinstance(split, TextSplit) and version == 0:
-                kept += [TextSplit(split.ids[: left - 2], split.loss, split.droppable)] * (left > 2)
-            elif isinstance(split, TextSplit) and left > 1:
-                kept.append(replace(split.part(0, left), following=IGNORED))
-            elif isinstance(split, TokenSplit) and left > 0:
-                cut = split.part(0, left)
-                kept.append(cut if version == 0 else replace(cut, labels=(*cut.labels[:-1], IGNORED)))
+            if (first := split.shortened(left, version=version)) is not None:
+                kept.append(first)
             break
         return replace(self, splits=tuple(kept))
 
@@ -178,7 +155,6 @@ class Sample:
         """Tokens ``start .. stop`` of a record of texts."""
         kept, first = [], 0
         for split in self.splits:
-            assert isinstance(split, (TextSplit, TokenSplit)), "only texts are split"
             begin, end = max(start - first, 0), min(stop - first, split.num_tokens)
             if (begin, end) == (0, split.num_tokens):
                 kept.append(split)
@@ -208,7 +184,7 @@ def piece_bounds(num_tokens: Any, seq_length: int, piece: Any) -> tuple[Any, Any
 
 
 class TextTokenizer(Protocol):
-    """What the data wing needs of a tokenizer: text to ids, and five special ids."""
+    """What the data package needs of a tokenizer: text to ids, and five special ids."""
 
     bos_id: int
     eos_id: int
@@ -232,3 +208,7 @@ class TextTokenizer(Protocol):
     def fingerprint(self) -> str:
         """Changes whenever ``encode`` may give other ids."""
         ...
+
+
+def __getattr__(name: str) -> Any:
+    return former.moved(__name__, name)

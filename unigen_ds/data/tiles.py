@@ -1,4 +1,4 @@
-"""A picture -> a grid of square tiles, and the tokens that stand around them: nanoVLM's image splitting.
+"""A picture -> a grid of square tiles, and the tokens around them: nanoVLM's image splitting.
 
 The longer side becomes a multiple of ``tile_size``, at most ``max_size``; the shorter one is scaled alike, then rounded
 up to a multiple. A picture of more than one tile gets a small copy of the whole in front, the global tile. Pixels are
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.data.transforms import on_white
+from unigen_ds.data.transforms import ImageTransform, on_white
 
 IMAGE_TOKEN, GLOBAL_TOKEN = "<|image|>", "<|global_image|>"
 MAX_TILES_PER_SIDE = 8
@@ -64,17 +64,67 @@ class Tiling:
         long, short = target // tile, max(1, math.ceil(shorter * (target / longer) / tile))
         return (short, long) if width >= height else (long, short)
 
+    @property
+    def fingerprint(self) -> str:
+        """Changes whenever a grid or a pixel may change."""
+        return repr(self)
+
+    def pixels(self, image: Image.Image) -> Tensor:
+        """The whole picture at its final size: [3, rows * tile_size, columns * tile_size] float32 in [0, 1]."""
+        rows, columns = self.grid(*image.size)
+        size = (columns * self.tile_size, rows * self.tile_size)
+        resized = on_white(image, "RGB").resize(size, Image.Resampling.BICUBIC)
+        return torch.from_numpy(np.array(resized, dtype=np.uint8)).permute(2, 0, 1).to(torch.float32).div_(255)
+
     def __call__(self, image: Image.Image) -> Tensor:
         """[tiles, 3, tile_size, tile_size] float32 in [0, 1]: the global tile if there is one, then row by row."""
-        rows, columns = self.grid(*image.size)
-        tile = self.tile_size
-        resized = on_white(image, "RGB").resize((columns * tile, rows * tile), Image.Resampling.BICUBIC)
-        whole = torch.from_numpy(np.array(resized, dtype=np.uint8)).permute(2, 0, 1).to(torch.float32).div_(255)
-        tiles = whole.reshape(3, rows, tile, columns, tile).permute(1, 3, 0, 2, 4).reshape(-1, 3, tile, tile)
-        if rows * columns == 1:
-            return tiles
-        small = F.interpolate(whole[None], size=(tile, tile), mode="bilinear", antialias=True, align_corners=False)
-        return torch.cat([small, tiles])
+        return cut(self.pixels(image), self.tile_size)
+
+
+@dataclass(frozen=True)
+class TransformTiling:
+    """Tiles of what a transform makes of a picture (``processor.vit_transform`` of a ``VLMProcessor``).
+
+    Args:
+        transform: as ``ImageTransform``; both sides become multiples of ``tile_size``.
+        tile_size: pixels of a side of a tile.
+    """
+
+    transform: ImageTransform
+    tile_size: int
+
+    def __post_init__(self) -> None:
+        tile, largest = self.tile_size, self.tile_size * MAX_TILES_PER_SIDE
+        if self.transform.stride % tile or self.transform.largest_side > largest or self.transform.channels != 3:
+            raise ConfigError(
+                f"processor.vit_transform has stride {self.transform.stride}, sides of up to"
+                f" {self.transform.largest_side} pixels and {self.transform.channels} channels",
+                allowed=f"a stride that is a multiple of the tile, {tile}, sides of up to {largest}, and 3 channels",
+            )
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes whenever a grid or a pixel may change."""
+        return f"{self.transform.fingerprint}/{self.tile_size}"
+
+    def grid(self, width: int, height: int) -> tuple[int, int]:
+        """(rows, columns) of tiles of a picture of that size."""
+        width, height = self.transform.size(width, height)
+        return height // self.tile_size, width // self.tile_size
+
+    def pixels(self, image: Image.Image) -> Tensor:
+        """[3, rows * tile_size, columns * tile_size]: as the transform returns it."""
+        return self.transform(image)
+
+
+def cut(whole: Tensor, tile: int) -> Tensor:
+    """[C, H, W] -> [tiles, C, tile, tile]: the global tile if there is more than one, then row by row."""
+    channels, rows, columns = whole.shape[0], whole.shape[1] // tile, whole.shape[2] // tile
+    tiles = whole.reshape(channels, rows, tile, columns, tile).permute(1, 3, 0, 2, 4).reshape(-1, channels, tile, tile)
+    if rows * columns == 1:
+        return tiles
+    small = F.interpolate(whole[None], size=(tile, tile), mode="bilinear", antialias=True, align_corners=False)
+    return torch.cat([small, tiles])
 
 
 def num_tiles(grid: tuple[int, int]) -> int:

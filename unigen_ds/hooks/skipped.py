@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from unigen_ds.core import dist
-from unigen_ds.core.batch import PackedBatch
+from unigen_ds.core.batch import Batch
 from unigen_ds.core.errors import DataError
 from unigen_ds.core.log import logger
 from unigen_ds.core.registry import HOOKS
@@ -39,7 +39,7 @@ class SkippedSamplesHook(Hook):
     def before_train(self, run: Run) -> None:
         self._journal.start(run)
 
-    def after_train_iter(self, run: Run, index: int, batch: PackedBatch) -> None:
+    def after_train_iter(self, run: Run, index: int, batch: Batch) -> None:
         self._pending.extend(batch.skipped)
 
     def after_update(self, run: Run, result: UpdateResult) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from unigen_ds.core.batch import PackedBatch
+from unigen_ds.core.batch import Batch
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.log import logger
 from unigen_ds.core.registry import HOOKS
@@ -58,7 +58,7 @@ class IterTimerHook(Hook):
         self.peak_tflops = peak_tflops(run.config)
         run.clock.read()  # building the run is not part of the first update
 
-    def before_train_iter(self, run: Run, index: int, batch: PackedBatch) -> None:
+    def before_train_iter(self, run: Run, index: int, batch: Batch) -> None:
         count = getattr(run.backend.model, "flops", None)
         self._flops += count(batch) if count else 0.0
 

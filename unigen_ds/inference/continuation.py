@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unigen_ds.data.collate import Loaded, pack_documents
-from unigen_ds.data.samples import TokenSplit
+from unigen_ds.data.collate import pack_documents
+from unigen_ds.data.samples import Loaded
+from unigen_ds.data.splits import TokenSplit
 from unigen_ds.inference.kv_cache import CachedDocuments, KVCache
 
 Choose = Callable[[Tensor], Sequence[int]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from PIL import Image
 
@@ -13,3 +13,5 @@ class Generated:
 
     text: str
     images: list[Image.Image]
+    parts: list[str | Image.Image] = field(default_factory=list)
+    """Texts and pictures in the order in which they were made, where several were asked for (``max_parts``)."""

@@ -29,7 +29,7 @@ from unigen_ds.core.optim import (
 )
 from unigen_ds.core.optimizer_state import state_of
 from unigen_ds.core.progress import Duration, Geometry, Ruler, split_global_batch
-from unigen_ds.core.registry import DATASETS, HOOKS, MODELS, PACKERS, TOKENIZERS, TRANSFORMS, build, find, resolve
+from unigen_ds.core.registry import DATASETS, HOOKS, MODELS, PACKERS, TOKENIZERS, build, find, resolve
 from unigen_ds.data import augment as _augment  # noqa: F401
 from unigen_ds.data import packing as _packing  # noqa: F401
 from unigen_ds.data import tokenizers as _tokenizers  # noqa: F401
@@ -37,13 +37,12 @@ from unigen_ds.data.datasets import dataset_weights, source_names
 from unigen_ds.data.loader import UpdateLoader
 from unigen_ds.data.order import GlobalOrder
 from unigen_ds.data.overflow import Fitted, Overflow, check_overflow
-from unigen_ds.data.processor import UnifiedProcessor
 from unigen_ds.data.rules import CURRENT, DataRules
 from unigen_ds.data.stream import Cursor, SequenceStream
-from unigen_ds.families.bagel import model as _bagel  # noqa: F401
-from unigen_ds.families.decoder_lm import model as _decoder_lm  # noqa: F401
-from unigen_ds.families.nanovlm import model as _nanovlm  # noqa: F401
-from unigen_ds.families.nanovlm.processor import VLMProcessor
+from unigen_ds.families.bagel.family import Bagel
+from unigen_ds.families.base import Family, family_of
+from unigen_ds.families.decoder_lm import family as _decoder_lm  # noqa: F401
+from unigen_ds.families.nanovlm import family as _nanovlm  # noqa: F401
 from unigen_ds.hooks import ema as _ema  # noqa: F401
 from unigen_ds.hooks.base import Hook
 from unigen_ds.hooks.checkpoint import CheckpointHook
@@ -60,7 +59,6 @@ from unigen_ds.schedule.schedule import Schedules
 from unigen_ds.tracking import tensorboard as _tensorboard  # noqa: F401
 from unigen_ds.tracking import wandb as _wandb  # noqa: F401
 
-_PROCESSORS = {"UnifiedProcessor": UnifiedProcessor, "VLMProcessor": VLMProcessor}
 DEFAULT_HOOKS: dict[str, type[Hook]] = {
     "timer": IterTimerHook,
     "nan_guard": NanGuardHook,
@@ -106,7 +104,8 @@ def build_geometry(config: Mapping[str, Any], backend: Backend) -> Geometry:
 class Data:
     """The processor and the stream of sequences."""
 
-    processor: UnifiedProcessor
+    processor: Any
+    """As of ``Family.processor``."""
     stream: SequenceStream
 
 
@@ -156,28 +155,23 @@ def rules_of(config: Mapping[str, Any], manifest: Manifest | None) -> DataRules:
     return replace(stored, overflow=CURRENT.overflow) if given else stored
 
 
-def build_processor(config: Mapping[str, Any], *, seed: int, rules: DataRules = CURRENT) -> UnifiedProcessor:
-    """The tokenizer and image transforms, with every size that the model fixes taken from the model."""
-    tokenizer = build(TOKENIZERS, config["tokenizer"], where="tokenizer")
-    given = dict(config.get("processor") or {})
-    for key in ("vit_transform", "vae_transform"):
-        if given.get(key) is not None:
-            given[key] = build(TRANSFORMS, given[key], where=f"processor.{key}")
-    if augment := given.pop("vit_augment", None):
-        given["vit_augment"] = [
-            build(TRANSFORMS, spec, where=f"processor.vit_augment[{i}]") for i, spec in enumerate(augment)
-        ]
-    model = config["model"]
-    kind: Any = resolve(MODELS, model, where="model")[0]
-    sizes = kind.processor_sizes(model) if hasattr(kind, "processor_sizes") else {}
-    both = sorted(set(sizes) & set(given))
-    if both:
-        raise ConfigError(f"processor sets {', '.join(both)}", remedy="leave it out: the model's config fixes it")
-    try:
-        made = _PROCESSORS[getattr(kind, "processor", "UnifiedProcessor")]
-        return made(tokenizer, seed=seed, rules=rules, **sizes, **given)
-    except TypeError as error:
-        raise ConfigError(f"processor: {error}") from error
+def family_of_model(kind: type) -> Family:
+    """The family of a model's class; a model that no family has learns from conversations, as a ``UnifiedModel``."""
+    return family_of(kind) or Bagel()
+
+
+def build_family(config: Mapping[str, Any]) -> Family:
+    """That of ``model.type``."""
+    return family_of_model(find(MODELS, config["model"], where="model"))
+
+
+def build_processor(config: Mapping[str, Any], *, seed: int, rules: DataRules = CURRENT) -> Any:
+    """The tokenizer and the family's processor, with every size that the model fixes taken from the model."""
+    model, given = config["model"], config.get("tokenizer")
+    resolve(MODELS, model, where="model")
+    tokenizer = None if given is None else build(TOKENIZERS, given, where="tokenizer")
+    section = dict(config.get("processor") or {})
+    return build_family(config).processor(model, section, tokenizer=tokenizer, seed=seed, rules=rules)
 
 
 def build_limits(train_cfg: Mapping[str, Any], ruler: Ruler) -> list[Duration]:
@@ -199,26 +193,18 @@ def total_sequences(limits: Sequence[Duration], geometry: Geometry, tokens_per_s
     return math.floor(total)
 
 
-def build_model(config: Mapping[str, Any], processor: UnifiedProcessor, *, stream: bool = False) -> nn.Module:
+def build_model(config: Mapping[str, Any], processor: Any, *, stream: bool = False) -> nn.Module:
     """The model on the CPU in fp32: the same weights on every rank and process count.
 
     ``stream``: on the meta device if its weights are published ones, which its ``initial_weights`` then reads. A model
     that is to be quantised is whole first.
     """
-    spec = dict(config["model"])
-    vocabulary = len(processor.tokenizer)  # type: ignore[arg-type]
-    if isinstance(spec.get("llm"), Mapping) and "vocab_size" not in spec["llm"] and not spec.get("pretrained"):
-        spec["llm"] = {**spec["llm"], "vocab_size": vocabulary}
+    spec, tokenizer = dict(config["model"]), getattr(processor, "tokenizer", None)
     torch.manual_seed(seed_of(config))
     kind = find(MODELS, spec, where="model")
     stream = stream and bool(spec.get("pretrained")) and not spec.get("quantize") and hasattr(kind, "initial_weights")
     with torch.device("meta") if stream else nullcontext():
-        model = build(MODELS, spec, where="model")
-    if model.vocab_size < vocabulary:
-        raise ConfigError(
-            f"model.llm.vocab_size is {model.vocab_size}", allowed=f"at least {vocabulary}, the tokenizer's"
-        )
-    return model
+        return family_of_model(kind).build(spec, vocab_size=None if tokenizer is None else len(tokenizer))
 
 
 def build_groups(config: Mapping[str, Any], named: Iterable[tuple[str, nn.Parameter]]) -> list[ParamGroup]:
@@ -294,12 +280,8 @@ def build_schedules(
 
 
 def build_loss_weights(config: Mapping[str, Any]) -> dict[str, float]:
-    """The weight of each term that has another than 1."""
-    given = dict(config.get("loss_weights") or {})
-    for term, weight in given.items():
-        if not 0 <= weight < math.inf:
-            raise ConfigError(f"loss_weights.{term} is {weight}", allowed="a number of at least 0")
-    return given
+    """The weight of each term that has another than 1; ``components`` has checked them."""
+    return dict(config.get("loss_weights") or {})
 
 
 def build_hooks(config: Mapping[str, Any]) -> list[Hook]:

@@ -6,12 +6,14 @@ for the autoencoder of a model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mmengine.registry import Registry
 
 from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.hints import fits
 from unigen_ds.core.registry import (
     AUTOENCODERS,
     BACKENDS,
@@ -23,12 +25,15 @@ from unigen_ds.core.registry import (
     TOKENIZERS,
     TRANSFORMS,
     WRITERS,
+    argument_problems,
     component_problems,
     find,
 )
-from unigen_ds.runner.build import DEFAULT_HOOKS, import_custom
+from unigen_ds.families.base import Family
+from unigen_ds.runner.build import DEFAULT_HOOKS, build_family, import_custom
 
-REQUIRED = ("model", "tokenizer", "train_dataloader", "optim_wrapper", "train_cfg")
+REQUIRED = ("model", "train_dataloader", "optim_wrapper", "train_cfg")
+"""Besides a tokenizer, where the family of the model needs one."""
 
 _CHANNELS = {"RGB": 3, "L": 1}
 Found = tuple[Registry, Any, str]
@@ -36,20 +41,55 @@ Found = tuple[Registry, Any, str]
 
 def problems(config: Mapping[str, Any]) -> list[ConfigError]:
     """An error for each section that is missing, and for everything that is wrong with a component."""
-    missing = [key for key in REQUIRED if config.get(key) is None]
     errors: list[ConfigError] = []
-    if missing:
-        errors.append(
-            ConfigError(f"the config has no {', '.join(missing)}", remedy="see docs/configs.md for the shape")
-        )
     try:
         import_custom(config)
     except ConfigError as error:
-        return [*errors, error]
+        errors.append(error)
+    found = _family(config)
+    needed = [*REQUIRED[:1], *["tokenizer"] * (found is None or found.needs_tokenizer), *REQUIRED[1:]]
+    missing = [key for key in needed if config.get(key) is None]
+    if missing:
+        problem = f"the config has no {', '.join(missing)}"
+        errors.insert(0, ConfigError(problem, remedy="see docs/configs.md for the shape"))
+    if len(errors) > bool(missing):
+        return errors
     for registry, spec, where in _components(config):
         errors += component_problems(registry, spec, where=where)
+    if found is not None:
+        errors += _of_family(config, found)
     whole = isinstance(config.get("model"), Mapping) and isinstance(config.get("backend"), Mapping | None)
     return errors or (_misfit(config) if whole else [])
+
+
+def _family(config: Mapping[str, Any]) -> Family | None:
+    """That of ``model.type``; None where it names no model."""
+    try:
+        return build_family(config) if isinstance(config.get("model"), Mapping) else None
+    except ConfigError:
+        return None
+
+
+_FIXED = ("tokenizer", "seed", "rules")
+"""Arguments of a processor that no config sets in its section."""
+
+
+def _of_family(config: Mapping[str, Any], family: Family) -> list[ConfigError]:
+    """What is wrong with ``processor`` and ``loss_weights``, whose keys are the family's."""
+    processor, weights = config.get("processor"), config.get("loss_weights")
+    errors: list[ConfigError] = []
+    if isinstance(processor, Mapping):
+        errors += [
+            ConfigError(f"processor.{key} cannot be set", remedy="delete it") for key in _FIXED if key in processor
+        ]
+        errors += argument_problems(family.processor_arguments(), processor, where="processor")
+    for term, weight in weights.items() if isinstance(weights, Mapping) else ():
+        if term not in family.terms:
+            hint = {"allowed": ", ".join(family.terms), "remedy": f"{family.model.__name__} has no other loss terms"}
+            errors.append(ConfigError(f"loss_weights.{term} is the weight of no loss term", **hint))
+        elif not fits(weight, float) or not 0 <= weight < math.inf:
+            errors.append(ConfigError(f"loss_weights.{term} is {weight!r}", allowed="a number of at least 0"))
+    return errors
 
 
 def _misfit(config: Mapping[str, Any]) -> list[ConfigError]:

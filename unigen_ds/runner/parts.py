@@ -28,7 +28,7 @@ from unigen_ds.core.registry import BACKENDS, build, registered_name
 from unigen_ds.core.seeding import seed_everything
 from unigen_ds.data.loader import UpdateLoader
 from unigen_ds.data.overflow import check_positions
-from unigen_ds.data.processor import UnifiedProcessor
+from unigen_ds.data.processor import Processor
 from unigen_ds.data.statistics import start_lines
 from unigen_ds.data.stream import Cursor
 from unigen_ds.hooks.base import Hook
@@ -69,7 +69,7 @@ class Parts:
     cursor: Cursor
     """Where the loader starts."""
     source_names: Sequence[str]
-    processor: UnifiedProcessor
+    processor: Processor
     schedules: Schedules
     hooks: Sequence[Hook]
     ruler: Ruler

@@ -209,7 +209,7 @@ class Runner:
             hook_shards={folder: shards for hook in self.hooks for folder, shards in hook.shards().items()},
             config_text=parts.config_text,
             before=self._before_save,
-            write_tokenizer=write_tokenizer(parts.plain_config, parts.processor.tokenizer),
+            write_tokenizer=write_tokenizer(parts.plain_config, getattr(parts.processor, "tokenizer", None)),
         )
         self._parent = path.name
         return path

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from unigen_ds.core import dist
-from unigen_ds.core.batch import PackedBatch
+from unigen_ds.core.batch import Batch
 from unigen_ds.data.loader import MicroBatch
 
 _TALLIES = ("tokens", "samples", "skipped", "stops")
@@ -70,7 +70,7 @@ class _Pending:
 
 
 def _start(micro_batches: Sequence[MicroBatch], *, stop: bool) -> _Pending:
-    batches: list[PackedBatch] = [micro_batch.batch for micro_batch in micro_batches]
+    batches: list[Batch] = [micro_batch.batch for micro_batch in micro_batches]
     targets = [batch.target_counts() for batch in batches]
     terms = sorted(targets[0])
     local = [sum(t[term] for t in targets) for term in terms]

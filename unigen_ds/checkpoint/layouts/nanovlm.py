@@ -5,22 +5,12 @@ Rows are read when they are asked for.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from unigen_ds.checkpoint.layouts.base import PieceReader
 from unigen_ds.core.shards import MASTER
-
-_WEIGHTS, _CONFIG = "model.safetensors", "config.json"
-
-
-def is_nanovlm(folder: Path) -> bool:
-    """Whether its ``config.json`` is nanoVLM's."""
-    try:
-        config = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(config, dict) and "mp_pixel_shuffle_factor" in config and (folder / _WEIGHTS).is_file()
+from unigen_ds.families.nanovlm.directory import WEIGHTS
+from unigen_ds.families.nanovlm.directory import is_nanovlm as is_nanovlm
 
 
 class NanoVLMReader(PieceReader):
@@ -30,7 +20,7 @@ class NanoVLMReader(PieceReader):
         from unigen_ds.families.nanovlm.published import TIED, stored_nanovlm  # imported only where it is needed
 
         super().__init__(unique=True)
-        path = directory / _WEIGHTS
+        path = directory / WEIGHTS
         found = stored_nanovlm(path)
         embedding, head = TIED
         if embedding not in found:

@@ -19,7 +19,7 @@ from unigen_ds.core.files import rename_into_place, temporary_beside
 from unigen_ds.core.registry import DATASETS
 from unigen_ds.data.datasets import UnifiedGenerationDataset
 from unigen_ds.data.order import permute_many
-from unigen_ds.data.processor import UnifiedProcessor
+from unigen_ds.data.processor import ConversationProcessor
 from unigen_ds.data.transforms import open_image
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -56,7 +56,7 @@ class DigitsDataset(UnifiedGenerationDataset):
         root: str | Path,
         split: Literal["train", "val"] = "train",
         *,
-        processor: UnifiedProcessor,
+        processor: ConversationProcessor,
         task: Literal["both", "draw", "caption"] = "both",
         weight: float | None = None,
         name: str | None = None,

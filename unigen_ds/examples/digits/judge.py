@@ -18,9 +18,9 @@ from PIL import Image
 from torch import Tensor
 
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.data.processor import UnifiedProcessor
 from unigen_ds.examples.digits.dataset import TRAIN_SIZE, WORDS, caption, draw_prompt, read_split
 from unigen_ds.families.bagel.flow_settings import FlowSettings
+from unigen_ds.families.bagel.processor import UnifiedProcessor
 from unigen_ds.families.bagel.sampler import draw, read
 
 DRAWN_PER_DIGIT = 20

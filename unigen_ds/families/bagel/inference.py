@@ -21,11 +21,12 @@ from torch import Tensor
 
 from unigen_ds.core.batch import PackedBatch
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.seeding import generator
-from unigen_ds.data.collate import Loaded, pack_documents
-from unigen_ds.data.processor import UnifiedProcessor
-from unigen_ds.data.samples import ImageSplit, TextSplit, TokenSplit
+from unigen_ds.core.seeding import derive_seed, generator
+from unigen_ds.data.collate import pack_documents
+from unigen_ds.data.samples import Loaded
+from unigen_ds.data.splits import ImageSplit, TextSplit, TokenSplit
 from unigen_ds.families.bagel.flow_settings import FlowSettings, flow_for
+from unigen_ds.families.bagel.processor import UnifiedProcessor
 from unigen_ds.families.bagel.sampler import guide, image_grid, noise_image, times, vit_image
 from unigen_ds.inference.generated import Generated
 from unigen_ds.inference.kv_cache import KVCache
@@ -68,6 +69,18 @@ class Contexts:
     without_image: Context = field(default_factory=Context)
 
 
+@dataclass(frozen=True)
+class _Manner:
+    """How texts are written and pictures are drawn (``unified_generate``)."""
+
+    size: Sequence[int]
+    flow: FlowSettings
+    on_step: OnStep | None
+    max_length: int
+    temperature: float
+    seed: int
+
+
 class InterleaveInferencer:
     """A model that draws and reads.
 
@@ -93,8 +106,10 @@ class InterleaveInferencer:
         temperature: float = 0.0,
         seed: int = 0,
         on_step: OnStep | None = None,
+        max_parts: int = 0,
     ) -> Generated:
-        """A picture for ``prompt``; with ``images`` an edited one; with ``understand`` a text instead.
+        """A picture for ``prompt``; with ``images`` an edited one; with ``understand`` a text instead; with
+        ``max_parts`` texts and pictures by turns.
 
         Args:
             images: pictures or paths, shown before the prompt.
@@ -105,7 +120,15 @@ class InterleaveInferencer:
             max_length: tokens of the text at most.
             temperature: of the text; 0 takes the likeliest token.
             seed: of every random number.
+            on_step: called in each Euler step.
+            max_parts: 0: one answer, as above. Else a text, a picture, a text, ..., up to so many; each is read again
+                before the next, as if it had been given. It ends earlier where a text is empty.
         """
+        if max_parts < 0 or (max_parts and understand):
+            raise ConfigError(
+                f"max_parts is {max_parts}" + " with understand" * understand,
+                allowed="a whole number of at least 0; with understand there is one text and no picture",
+            )
         contexts, flow = Contexts(), flow or flow_for(self.model)[0]
         if think:
             self._show_prompt(contexts, THINK_THEN_ANSWER if understand else THINK_THEN_DRAW)
@@ -115,19 +138,54 @@ class InterleaveInferencer:
             size = size or (shown.height, shown.width)
         if prompt or not understand:  # a picture alone may be read, as in training
             self._add_text(contexts, prompt)
-        text = ""
-        if think or understand:
-            ids = self.write(contexts.full, max_length=max_length, temperature=temperature, seed=seed)
-            text = self.processor.tokenizer.decode(ids)
+        if not understand:
+            size = size or self._largest_square()
+        manner = _Manner(size or (), flow, on_step, max_length, temperature, seed)
+        if max_parts:
+            return self._alternate(contexts, manner, max_parts, shown=len(images))
+        text = self._written(contexts, manner) if think or understand else ""
         if understand:
             return Generated(text, [])
         if think:
             self.extend_text(contexts.full, self.processor.tokenizer.encode(text))
-        grid = image_grid(self.processor, size or self._largest_square())
+        return Generated(text, [self._drawn(contexts, manner)])
+
+    def _alternate(self, contexts: Contexts, manner: _Manner, max_parts: int, *, shown: int) -> Generated:
+        """Texts and pictures by turns. ``shown``: images that were given."""
+        parts: list[str | Image.Image] = []
+        texts: list[str] = []
+        images: list[Image.Image] = []
+        while len(parts) < max_parts:
+            if len(texts) == len(images):
+                text = self._written(contexts, manner, number=len(texts))
+                if not text.strip():
+                    break
+                self._add_text(contexts, text)
+                texts.append(text)
+                parts.append(text)
+            else:
+                image = self._drawn(contexts, manner, number=len(images))
+                if len(parts) + 1 < max_parts:
+                    key = (manner.seed, shown + len(images), "vae")
+                    self._show_image(contexts, image, draw=True, noise_key=key)
+                images.append(image)
+                parts.append(image)
+        return Generated("\n".join(texts), images, parts)
+
+    def _written(self, contexts: Contexts, manner: _Manner, *, number: int = 0) -> str:
+        """The text of that number, which the contexts do not have yet."""
+        seed = derive_seed(manner.seed, "part", number) if number else manner.seed
+        ids = self.write(contexts.full, max_length=manner.max_length, temperature=manner.temperature, seed=seed)
+        text: str = self.processor.tokenizer.decode(ids)
+        return text
+
+    def _drawn(self, contexts: Contexts, manner: _Manner, *, number: int = 0) -> Image.Image:
+        """The picture of that number, from noise of its own."""
+        grid = image_grid(self.processor, manner.size)
         width = self.processor.latent_channels * self.processor.latent_patch_size**2
-        noise_LC = torch.randn(grid[0] * grid[1], width, generator=generator(seed, 0, "draw"))
-        x_LC = self.denoise(contexts, noise_LC, grid, flow=flow, on_step=on_step)
-        return Generated(text, [to_picture(self.decode(x_LC, grid))])
+        noise_LC = torch.randn(grid[0] * grid[1], width, generator=generator(manner.seed, number, "draw"))
+        x_LC = self.denoise(contexts, noise_LC, grid, flow=manner.flow, on_step=manner.on_step)
+        return to_picture(self.decode(x_LC, grid))
 
     # --- contexts ---------------------------------------------------------------------------------------------
 

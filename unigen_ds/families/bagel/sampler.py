@@ -17,11 +17,12 @@ from torch import Tensor
 from unigen_ds.core.batch import PackedBatch
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.seeding import generator
-from unigen_ds.data.collate import Loaded, LoadedImage, pack_documents
-from unigen_ds.data.processor import UnifiedProcessor
-from unigen_ds.data.samples import ImageSplit, TextSplit, TokenSplit
+from unigen_ds.data.collate import pack_documents
+from unigen_ds.data.samples import Loaded
+from unigen_ds.data.splits import ImageSplit, LoadedImage, TextSplit, TokenSplit
 from unigen_ds.data.transforms import patchify
 from unigen_ds.families.bagel.flow_settings import FlowSettings
+from unigen_ds.families.bagel.processor import UnifiedProcessor
 from unigen_ds.models.flow import sampling_timesteps, unpatchify_latent
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.log import logger
 from unigen_ds.core.seeding import generator
-from unigen_ds.data.processor import UnifiedProcessor
-from unigen_ds.data.samples import TokenSplit
+from unigen_ds.data.processor import ConversationProcessor
+from unigen_ds.data.splits import TokenSplit
 from unigen_ds.inference.continuation import likeliest, write_on
 from unigen_ds.inference.generated import Generated
 
@@ -20,7 +20,7 @@ from unigen_ds.inference.generated import Generated
 class TextInferencer:
     """A ``DecoderLM`` in evaluation mode, behind the words of ``InterleaveInferencer``."""
 
-    def __init__(self, model: Any, processor: UnifiedProcessor) -> None:
+    def __init__(self, model: Any, processor: ConversationProcessor) -> None:
         self.model, self.processor = model, processor
 
     def unified_generate(

@@ -27,6 +27,12 @@ _NOT_THE_MODELS = {"use_cache", "pretraining_tp", "bos_token_id", "eos_token_id"
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
 
 
+def is_decoder(directory: Path) -> bool:
+    """Whether it is transformers' directory of a model that ``DecoderLM`` knows."""
+    config = directory / "config.json"
+    return config.is_file() and read_json(config).get("model_type") in MODEL_TYPES
+
+
 def open_directory(directory: Path) -> Pretrained:
     """``sizes`` is the whole ``config.json``. Raises ``ConfigError``, ``CheckpointError``."""
     return Pretrained(

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.data.collate import Loaded, load_tiles
 from unigen_ds.data.formats import Turn
-from unigen_ds.data.samples import ImageSplit, Sample, TiledSplit
+from unigen_ds.data.samples import Loaded, Sample
 from unigen_ds.families.nanovlm.processor import VLMProcessor
 from unigen_ds.inference.continuation import write_on
 from unigen_ds.inference.generated import Generated
@@ -53,11 +52,7 @@ def answer(
 
 
 def _loaded(sample: Sample, processor: VLMProcessor) -> list[Loaded]:
-    return [
-        load_tiles(split, processor) if isinstance(split, TiledSplit) else split
-        for split in sample.splits
-        if not isinstance(split, ImageSplit)  # a VLMProcessor plans none
-    ]
+    return [split.load(processor, None) for split in sample.splits]
 
 
 def generate(

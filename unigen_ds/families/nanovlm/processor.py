@@ -10,15 +10,18 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from unigen_ds.core.errors import DataError
+from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.data.augment import Augment
 from unigen_ds.data.chat import RenderedChat, encode_rendered, next_token_labels
 from unigen_ds.data.formats import Turn
-from unigen_ds.data.processor import UnifiedProcessor, is_document
+from unigen_ds.data.processor import ConversationProcessor, is_document
 from unigen_ds.data.rules import CURRENT, DataRules
-from unigen_ds.data.samples import Sample, Split, TiledSplit, TokenSplit
-from unigen_ds.data.tiles import IMAGE_TOKEN, Tiling, image_string, num_tiles
+from unigen_ds.data.samples import Sample, Split
+from unigen_ds.data.splits import TokenSplit
+from unigen_ds.data.tiles import IMAGE_TOKEN, Tiling, TransformTiling, image_string, num_tiles
 from unigen_ds.data.tokenizers import ChatTokenizer
-from unigen_ds.data.transforms import ImageHeader
+from unigen_ds.data.transforms import ImageHeader, ImageTransform
+from unigen_ds.families.nanovlm.splits import TiledSplit
 
 
 @dataclass
@@ -45,7 +48,7 @@ class _Chat:
     spelled: bool
 
 
-class VLMProcessor(UnifiedProcessor):
+class VLMProcessor(ConversationProcessor):
     """The model's view of a conversation.
 
     Args:
@@ -56,7 +59,10 @@ class VLMProcessor(UnifiedProcessor):
         max_image_size: pixels of the longer side of an image at most; a multiple of ``tile_size``, up to 8 of it.
         resize_to_max_side_len: bring small images to ``max_image_size``, too.
         ce_reweight: weigh each text target by 1 / sqrt(targets of its text) instead of 1.
-        seed: of the sample's randomness; there is none yet.
+        vit_transform: resizes a picture before it is cut into tiles, instead of nanoVLM's rule (the two settings
+            above); both sides become multiples of ``tile_size``.
+        vit_augment: random changes of the resized picture, in training only.
+        seed: of the random changes.
         rules: versions of the rules by which texts and images are read.
     """
 
@@ -73,26 +79,34 @@ class VLMProcessor(UnifiedProcessor):
         max_image_size: int | None = None,
         resize_to_max_side_len: bool = False,
         ce_reweight: bool = False,
+        vit_transform: ImageTransform | None = None,
+        vit_augment: Sequence[Augment] = (),
         seed: int = 0,
         rules: DataRules = CURRENT,
     ) -> None:
+        super().__init__(tokenizer, ce_reweight=ce_reweight, seed=seed, rules=rules)
         side = tile_size // vit_patch_size
-        super().__init__(
-            tokenizer,
-            vit_patch_size=vit_patch_size,
-            vit_max_patches_per_side=side,
-            ce_reweight=ce_reweight,
-            seed=seed,
-            rules=rules,
-        )
+        self.vit_patch_size, self.vit_max_patches_per_side = vit_patch_size, side
         self.tokens_per_tile = (side // pixel_shuffle_factor) ** 2
-        largest = 4 * tile_size if max_image_size is None else max_image_size
-        self.tiling: Tiling = Tiling(tile_size, largest, resize_to_max_side_len)
+        self.vit_augment = tuple(vit_augment)
+        self.tiling: Tiling | TransformTiling
+        if vit_transform is None:
+            largest = 4 * tile_size if max_image_size is None else max_image_size
+            self.tiling = Tiling(tile_size, largest, resize_to_max_side_len)
+        elif max_image_size is not None or resize_to_max_side_len:
+            raise ConfigError(
+                "processor sets vit_transform, and max_image_size or resize_to_max_side_len",
+                remedy="leave one of them out: vit_transform resizes the pictures",
+            )
+        else:
+            self.tiling = TransformTiling(vit_transform, tile_size)
 
     @property
     def fingerprint(self) -> str:
-        facts = ("vlm-plan-1", self.tokenizer.fingerprint, self.tiling, self.tokens_per_tile)
-        return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+        """As of ``ConversationProcessor``."""
+        # written as the tuple of these facts was when the tiling was one of them
+        facts = f"('vlm-plan-1', {self.tokenizer.fingerprint!r}, {self.tiling.fingerprint}, {self.tokens_per_tile!r})"
+        return hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
 
     def touches(self, header: ImageHeader) -> bool:
         return header.changed or header.transparent

@@ -20,6 +20,7 @@ from torch import Tensor
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.files import write_atomic, write_text_atomic
 from unigen_ds.core.outputs import save_safetensors
+from unigen_ds.families.nanovlm.directory import CONFIG, WEIGHTS
 from unigen_ds.models.quantized import plain_state_dict
 from unigen_ds.models.weights import Pretrained, Stored, check_fixed, read_json, stated_sizes, stored_tensors
 
@@ -61,7 +62,6 @@ _HEAD, _EMBEDDING, _FREQUENCIES = (
     "decoder.rotary_embd.inv_freq",
 )
 
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
 EXTRA_TOKENS = 66
 """Image, global image and 8 x 8 rows and columns: the tokens that nanoVLM adds to a language model's."""
 _PART_PREFIX = {"vit": "", "llm": "language_model."}

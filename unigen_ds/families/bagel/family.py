@@ -1,0 +1,68 @@
+"""``Bagel``: the family of ``UnifiedModel``. A model of a user's own that no other family has is treated as one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unigen_ds.core.registry import FAMILIES
+from unigen_ds.families.bagel.exported import read_exported
+from unigen_ds.families.bagel.inference import InterleaveInferencer
+from unigen_ds.families.bagel.model import UnifiedModel
+from unigen_ds.families.bagel.processor import UnifiedProcessor
+from unigen_ds.families.bagel.published import is_published, write_published
+from unigen_ds.families.base import ConversationFamily, PublishedFormat
+
+_VAE_LARGEST, _VIT_SMALLEST = 1024, 224  # pixels, as BAGEL's own transforms have them
+
+
+class BagelDirectory(PublishedFormat):
+    """``llm_config.json``, ``vit_config.json``, ``ema.safetensors``, ``ae.safetensors`` and a tokenizer."""
+
+    name = "BAGEL's directory"
+    complete = True
+
+    def recognises(self, folder: Path) -> bool:
+        return is_published(folder)
+
+    def config(self, folder: Path) -> dict[str, Any]:
+        """With BAGEL's image sizes, or those that an export has kept."""
+        exported = read_exported(folder)
+        model: dict[str, Any] = {"type": "UnifiedModel", "pretrained": str(folder)}
+        if "timestep_shift" in exported:
+            model["timestep_shift"] = exported["timestep_shift"]
+        sizes = UnifiedModel.processor_sizes(model)
+        latent, patch = sizes["vae_downsample"], sizes["vit_patch_size"]
+        vae = min(_VAE_LARGEST, sizes["max_latent_size"] * latent)
+        vit = sizes["vit_max_patches_per_side"] * patch
+        transforms = {
+            "vae_transform": {"max_size": vae, "min_size": vae // 2, "stride": latent},
+            "vit_transform": {"max_size": vit, "min_size": min(_VIT_SMALLEST, vit), "stride": patch},
+        }
+        return {
+            "model": model,
+            "tokenizer": {"type": "PretrainedTokenizer", "path": str(folder)},
+            "processor": {
+                name: exported.get(name) or {"type": "ImageTransform", **given} for name, given in transforms.items()
+            },
+        }
+
+    def write(
+        self, model: Any, processor: Any, out: Path, *, source: Path | None, dtype: torch.dtype, max_shard_size: str
+    ) -> None:
+        write_published(model, out, processor=processor, source=source, dtype=dtype)
+
+
+@FAMILIES.register_module()
+class Bagel(ConversationFamily):
+    """Texts and images, read and written: a mixture of transformers."""
+
+    model = UnifiedModel
+    processor_type = UnifiedProcessor
+    terms = ("text", "image")
+    published = (BagelDirectory(),)
+
+    def inferencer(self, model: Any, processor: Any) -> InterleaveInferencer:
+        return InterleaveInferencer(model, processor)

@@ -1,0 +1,175 @@
+"""What makes one kind of model: ``Family``, the registry's lookup, and what families of conversations share.
+
+A family is found from the model's class (``model.type``), so a config names only the model. A user's own family is a
+module in ``custom_imports`` that registers a model in ``MODELS`` and a subclass of ``Family`` in ``FAMILIES``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.registry import FAMILIES, MODELS, TRANSFORMS, build, find
+from unigen_ds.data.processor import ConversationProcessor, Processor
+from unigen_ds.data.rules import DataRules
+
+
+class PublishedFormat:
+    """A directory in which others publish such models."""
+
+    name: ClassVar[str]
+    """For messages: ``nanoVLM's directory``."""
+    pretrained: ClassVar[bool] = True
+    """Whether ``model.pretrained`` of ``config`` reads the weights; otherwise they are read as a checkpoint's."""
+    complete: ClassVar[bool] = False
+    """Whether the directory has all that a config would tell: one that is given beside it is not used."""
+
+    def recognises(self, folder: Path) -> bool:
+        """Whether the folder is one. Called for any path; reads at most its small files."""
+        raise NotImplementedError(f"{type(self).__name__}.recognises")
+
+    def config(self, folder: Path) -> dict[str, Any]:
+        """The sections ``model``, ``tokenizer`` and ``processor`` of a config for it.
+
+        Raises ``ConfigError`` or ``CheckpointError`` where the folder lacks a file for that.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.config")
+
+    def write(
+        self, model: Any, processor: Any, out: Path, *, source: Path | None, dtype: torch.dtype, max_shard_size: str
+    ) -> None:
+        """Write the model into the new folder ``out``: complete, or not at all.
+
+        Args:
+            source: a directory of the same sizes, whose other files are copied byte for byte.
+            dtype: of the weights.
+            max_shard_size: of a file, where the format can have several.
+
+        Raises ``ConfigError`` where ``out`` exists or ``source`` does not fit, ``CheckpointError`` on a full disk.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.write")
+
+
+class Family:
+    """One kind of model. Subclass it, set the attributes, register it in ``FAMILIES``; it has no state.
+
+    What the engines ask is asked of the model itself: ``shard_units() -> list of layers``, to shard them one by one,
+    and optionally ``flops(batch) -> float``.
+    """
+
+    model: ClassVar[type[nn.Module]]
+    """Registered in ``MODELS``; ``forward(batch) -> LossTerms``. Its subclasses belong to the family, too."""
+    terms: ClassVar[tuple[str, ...]]
+    """Names of its loss terms: the keys of ``LossTerms.sums``, of ``Batch.target_counts()`` and of ``loss_weights``."""
+    published: ClassVar[tuple[PublishedFormat, ...]] = ()
+    """The first one is what an export writes."""
+    needs_tokenizer: ClassVar[bool] = True
+    """Whether a config must have a ``tokenizer``."""
+    settings: ClassVar[type | None] = None
+    """Class of the section ``model``; None: the model's constructor says what the section may hold."""
+
+    def build(self, spec: Mapping[str, Any], *, vocab_size: int | None) -> nn.Module:
+        """The model of the section ``model``. ``vocab_size``: the tokenizer's, where there is one.
+
+        Runs with torch's generator seeded, maybe on the meta device (only a model with ``initial_weights``).
+        """
+        made: nn.Module = build(MODELS, spec, where="model")
+        return made
+
+    def processor_arguments(self) -> Any:
+        """The callable whose arguments the section ``processor`` sets: its annotations say what is allowed."""
+        raise NotImplementedError(f"{type(self).__name__}.processor_arguments")
+
+    def processor(
+        self, spec: Mapping[str, Any], given: Mapping[str, Any], *, tokenizer: Any, seed: int, rules: DataRules
+    ) -> Processor:
+        """What makes batches of records.
+
+        Args:
+            spec: the section ``model``; a size that it fixes is not set in ``given``.
+            given: the section ``processor``.
+            tokenizer: None where the config has none.
+            seed: of all random numbers of the data.
+            rules: versions of the rules by which records are read.
+        """
+        try:
+            made: Processor = self.processor_arguments()(tokenizer=tokenizer, seed=seed, rules=rules, **given)
+        except TypeError as error:
+            raise ConfigError(f"processor: {error}") from error
+        return made
+
+    def inferencer(self, model: Any, processor: Any) -> Any:
+        """An object with ``unified_generate(prompt, ...) -> Generated``, for ``tools/generate.py``."""
+        raise ConfigError(f"{type(model).__name__} has no inference", remedy="use the model itself, in your own code")
+
+
+class ConversationFamily(Family):
+    """A family that learns from conversations: it has a tokenizer and a ``ConversationProcessor``."""
+
+    processor_type: ClassVar[type[ConversationProcessor]]
+
+    def build(self, spec: Mapping[str, Any], *, vocab_size: int | None) -> nn.Module:
+        """``model.llm.vocab_size`` is the tokenizer's where it is not given."""
+        if isinstance(spec.get("llm"), Mapping) and "vocab_size" not in spec["llm"] and not spec.get("pretrained"):
+            spec = {**spec, "llm": {**spec["llm"], "vocab_size": vocab_size}}
+        model: Any = super().build(spec, vocab_size=vocab_size)
+        if vocab_size is not None and model.vocab_size < vocab_size:
+            raise ConfigError(
+                f"model.llm.vocab_size is {model.vocab_size}", allowed=f"at least {vocab_size}, the tokenizer's"
+            )
+        return model
+
+    def processor_arguments(self) -> Any:
+        return self.processor_type
+
+    def processor(
+        self, spec: Mapping[str, Any], given: Mapping[str, Any], *, tokenizer: Any, seed: int, rules: DataRules
+    ) -> Processor:
+        given = {**given, **_transforms(given)}
+        kind: Any = find(MODELS, spec, where="model")
+        sizes = kind.processor_sizes(spec) if hasattr(kind, "processor_sizes") else {}
+        both = sorted(set(sizes) & set(given))
+        if both:
+            raise ConfigError(f"processor sets {', '.join(both)}", remedy="leave it out: the model's config fixes it")
+        return super().processor(spec, {**sizes, **given}, tokenizer=tokenizer, seed=seed, rules=rules)
+
+
+def _transforms(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The transforms of the section ``processor``, built."""
+    made: dict[str, Any] = {
+        key: build(TRANSFORMS, given[key], where=f"processor.{key}")
+        for key in ("vit_transform", "vae_transform")
+        if given.get(key) is not None
+    }
+    if augment := given.get("vit_augment"):
+        made["vit_augment"] = [
+            build(TRANSFORMS, spec, where=f"processor.vit_augment[{i}]") for i, spec in enumerate(augment)
+        ]
+    return made
+
+
+def families() -> list[Family]:
+    """Every registered family."""
+    return [kind() for kind in FAMILIES.module_dict.values()]
+
+
+def family_of(kind: type) -> Family | None:
+    """The family of a model's class: the one with the nearest base class. None: no family has it."""
+    of_bases = {family.model: family for family in families()}
+    found = next((of_bases[base] for base in kind.__mro__ if base in of_bases), None)
+    named = getattr(kind, "processor", None)  # a model of a user's own may name the processor of its batches
+    if found is None and isinstance(named, str):
+        same = [f for f in families() if getattr(f.processor_arguments(), "__name__", "") == named]
+        found = same[0] if same else None
+    return found
+
+
+def published_format(folder: Path, *, complete: bool = False) -> PublishedFormat | None:
+    """The format of a directory, if any family has it. ``complete``: only one of those."""
+    formats = [each for family in families() for each in family.published if each.complete or not complete]
+    return next((each for each in formats if each.recognises(folder)), None)

@@ -1,0 +1,67 @@
+"""``Decoder``: the family of ``DecoderLM``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unigen_ds.core.errors import CheckpointError
+from unigen_ds.core.registry import FAMILIES
+from unigen_ds.families.bagel.processor import UnifiedProcessor
+from unigen_ds.families.base import ConversationFamily, PublishedFormat
+from unigen_ds.families.decoder_lm.inference import TextInferencer
+from unigen_ds.families.decoder_lm.model import DecoderLM
+from unigen_ds.families.decoder_lm.published import is_decoder, write_directory
+from unigen_ds.models.weights import read_json
+
+
+class TransformersDirectory(PublishedFormat):
+    """``config.json``, safetensors and a tokenizer."""
+
+    name = "a directory of transformers"
+
+    def recognises(self, folder: Path) -> bool:
+        return is_decoder(folder)
+
+    def config(self, folder: Path) -> dict[str, Any]:
+        """Begin and end are the tokens that its config names."""
+        from transformers import AutoTokenizer
+
+        stored = read_json(folder / "config.json")
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+            ids = [stored.get("bos_token_id"), stored.get("eos_token_id")]
+            first = [each[0] if isinstance(each, list) and each else each for each in ids]
+            begin, end = (tokenizer.convert_ids_to_tokens(first[1] if each is None else each) for each in first)
+        except (OSError, ValueError, TypeError) as error:
+            raise CheckpointError(
+                f"{folder} has no tokenizer with the tokens of its config: {error}",
+                remedy="name the config of the training: --config CONFIG",
+            ) from error
+        names = {"bos": begin, "eos": end, "image_start": None, "image_end": None}
+        return {
+            "model": {"type": "DecoderLM", "pretrained": str(folder)},
+            "tokenizer": {"type": "PretrainedTokenizer", "path": str(folder), **names},
+        }
+
+    def write(
+        self, model: Any, processor: Any, out: Path, *, source: Path | None, dtype: torch.dtype, max_shard_size: str
+    ) -> None:
+        write_directory(
+            model, out, tokenizer=processor.tokenizer, source=source, dtype=dtype, max_shard_size=max_shard_size
+        )
+
+
+@FAMILIES.register_module()
+class Decoder(ConversationFamily):
+    """Texts, read and written, by transformers' own Llama and Qwen2. Its records are planned as BAGEL's are."""
+
+    model = DecoderLM
+    processor_type = UnifiedProcessor
+    terms = ("text",)
+    published = (TransformersDirectory(),)
+
+    def inferencer(self, model: Any, processor: Any) -> TextInferencer:
+        return TextInferencer(model, processor)

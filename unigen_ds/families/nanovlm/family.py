@@ -1,0 +1,103 @@
+"""``NanoVLM``: the family of ``VLM``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.files import copy_files, new_directory
+from unigen_ds.core.registry import FAMILIES
+from unigen_ds.data.tiles import GLOBAL_TOKEN, IMAGE_TOKEN, MAX_TILES_PER_SIDE, TILE_TOKENS, Tiling, tile_token
+from unigen_ds.families.base import ConversationFamily, PublishedFormat
+from unigen_ds.families.nanovlm.directory import is_nanovlm
+from unigen_ds.families.nanovlm.inference import ChatInferencer
+from unigen_ds.families.nanovlm.model import VLM
+from unigen_ds.families.nanovlm.processor import VLMProcessor
+from unigen_ds.families.nanovlm.published import nanovlm_sizes, save_nanovlm, vlm_arguments
+
+
+class NanoVLMDirectory(PublishedFormat):
+    """``config.json`` and ``model.safetensors``, and maybe a tokenizer."""
+
+    name = "nanoVLM's directory"
+    pretrained = False
+
+    def recognises(self, folder: Path) -> bool:
+        return is_nanovlm(folder)
+
+    def config(self, folder: Path) -> dict[str, Any]:
+        """Its tokenizer is the one beside it, or else the one that it names."""
+        stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        beside = (folder / "tokenizer_config.json").is_file()
+        tokenizer = {"path": str(folder) if beside else stored["lm_tokenizer"]}
+        return {
+            "model": {"type": "VLM", **vlm_arguments(stored)},
+            "tokenizer": {"type": "ChatTokenizer", **tokenizer, "chat_template": stored["lm_chat_template"]},
+            "processor": {
+                "max_image_size": stored["max_img_size"],
+                "resize_to_max_side_len": stored["resize_to_max_side_len"],
+            },
+        }
+
+    def write(
+        self, model: Any, processor: Any, out: Path, *, source: Path | None, dtype: torch.dtype, max_shard_size: str
+    ) -> None:
+        model = model.to(dtype)
+        if source is None:
+            config = _config(model, processor)
+        else:
+            try:
+                config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"--source {source}: config.json cannot be read: {error}") from error
+        with new_directory(out) as folder:
+            if source is None:
+                processor.tokenizer.chat.save_pretrained(folder)
+            else:
+                copy_files(source, folder, wanted=lambda name: name != "model.safetensors")
+            save_nanovlm(model, folder, config=config)
+
+
+@FAMILIES.register_module()
+class NanoVLM(ConversationFamily):
+    """Texts and tiled images, read; texts, written."""
+
+    model = VLM
+    processor_type = VLMProcessor
+    terms = ("text",)
+    published = (NanoVLMDirectory(),)
+
+    def inferencer(self, model: Any, processor: Any) -> ChatInferencer:
+        return ChatInferencer(model, processor)
+
+
+def _tokenizer_name(name: str) -> str:
+    """A hub's name as it is; of a folder of this machine ``.``: the tokenizer is beside the weights."""
+    return "." if Path(name).is_absolute() or Path(name).exists() else name
+
+
+def _config(model: VLM, processor: VLMProcessor) -> dict[str, Any]:
+    """Where nanoVLM has a key that this leaves out, its own default counts."""
+    if not isinstance(processor.tiling, Tiling):
+        raise ConfigError(
+            "nanoVLM's directory has no processor.vit_transform, and this model was trained with one",
+            remedy="--source DIR with a config.json of your own, or tools/zero_to_fp32.py, which writes plain weights",
+        )
+    sides = range(1, MAX_TILES_PER_SIDE + 1)
+    tiles = {f"r{r}c{c}": tile_token(r - 1, c - 1) for r in sides for c in sides}
+    extra = len(TILE_TOKENS) + 2
+    return {
+        **nanovlm_sizes(model),
+        "lm_base_vocab_size": model.vocab_size - extra,
+        "extra_token_amount": extra,
+        "lm_tokenizer": _tokenizer_name(processor.tokenizer.chat.name_or_path),
+        "lm_chat_template": processor.tokenizer.chat.chat_template,
+        "mp_image_token_length": processor.tokens_per_tile,
+        "max_img_size": processor.tiling.max_size,
+        "resize_to_max_side_len": processor.tiling.enlarge,
+        "vlm_extra_tokens": {"image_token": IMAGE_TOKEN, "global_image_token": GLOBAL_TOKEN, **tiles},
+    }
