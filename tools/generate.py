@@ -57,6 +57,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--out", type=Path, default=Path("generated"), metavar="DIR", help="default: generated")
     p.add_argument("--understand", action="store_true", help="answer in text, draw nothing")
     p.add_argument("--think", action="store_true", help="let the model write down its thoughts first")
+    p.add_argument("--max-parts", type=int, default=0, metavar="N",
+                   help="texts and pictures by turns, up to N; default: one answer")  # fmt: skip
     p.add_argument("--size", type=int, nargs=2, metavar=("HEIGHT", "WIDTH"), help="of the picture, in pixels")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--max-length", type=int, default=1000, metavar="N", help="tokens of a text; default: 1000")
@@ -196,12 +198,17 @@ class Output:
         self.next = max([len(lines), *(int(name) + 1 for name in names if name.isdigit())])
 
     def add(self, request: Request, made: Generated, *, seed: int) -> dict[str, Any]:
-        """Write the picture, then its line."""
+        """Write the pictures, then their line."""
         row: dict[str, Any] = {"prompt": request.prompt, "images": list(request.images), "seed": seed}
         row |= {"text": made.text, "file": None}
-        if made.images:
-            row["file"] = f"{self.next:05d}.png"
-            write_atomic(self.folder / row["file"], lambda path: made.images[0].save(path, format="PNG"))
+        names = [f"{self.next:05d}{f'-{k}' if k else ''}.png" for k in range(len(made.images))]
+        for name, image in zip(names, made.images, strict=True):
+            write_atomic(self.folder / name, lambda path, image=image: image.save(path, format="PNG"))  # type: ignore[misc]
+        if names:
+            row["file"] = names[0]
+        if made.parts:
+            files = iter(names)
+            row["parts"] = [part if isinstance(part, str) else {"file": next(files)} for part in made.parts]
         with (self.folder / RESULTS).open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(row, ensure_ascii=False) + "\n")
         self.next += 1
@@ -245,6 +252,7 @@ def generate(arguments: argparse.Namespace) -> None:
             max_length=arguments.max_length,
             temperature=arguments.temperature,
             seed=seed,
+            max_parts=arguments.max_parts,
         )
         try:
             row = output.add(request, made, seed=seed)

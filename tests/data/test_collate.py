@@ -213,6 +213,10 @@ def test_condition_dropout(tmp_path: Path) -> None:
     assert everything.split_modes.tolist() == [NOISE] and everything.position_ids.tolist() == [2] * 3
     dropped = sum(batch(number, text_dropout=0.3).split_modes.numel() == 3 for number in range(300))
     assert 60 < dropped < 120
+    spoken = write_jsonl(tmp_path / "spoken.jsonl", [talk(text("user", "ask"), text("assistant", "yes"))])
+    dataset = UnifiedGenerationDataset(spoken, make_processor(text_dropout=1.0))
+    answer = collate([(Draw(0, 0, 0),)], [dataset], dataset.processor, seq_length=200)
+    assert len(answer.text_ids) == 5 and len(answer.text_target_ids) == 4, "what is learned is never left out"
 
 
 def test_a_noise_image_uses_up_no_position(tmp_path: Path) -> None:

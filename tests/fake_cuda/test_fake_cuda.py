@@ -86,7 +86,7 @@ def test_the_host_waits_once_an_update(reports: Reports, name: str) -> None:
         for phase in ("micro-batch 0", "micro-batch 1", "step"):
             found = waits(report, f"update {update}, {phase}")
             if case.model == "decoder_lm" and (update, phase) == (1, "micro-batch 0"):
-                assert found.pop(("copy cpu -> cuda", "models/decoder_lm.py:_rotary_on")) == 2  # once in a run
+                assert found.pop(("copy cpu -> cuda", "families/decoder_lm/model.py:_rotary_on")) == 2  # once in a run
             assert found == expected.get(phase, {}), (update, phase)
     assert set(waits(report, f"update {first}, hooks")) <= LOG
     assert set(waits(report, f"update {cases.UPDATES}, hooks")) <= LOG | SAVE

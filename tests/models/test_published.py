@@ -222,3 +222,42 @@ def test_plain_rotary_angles_may_be_stated(directory: Path) -> None:
     stated = {"rope_parameters": {"rope_type": "default", "rope_theta": config.pop("rope_theta")}, "rope_scaling": None}
     (directory / CONFIGS[0]).write_text(json.dumps(config | stated))
     UnifiedModel(pretrained=str(directory))
+
+
+def test_another_layer_of_the_vision_tower_is_read(tmp_path: Path, model: UnifiedModel) -> None:
+    """-2 as BAGEL: two layers of the three that its config counts. -3: one, whose output is what the second reads."""
+    shallow = UnifiedModel(pretrained=str(BAGEL), vit_select_layer=-3)
+    layers, own = model.vit_model.vision_model.encoder.layers, shallow.vit_model.vision_model.encoder.layers
+    assert (len(layers), len(own)) == (2, 1) and model.vit_select_layer == -2
+    for name, tensor in own.state_dict().items():
+        assert torch.equal(tensor, layers.state_dict()[name]), name
+    assert "vit_select_layer" not in model.arguments() and shallow.arguments()["vit_select_layer"] == -3
+    write_published(shallow, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "vit_config.json").read_text())["num_hidden_layers"] == 3
+    again = UnifiedModel(pretrained=str(tmp_path / "out"))
+    assert again.vit_select_layer == -3 and len(again.vit_model.vision_model.encoder.layers) == 1
+    rebuilt = UnifiedModel(**shallow.arguments())
+    assert rebuilt.vit_select_layer == -3 and len(rebuilt.vit_model.vision_model.encoder.layers) == 1
+
+
+def test_a_layer_that_the_directory_does_not_have_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"missing: vit_model\.vision_model\.encoder\.layers\.2\."):
+        UnifiedModel(pretrained=str(BAGEL), vit_select_layer=-1)
+    with pytest.raises(ConfigError, match=r"model\.vit_select_layer is 0") as caught:
+        UnifiedModel(pretrained=str(BAGEL), vit_select_layer=0)
+    assert "-1" in str(caught.value)
+
+
+def test_all_layers_of_a_vision_tower_of_others(tmp_path: Path, model: UnifiedModel) -> None:
+    """A SigLIP directory has every layer that its config counts."""
+    place, prefix = tmp_path / "vit", "vit_model."
+    place.mkdir()
+    state = {n.removeprefix(prefix): t for n, t in model.state_dict().items() if n.startswith(prefix)}
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, place / "model.safetensors")
+    stored = json.loads((BAGEL / "vit_config.json").read_text())
+    (place / "config.json").write_text(json.dumps({**stored, "num_hidden_layers": 2}))
+    given = {"llm": model.sizes["llm"], "vae": model.sizes["vae"], "pretrained": {"vit": str(place)}}
+    whole, less = UnifiedModel(**given, vit_select_layer=-1), UnifiedModel(**given)
+    assert [len(m.vit_model.vision_model.encoder.layers) for m in (whole, less)] == [2, 1]
+    layer = "vit_model.vision_model.encoder.layers.1.mlp.fc1.weight"
+    assert torch.equal(whole.state_dict()[layer], model.state_dict()[layer])

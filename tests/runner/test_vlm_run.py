@@ -12,14 +12,19 @@ from safetensors.torch import load_file
 from tests.data.chat_support import CONFIG as NANOVLM_CONFIG
 from tests.data.chat_support import NANOVLM, character_tokenizer
 from tests.data.support import image, picture, talk, text, write_jsonl
+from tests.text_run import KeepBatches
+from unigen_ds.core.batch import PackedBatch
 from unigen_ds.core.config import load_config
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.metrics import read_lines
+from unigen_ds.core.registry import TRANSFORMS
 from unigen_ds.data.formats import Turn
+from unigen_ds.data.transforms import ImageTransform
 from unigen_ds.families.nanovlm.inference import answer
 from unigen_ds.families.nanovlm.model import VLM
 from unigen_ds.families.nanovlm.published import vlm_arguments
 from unigen_ds.runner import Runner
+from unigen_ds.runner.build import build_processor
 
 CONFIG = """
 model = dict(
@@ -125,3 +130,67 @@ def test_settings_of_another_model_are_refused(data, tmp_path, key) -> None:
 def test_a_vocabulary_that_is_too_small_is_refused(data, tmp_path) -> None:
     with pytest.raises(ConfigError, match="vocab_size"):
         Runner.from_cfg(config(data, tmp_path / "x", model__llm__vocab_size=50))
+
+
+@TRANSFORMS.register_module(force=True)
+class Negated:
+    """A random change of a user's own: -x, so that it is seen in every number."""
+
+    def __call__(self, image: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        assert image.shape[0] == 3 and not image.shape[1] % 16 and not image.shape[2] % 16, "the whole resized picture"
+        return -image
+
+
+@TRANSFORMS.register_module(force=True)
+class Sixteen(ImageTransform):
+    """A resizing of a user's own: every picture becomes one tile, whatever its shape."""
+
+    def __init__(self) -> None:
+        super().__init__(max_size=16, min_size=16, stride=16)
+
+    def size(self, width: int, height: int) -> tuple[int, int]:
+        return 16, 16
+
+
+def batches(config: Any, *, updates: int = 2) -> list[PackedBatch]:
+    config.custom_hooks = [{"type": "KeepBatches"}]
+    runner = Runner.from_cfg(config, max_updates=updates)
+    runner.train()
+    (keep,) = [hook for hook in runner.hooks if isinstance(hook, KeepBatches)]
+    return keep.batches
+
+
+def test_random_changes_of_pictures_are_made_in_training_alone(data, tmp_path) -> None:
+    plain = batches(config(data, tmp_path / "plain"))
+    changes = {"processor": {"max_image_size": 32, "vit_augment": [{"type": "Negated"}]}}
+    changed = batches(config(data, tmp_path / "changed", **changes))
+    for own, other in zip(changed, plain, strict=True):
+        assert torch.equal(own.vit_patches, -other.vit_patches)
+        assert torch.equal(own.text_ids, other.text_ids) and own.sample_ids == other.sample_ids
+    assert sum(batch.vit_patches.abs().sum() for batch in plain) > 0
+    made = config(data, tmp_path / "x", **changes)
+    processor = build_processor(made, seed=0)
+    sample = processor.plan([Turn("user", "image", str(data / "dark.png")), Turn("user", "text", "?")], reply=True)
+    (shown,) = [split.load(processor, None) for split in sample.splits if split.num_encoded]
+    assert (shown.vit_patches >= 0).all(), "a prompt is shown as it is"
+
+
+def test_a_transform_of_ones_own_resizes_the_pictures_of_a_vlm(data, tmp_path) -> None:
+    plain = batches(config(data, tmp_path / "plain"))
+    own = batches(config(data, tmp_path / "own", processor={"vit_transform": {"type": "Sixteen"}}))
+    assert any(length for batch in plain for length in batch.vit_lengths)
+    pictures = [sample for batch in own for sample in batch.sample_ids if int(sample.split(":")[1]) % 4]
+    tiles = sum(len(batch.vit_lengths) for batch in own)
+    assert tiles == len(pictures) < sum(len(batch.vit_lengths) for batch in plain), "one tile each"
+    assert not any(batch.skipped for batch in own)
+    assert min(float(batch.vit_patches.min()) for batch in own) < 0, "in [-1, 1], as an ImageTransform gives them"
+
+
+def test_a_transform_that_does_not_fit_the_tiles_is_refused(data, tmp_path) -> None:
+    own = {"type": "ImageTransform", "max_size": 32, "min_size": 16, "stride": 8}
+    with pytest.raises(ConfigError, match=r"processor\.vit_transform has stride 8") as caught:
+        Runner.from_cfg(config(data, tmp_path / "a", processor={"vit_transform": own}))
+    assert "a multiple of the tile, 16" in str(caught.value)
+    both = {"vit_transform": {**own, "stride": 16}, "max_image_size": 32}
+    with pytest.raises(ConfigError, match="processor sets vit_transform, and max_image_size"):
+        Runner.from_cfg(config(data, tmp_path / "b", processor=both))

@@ -83,6 +83,18 @@ def test_a_file_of_prompts(run: Runner, tmp_path: Path) -> None:
         assert image.size == (8, 8) and image.mode == "L"
 
 
+def test_texts_and_pictures_by_turns(run: Runner, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = [str(run.work_dir), "--prompt", "draw a three", "--max-parts", "4", "--max-length", "3", "--raw"]
+    assert main([*words, "--temperature", "9", "--seed", "2", "--out", str(out), *FAST]) == 0
+    (row,) = rows(out)
+    assert [type(part) is str for part in row["parts"]] == [True, False, True, False]
+    assert row["text"].splitlines() == [row["parts"][0], row["parts"][2]] and row["file"] == "00000.png"
+    assert [row["parts"][i]["file"] for i in (1, 3)] == ["00000.png", "00000-1.png"]
+    assert (out / "00000.png").read_bytes() != (out / "00000-1.png").read_bytes()
+    assert main([*words, "--understand", "--out", str(out), *FAST]) == 2
+
+
 def test_a_loop_of_prompts(run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("draw a three\n\ndraw a four\n"))
     assert main([str(run.work_dir), "--out", str(tmp_path / "out"), "--raw", *FAST]) == 0
@@ -131,7 +143,7 @@ def test_what_cannot_work_is_refused(
 def test_a_checkpoint_of_another_model_is_refused(run: Runner, tmp_path: Path) -> None:
     config = json.loads(json.dumps(run.config.to_dict() if hasattr(run.config, "to_dict") else dict(run.config)))
     config["model"]["llm"]["num_hidden_layers"] += 1
-    with pytest.raises(CheckpointError, match=r"no language_model\.model\.layers\.2\."):
+    with pytest.raises(CheckpointError, match=r"missing: language_model\.model\.layers\.2\."):
         open_inferencer(Path(run.work_dir), config=config)
     with pytest.raises(CheckpointError):
         open_inferencer(tmp_path)

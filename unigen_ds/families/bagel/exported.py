@@ -1,7 +1,8 @@
 """``unigen_ds.json`` of an exported directory: what the published form of a model has no place for.
 
 In: a model and its processor. Out: plain values, read again where the directory is loaded: the autoencoder's arguments,
-the sizes of the image transforms, and the ``timestep_shift`` of the training. Names no path.
+the sizes of the image transforms, the ``timestep_shift`` of the training, and another
+``vit_select_layer`` than BAGEL's. Names no path.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ _TRANSFORM = ("max_size", "min_size", "stride", "mode")
 def write_exported(folder: Path, model: Any, processor: Any) -> None:
     """Write the file of a ``UnifiedModel`` and its processor (None: its transforms are the family's)."""
     found: dict[str, Any] = {"vae": dict(model.sizes["vae"]), "timestep_shift": model.timestep_shift}
+    if "vit_select_layer" in model.arguments():
+        found["vit_select_layer"] = model.vit_select_layer
     for name in ("vit_transform", "vae_transform"):
         transform = getattr(processor, name, None)
         if type(transform).__name__ == "ImageTransform":

@@ -26,7 +26,7 @@ from unigen_ds.core.batch import LossTerms, PackedBatch
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.registry import AUTOENCODERS, MODELS, build
 from unigen_ds.families.bagel.exported import read_exported
-from unigen_ds.families.bagel.published import model_sizes, open_pretrained, with_copied_experts
+from unigen_ds.families.bagel.published import VIT_SELECT_LAYER, model_sizes, open_pretrained, with_copied_experts
 from unigen_ds.models import flow
 from unigen_ds.models.attention import Attend, plan_attention
 from unigen_ds.models.flops import attention_flops, encode_flops, linear_flops, trains
@@ -176,6 +176,8 @@ class UnifiedModel(PretrainedModel):
         compile: ``torch.compile`` each decoder layer.
         pretrained: a published directory, or ``dict(llm=..., vit=..., vae=...)`` of directories: initial weights, and
             every size that is not given.
+        vit_select_layer: the layer of ``pretrained``'s vision tower that is read, counted from its end: -1 its last,
+            -2 the one before, as BAGEL; None: as the directory was exported, or -2. What follows it is not built.
         copy_init_moe: gen experts that ``pretrained`` lacks start as copies of the und experts.
     """
 
@@ -197,17 +199,22 @@ class UnifiedModel(PretrainedModel):
         activation_checkpointing: bool = False,
         compile: bool = False,
         pretrained: str | Mapping[str, str] | None = None,
+        vit_select_layer: int | None = None,
         copy_init_moe: bool = False,
     ) -> None:
         super().__init__()
+        if vit_select_layer is not None and vit_select_layer > -1:
+            raise ConfigError(f"model.vit_select_layer is {vit_select_layer}", allowed="-1 (the last layer) or below")
         if copy_init_moe and not pretrained:
             raise ConfigError("model.copy_init_moe has no effect without model.pretrained")
-        source = open_pretrained(pretrained) if pretrained else None
+        source = open_pretrained(pretrained, vit_select_layer=vit_select_layer) if pretrained else None
         given = {
             "latent_patch_size": latent_patch_size,
             "max_latent_size": max_latent_size,
             "vit_max_patches_per_side": vit_max_patches_per_side,
         }
+        found = source.sizes if source is not None else {}
+        self.vit_select_layer: int = found.get("vit_select_layer", vit_select_layer or VIT_SELECT_LAYER)
         self.sizes = sizes = model_sizes(source, {"llm": llm, "vit": vit, "vae": vae, **given})
         sizes["llm"] = config = {**_LLM_DEFAULTS, **sizes["llm"]}
         check_sizes("llm", config, known=(*_LLM_KEYS, *_LLM_DEFAULTS))
@@ -262,7 +269,8 @@ class UnifiedModel(PretrainedModel):
 
     def arguments(self) -> dict[str, Any]:
         """The sizes as arguments of the constructor, which then needs no ``pretrained``."""
-        return dict(self.sizes)
+        select = {} if self.vit_select_layer == VIT_SELECT_LAYER else {"vit_select_layer": self.vit_select_layer}
+        return {**self.sizes, **select}
 
     def initialise(self, name: str, tensor: Tensor, generator: torch.Generator | None = None) -> None:
         """Language model: Normal(0, 0.02), as Qwen2. All else: Normal(0, 1 / fan-in), so that image content is not

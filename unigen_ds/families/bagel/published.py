@@ -41,7 +41,8 @@ _VIT_KEYS = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "image_size", "patch_size",
     "num_channels", "layer_norm_eps",
 )  # fmt: skip
-_VIT_UNUSED_LAYERS = 1  # BAGEL reads the last layer but one; a vit_config.json counts the layer that is not there
+VIT_SELECT_LAYER = -2
+"""BAGEL reads the last layer but one of its vision tower; a vit_config.json counts the layer that is not there, too."""
 _DEFAULTS = {"latent_patch_size": 2, "max_latent_size": 64}
 
 
@@ -52,20 +53,24 @@ def is_published(directory: Path) -> bool:
     return all((directory / name).is_file() for name in others) and has_vae
 
 
-def open_pretrained(given: str | Mapping[str, str]) -> Pretrained:
+def open_pretrained(given: str | Mapping[str, str], *, vit_select_layer: int | None = None) -> Pretrained:
     """``given``: a published directory, or ``dict(llm=..., vit=..., vae=...)`` of some of the three.
+
+    ``vit_select_layer``: the layer of the vision tower that is read, counted from its end; None: as exported, or
+    BAGEL's. Weights of the layers after it are left.
 
     Raises ``ConfigError`` or ``CheckpointError`` naming the file that is not as it must be.
     """
     if isinstance(given, Mapping):
-        return _open_parts(given)
+        return _open_parts(given, vit_select_layer or VIT_SELECT_LAYER)
     directory = Path(given)
     weights, exported = stored_tensors(directory / WEIGHTS), read_exported(directory)
+    select = vit_select_layer or exported.get("vit_select_layer", VIT_SELECT_LAYER)
     has_vae = (directory / VAE_WEIGHTS).is_file() or "vae" not in exported
     vae = _below(_PREFIX["vae"], directory / VAE_WEIGHTS) if has_vae else {}
     sizes: dict[str, Any] = {
         "llm": _sizes("llm", directory / LLM_CONFIG),
-        "vit": _sizes("vit", directory / VIT_CONFIG),
+        "vit": _sizes("vit", directory / VIT_CONFIG, select),
         "vae": {**(_vae_sizes(vae, directory / VAE_WEIGHTS) if has_vae else {}), **exported.get("vae", {})},
     }
     if "vae2llm.weight" in weights:
@@ -75,13 +80,22 @@ def open_pretrained(given: str | Mapping[str, str]) -> Pretrained:
         sizes["max_latent_size"] = math.isqrt(weights["latent_pos_embed.pos_embed"].shape[0])
     if "vit_pos_embed.pos_embed" in weights:
         sizes["vit_max_patches_per_side"] = math.isqrt(weights["vit_pos_embed.pos_embed"].shape[0])
-    return Pretrained(str(directory), sizes, {**weights, **vae}, r"pos_embed$")
+    sizes["vit_select_layer"] = select
+    unread = "$^" if select == VIT_SELECT_LAYER else _unread_layers(weights, sizes["vit"].get("num_hidden_layers", 0))
+    return Pretrained(str(directory), sizes, {**weights, **vae}, r"pos_embed$", unread)
 
 
-def _open_parts(given: Mapping[str, str]) -> Pretrained:
+def _unread_layers(weights: Iterable[str], number: int) -> str:
+    """Pattern of the weights of the vision tower after its first ``number`` layers."""
+    layers = r"vit_model\.vision_model\.encoder\.layers\."
+    stored = {int(found[1]) for name in weights if (found := re.match(rf"{layers}(\d+)\.", name))}
+    return rf"^{layers}({'|'.join(str(each) for each in sorted(stored) if each >= number) or '$^'})\."
+
+
+def _open_parts(given: Mapping[str, str], select: int) -> Pretrained:
     if not given or set(given) - set(_PREFIX):
         raise ConfigError(f"model.pretrained is {dict(given)}", allowed="a directory, or dict(llm=, vit=, vae=)")
-    sizes: dict[str, Any] = {}
+    sizes: dict[str, Any] = {"vit_select_layer": select}
     tensors: dict[str, Stored] = {}
     for part, path in given.items():
         place = Path(path)
@@ -91,7 +105,7 @@ def _open_parts(given: Mapping[str, str]) -> Pretrained:
             sizes[part] = _vae_sizes(found, file)
         else:
             found = _below(_PREFIX[part], place)
-            sizes[part] = _sizes(part, place / "config.json")
+            sizes[part] = _sizes(part, place / "config.json", select)
             embedding = found.get(_PREFIX["llm"] + "model.embed_tokens.weight")
             if part == "llm" and embedding is not None:  # a tied head is not stored
                 found.setdefault(_PREFIX["llm"] + "lm_head.weight", embedding)
@@ -107,11 +121,11 @@ def _below(prefix: str, path: Path) -> dict[str, Stored]:
     return {prefix + key: tensor for key, tensor in stored_tensors(path).items()}
 
 
-def _sizes(part: str, path: Path) -> dict[str, Any]:
+def _sizes(part: str, path: Path, select: int = VIT_SELECT_LAYER) -> dict[str, Any]:
     """What a model needs of the config of its language model (``llm``) or vision tower (``vit``)."""
     sizes = stated_sizes(part, path, _LLM_KEYS if part == "llm" else _VIT_KEYS)
     if part == "vit" and "num_hidden_layers" in sizes:
-        sizes["num_hidden_layers"] -= _VIT_UNUSED_LAYERS
+        sizes["num_hidden_layers"] += 1 + select
     return sizes
 
 
@@ -190,7 +204,7 @@ def write_published(
         state = {name: t.to(dtype) if t.is_floating_point() else t for name, t in state.items()}
     vae = {name.removeprefix(_PREFIX["vae"]): t for name, t in state.items() if name.startswith(_PREFIX["vae"])}
     rest = {name: tensor for name, tensor in state.items() if not name.startswith(_PREFIX["vae"])}
-    configs = _configs(model.sizes)
+    configs = _configs(model.sizes, model.vit_select_layer)
     if source is not None:
         _check_source(source, configs)
     with new_directory(out) as staging:
@@ -216,7 +230,7 @@ def _check_source(source: Path, configs: Mapping[str, Mapping[str, Any]]) -> Non
             raise ConfigError(f"{source / file} is of another model: {', '.join(other)}")
 
 
-def _configs(sizes: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def _configs(sizes: Mapping[str, Any], select: int) -> dict[str, dict[str, Any]]:
     llm = {
         "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",
@@ -227,5 +241,5 @@ def _configs(sizes: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         **{key: sizes["llm"][key] for key in _LLM_KEYS if key in sizes["llm"]},
     }
     vit = {"model_type": "siglip_vision_model", "hidden_act": "gelu_pytorch_tanh", **sizes["vit"]}
-    vit["num_hidden_layers"] += _VIT_UNUSED_LAYERS
+    vit["num_hidden_layers"] -= 1 + select
     return {LLM_CONFIG: llm, VIT_CONFIG: vit}

@@ -33,13 +33,15 @@ class TextInferencer:
         max_length: int = 1000,
         temperature: float = 0.0,
         seed: int = 0,
+        max_parts: int = 0,
         **_: Any,
     ) -> Generated:
         """What follows ``prompt``. What is said of drawing has no effect.
 
-        Raises ``ConfigError`` for ``images``, ``think`` and ``size``.
+        Raises ``ConfigError`` for ``images``, ``think``, ``size`` and ``max_parts``.
         """
-        asked = [name for name, value in (("images", images), ("think", think), ("size", size)) if value]
+        given = {"images": images, "think": think, "size": size, "max_parts": max_parts}
+        asked = [name for name, value in given.items() if value]
         if asked:
             raise ConfigError(f"{', '.join(asked)}: this model goes on with a text, and knows nothing else")
         tokenizer = self.processor.tokenizer

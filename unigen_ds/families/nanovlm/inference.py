@@ -29,13 +29,15 @@ class ChatInferencer:
         size: Sequence[int] | None = None,
         max_length: int = 1000,
         temperature: float = 0.0,
+        max_parts: int = 0,
         **_: Any,
     ) -> Generated:
         """The likeliest answer to ``prompt``, with ``images`` shown before it. What is said of drawing has no effect.
 
-        Raises ``ConfigError`` for ``think``, ``size`` and a ``temperature``, and ``UnreadableImage``.
+        Raises ``ConfigError`` for ``think``, ``size``, ``max_parts`` and a ``temperature``, and ``UnreadableImage``.
         """
-        asked = [name for name, value in (("think", think), ("size", size), ("temperature", temperature)) if value]
+        given = {"think": think, "size": size, "temperature": temperature, "max_parts": max_parts}
+        asked = [name for name, value in given.items() if value]
         if asked:
             raise ConfigError(f"{', '.join(asked)}: this model answers in text, and takes the likeliest")
         turns = [*(Turn("user", "image", str(path)) for path in images), Turn("user", "text", prompt)]
