@@ -1,6 +1,6 @@
-"""Imported by a tool that runs as a script: puts the checkout first on the path, so that no installation is needed.
+"""Imported by a tool that runs as a script: puts the checkout first on ``sys.path``; no installation is needed.
 
-The tools' own folder goes to the end: a tool's name (``resume``, ``evaluate``) must not hide another package.
+The folder of the tools is moved to the end: a tool's name (``resume``, ``evaluate``) must not hide another package.
 """
 
 import sys

@@ -1,10 +1,10 @@
-"""Look at checkpoints: ``python tools/checkpoints.py list|verify|show DIR``; installed as ``unigen-checkpoints``.
+"""Inspect checkpoints: ``python tools/checkpoints.py list|verify|show DIR``; installed as ``unigen-checkpoints``.
 
 list    a table of all checkpoints of a work dir
 verify  read every byte and compare it with the hashes of the save
-show    the manifest of a checkpoint (of a work dir: of the newest one) in words
+show    the manifest of a checkpoint (of a work dir: of the newest one) as text
 
-DIR is a work dir or one checkpoint. Exit status: 0 done, 1 a checkpoint is damaged or none is there, 2 wrong usage.
+DIR is a work dir or one checkpoint. Exit status: 0 done, 1 a checkpoint is damaged or none exists, 2 wrong usage.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
-    from unigen_ds.checkpoint import listing  # after the command line: --help does not wait for what it imports
+    from unigen_ds.checkpoint import listing  # after parsing: --help does not wait for its imports
 
     try:
         if arguments.action == "verify":

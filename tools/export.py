@@ -1,12 +1,12 @@
 """Write a published directory: ``python tools/export.py MODEL OUT``; installed as ``unigen-export``.
 
-MODEL is a checkpoint of any layout or a work dir (its newest checkpoint); OUT is a new folder. Of a UnifiedModel it
-gets llm_config.json, vit_config.json, ema.safetensors and, with the FLUX autoencoder, ae.safetensors under BAGEL's
-names, and unigen_ds.json (the autoencoder, image sizes and timestep_shift of the training); of a VLM config.json and
-model.safetensors under nanoVLM's names; of a DecoderLM what transformers' AutoModelForCausalLM and AutoTokenizer load;
-of each the tokenizer. The folder that the training began with is not needed. With --source the configs (not of a
-DecoderLM) and all other files (the tokenizer) come from that published directory, byte for byte. The average of the
-weights (EMA) is written where there is one.
+MODEL is a checkpoint of any layout or a work dir (its newest checkpoint); OUT is a new folder. For a UnifiedModel it
+contains llm_config.json, vit_config.json, ema.safetensors and, with the FLUX autoencoder, ae.safetensors, with BAGEL's
+parameter names, and unigen_ds.json (the autoencoder, image sizes and timestep_shift of the training); for a VLM
+config.json and model.safetensors with nanoVLM's parameter names; for a DecoderLM the files that transformers'
+AutoModelForCausalLM and AutoTokenizer load; for every model the tokenizer. The folder from which the training was
+started is not needed. With --source the configs (not of a DecoderLM) and all other files (the tokenizer) are copied
+from that published directory, byte for byte. The average of the weights (EMA) is written if the checkpoint has one.
 
 Exit status: 0 done, 1 the checkpoint cannot be loaded, 2 wrong usage.
 """
@@ -31,20 +31,20 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("model", type=Path, metavar="MODEL")
     p.add_argument("out", type=Path, metavar="OUT")
-    p.add_argument("--source", type=Path, metavar="DIR", help="the published directory that the training began with")
-    p.add_argument("--raw", action="store_true", help="the weights themselves, not their average")
+    p.add_argument("--source", type=Path, metavar="DIR", help="the published directory that was the training's start")
+    p.add_argument("--raw", action="store_true", help="the weights themselves instead of their average (EMA)")
     p.add_argument("--dtype", choices=DTYPE_NAMES, default="fp32")
     p.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a DecoderLM's files; default: 5GB")
     p.add_argument("--tag", help="name of the checkpoint's folder below MODEL")
-    p.add_argument("--config", help="of the training, where the checkpoint does not hold it")
+    p.add_argument("--config", help="config of the training, if the checkpoint does not contain it")
     p.add_argument("--allow-custom-imports", action="store_true",
-                   help="import, and so execute, the modules that the checkpoint's config names")  # fmt: skip
+                   help="import (and so execute) the modules that the checkpoint's config names")  # fmt: skip
     return p
 
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
-    from unigen_ds.checkpoint.convert import DTYPES  # after the command line: --help does not wait for torch
+    from unigen_ds.checkpoint.convert import DTYPES  # after parsing: --help does not wait for torch
     from unigen_ds.core.config import load_config
     from unigen_ds.runner.publish import publish
     from unigen_ds.runner.trained import open_model

@@ -1,11 +1,11 @@
-"""Draw pictures and write texts: ``python tools/generate.py MODEL --prompt TEXT``; installed as ``unigen-generate``.
+"""Generate images and texts: ``python tools/generate.py MODEL --prompt TEXT``; installed as ``unigen-generate``.
 
 MODEL is a checkpoint of any layout, a work dir (its newest checkpoint), or a published directory. The average of the
-weights (EMA) is used where there is one. Without --prompt and --prompts it asks for prompts until the input ends;
+weights (EMA) is used if there is one. Without --prompt and --prompts, prompts are read from the standard input;
 --understand needs no prompt. A VLM answers in text, with or without --understand; a DecoderLM continues the prompt.
 
-Into the folder of --out go 00000.png, 00001.png, ... and results.jsonl, a line for each prompt; what is there already
-stays, and numbering goes on behind it. Prompt i of a call has the seed --seed + i.
+The folder of --out receives 00000.png, 00001.png, ... and results.jsonl with one line per prompt; existing files are
+kept, and new numbers follow the highest existing one. Prompt i of a call uses the seed --seed + i.
 
 Exit status: 0 done, 1 the model cannot be loaded, 2 wrong usage.
 """
@@ -37,7 +37,7 @@ RESULTS = "results.jsonl"
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt, with the pictures shown before it."""
+    """One prompt, with the images that precede it."""
 
     prompt: str
     images: tuple[str, ...] = ()
@@ -51,47 +51,47 @@ def parser() -> argparse.ArgumentParser:
     source = p.add_mutually_exclusive_group()
     source.add_argument("--prompt", help="one prompt")
     source.add_argument(
-        "--prompts", type=Path, metavar="FILE", help='a prompt a line; .jsonl: {"prompt": ..., "images": [...]}'
+        "--prompts", type=Path, metavar="FILE", help='one prompt per line; .jsonl: {"prompt": ..., "images": [...]}'
     )
-    p.add_argument("--image", action="append", default=[], metavar="FILE", help="shown first; may be repeated")
+    p.add_argument("--image", action="append", default=[], metavar="FILE", help="before the prompt; can be repeated")
     p.add_argument("--out", type=Path, default=Path("generated"), metavar="DIR", help="default: generated")
-    p.add_argument("--understand", action="store_true", help="answer in text, draw nothing")
-    p.add_argument("--think", action="store_true", help="let the model write down its thoughts first")
+    p.add_argument("--understand", action="store_true", help="answer in text, generate no image")
+    p.add_argument("--think", action="store_true", help="generate a reasoning text first")
     p.add_argument("--max-parts", type=int, default=0, metavar="N",
                    help="texts and pictures by turns, up to N; default: one answer")  # fmt: skip
-    p.add_argument("--size", type=int, nargs=2, metavar=("HEIGHT", "WIDTH"), help="of the picture, in pixels")
+    p.add_argument("--size", type=int, nargs=2, metavar=("HEIGHT", "WIDTH"), help="size of the image, in pixels")
     p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--max-length", type=int, default=1000, metavar="N", help="tokens of a text; default: 1000")
-    p.add_argument("--temperature", type=float, default=0.0, help="of a text; 0, the default, takes the likeliest")
+    p.add_argument("--max-length", type=int, default=1000, metavar="N", help="maximum tokens of a text; default: 1000")
+    p.add_argument("--temperature", type=float, default=0.0, help="of texts; default: 0 (the most likely token)")
     add_flow(p)
-    p.add_argument("--raw", action="store_true", help="the weights themselves, not their average")
+    p.add_argument("--raw", action="store_true", help="the weights themselves instead of their average (EMA)")
     p.add_argument("--tag", help="name of the checkpoint's folder below MODEL")
-    p.add_argument("--config", help="of the training, where the checkpoint does not hold it")
+    p.add_argument("--config", help="config of the training, if the checkpoint does not contain it")
     p.add_argument("--allow-custom-imports", action="store_true",
-                   help="import, and so execute, the modules that the checkpoint's config names")  # fmt: skip
-    p.add_argument("--device", help="default: cuda where there is one, else cpu")
+                   help="import (and so execute) the modules that the checkpoint's config names")  # fmt: skip
+    p.add_argument("--device", help="default: cuda if available, otherwise cpu")
     p.add_argument("--dtype", choices=DTYPE_NAMES, help="default: bf16 on a GPU, fp32 on a CPU")
     return p
 
 
 def add_flow(p: argparse.ArgumentParser) -> None:
-    """BAGEL's names for ``FlowSettings``."""
+    """Options for ``FlowSettings``, named as in BAGEL."""
     flow, default = BAGEL_FLOW, "default: %(default)s"
     p.add_argument("--num-timesteps", type=int, default=flow.num_timesteps, metavar="N",
-                   help=f"times from noise to image; {default}")  # fmt: skip
+                   help=f"number of time steps from noise to image; {default}")  # fmt: skip
     p.add_argument("--timestep-shift", type=float, metavar="S",
-                   help="above 1: more steps near the noise; default: that of the training, or of a published\n"
-                   f"directory its family's public one (BAGEL: {flow.timestep_shift})")  # fmt: skip
+                   help="above 1: more steps near the noise; default: that of the training, or for a published\n"
+                   f"directory that of the public model (BAGEL: {flow.timestep_shift})")  # fmt: skip
     p.add_argument("--cfg-text-scale", type=float, default=flow.text_scale, metavar="S",
-                   help=f"guidance by the text, 1: none; {default}")  # fmt: skip
+                   help=f"guidance scale of the text; 1: no guidance; {default}")  # fmt: skip
     p.add_argument("--cfg-img-scale", type=float, default=flow.image_scale, metavar="S",
-                   help=f"guidance by the images shown, 1: none; {default}")  # fmt: skip
+                   help=f"guidance scale of the given images; 1: no guidance; {default}")  # fmt: skip
     p.add_argument("--cfg-interval", type=float, nargs=2, default=flow.interval, metavar=("LOW", "HIGH"),
-                   help=f"times at which guidance acts; default: {flow.interval[0]} {flow.interval[1]}")  # fmt: skip
+                   help=f"time steps with guidance; default: {flow.interval[0]} {flow.interval[1]}")  # fmt: skip
     p.add_argument("--cfg-renorm-type", choices=RENORMS, default=flow.renorm,
-                   help=f"what a guided velocity is shrunk to the length of; {default}")  # fmt: skip
+                   help=f"how the norm of a guided velocity is limited; {default}")  # fmt: skip
     p.add_argument("--cfg-renorm-min", type=float, default=flow.renorm_min, metavar="S",
-                   help=f"to this share at the most; {default}")  # fmt: skip
+                   help=f"smallest factor of that limit; {default}")  # fmt: skip
 
 
 DRAWING = ("num_timesteps", "timestep_shift", "cfg_text_scale", "cfg_img_scale", "cfg_interval", "cfg_renorm_type",
@@ -100,7 +100,7 @@ DRAWING = ("num_timesteps", "timestep_shift", "cfg_text_scale", "cfg_img_scale",
 
 
 def without_effect(arguments: argparse.Namespace, *, draws: bool) -> list[str]:
-    """Options of drawing that were given where nothing is drawn."""
+    """Options of image generation that were given although no image is generated."""
     if draws and not arguments.understand:
         return []
     default = parser().parse_args([str(arguments.model)])
@@ -109,7 +109,7 @@ def without_effect(arguments: argparse.Namespace, *, draws: bool) -> list[str]:
 
 
 def report_unknown(tokenizer: Any, prompt: str) -> None:
-    """A warning where words of a prompt are none of the tokenizer's."""
+    """Log a warning if the tokenizer does not have words of the prompt."""
     unknown = getattr(tokenizer, "unk_id", None)
     ids = [] if unknown is None else tokenizer.encode(prompt)
     if number := ids.count(unknown):
@@ -132,7 +132,7 @@ def flow_of(arguments: argparse.Namespace) -> FlowSettings:
 
 
 def requests(arguments: argparse.Namespace) -> Iterator[Request]:
-    """From the command line, the file, or the terminal. To understand needs none. Raises ``ConfigError``."""
+    """From the command line, the file, or the terminal. ``--understand`` needs none. Raises ``ConfigError``."""
     shown = tuple(arguments.image)
     if arguments.prompt is not None:
         yield Request(arguments.prompt, shown)
@@ -144,13 +144,13 @@ def requests(arguments: argparse.Namespace) -> Iterator[Request]:
             found = True
             yield Request(prompt, shown)
         if not found and not arguments.understand:
-            raise ConfigError("there is no prompt", remedy="--prompt TEXT, --prompts FILE, or one a line on the input")
+            raise ConfigError("there is no prompt", remedy="--prompt TEXT, --prompts FILE, or one per line on stdin")
         if not found:
             yield Request("", shown)
 
 
 def _typed(arguments: argparse.Namespace) -> Iterator[str]:
-    """Lines of the input, without empty ones; of a terminal none where none is needed."""
+    """Lines of the standard input without empty ones; nothing is read from a terminal if no prompt is needed."""
     terminal = sys.stdin is not None and sys.stdin.isatty()
     while sys.stdin is not None and not (terminal and arguments.understand):
         try:
@@ -162,7 +162,7 @@ def _typed(arguments: argparse.Namespace) -> Iterator[str]:
 
 
 def from_file(path: Path, shown: tuple[str, ...]) -> Iterator[Request]:
-    """Empty lines are passed over. The whole file is read before the first prompt is answered."""
+    """Empty lines are ignored. The whole file is read before the first prompt is processed."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
@@ -185,7 +185,7 @@ def from_file(path: Path, shown: tuple[str, ...]) -> Iterator[Request]:
 
 
 class Output:
-    """The folder that pictures and ``results.jsonl`` go into."""
+    """The folder to which images and ``results.jsonl`` are written."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -198,7 +198,7 @@ class Output:
         self.next = max([len(lines), *(int(name) + 1 for name in names if name.isdigit())])
 
     def add(self, request: Request, made: Generated, *, seed: int) -> dict[str, Any]:
-        """Write the pictures, then their line."""
+        """Write the images, then their line."""
         row: dict[str, Any] = {"prompt": request.prompt, "images": list(request.images), "seed": seed}
         row |= {"text": made.text, "file": None}
         names = [f"{self.next:05d}{f'-{k}' if k else ''}.png" for k in range(len(made.images))]
@@ -216,7 +216,7 @@ class Output:
 
 
 def generate(arguments: argparse.Namespace) -> None:
-    import torch  # after the command line: --help and a wrong argument do not wait for it
+    import torch  # after parsing: --help and a wrong argument do not wait for torch
 
     from unigen_ds.checkpoint.convert import DTYPES
     from unigen_ds.core.config import load_config

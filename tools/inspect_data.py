@@ -1,8 +1,8 @@
-"""What a config trains on: ``python tools/inspect_data.py CONFIG``; installed as ``unigen-inspect-data``.
+"""Show the training data of a config: ``python tools/inspect_data.py CONFIG``; installed as ``unigen-inspect-data``.
 
-Without more it prints statistics; ``--sequences A:B`` lists the samples of a range of the run's sequences;
-``--ledger WORK_DIR/ledger.jsonl`` derives every line of a run's ledger anew from the config and compares.
-Nothing is decoded; no GPU and no second process is needed.
+Without options it prints statistics; ``--sequences A:B`` lists the samples of a range of the run's sequences;
+``--ledger WORK_DIR/ledger.jsonl`` recomputes every line of a run's ledger from the config and compares.
+No image is decoded; neither a GPU nor several processes are needed.
 
 Exit status: 0 done (the ledger agrees), 1 the ledger disagrees or the data cannot be read, 2 wrong usage or config.
 """
@@ -39,15 +39,13 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("config", help="a config file, or the name of a shipped config (unified_digits)")
     what = p.add_mutually_exclusive_group()
     what.add_argument("--sequences", type=_range, metavar="A:B", help="the sample ids of sequences A .. B-1 of the run")
-    what.add_argument(
-        "--ledger", type=Path, metavar="FILE", help="check every line of a run's ledger.jsonl that counts"
-    )
+    what.add_argument("--ledger", type=Path, metavar="FILE", help="check every valid line of a run's ledger.jsonl")
     p.add_argument("--work-dir", type=Path, metavar="DIR",
-                   help="folder of the run (default: the ledger's): its newest checkpoint knows the length of an\n"
-                   "unpacked epoch, and where data was appended or replaced")  # fmt: skip
+                   help="folder of the run (default: the ledger's): its newest checkpoint stores the length of an\n"
+                   "unpacked epoch, and the positions where data was appended or replaced")  # fmt: skip
     p.add_argument("--world-size", type=int, default=1, metavar="N",
-                   help="processes of the run's first start (it rounds an unpacked epoch; default 1);\n"
-                   "not needed where the run's folder holds a checkpoint")  # fmt: skip
+                   help="processes of the run's first start (an unpacked epoch is rounded to it; default 1);\n"
+                   "not needed if the run's folder contains a checkpoint")  # fmt: skip
     p.add_argument("--cfg-options", nargs="+", default=[], metavar="K=V", help="override config values")
     p.add_argument("--json", action="store_true", help="print one JSON object")
     return p
@@ -55,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
-    from unigen_ds.core.config import load_config  # after the command line: --help does not wait for torch
+    from unigen_ds.core.config import load_config  # after parsing: --help does not wait for torch
     from unigen_ds.data.statistics import describe
 
     try:
@@ -79,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
 def _range(text: str) -> tuple[int, int]:
     first, separator, last = text.partition(":")
     if not (separator and first.isdigit() and last.isdigit() and int(first) < int(last)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no range: give A:B with A < B, as in 0:12")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a range: give A:B with A < B, for example 0:12")
     return int(first), int(last)
 
 
@@ -90,16 +88,16 @@ def newest_manifest(work_dir: Path) -> Manifest | None:
 
 
 def build_stream(config: Mapping[str, Any], *, world_size: int, manifest: Manifest | None) -> SequenceStream:
-    """The sequences of a run: its own epoch length and phases where a manifest tells them, else those of a first start.
+    """The sequences of a run, with the epoch length and phases of its manifest; without one, those of a first start.
 
-    Where records were appended since, the run's part is that of the old ones.
+    If records were appended later, only the old ones belong to the run.
     """
     from unigen_ds.data.change import compare, continued
     from unigen_ds.runner.build import build_data, import_custom, rules_of
 
     missing = [key for key in _NEEDED if config.get(key) is None]
     if missing:
-        raise ConfigError(f"the config has no {', '.join(missing)}", remedy="see docs/configs.md for the shape")
+        raise ConfigError(f"the config has no {', '.join(missing)}", remedy="see docs/configs.md for these keys")
     import_custom(config)
     batch_size = config["train_dataloader"].get("batch_size")
     geometry = Geometry(batch_size, config["optim_wrapper"].get("accumulative_counts", 1), world_size)
@@ -121,9 +119,9 @@ def list_samples(stream: SequenceStream, first: int, stop: int) -> dict[str, Any
 
 
 def check_ledger(stream: SequenceStream, path: Path, *, manifest: Manifest | None) -> dict[str, Any]:
-    """Derive every counted line anew. ``problem`` names the first that differs, is missing or comes twice.
+    """Recompute every valid line. ``problem`` describes the first that differs, is missing or occurs twice.
 
-    Of lines before the data was replaced only the count is reported: their samples are gone.
+    Lines from before the data was replaced are only counted: their samples no longer exist.
     """
     from unigen_ds.data.change import compare
 
@@ -155,22 +153,23 @@ def _check_line(
     rows: Iterator[tuple[Sequence[Any], Cursor]],
     names: Sequence[str],
 ) -> tuple[str | None, int]:
-    """What is wrong with a line, if anything, and how many samples it holds. Takes its sequences off ``rows``."""
+    """The problem of a line, or None, and its number of samples. Consumes the line's sequences of ``rows``."""
     first, stop = line["sequences"]
     if line["update"] != before["update"] + 1:
         return f"update {line['update']} follows update {before['update']}", 0
     if first != before["sequences"][1]:
         what = "repeated" if first < before["sequences"][1] else "skipped"
-        return f"its sequences begin at {first}, those before it end at {before['sequences'][1]}: some were {what}", 0
+        return f"its sequences begin at {first}, the line before ends at {before['sequences'][1]}: some were {what}", 0
     ids = [draw.sample_id(names) for row, _ in islice(rows, stop - first) for draw in row]
     if sample_digest(ids) != line["digest"]:
         shown = ", ".join(ids[:3])
-        return f"the ledger has digest {line['digest']}, the config gives {sample_digest(ids)} ({shown}, ...)", len(ids)
+        found = f"the config results in {sample_digest(ids)} ({shown}, ...)"
+        return f"the ledger has digest {line['digest']}, {found}", len(ids)
     return None, len(ids)
 
 
 def lines_of(report: Mapping[str, Any]) -> Iterator[str]:
-    """A report as text for people."""
+    """A report as readable text."""
     if "ledger" in report:
         yield from _ledger_lines(report)
     elif "digest" in report:
@@ -185,13 +184,13 @@ def _ledger_lines(report: Mapping[str, Any]) -> Iterator[str]:
     first, stop = report["sequences"]
     what = f"{report['updates']:,} updates, sequences {first}:{stop}"
     if report["replaced"]:
-        yield f"{report['ledger']}: {report['replaced']:,} updates before the data was replaced cannot be derived."
+        yield f"{report['ledger']}: {report['replaced']:,} updates before the data was replaced cannot be recomputed."
     if report["agrees"]:
-        yield f"{report['ledger']}: {what}, {report['samples']:,} samples: each came once, every digest agrees."
+        yield f"{report['ledger']}: {what}, {report['samples']:,} samples: each occurs once, every digest agrees."
         return
     yield f"{report['ledger']}: {what}. Update {report['update']}: {report['problem']}."
     if not report["same_data"]:
-        yield "The data, its processor, its packing or the seed is not that of the checkpoint beside the ledger."
+        yield "The data, its processor, its packing or the seed is not that of the checkpoint in the ledger's folder."
 
 
 def _statistics_lines(report: Mapping[str, Any]) -> Iterator[str]:
@@ -201,7 +200,7 @@ def _statistics_lines(report: Mapping[str, Any]) -> Iterator[str]:
     for name, source in report["sources"].items():
         records = source["records"]
         weight = "" if source["weight"] is None else f", weight {source['weight']:g}"
-        yield f"{name}: {records:,} records, {source['draws_per_epoch']:,} drawn per epoch{weight}"
+        yield f"{name}: {records:,} records, {source['draws_per_epoch']:,} used per epoch{weight}"
         yield _row("with images", source["records_with_images"], records)
         yield _row("text only", source["records_text_only"], records)
         if source["records_unreadable"]:
@@ -222,7 +221,7 @@ def _statistics_lines(report: Mapping[str, Any]) -> Iterator[str]:
     yield "tokens per record: " + "  ".join(f"{key} {value:,.4g}" for key, value in lengths.items())
     yield f"sequences: {report['sequences_per_epoch']:,} per epoch of at most {report['seq_length']:,} tokens"
     how = "packed" if report["packed"] else "not packed"
-    yield f"{how}: {report['samples_per_sequence']:.2f} samples a sequence, {report['utilisation']:.1%} of it filled"
+    yield f"{how}: {report['samples_per_sequence']:.2f} samples per sequence, {report['utilisation']:.1%} used"
     yield f"fingerprint: {report['fingerprint']}"
 
 

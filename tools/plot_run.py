@@ -1,7 +1,7 @@
-"""Draw the curves of a run: ``python tools/plot_run.py WORK_DIR [--out FILE]``; installed as ``unigen-plot-run``.
+"""Plot the curves of a run: ``python tools/plot_run.py WORK_DIR [--out FILE]``; installed as ``unigen-plot-run``.
 
-Reads ``metrics.jsonl``; lines that a resume voided do not count. May be called while the run goes on.
-Exit status: 0 done, 1 nothing to draw, 2 wrong usage.
+Reads ``metrics.jsonl``, without the lines that a resume invalidated. Can be called while the run continues.
+Exit status: 0 done, 1 nothing to plot, 2 wrong usage.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def parser() -> argparse.ArgumentParser:
         prog="unigen-plot-run", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     p.add_argument("work_dir", type=Path, help="the output folder of a run")
-    p.add_argument("--out", type=Path, metavar="FILE", help="the picture; default WORK_DIR/curves.png")
+    p.add_argument("--out", type=Path, metavar="FILE", help="the image file; default WORK_DIR/curves.png")
     return p
 
 
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def draw(metrics_file: Path, out: Path) -> None:
-    """Write the picture. Raises ``DataError`` where there is nothing to draw, ``ConfigError`` where it cannot be."""
+    """Write the image. Raises ``DataError`` if there is nothing to plot, ``ConfigError`` if it cannot be written."""
     if out.suffix not in FORMATS:
         raise ConfigError(f"--out {out}", allowed="a file ending in " + ", ".join(FORMATS))
     try:

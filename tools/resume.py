@@ -1,7 +1,8 @@
-"""What a resume would do, before it is started: ``python tools/resume.py CONFIG``; installed as ``unigen-resume``.
+"""Check a resume without starting it: ``python tools/resume.py CONFIG``; installed as ``unigen-resume``.
 
-Goes through the checklist (checkpoint, model, effective batch, learning rate, data, engine, disk, ...) and proposes
-every cut of the batch that keeps the effective one. Needs no GPU and joins no process group; nothing is changed.
+Makes the checks of the checklist (checkpoint, model, effective batch, learning rate, data, engine, disk, ...) and lists
+every split of the batch (batch size x accumulation x processes) that keeps the effective batch size.
+Needs no GPU and joins no process group; nothing is changed.
 Exit status: 0 nothing blocks, 1 there is nothing to resume from, 2 wrong usage or config, 3 the resume is blocked.
 """
 
@@ -28,26 +29,26 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("config", help="a config file, or the name of a shipped config")
     p.add_argument("--checkpoint", metavar="CKPT", help="default: the newest of the work dir")
     p.add_argument("--work-dir", help="output folder of the run; default work_dirs/<config name>")
-    p.add_argument("--world-size", type=int, metavar="N", help="processes it would run on; default: as saved")
+    p.add_argument("--world-size", type=int, metavar="N", help="processes of the resumed run; default: as saved")
     p.add_argument("--backend", help="single | deepspeed[:zero1|zero2|zero3|...|FILE.json] | fsdp[:FULL_SHARD|...]")
     p.add_argument("--on-batch-change", choices=BATCH_CHOICES, help="as for tools/train.py")
     p.add_argument("--on-data-change", choices=DATA_CHOICES, help="as for tools/train.py")
     p.add_argument("--assume", metavar="batch_size=N,accumulative_counts=N,dp_size=N",
-                   help="what a checkpoint of another trainer does not tell of itself")  # fmt: skip
+                   help="information that a checkpoint of another trainer does not contain")  # fmt: skip
     p.add_argument(
         "--cfg-options", nargs="+", action="extend", default=[], metavar="K=V", help="override config values"
     )
     p.add_argument("--verify", action="store_true", help="also read and hash every byte of the checkpoint")
     p.add_argument("--json", action="store_true", help="print everything as JSON")
     p.add_argument("--write-config", type=Path, metavar="OUT.py",
-                   help="write a config that goes on at the same effective batch")  # fmt: skip
+                   help="write a config that continues with the same effective batch")  # fmt: skip
     p.add_argument("--run", action="store_true", help="start the training if nothing blocks")
     return p
 
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
-    from unigen_ds.core.config import backend_spec, load_config, parse_override  # after the command line: see train.py
+    from unigen_ds.core.config import backend_spec, load_config, parse_override  # after parsing: see train.py
     from unigen_ds.resume import report
     from unigen_ds.runner.components import problems
     from unigen_ds.runner.inspect import inspect_resume, write_config
@@ -83,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def start(arguments: argparse.Namespace, checkpoint: str, *, world_size: int) -> None:
-    """Become the training."""
+    """Replace this process by the training."""
     from unigen_ds.runner.inspect import train_command
 
     given = [arguments.config, "--resume", checkpoint]

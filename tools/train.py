@@ -22,24 +22,24 @@ STOPPED_BY_SIGNAL = 143
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line of DESIGN section 5."""
+    """The command line."""
     p = argparse.ArgumentParser(prog="unigen-train", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     p.add_argument("config", help="a config file, or the name of a shipped config (unified_digits)")
     p.add_argument("--work-dir", help="output folder; default work_dirs/<config name>")
     p.add_argument("--resume", nargs="?", const=AUTO, default=None, metavar="CKPT",
-                   help="go on from the newest valid checkpoint of the work dir, or from CKPT;\n"
-                   "where there is none yet, begin as the config says")  # fmt: skip
-    p.add_argument("--load-from", metavar="CKPT", help="take weights only from CKPT and start at zero")
+                   help="continue from the newest valid checkpoint of the work dir, or from CKPT;\n"
+                   "if there is none yet, start as the config states")  # fmt: skip
+    p.add_argument("--load-from", metavar="CKPT", help="load only the weights of CKPT and start a new run")
     p.add_argument("--backend", help="single | deepspeed[:zero1|zero2|zero3|...|FILE.json] | fsdp[:FULL_SHARD|...]")
     p.add_argument(
         "--on-batch-change",
         choices=BATCH_CHOICES,
-        help="what becomes of the learning rate when a resume has another effective batch (default: refuse)",
+        help="how the learning rate changes when a resume has another effective batch (default: refuse)",
     )
     p.add_argument("--on-data-change", choices=DATA_CHOICES,
-                   help="what a resume does with changed data (default: refuse)")  # fmt: skip
+                   help="how a resume treats changed data (default: refuse)")  # fmt: skip
     p.add_argument("--assume", metavar="batch_size=N,accumulative_counts=N,dp_size=N",
-                   help="what a checkpoint of another trainer does not tell of itself")  # fmt: skip
+                   help="information that a checkpoint of another trainer does not contain")  # fmt: skip
     p.add_argument(
         "--cfg-options", nargs="+", action="extend", default=[], metavar="K=V", help="override config values"
     )
@@ -47,14 +47,14 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--launcher", choices=LAUNCHERS, help="how the processes were started")
     p.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher adds it
     p.add_argument("--max-updates", type=int, metavar="N",
-                   help="stop once the run has N updates; the schedule's length stays as it is")  # fmt: skip
+                   help="stop after N updates of the run; the length of the schedule does not change")  # fmt: skip
     return p
 
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     quiet_libraries(int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))))
-    from unigen_ds.core import dist  # after the command line: --help and a wrong argument do not wait for torch
+    from unigen_ds.core import dist  # after parsing: --help and a wrong argument do not wait for torch
     from unigen_ds.core.config import load_config
     from unigen_ds.runner import train_config
     from unigen_ds.runner.components import problems
@@ -87,11 +87,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def overrides_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What the command line changes of the config: ``--cfg-options``, then the options with a name of their own."""
+    """Changes of the config by the command line: ``--cfg-options``, then the named options."""
     from unigen_ds.core.config import backend_spec, parse_override
 
     overrides = dict(map(parse_override, arguments.cfg_options))
-    if arguments.resume not in (None, AUTO):  # this checkpoint, whatever the config began with
+    if arguments.resume not in (None, AUTO):  # this checkpoint, independent of the config's own
         overrides |= {"resume": arguments.resume, "load_from": None, "load_cfg": None}
     if arguments.backend is not None:
         overrides["backend"] = backend_spec(arguments.backend)

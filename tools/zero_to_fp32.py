@@ -1,10 +1,11 @@
 """Merge a checkpoint into plain weight files: ``python tools/zero_to_fp32.py CKPT OUT``; ``unigen-zero-to-fp32``.
 
-The command line, the defaults and the files are those of DeepSpeed's script of this name, and it takes more: ZeRO-1, 2
-and 3, FSDP and single checkpoints; of this project, of plain DeepSpeed, mmengine or xtuner; --ema, --dtype, --verify.
+The command line, the defaults and the files are those of DeepSpeed's script of this name. In addition it accepts
+ZeRO-1, 2 and 3, FSDP and single checkpoints of this project, of plain DeepSpeed, mmengine or xtuner, and the options
+--ema, --dtype and --verify.
 
-CKPT is a checkpoint; or a work dir, or a folder of DeepSpeed's, whose newest one (or -t) is taken.
-OUT gets pytorch_model.bin, or model.safetensors; above --max-shard-size several, and an index. Then:
+CKPT is a checkpoint; or a work dir or a folder of DeepSpeed, of which the newest checkpoint (or the one of -t) is used.
+OUT receives pytorch_model.bin or model.safetensors; above --max-shard-size several files and an index. Then:
 
     model.load_state_dict(torch.load("OUT/pytorch_model.bin"))
 
@@ -37,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("checkpoint", type=Path, metavar="CKPT", help="a checkpoint, or a folder of checkpoints")
     p.add_argument("out", type=Path, metavar="OUT", help="the folder to write to")
-    p.add_argument("-t", "--tag", help="name of the checkpoint below CKPT; default: what `latest` names there")
+    p.add_argument("-t", "--tag", help="name of the checkpoint below CKPT; default: the one that `latest` names")
     p.add_argument("--ema", action="store_true", help="the average of the weights instead of the weights")
     p.add_argument("--dtype", default="fp32", choices=DTYPE_NAMES, help="of floating-point tensors; default: fp32")
     p.add_argument("--max-shard-size", "--max_shard_size", default="5GB", metavar="SIZE", help="default: 5GB")
@@ -45,17 +46,17 @@ def parser() -> argparse.ArgumentParser:
         "--safe-serialization", "--safe_serialization", action="store_true", help="safetensors, not torch.save"
     )
     p.add_argument(
-        "--exclude-frozen-parameters", "--exclude_frozen_parameters", action="store_true", help="leave them out"
+        "--exclude-frozen-parameters", "--exclude_frozen_parameters", action="store_true", help="do not write them"
     )
-    p.add_argument("--verify", action="store_true", help="read the files back and compare every bit before OUT changes")
-    p.add_argument("-d", "--debug", action="store_true", help="show where an error came from")
+    p.add_argument("--verify", action="store_true", help="read the files and compare every bit before OUT changes")
+    p.add_argument("-d", "--debug", action="store_true", help="show the traceback of an error")
     return p
 
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     started = time.perf_counter()
-    from unigen_ds.checkpoint.convert import DTYPES, merge  # after the command line: --help does not wait for torch
+    from unigen_ds.checkpoint.convert import DTYPES, merge  # after parsing: --help does not wait for torch
 
     try:
         with shown() as progress:
@@ -87,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
 
 @contextmanager
 def shown() -> Iterator[OnProgress]:
-    """A bar on a terminal; elsewhere one line for each tenth."""
+    """A progress bar on a terminal; otherwise one line for each tenth."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
     from rich.progress import Progress as Bar
