@@ -34,7 +34,7 @@ setup(
     python_requires=">=3.10",
     packages=[*find_packages(include=["unigen_ds", "unigen_ds.*"]), "unigen_ds.ds_configs", "unigen_ds_tools"],
     package_dir={"unigen_ds.ds_configs": "ds_configs", "unigen_ds_tools": "tools"},
-    package_data={"unigen_ds": ["configs/*.py", "configs/*.yaml"], "unigen_ds.ds_configs": ["*.json"]},
+    package_data={"": ["configs/*.py", "configs/*.yaml"], "unigen_ds.ds_configs": ["*.json"]},
     install_requires=[
         "torch>=2.6",
         f"deepspeed{DEEPSPEED.group(1)}",

@@ -82,7 +82,8 @@ def test_an_installed_package_finds_its_configs(installed: Path, tmp_path: Path)
     code = (
         "import unigen_ds; from unigen_ds.core.paths import ds_configs_dir\n"
         "from unigen_ds.core.config import config_path\n"
-        "print(unigen_ds.__file__); print(ds_configs_dir()); print(config_path('unified_digits'))"
+        "print(unigen_ds.__file__); print(ds_configs_dir()); print(config_path('unified_digits'))\n"
+        "print(config_path('decoder_lm_90m'))"
     )
     for line in run([sys.executable, "-c", code], cwd=tmp_path, path=installed).splitlines():
         assert line.startswith(str(installed)), line

@@ -149,3 +149,13 @@ def test_a_missing_or_broken_file_is_a_config_error(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("a = 1 / 0\n")
     with pytest.raises(ConfigError, match=r"broken.py.*ZeroDivisionError"):
         load_config(tmp_path / "broken.py")
+
+
+def test_a_shipped_config_is_found_by_its_name_and_by_its_former_path(tmp_path: Path) -> None:
+    present = config_path("decoder_lm_90m")
+    assert present.parts[-5:-1] == ("unigen_ds", "families", "decoder_lm", "configs")
+    assert config_path(tmp_path / "unigen_ds" / "configs" / "decoder_lm_90m.py") == present
+    assert load_config("decoder_lm_300m").model.llm.num_hidden_layers == 20
+    with pytest.raises(ConfigError, match="neither a file nor a shipped config") as caught:
+        config_path(tmp_path / "other" / "decoder_lm_90m.py")
+    assert "decoder_lm_300m, decoder_lm_90m, unified_digits" in str(caught.value)

@@ -19,10 +19,11 @@ from unigen_ds.core.config_file import read_file, unread_names
 from unigen_ds.core.config_hints import SETTINGS, backend_hint, hint, is_setting
 from unigen_ds.core.errors import ConfigError, UnknownKey, close, nearest, raise_any
 from unigen_ds.core.hints import described, fits
+from unigen_ds.core.log import notice
 from unigen_ds.core.paths import expand_paths
 from unigen_ds.core.registry import registered_name
 
-SHIPPED = Path(__file__).resolve().parent.parent / "configs"
+PACKAGE = Path(__file__).resolve().parent.parent
 
 
 class OfFamily(dict[str, Any]):
@@ -83,13 +84,16 @@ SCHEMA: dict[str, Any] = {
 
 
 def config_path(name: str | Path) -> Path:
-    """A path that exists, or the shipped config of that name."""
+    """A path that exists, or the shipped config of that name: in ``configs/``, of the package or of one inside it."""
     path = Path(name)
     if path.suffix in (".py", ".yaml", ".yml", ".json") and path.exists():
         return path.resolve()
-    shipped = {p.stem: p for p in sorted(SHIPPED.glob("*.py"))}
+    shipped = {p.stem: p for p in sorted(PACKAGE.glob("**/configs/*.py"), key=lambda p: p.stem)}
     if str(name) in shipped:
         return shipped[str(name)]
+    if path.parts[-3:-1] == ("unigen_ds", "configs") and path.stem in shipped:  # where all were in earlier versions
+        notice(f"{name} is now {shipped[path.stem]}; its name alone, {path.stem}, is found anywhere.")
+        return shipped[path.stem]
     raise ConfigError(
         f"config {str(name)!r} is neither a file nor a shipped config",
         allowed="a .py, .yaml or .json file, or one of " + ", ".join(shipped),

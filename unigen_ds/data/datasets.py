@@ -121,7 +121,8 @@ class ScannedDataset:
     """A source that is read once at the start, for its lengths: the base of data sets that make their own samples.
 
     A subclass has ``__len__`` and ``sample``, and sets ``name`` and ``weight``. A sample is the same whenever it is
-    made, except for what depends on ``pass_number``, and its length never depends on that.
+    made, except for what depends on ``pass_number``, and its length never depends on that. The ``repr`` of a sample is
+    its identity, so a split has its content as tuples or as a digest: that of a long array leaves numbers out.
     """
 
     name: str
