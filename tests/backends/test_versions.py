@@ -54,7 +54,8 @@ def test_another_deepspeed_is_refused_at_the_start(installed, tmp_path, monkeypa
 
     monkeypatch.setattr(deepspeed_config, "version", found)
     arguments = ["unified_digits", "--work-dir", str(tmp_path / "run"), "--backend", "deepspeed:zero2"]
-    assert train([*arguments, "--cfg-options", f"train_dataloader.dataset.root={tmp_path / 'digits'}"]) == 2
+    arguments += ["--max-updates", "1", "--cfg-options", f"train_dataloader.dataset.root={tmp_path / 'digits'}"]
+    assert train(arguments) == 2
     said = capsys.readouterr().err
     assert (f"DeepSpeed {installed} is installed" if installed else "DeepSpeed is not installed") in said
     assert f"Allowed: DeepSpeed {ALLOWED_VERSIONS}" in said and f"pip install 'deepspeed{ALLOWED_VERSIONS}'" in said
