@@ -45,6 +45,7 @@ setup(
         "mmengine",
         "wandb",
         "pillow",
+        "pydantic>=2",
         "numpy",
         "packaging",
         "rich",

@@ -46,7 +46,6 @@ from shared.record import RESULTS, interval, write_result
 from shared.timing import Block, Plan, RandomState, Stopwatch
 
 from unigen_ds.core.batch import PackedBatch
-from unigen_ds.core.config import load_config
 from unigen_ds.core.progress import Progress
 from unigen_ds.data.collate import collate
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
@@ -54,6 +53,7 @@ from unigen_ds.hooks.timer import find_timer
 from unigen_ds.runner.build import build_data, build_groups, build_model
 from unigen_ds.runner.parts import Parts, build_parts
 from unigen_ds.runner.runner import Runner
+from unigen_ds.runner.settings import load_config
 
 LIMIT = 1.03
 LOG_INTERVAL = 10

@@ -21,8 +21,9 @@ import unigen_ds.examples.digits
 import unigen_ds.runner.build  # noqa: F401 - registers everything else
 from tools import train
 from unigen_ds.core import errors, registry
-from unigen_ds.core.config import SCHEMA, SETTINGS
+from unigen_ds.core.config import SETTINGS
 from unigen_ds.core.paths import ds_configs_dir
+from unigen_ds.runner.settings import known_keys
 from unigen_ds.schedule import Curve
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -51,7 +52,7 @@ def schema_keys() -> Iterator[str]:
             if isinstance(inner, Mapping) and key != "val_dataloader":
                 yield from walk(f"{prefix}{key}.", inner)
 
-    return walk("", SCHEMA)
+    return walk("", known_keys())
 
 
 @pytest.mark.parametrize("key", [*schema_keys(), *SETTINGS])

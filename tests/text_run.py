@@ -8,10 +8,10 @@ from typing import Any
 
 from tests.data.support import write_jsonl
 from unigen_ds.core.batch import PackedBatch
-from unigen_ds.core.config import load_config
 from unigen_ds.core.registry import HOOKS
 from unigen_ds.hooks.base import Hook
 from unigen_ds.runner import Runner
+from unigen_ds.runner.settings import load_config
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 CONFIG = """

@@ -45,8 +45,8 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     from unigen_ds.checkpoint.convert import DTYPES  # after parsing: --help does not wait for torch
-    from unigen_ds.core.config import load_config
     from unigen_ds.runner.publish import publish
+    from unigen_ds.runner.settings import load_config
     from unigen_ds.runner.trained import open_model
 
     log.setup(rank=0)

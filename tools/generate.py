@@ -219,7 +219,7 @@ def generate(arguments: argparse.Namespace) -> None:
     import torch  # after parsing: --help and a wrong argument do not wait for torch
 
     from unigen_ds.checkpoint.convert import DTYPES
-    from unigen_ds.core.config import load_config
+    from unigen_ds.runner.settings import load_config
     from unigen_ds.runner.trained import open_inferencer
 
     flow, output = flow_of(arguments), Output(arguments.out)

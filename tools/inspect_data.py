@@ -24,12 +24,9 @@ from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.checkpoint.store import list_checkpoints
 from unigen_ds.core.errors import ConfigError, DataError, UnigenError
 from unigen_ds.core.metrics import read_lines, sample_digest
-from unigen_ds.core.progress import Geometry
 
 if TYPE_CHECKING:
     from unigen_ds.data.stream import Cursor, SequenceStream
-
-_NEEDED = ("model", "tokenizer", "train_dataloader", "optim_wrapper")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -53,8 +50,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
-    from unigen_ds.core.config import load_config  # after parsing: --help does not wait for torch
-    from unigen_ds.data.statistics import describe
+    from unigen_ds.data.statistics import describe  # after parsing: --help does not wait for torch
+    from unigen_ds.runner.settings import load_config
 
     try:
         config = load_config(arguments.config, arguments.cfg_options)
@@ -93,18 +90,20 @@ def build_stream(config: Mapping[str, Any], *, world_size: int, manifest: Manife
     If records were appended later, only the old ones belong to the run.
     """
     from unigen_ds.data.change import compare, continued
-    from unigen_ds.runner.build import build_data, import_custom, rules_of
+    from unigen_ds.runner.build import build_data, build_geometry, rules_of
+    from unigen_ds.runner.settings import Settings
 
-    missing = [key for key in _NEEDED if config.get(key) is None]
-    if missing:
-        raise ConfigError(f"the config has no {', '.join(missing)}", remedy="see docs/configs.md for these keys")
-    import_custom(config)
-    batch_size = config["train_dataloader"].get("batch_size")
-    geometry = Geometry(batch_size, config["optim_wrapper"].get("accumulative_counts", 1), world_size)
-    if manifest:
-        geometry = manifest.ruler.geometry
-    rules = rules_of(config, manifest)
-    stream = build_data(config, geometry=geometry, ruler=manifest.ruler if manifest else None, rules=rules).stream
+    settings = Settings.from_config({"train_cfg": {"max_updates": 1}, **config})
+    if settings.randomness.seed is None:
+        if manifest is None:
+            remedy = (
+                "name the run's folder with --work-dir: its checkpoint records it; or --cfg-options randomness.seed=N"
+            )
+            raise ConfigError("randomness.seed is None: the run draws it", remedy=remedy)
+        settings = settings.with_seed(int(manifest.loader["seed"]))
+    geometry = manifest.ruler.geometry if manifest else build_geometry(settings, dp_size=world_size)
+    rules = rules_of(settings, manifest)
+    stream = build_data(settings, geometry=geometry, ruler=manifest.ruler if manifest else None, rules=rules).stream
     if manifest and not compare(manifest.loader, stream).obstacles:
         stream, _ = continued(manifest.loader, stream, on_change="append")
     return stream

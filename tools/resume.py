@@ -48,10 +48,10 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
-    from unigen_ds.core.config import backend_spec, load_config, parse_override  # after parsing: see train.py
+    from unigen_ds.core.config import backend_spec, parse_override  # after parsing: see train.py
     from unigen_ds.resume import report
-    from unigen_ds.runner.components import problems
     from unigen_ds.runner.inspect import inspect_resume, write_config
+    from unigen_ds.runner.settings import load_config
 
     try:
         overrides = dict(map(parse_override, arguments.cfg_options))
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
                 overrides[key] = getattr(arguments, key)
         if arguments.backend is not None:
             overrides["backend"] = backend_spec(arguments.backend)
-        config = load_config(arguments.config, overrides, also=problems)
+        config = load_config(arguments.config, overrides, whole=True)
         if arguments.checkpoint is not None:
             config["resume"] = arguments.checkpoint
         found = inspect_resume(config, world_size=arguments.world_size, verify=arguments.verify)

@@ -43,6 +43,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--cfg-options", nargs="+", action="extend", default=[], metavar="K=V", help="override config values"
     )
+    p.add_argument("--print-config", action="store_true",
+                   help="print every key with its value and where it comes from, and train nothing")  # fmt: skip
     p.add_argument("--seed", type=int, help="randomness.seed")
     p.add_argument("--launcher", choices=LAUNCHERS, help="how the processes were started")
     p.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher adds it
@@ -55,18 +57,20 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     quiet_libraries(int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))))
     from unigen_ds.core import dist  # after parsing: --help and a wrong argument do not wait for torch
-    from unigen_ds.core.config import load_config
     from unigen_ds.runner import train_config
-    from unigen_ds.runner.components import problems
     from unigen_ds.runner.inspect import advice, is_out_of_memory
+    from unigen_ds.runner.origins import config_lines
+    from unigen_ds.runner.settings import load_config
 
     failed = True
     try:
-        config = load_config(arguments.config, overrides_of(arguments), also=problems)
+        overrides = overrides_of(arguments)
+        config = load_config(arguments.config, overrides, whole=True)
         if arguments.resume == AUTO:
             config["resume"] = config.get("resume") or AUTO
-        if arguments.seed is not None:
-            config["randomness"] = {"seed": arguments.seed}
+        if arguments.print_config:
+            print("\n".join(config_lines(config, arguments.config, overrides)))
+            return 0
         stopped = train_config(config, max_updates=arguments.max_updates)
         failed = False
     except Exception as error:
@@ -95,6 +99,8 @@ def overrides_of(arguments: argparse.Namespace) -> dict[str, Any]:
         overrides |= {"resume": arguments.resume, "load_from": None, "load_cfg": None}
     if arguments.backend is not None:
         overrides["backend"] = backend_spec(arguments.backend)
+    if arguments.seed is not None:
+        overrides["randomness.seed"] = arguments.seed
     named = ("work_dir", "load_from", "launcher", "on_batch_change", "on_data_change", "assume")
     given = {key: getattr(arguments, key) for key in named}
     return overrides | {key: value for key, value in given.items() if value is not None}

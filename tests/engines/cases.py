@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from unigen_ds.core.config import load_config
+from unigen_ds.runner.settings import load_config
 
 UPDATES = 20
 LR = 2e-3

@@ -25,6 +25,7 @@ from unigen_ds.hooks.base import Hook
 from unigen_ds.hooks.ledger import LedgerHook
 from unigen_ds.hooks.logger import LoggerHook, global_losses
 from unigen_ds.hooks.timer import IterTimerHook
+from unigen_ds.tracking.settings import Visualizer
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -221,4 +222,4 @@ def test_state_and_wrong_arguments(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="interval"):
         LoggerHook(interval=0)
     with pytest.raises(ConfigError, match="did you mean 'WandbVisBackend'"):
-        LoggerHook(writers=[{"type": "WandbBackend"}])
+        Visualizer.parse({"vis_backends": [{"type": "WandbBackend"}]})

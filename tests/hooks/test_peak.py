@@ -15,7 +15,8 @@ from unigen_ds.core.batch import PackedBatch
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.metrics import read_lines
 from unigen_ds.hooks.base import Hook, Run
-from unigen_ds.hooks.peak import device_peak_tflops, peak_tflops
+from unigen_ds.hooks.peak import device_peak_tflops
+from unigen_ds.runner.environment import Environment
 from unigen_ds.runner.parts import build_parts
 from unigen_ds.runner.runner import Runner
 
@@ -73,7 +74,7 @@ def test_without_a_peak_nothing_is_said_of_mfu(tmp_path: Path) -> None:
 def test_a_wrong_peak_is_refused(tmp_path: Path) -> None:
     for wrong in (0, -1.0, "312", True):
         with pytest.raises(ConfigError, match="peak_tflops"):
-            peak_tflops({"env": {"peak_tflops": wrong}})
+            Environment.parse({"peak_tflops": wrong}, where="env")
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ class TinyRun:
         self.previous = self.progress
         self.total_sequences = 80.0
         self.work_dir = work_dir
+        self.peak_tflops: float | None = None
         self.config: Mapping[str, Any] = {"optim_wrapper": {"optimizer": {"type": torch.optim.AdamW, "lr": 0.5}}}
         self.clock = Clock()
         self.hooks = hooks

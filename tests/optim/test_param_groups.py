@@ -11,6 +11,7 @@ from torch import nn
 
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.optim.param_groups import build_param_groups
+from unigen_ds.optim.settings import Optimizer, OptimWrapper
 
 OPTIMIZER = dict(type="AdamW", lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1)
 
@@ -30,7 +31,10 @@ class Model(nn.Module):
 
 def build(paramwise=None, model: nn.Module | None = None, **optimizer):
     model = model or Model()
-    return build_param_groups(model.named_parameters(), {**OPTIMIZER, **optimizer}, paramwise)
+    wrapper = OptimWrapper.parse(
+        {"optimizer": {**OPTIMIZER, **optimizer}, "paramwise_cfg": paramwise}, where="optim_wrapper"
+    )
+    return build_param_groups(model.named_parameters(), wrapper.optimizer, wrapper.paramwise_cfg)
 
 
 def names(groups) -> dict[str, tuple[str, ...]]:
@@ -91,7 +95,7 @@ def test_only_trainable_and_tied_once() -> None:
     model = Model()
     model.vision.requires_grad_(False)
     twice = [*model.named_parameters(remove_duplicate=False), *model.named_parameters(prefix="again")]
-    (group,) = build_param_groups(twice, OPTIMIZER)
+    (group,) = build_param_groups(twice, Optimizer.parse(OPTIMIZER))
     assert "embed.weight" in group.parameters and "head.weight" not in group.parameters
     assert not any(name.startswith(("vision", "again")) for name in group.parameters)
     assert len(group.parameters) == sum(p.requires_grad for p in model.parameters())
@@ -141,7 +145,7 @@ class TestDecayMultipliers:
 
 @pytest.mark.parametrize(("kind", "decay"), [("AdamW", 0.01), ("Adam", 0.0), ("SGD", 0.0), (torch.optim.AdamW, 0.01)])
 def test_weight_decay_left_out_is_torchs(kind, decay: float) -> None:
-    (group,) = build_param_groups(Model().named_parameters(), dict(type=kind, lr=1.0))
+    (group,) = build_param_groups(Model().named_parameters(), Optimizer.parse(dict(type=kind, lr=1.0)))
     assert group.weight_decay == decay
 
 
@@ -166,11 +170,17 @@ class TestErrors:
         [
             (dict(group=[]), "did you mean 'groups'"),
             (dict(norm_decay_mult=-1), "norm_decay_mult is -1"),
-            (dict(groups=[dict(lr=1.0)]), "part of a parameter name"),
+            (dict(groups=[dict(lr=1.0)]), "the config has no optim_wrapper.paramwise_cfg.groups[0].pattern"),
             (dict(groups=["connector"]), "groups[0] is 'connector'"),
-            (dict(groups=[dict(pattern="connector", lrs=1.0)]), "groups[0] has no key 'lrs'"),
+            (
+                dict(groups=[dict(pattern="connector", lrs=1.0)]),
+                "optim_wrapper.paramwise_cfg.groups[0].lrs'. Remedy: did you mean 'lr'?",
+            ),
             (dict(groups=[dict(pattern="connector", lr=1.0, lr_mult=2.0)]), "lr and lr_mult"),
-            (dict(groups=[dict(pattern="connector", lr="1e-3")]), "lr is '1e-3'"),
+            (
+                dict(groups=[dict(pattern="connector", lr="0.1")]),
+                "groups[0].lr is '0.1'. Allowed: a number of at least 0",
+            ),
             (dict(groups=[dict(pattern="connector", lr=float("nan"))]), "lr is nan"),
             (dict(groups=[dict(pattern="connector", name="default", lr=1.0)]), "names that differ"),
             (dict(groups=[dict(pattern="connector", lr=1.0)] * 2), "names that differ"),
@@ -183,12 +193,62 @@ class TestErrors:
     def test_bad_optimizer(self) -> None:
         with pytest.raises(ConfigError, match="did you mean 'AdamW'"):
             build(type="AdmW")
-        with pytest.raises(ConfigError, match=r"optimizer\.lr is None"):
-            build_param_groups(Model().named_parameters(), dict(type="AdamW"))
+        with pytest.raises(ConfigError, match=r"the config has no optim_wrapper\.optimizer\.lr"):
+            OptimWrapper.parse({"optimizer": dict(type="AdamW")}, where="optim_wrapper")
 
     def test_nothing_to_train(self) -> None:
         with pytest.raises(ConfigError, match=r"no trainable parameter.*model\.freeze"):
             build(model=Model().requires_grad_(False))
+
+
+# ---- mmengine's custom_keys -----------------------------------------------------------------------------------------
+
+CUSTOM_KEYS = [
+    {"vision": {"lr_mult": 0.1}, "vision.1": {"lr_mult": 0.5, "decay_mult": 0.0}},
+    {"norm": {"decay_mult": 0.0}, "proj": {"lr_mult": 2.0}, "layers.0": {"lr_mult": 0.3}},
+    {"layers.0": {"lr_mult": 0.3}, "layers.1": {"lr_mult": 0.4}, "q_norm.w": {"decay_mult": 3.0}},
+    {"bias": {"decay_mult": 0.0}, "emb": {"lr_mult": 0.0}, ".weight": {"lr_mult": 7.0}},
+    {"weight": {"lr_mult": 0.2}, "gain": {"lr_mult": 0.6}, ".gain": {"lr_mult": 0.7}},
+]
+
+
+class Rooted(Model):
+    """With a parameter of its own beside its modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("custom_keys", CUSTOM_KEYS, ids=lambda keys: "+".join(keys))
+def test_custom_keys_are_those_of_mmengines_own_constructor(custom_keys: dict) -> None:
+    """Learning rate and weight decay of every parameter, with the multipliers of norms and biases beside them."""
+    from mmengine.optim import DefaultOptimWrapperConstructor
+
+    paramwise = {"custom_keys": custom_keys, "norm_decay_mult": 0.5, "bias_decay_mult": 0.25}
+    model = Rooted()
+    constructor = DefaultOptimWrapperConstructor(
+        {"type": "OptimWrapper", "optimizer": {"type": "AdamW", "lr": 1e-2, "weight_decay": 0.1}},
+        {**paramwise, "bypass_duplicate": True},
+    )
+    expected: dict[int, tuple[float, float]] = {}
+    for group in constructor(model).optimizer.param_groups:
+        expected |= {id(p): (group["lr"], group["weight_decay"] if group["lr"] else 0.0) for p in group["params"]}
+    named = dict(model.named_parameters())
+    keys = sorted(custom_keys, key=len, reverse=True)
+    matched = {n for n in named if any(key in (n if "." in n else f".{n}") for key in keys)}
+    groups = build(paramwise, model, lr=1e-2)
+    found = {n: (group.lr, group.weight_decay) for group in groups for n in group.parameters}
+    assert set(found) == set(named) and matched
+    different = {n: (found[n], expected[id(named[n])]) for n in matched if found[n] != expected[id(named[n])]}
+    assert not different, different
+
+
+def test_custom_keys_and_groups_together_are_refused() -> None:
+    with pytest.raises(ConfigError, match="groups and custom_keys"):
+        build(dict(groups=[dict(pattern="vision")], custom_keys={"vision": {}}))
+    with pytest.raises(ConfigError, match=r"custom_keys\.vision\.lr_mul'\. Remedy: did you mean 'lr_mult'"):
+        build(dict(custom_keys={"vision": {"lr_mul": 1.0}}))
 
 
 # ---- an optimizer of whole matrices, and AdamW for the rest ---------------------------------------------------------
@@ -214,10 +274,9 @@ needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.
 
 
 def groups_of(optimizer, **paramwise):
-    return {
-        group.name: group
-        for group in build_param_groups(Mixed().named_parameters(remove_duplicate=False), optimizer, paramwise)
-    }
+    wrapper = OptimWrapper.parse({"optimizer": optimizer, "paramwise_cfg": paramwise}, where="optim_wrapper")
+    named = Mixed().named_parameters(remove_duplicate=False)
+    return {group.name: group for group in build_param_groups(named, wrapper.optimizer, wrapper.paramwise_cfg)}
 
 
 @needs_muon
@@ -263,7 +322,7 @@ def test_patterns_name_further_matrices_for_adamw():
     ("optimizer", "words"),
     [
         ({"type": "Muon", "lr": 0.02}, r"adamw is None: Muon trains matrices alone.*add adamw=dict\(lr=3e-4\)"),
-        ({**MUON, "adamw": {"betas": (0.9, 0.95)}}, "adamw is"),
+        ({**MUON, "adamw": {"betas": (0.9, 0.95)}}, r"the config has no optim_wrapper\.optimizer\.adamw\.lr"),
         ({**MUON, "adamw": {"lr": -1.0}}, "adamw.lr is -1.0"),
         ({**MUON, "adamw": {"lr": 1e-3, "patterns": "block"}}, "adamw.patterns is 'block'. Allowed: a list"),
         ({**MUON, "adamw": {"lr": 1e-3, "patterns": ["blok"]}}, "'blok' matches no trained parameter"),

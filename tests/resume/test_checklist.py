@@ -13,7 +13,7 @@ from unigen_ds.core.errors import ResumeBlocked
 from unigen_ds.core.progress import Geometry, Progress, Ruler
 from unigen_ds.data.change import DataChange
 from unigen_ds.resume.checklist import learning_rates, run
-from unigen_ds.resume.finding import Finding, Proposal, refuse
+from unigen_ds.resume.finding import Finding, Proposal, Saves, refuse
 from unigen_ds.resume.geometry import lr_factor
 from unigen_ds.schedule.schedule import Schedules
 
@@ -64,6 +64,8 @@ def proposal(manifest: Manifest, geometry: Geometry, **values: Any) -> Proposal:
         parameters=manifest.parameters,
         data=DataChange(),
         versions=manifest.versions,
+        saves=Saves(interval=100, by_epoch=False, max_keep_ckpts=2),
+        averages=True,
         free_bytes=10_000,
     )
     return Proposal(**{**given, **values})
@@ -200,7 +202,7 @@ CHANGED: dict[str, tuple[dict[str, Any], str, str]] = {
     "precision": ({"topology": {"engine": "single", "dp_size": 2, "precision": "bf16"}}, "warn", "rounding"),
     "rng": ({"topology": {"engine": "single", "dp_size": 3, "precision": "fp32"}}, "warn", "seeded anew"),
     "engine": ({"topology": {"engine": "other", "dp_size": 2, "precision": "fp32"}}, "ok", "float rounding"),
-    "ema": ({"config": {"custom_hooks": []}}, "warn", "dropped with the next checkpoint"),
+    "ema": ({"averages": False}, "warn", "dropped with the next checkpoint"),
     "config.edited": (
         {"config": {"loss_weights": {"text": 0.5}, "custom_hooks": [{"type": "EMAHook"}]}},
         "warn",

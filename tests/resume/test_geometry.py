@@ -7,10 +7,9 @@ import pytest
 from unigen_ds.backends.deepspeed import DeepSpeedBackend
 from unigen_ds.backends.fsdp import FSDPBackend
 from unigen_ds.backends.single import SingleBackend
-from unigen_ds.core.choices import BATCH_CHOICES
-from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.progress import Geometry
-from unigen_ds.resume.geometry import check_choice, cuts_text, equal_cuts, lr_factor, memory_plans
+from unigen_ds.data.settings import TrainDataloader
+from unigen_ds.resume.geometry import cuts_text, equal_cuts, lr_factor, memory_plans
 
 
 def test_every_cut_keeps_the_total_and_the_smallest_memory_is_first():
@@ -34,17 +33,15 @@ def test_the_learning_rate_follows_the_choice(choice, factor):
     assert lr_factor(choice, was=256, now=256) == 1.0
 
 
-def test_an_unknown_choice_is_refused():
-    with pytest.raises(ConfigError, match=r"on_batch_change is 'half'.*keep-lr"):
-        check_choice("on_batch_change", "half", BATCH_CHOICES)
-
-
-CONFIG = {"train_dataloader": {"batch_size": 64}, "model": {"activation_checkpointing": False}}
+SOURCE = {"type": "DatasetAdapter", "dataset": []}
+LOADER = TrainDataloader.parse({"batch_size": 64, "dataset": SOURCE})
 
 
 def test_the_plans_keep_the_effective_batch(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    a, b, c = memory_plans(Geometry(64, 2, 2), backend=DeepSpeedBackend(config="zero2"), config=CONFIG)
+    a, b, c = memory_plans(
+        Geometry(64, 2, 2), backend=DeepSpeedBackend(config="zero2"), loader=LOADER, recomputes=False
+    )
     assert (a.geometry, b.geometry, c.geometry) == (Geometry(32, 4, 2), Geometry(32, 2, 4), Geometry(64, 2, 2))
     assert a.overrides == {"optim_wrapper.accumulative_counts": 4, "train_dataloader.batch_size": 32}
     assert c.overrides == {"model.activation_checkpointing": True} and c.backend == "deepspeed:zero3"
@@ -52,21 +49,23 @@ def test_the_plans_keep_the_effective_batch(monkeypatch):
 
 
 def test_one_process_needs_another_backend_for_more():
-    _, b, c = memory_plans(Geometry(4), backend=SingleBackend(), config={})
+    _, b, c = memory_plans(Geometry(4), backend=SingleBackend(), loader=LOADER, recomputes=None)
     assert (b.backend, c.backend) == ("deepspeed:zero2", "deepspeed:zero2_offload")
 
 
 def test_a_batch_of_one_cannot_be_made_smaller():
-    (c,) = memory_plans(Geometry(1, 8), backend=FSDPBackend(sharding_strategy="NO_SHARD"), config=CONFIG)
+    (c,) = memory_plans(
+        Geometry(1, 8), backend=FSDPBackend(sharding_strategy="NO_SHARD"), loader=LOADER, recomputes=False
+    )
     assert c.name == "C" and c.backend == "fsdp:FULL_SHARD"
 
 
 def test_an_odd_batch_is_cut_by_its_smallest_factor():
-    a, *_ = memory_plans(Geometry(9, 1), backend=SingleBackend(), config={})
+    a, *_ = memory_plans(Geometry(9, 1), backend=SingleBackend(), loader=LOADER, recomputes=None)
     assert a.geometry == Geometry(3, 3)
 
 
 def test_a_global_batch_size_stays_the_users():
-    config = {"train_dataloader": {"global_batch_size": 64}}
-    a, *_ = memory_plans(Geometry(64), backend=SingleBackend(), config=config)
+    loader = TrainDataloader.parse({"global_batch_size": 64, "dataset": SOURCE})
+    a, *_ = memory_plans(Geometry(64), backend=SingleBackend(), loader=loader, recomputes=None)
     assert a.overrides == {"optim_wrapper.accumulative_counts": 2}

@@ -20,6 +20,7 @@ from tests.tiny import TINY, tiny_config
 from tools.train import main
 from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.manifest import FILE_NAME
+from unigen_ds.checkpoint.settings import LoadSettings
 from unigen_ds.core.choices import AUTO
 from unigen_ds.core.errors import CheckpointError, ConfigError, ResumeBlocked
 from unigen_ds.core.metrics import read_lines
@@ -109,11 +110,11 @@ def test_naming_an_older_one_says_what_is_left_behind(tmp_path):
 def test_auto_begins_as_load_from_says_and_then_goes_on_with_its_own(tmp_path):
     """One command for a queue that restarts it: neither back to what ``load_from`` names, nor from scratch."""
     other = str(save(tmp_path / "other"))
-    begin = plan_resume(tmp_path / "run", resume=AUTO, load_from=other, load_cfg={"allow": ["missing"]})
+    begin = plan_resume(tmp_path / "run", resume=AUTO, load_from=other, load_cfg=LoadSettings(allow=("missing",)))
     assert begin.mode == "weights" and begin.load_cfg.allow == {"missing"}
     assert "No checkpoint found" in begin.messages[0] and "weights only" in begin.messages[1]
     own = save(tmp_path / "run")
-    again = plan_resume(tmp_path / "run", resume=AUTO, load_from=other, load_cfg={"allow": ["missing"]})
+    again = plan_resume(tmp_path / "run", resume=AUTO, load_from=other, load_cfg=LoadSettings(allow=("missing",)))
     assert (again.mode, again.checkpoint) == ("resume", own)
     assert again.messages[0] == f"Auto resumed from the latest checkpoint {own}."
     assert "it is not read again" in again.messages[1]
@@ -145,7 +146,9 @@ def test_two_names_are_refused(tmp_path):
 def test_a_resume_is_exact(tmp_path, given):
     """And without ``load_from`` there is nothing to load."""
     with pytest.raises(ConfigError, match=r"load_cfg is set, but .*load_cfg=null"):
-        plan_resume(tmp_path, **{"resume": False, "load_from": None, **given}, load_cfg={"allow": ["missing"]})
+        plan_resume(
+            tmp_path, **{"resume": False, "load_from": None, **given}, load_cfg=LoadSettings(allow=("missing",))
+        )
 
 
 @pytest.mark.parametrize("resume", [True, False], ids=["resume", "weights"])

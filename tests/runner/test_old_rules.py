@@ -17,11 +17,11 @@ import pytest
 from tests.text_run import trained
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.batch import PackedBatch
-from unigen_ds.core.config import load_config
 from unigen_ds.core.errors import CheckpointError, ResumeBlocked
 from unigen_ds.core.metrics import read_lines
 from unigen_ds.data.rules import CURRENT, DataRules
 from unigen_ds.runner import Runner
+from unigen_ds.runner.settings import load_config
 
 STORED = Path(__file__).parent / "old_rules"
 EXPECTED = json.loads((STORED / "expected.json").read_text(encoding="utf-8"))["updates"]

@@ -162,7 +162,7 @@ def vlm_config(folder: Path, records: list[Any], **overrides: Any) -> Any:
     body = (folder / "config.py").read_text(encoding="utf-8")
     tokenizer = f"tokenizer = dict(type='ChatTokenizer', path={str(folder / 'tokenizer')!r})\n"
     (folder / "config.py").write_text(body + VLM + tokenizer, encoding="utf-8")
-    from unigen_ds.core.config import load_config
+    from unigen_ds.runner.settings import load_config
 
     return load_config(folder / "config.py", {key.replace("__", "."): value for key, value in overrides.items()})
 

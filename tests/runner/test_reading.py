@@ -11,10 +11,10 @@ import pytest
 
 from tools.export import main as export
 from unigen_ds.checkpoint.layouts import safetensors as layout
-from unigen_ds.core.config import load_config
 from unigen_ds.core.errors import CheckpointError, ResumeBlocked
 from unigen_ds.data.tokenizers import WordTokenizer
 from unigen_ds.runner import Runner
+from unigen_ds.runner.settings import load_config
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 LLM = {

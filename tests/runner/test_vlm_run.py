@@ -14,7 +14,6 @@ from tests.data.chat_support import NANOVLM, character_tokenizer
 from tests.data.support import image, picture, talk, text, write_jsonl
 from tests.text_run import KeepBatches
 from unigen_ds.core.batch import PackedBatch
-from unigen_ds.core.config import load_config
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.metrics import read_lines
 from unigen_ds.core.registry import TRANSFORMS
@@ -25,6 +24,7 @@ from unigen_ds.families.nanovlm.model import VLM
 from unigen_ds.families.nanovlm.published import vlm_arguments
 from unigen_ds.runner import Runner
 from unigen_ds.runner.build import build_processor
+from unigen_ds.runner.settings import load_config
 
 CONFIG = """
 model = dict(

@@ -13,8 +13,8 @@ from tests.engines.launch import tensors
 from tests.processes import ENVIRONMENT, ROOT, together
 from tests.runner.test_launchers import agents
 from unigen_ds.checkpoint import store
-from unigen_ds.core.config import load_config
 from unigen_ds.core.metrics import read_lines
+from unigen_ds.runner.settings import load_config
 
 CONFIG = Path(__file__).with_name("frozen_backbones.py")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from typing import Any
 
 import pytest
 from mmengine.optim.scheduler import CosineAnnealingLR as MmengineCosine
@@ -12,6 +13,7 @@ from mmengine.optim.scheduler import CosineAnnealingLR as MmengineCosine
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.progress import Geometry, Progress, Ruler
 from unigen_ds.schedule import Schedules, config_text
+from unigen_ds.schedule.settings import curves_of
 
 BASE = [{"name": "default", "lr": 1e-4}, {"name": "connector", "lr": 5e-3}, {"name": "frozen", "lr": 0.0}]
 WARMUP_COSINE = [
@@ -167,12 +169,21 @@ class TestState:
         assert state["base"] == BASE and state["lr_scale"] == 1.0 and state["total_sequences"] == 3200.0
 
     def test_the_text_tells_an_edit(self) -> None:
+        def text(curves: Any) -> str:
+            return config_text(curves_of(curves))
+
         stored = make(WARMUP_COSINE).config
         reordered = [dict(reversed(list(spec.items()))) for spec in WARMUP_COSINE]
-        assert config_text(reordered) == stored
-        assert config_text([WARMUP_COSINE[0], {**WARMUP_COSINE[1], "end": 4.0}]) == stored
-        assert config_text([WARMUP_COSINE[0], {**WARMUP_COSINE[1], "end": 5}]) != stored
-        assert config_text(WARMUP_COSINE[0]) == config_text(WARMUP_COSINE[:1])
+        assert text(reordered) == stored
+        assert text([WARMUP_COSINE[0], {**WARMUP_COSINE[1], "end": 4.0}]) == stored
+        assert text([WARMUP_COSINE[0], {**WARMUP_COSINE[1], "end": 5}]) != stored
+        assert text(WARMUP_COSINE[0]) == text(WARMUP_COSINE[:1])
+
+    def test_a_default_made_explicit_is_no_edit(self) -> None:
+        stored = make(WARMUP_COSINE)
+        explicit = make([{**WARMUP_COSINE[0], "end_factor": 1, "unit": None}, WARMUP_COSINE[1]])
+        assert explicit.config != stored.config and explicit.same_curves(stored)
+        assert not make([{**WARMUP_COSINE[0], "end_factor": 0.9}, WARMUP_COSINE[1]]).same_curves(stored)
 
     def test_refuses_what_it_cannot_read(self) -> None:
         state = make(WARMUP_COSINE).state_dict()
@@ -216,7 +227,7 @@ class TestErrors:
             (dict(type="LinearLR", begin=0, end=0.1), "add convert_to_iter_based=True"),
             (dict(type="LinearLR", unit="token"), "give the end in tokens"),
             (dict(type="LinearLR", by_epoch=False, begin=400), "begin before the end of training"),
-            (dict(type=dict, begin=0), "class dict"),
+            (dict(type=dict, begin=0), "type is builtins.dict, which has no place"),
         ],
     )
     def test_bad_config(self, cfg, words: str) -> None:

@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 from tests.golden_files import BAGEL
 from tests.tiny import tiny_config
 from tools.export import main
-from unigen_ds.core.config import load_config
 from unigen_ds.data.tokenizers import WordTokenizer
 from unigen_ds.families.bagel.model import UnifiedModel
 from unigen_ds.families.bagel.published import FILES
 from unigen_ds.runner import Runner
+from unigen_ds.runner.settings import load_config
 from unigen_ds.runner.trained import open_model
 
 

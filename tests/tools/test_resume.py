@@ -16,10 +16,10 @@ from tests.checkpoint.support import flip_byte
 from tests.tiny import TINY, tiny_config
 from tools import resume as tool
 from tools import train
-from unigen_ds.core.config import load_config
 from unigen_ds.core.metrics import read_lines
 from unigen_ds.examples.digits.dataset import write_digits
 from unigen_ds.runner import Runner
+from unigen_ds.runner.settings import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS: dict[str, Any] = {
@@ -133,7 +133,7 @@ def test_an_edit_that_no_weight_shows(run_dir, capsys, edit, id, status, said):
 @pytest.mark.parametrize(
     ("edit", "said"),
     [
-        ({"optim_wrapper__optimizer__betas": (0.9,)}, "optimizer AdamW with"),
+        ({"optim_wrapper__optimizer__betas": (0.9,)}, "optim_wrapper.optimizer.betas is (0.9,). Allowed: a list of 2"),
         ({"default_hooks__checkpoint__max_keep_ckpts": "x"}, "max_keep_ckpts is 'x'"),
         ({"loss_weights": {"text": -1}}, "loss_weights.text is -1"),
     ],

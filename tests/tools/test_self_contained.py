@@ -23,12 +23,12 @@ from tests.tools.test_export import BAGEL
 from tools.export import main as export
 from tools.generate import main as generate
 from tools.generate import parser
-from unigen_ds.core.config import load_config
 from unigen_ds.data.tokenizers import WordTokenizer
 from unigen_ds.families.bagel.inference import InterleaveInferencer
 from unigen_ds.families.bagel.model import UnifiedModel
 from unigen_ds.families.bagel.published import FILES
 from unigen_ds.runner import Runner
+from unigen_ds.runner.settings import load_config
 from unigen_ds.runner.trained import open_inferencer, open_model
 
 ROOT = Path(__file__).resolve().parents[2]

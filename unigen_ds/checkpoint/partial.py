@@ -21,6 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from unigen_ds.checkpoint.settings import LoadSettings
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.fitting import Shape, misfit
 from unigen_ds.core.shards import BUFFER, MASTER, ShardReader
@@ -44,22 +45,11 @@ class LoadConfig:
     resize_vocab: bool | Literal["shrink"] = False
 
     @classmethod
-    def from_cfg(cls, given: Mapping[str, Any] | None) -> LoadConfig:
-        """Raises ``ConfigError`` naming the key that cannot work."""
-        given = given or {}
-        pairs, allow = given.get("revise_keys") or (), given.get("allow") or ()
-        resize = given.get("resize_vocab", False)
-        try:
-            revise = tuple((re.compile(pattern), str(replacement)) for pattern, replacement in pairs)
-        except (re.error, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"load_cfg.revise_keys: {error}", allowed=r"[(regex, replacement), ...], as in [(r'^module\.', '')]"
-            ) from error
-        if isinstance(allow, str) or set(allow) - set(DIFFERENCES):
-            raise ConfigError(f"load_cfg.allow is {allow!r}", allowed=f"a list of {', '.join(DIFFERENCES)}")
-        if resize not in (False, True, "shrink"):
-            raise ConfigError(f"load_cfg.resize_vocab is {resize!r}", allowed="False, True, 'shrink'")
-        return cls(revise, frozenset(allow), resize)
+    def from_settings(cls, given: LoadSettings | None) -> LoadConfig:
+        """``load_cfg`` of a config; None: nothing may differ."""
+        given = given or LoadSettings()
+        revise = tuple((re.compile(pattern), replacement) for pattern, replacement in given.revise_keys)
+        return cls(revise, frozenset(given.allow), given.resize_vocab)
 
     def revised(self, name: str) -> str:
         """The name after every replacement, in order."""

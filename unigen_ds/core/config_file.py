@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 from mmengine.config import Config
+from mmengine.fileio import load
 from mmengine.fileio.handlers import YamlHandler, file_handlers
 
 from unigen_ds.core.encoding import encoding_problem
@@ -112,6 +113,16 @@ def unread_names(path: Path, *, read_above: frozenset[str] = frozenset()) -> set
     for base in names.bases:
         found |= unread_names(base, read_above=read_above | names.read_of_bases)
     return found
+
+
+def bases_of(path: Path) -> list[Path]:
+    """The files that a config file names as its bases, as far as that can be read without executing it."""
+    if path.suffix == ".py":
+        return _names(path).bases
+    with _safe_yaml():
+        given = load(str(path)).get(_BASE) or ()
+    found = [path.parent / Path(name).expanduser() for name in ([given] if isinstance(given, str) else given)]
+    return [base for base in found if base.is_file()]
 
 
 def _names(path: Path) -> _Names:

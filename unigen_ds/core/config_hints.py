@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from unigen_ds.core.errors import ConfigError
+
 SETTINGS = (
     "batch_size", "accumulative_counts", "max_epochs", "max_iters", "max_updates", "max_tokens", "save_steps",
     "save_total_limit", "lr", "betas", "weight_decay", "max_norm", "warmup_ratio", "seq_length", "max_length",
@@ -47,7 +49,6 @@ _NO_VALIDATION = "delete it, there is no validation loop yet"
 ANYWHERE: dict[str, str] = {
     "world_size": "delete it, the launcher sets the number of processes: torchrun --nproc_per_node N",
     "runner_type": "delete it, one Runner trains every config, by epochs and by iterations: see train_cfg",
-    "custom_keys": "custom_keys=dict(NAME=dict(lr_mult=0.1)) is groups=[dict(pattern='NAME', lr_mult=0.1)] here",
     "val_interval": _NO_VALIDATION,
     "val_begin": _NO_VALIDATION,
     "val_cfg": _NO_VALIDATION,
@@ -64,6 +65,7 @@ ALIASES: dict[str, str] = {
     "learning_rate": "optim_wrapper.optimizer.lr",
     "betas": "optim_wrapper.optimizer.betas",
     "weight_decay": "optim_wrapper.optimizer.weight_decay",
+    "custom_keys": "optim_wrapper.paramwise_cfg.custom_keys",
     "optim_type": "optim_wrapper.optimizer.type",
     "gradient_accumulation_steps": "optim_wrapper.accumulative_counts",
     "max_grad_norm": "optim_wrapper.clip_grad.max_norm",
@@ -104,6 +106,18 @@ def backend_hint(given: Any) -> str | None:
     if text.upper() in _SHARDING:
         return f"fsdp:{text.upper()}"
     return _ENGINES.get(text)
+
+
+BACKEND_WORDS = "single, deepspeed[:zero1|zero2|zero3|...|FILE.json], fsdp[:FULL_SHARD|...]"
+
+
+def backend_spec(text: str) -> dict[str, str]:
+    """``single`` | ``deepspeed[:zero1|...|FILE.json]`` | ``fsdp[:FULL_SHARD|...]`` -> the config's ``backend``."""
+    kind, _, detail = text.partition(":")
+    if not detail and (meant := backend_hint(kind)):
+        raise ConfigError(f"--backend {text}", allowed=BACKEND_WORDS, remedy=f"did you mean --backend {meant}?")
+    option = {"deepspeed": "config", "fsdp": "sharding_strategy"}.get(kind)
+    return {"type": kind} | ({option: detail} if option and detail else {})
 
 
 def places(schema: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

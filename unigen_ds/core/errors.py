@@ -31,6 +31,12 @@ class ConfigError(UnigenError, ValueError):
 
     exit_status = 2
 
+    def at(self, where: str) -> ConfigError:
+        """The same error, with the place in the config where it does not name it."""
+        if self.problem.startswith(where):
+            return self
+        return ConfigError(f"{where}: {self.problem}", allowed=self.allowed, remedy=self.remedy)
+
 
 class DataError(UnigenError, ValueError):
     """A record or an image is not what its format promises; names file, line and field."""

@@ -50,6 +50,7 @@ NAMES: Mapping[str, str] = MappingProxyType({
 """Names of a former module that are in another module than the others, or have another name now."""
 
 MOVED: Mapping[str, str] = MappingProxyType({
+    "unigen_ds.core.config.load_config": "unigen_ds.runner.settings",
     "unigen_ds.data.collate.DroppedImage": "unigen_ds.data.splits",
     "unigen_ds.data.collate.LoadedImage": "unigen_ds.data.splits",
     "unigen_ds.data.collate.LoadedTiles": "unigen_ds.families.nanovlm.splits",
@@ -121,10 +122,10 @@ def moved(module: str, name: str) -> Any:
     return getattr(importlib.import_module(MOVED[path]), name)
 
 
-def component(name: str, *, where: str) -> type | None:
+def component(name: str, *, where: str = "") -> type | None:
     """The class that a registered name of a former version stands for; None where the table does not have it.
 
-    Its module is imported, which registers it. ``where`` is the config path shown in the log.
+    Its module is imported, which registers it. ``where`` is the config path shown in the log; empty: nothing is logged.
     """
     path = COMPONENTS.get(name)
     if path is None:
@@ -133,5 +134,11 @@ def component(name: str, *, where: str) -> type | None:
     found: type = getattr(importlib.import_module(module), present)
     renamed = f" is now {present!r}" if present != name else f" is in {module} now"
     remedy = f"; import it with custom_imports=dict(imports=[{module!r}])" if present == name else ""
-    notice(f"{where}.type: {name!r}{renamed}{remedy}.")
+    text = f"{where}.type: {name!r}{renamed}{remedy}."
+    if where and _named.setdefault(module, text) == text:  # the import registers what else the module has
+        notice(text)
     return found
+
+
+_named: dict[str, str] = {}
+"""Module -> the line about the first of its components that a config named."""

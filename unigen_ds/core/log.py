@@ -65,7 +65,7 @@ def quiet_libraries(rank: int) -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def setup(*, rank: int, log_file: Path | None = None, level: int = logging.INFO) -> logging.Logger:
+def setup(*, rank: int, log_file: Path | None = None, level: int | str = logging.INFO) -> logging.Logger:
     """Attach handlers once per process. Rank 0 writes to the console and appends to ``log_file``, which can be tailed.
 
     Other ranks print warnings and errors only, prefixed with their rank.

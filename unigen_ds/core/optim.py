@@ -27,7 +27,6 @@ OptimizerKind = str | type[torch.optim.Optimizer]
 """A name in ``OPTIMIZERS``, or a class."""
 _OF_GROUPS = ("lr", "weight_decay")
 """Settings of the optimizer that each parameter group has."""
-_OF_ADAMW = (*_OF_GROUPS, "patterns")
 
 
 @dataclass(frozen=True)
@@ -101,13 +100,6 @@ def element_wise(kind: OptimizerKind) -> bool:
             remedy=f"add the class attribute to {cls.__name__}",
         )
     return declared
-
-
-def optimizer_arguments(optimizer: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """``OptimizerConfig.arguments`` and ``.adamw`` of the config's ``optim_wrapper.optimizer``."""
-    adamw = adamw_settings(optimizer)
-    own = {key: value for key, value in optimizer.items() if key not in ("type", "adamw", *_OF_GROUPS)}
-    return own, {key: value for key, value in adamw.items() if key not in _OF_ADAMW}
 
 
 def adamw_settings(optimizer: Mapping[str, Any]) -> Mapping[str, Any]:

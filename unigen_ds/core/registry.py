@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from mmengine.registry import Registry
 
 from unigen_ds.core import former
-from unigen_ds.core.config_hints import ANYWHERE, backend_hint
+from unigen_ds.core.config_hints import ANYWHERE, backend_hint, backend_spec
 from unigen_ds.core.errors import ConfigError, UnknownKey, nearest, raise_any
-from unigen_ds.core.hints import argument_hints, described, fits
 from unigen_ds.core.log import logger
+from unigen_ds.core.values import argument_hints, described, fits
 
 MODELS = Registry("unigen_model")
 FAMILIES = Registry("unigen_family")
@@ -79,9 +79,13 @@ def find(registry: Registry, spec: Mapping[str, Any], *, where: str) -> type:
     Raises ``ConfigError`` for an unknown type, a missing type, or a class of another kind.
     """
     if not isinstance(spec, Mapping) or "type" not in spec:
-        raise ConfigError(f"{where} is {spec!r}", allowed="dict(type='...', ...)")
+        meant = backend_hint(spec) if registry is BACKENDS else None
+        remedy = f"write backend={backend_spec(meant)!r}" if meant else None
+        raise ConfigError(f"{where} is {spec!r}", allowed="dict(type='...', ...)", remedy=remedy)
     kind = spec["type"]
     cls = counterpart(registry, kind)
+    if cls is None and registry is CURVES and isinstance(kind, type) and kind.__name__ in CURVES.module_dict:
+        cls = CURVES.module_dict[kind.__name__]  # a scheduler of torch's stands for the curve of its name
     if cls is None and isinstance(kind, str):
         cls = registry.module_dict.get(kind) or former.component(_own_name(kind), where=where)
         if cls is None:
@@ -130,13 +134,24 @@ def resolve(registry: Registry, spec: Mapping[str, Any], *, where: str) -> tuple
     return cls, arguments
 
 
-def component_problems(registry: Registry, spec: Mapping[str, Any], *, where: str) -> list[ConfigError]:
-    """What is wrong with a component, without calling anything of it."""
+def component_problems(
+    registry: Registry, spec: Mapping[str, Any], *, where: str, provided: Collection[str] = ()
+) -> list[ConfigError]:
+    """What is wrong with a component, without calling anything of it. ``provided``: arguments that the run gives."""
     try:
         cls = find(registry, spec, where=where)
     except ConfigError as error:
         return [error]
-    return argument_problems(cls, {key: value for key, value in spec.items() if key != "type"}, where=where)
+    arguments = {key: value for key, value in spec.items() if key != "type"}
+    return argument_problems(cls, arguments, where=where) + missing_arguments(cls, {*arguments, *provided}, where=where)
+
+
+def missing_arguments(cls: Any, given: Collection[str], *, where: str) -> list[ConfigError]:
+    """An error where ``cls`` needs an argument that is not given."""
+    parameters = inspect.signature(cls).parameters.values()
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    missing = [f"{where}.{name}" for name in needed if name not in given]
+    return [ConfigError(f"the config has no {', '.join(missing)} ({cls.__name__})")] if missing else []
 
 
 def check_arguments(cls: Any, arguments: Mapping[str, Any], *, where: str) -> None:
@@ -158,7 +173,8 @@ def argument_problems(cls: Any, arguments: Mapping[str, Any], *, where: str) -> 
                 errors.append(UnknownKey(key, section=where, valid=parameters, hint=ANYWHERE.get(key), problem=problem))
     hints = argument_hints(cls)
     for key, value in arguments.items():
-        if key in hints and key in parameters and not fits(value, hints[key]) and value is not parameters[key].default:
+        known = key in hints and key in parameters and value is not parameters[key].default
+        if known and not fits(value, hints[key]):
             errors.append(ConfigError(f"{where}.{key} is {value!r}", allowed=described(hints[key])))
     return errors
 

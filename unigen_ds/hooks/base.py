@@ -108,7 +108,15 @@ class Run(Protocol):
     @property
     def work_dir(self) -> Path: ...
     @property
-    def config(self) -> Mapping[str, Any]: ...
+    def config(self) -> Mapping[str, Any]:
+        """The config as plain values, for records of the run."""
+        ...
+
+    @property
+    def peak_tflops(self) -> float | None:
+        """``env.peak_tflops``: 10**12 operations a second of one device, where the config has it."""
+        ...
+
     @property
     def clock(self) -> Clock: ...
     @property

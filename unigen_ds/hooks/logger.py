@@ -18,12 +18,12 @@ from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.log import logger
 from unigen_ds.core.metrics import METRICS_FILE
 from unigen_ds.core.progress import Duration
-from unigen_ds.core.registry import HOOKS, WRITERS, build
+from unigen_ds.core.registry import HOOKS
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.hooks.console import Console, make_console
 from unigen_ds.hooks.journal import Journal
 from unigen_ds.hooks.timer import IterTimerHook, find_timer
-from unigen_ds.tracking.writer import SafeWriter
+from unigen_ds.tracking.writer import SafeWriter, Writer
 
 VERSION = 1
 
@@ -32,7 +32,7 @@ VERSION = 1
 class LoggerHook(Hook):
     """Logs every ``interval`` iterations, and always the first and the last update of a process.
 
-    ``writers`` are ``visualizer.vis_backends`` of the config: ``dict(type='WandbVisBackend', ...)`` and the like.
+    ``writers`` are those of ``visualizer.vis_backends`` of the config.
     ``log_metric_by_epoch`` is mmengine's and has no effect: a line carries update, iteration and epoch.
     """
 
@@ -42,18 +42,14 @@ class LoggerHook(Hook):
         self,
         *,
         interval: int = 10,
-        writers: Sequence[Mapping[str, Any]] = (),
+        writers: Sequence[Writer] = (),
         log_metric_by_epoch: bool = False,
     ) -> None:
         if isinstance(interval, bool) or not isinstance(interval, (int, float)) or interval <= 0:
             raise ConfigError(f"LoggerHook.interval is {interval!r}", allowed="a positive number of iterations")
-        if log_metric_by_epoch:
-            logger().warning("LoggerHook.log_metric_by_epoch has no effect: each line has update, iteration and epoch")
         self._interval = interval
-        self._writers = [
-            SafeWriter(build(WRITERS, spec, where=f"visualizer.vis_backends[{index}]"))
-            for index, spec in enumerate(writers)
-        ]
+        self._log_metric_by_epoch = log_metric_by_epoch
+        self._writers = [SafeWriter(writer) for writer in writers]
         self._journal = Journal(METRICS_FILE)
         self._console: Console | None = None
         self._last: UpdateResult | None = None
@@ -64,6 +60,8 @@ class LoggerHook(Hook):
 
     def before_train(self, run: Run) -> None:
         self._journal.start(run)
+        if self._log_metric_by_epoch:
+            logger().warning("LoggerHook.log_metric_by_epoch has no effect: each line has update, iteration and epoch")
         if dist.is_main():
             self._console = make_console()
             for writer in self._writers:  # here, not earlier: a resume has told the run ids by now

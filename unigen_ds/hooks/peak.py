@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
-
-from unigen_ds.core.errors import ConfigError
 
 PEAK_TFLOPS = {
     "B200": 2250, "GH200": 989, "H200 NVL": 835, "H200": 989, "H100 NVL": 835, "H100 PCIe": 756, "H100": 989,
@@ -25,11 +20,8 @@ def device_peak_tflops(name: str) -> float | None:
     return next((float(peak) for part, peak in PEAK_TFLOPS.items() if f" {part} " in words), None)
 
 
-def peak_tflops(config: Mapping[str, Any]) -> float | None:
-    """``env.peak_tflops`` of the config, else the device's, where it is known."""
-    given = (config.get("env") or {}).get("peak_tflops")
+def peak_tflops(given: float | None) -> float | None:
+    """``given``, else the device's, where it is known."""
     if given is not None:
-        if isinstance(given, bool) or not isinstance(given, (int, float)) or given <= 0:
-            raise ConfigError(f"env.peak_tflops is {given!r}", allowed="a positive number: 312 for an A100")
-        return float(given)
+        return given
     return device_peak_tflops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None

@@ -55,7 +55,7 @@ class IterTimerHook(Hook):
         """10**12 operations a second that one device can do; None where that is not known, and before training."""
 
     def before_train(self, run: Run) -> None:
-        self.peak_tflops = peak_tflops(run.config)
+        self.peak_tflops = peak_tflops(run.peak_tflops)
         run.clock.read()  # building the run is not part of the first update
 
     def before_train_iter(self, run: Run, index: int, batch: Batch) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from unigen_ds.core.errors import ConfigError, nearest
-from unigen_ds.core.hints import fits
+from unigen_ds.core.values import fits
 
 _NUMBERS = ("rms_norm_eps", "layer_norm_eps", "rope_theta")
 _SWITCHES = ("tie_word_embeddings",)

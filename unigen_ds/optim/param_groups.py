@@ -16,21 +16,18 @@ better with AdamW: https://kellerjordan.github.io/posts/muon/.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch.nn import Parameter
 
-from unigen_ds.core.errors import ConfigError, nearest
+from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.log import logger
-from unigen_ds.core.optim import WHERE, ParamGroup, adamw_settings, default_weight_decay
+from unigen_ds.core.optim import WHERE, ParamGroup
+from unigen_ds.optim.settings import AdamWPart, CustomKey, Group, Optimizer, Paramwise
 
 DEFAULT = "default"
-_RULE_KEYS = ("pattern", "name", "lr", "lr_mult", "weight_decay")
-_PARAMWISE_KEYS = ("groups", "norm_decay_mult", "bias_decay_mult")
 _NORM = re.compile(r"norm|^ln(_\w+|\d*)$", re.IGNORECASE)
 _INPUT_OR_OUTPUT = re.compile(r"emb|^w[tp]e$|(^|_)(head|logits|classifier)$", re.IGNORECASE)
 """Names of modules and parameters that are embeddings or heads."""
@@ -40,28 +37,21 @@ _SHOWN = 5
 
 def build_param_groups(
     named_parameters: Iterable[tuple[str, Parameter]],
-    optimizer_cfg: Mapping[str, Any],
-    paramwise_cfg: Mapping[str, Any] | None = None,
+    optimizer: Optimizer,
+    paramwise: Paramwise | None = None,
 ) -> list[ParamGroup]:
     """Groups of the trainable parameters: ``default`` first, then ``paramwise_cfg.groups`` in order; none is empty.
 
-    ``optimizer_cfg`` is ``dict(type, lr, weight_decay, ...)``. A multiplier of norms or biases splits a group into
-    ``<group>``, ``<group>.norm`` and ``<group>.bias``, an optimizer of whole matrices into ``<group>`` and
-    ``<group>.adamw``. Tied parameters are taken once, under their first name.
-    Raises ``ConfigError`` for unknown keys, and for a pattern that no parameter is left for.
+    A multiplier of norms or biases splits a group into ``<group>``, ``<group>.norm`` and ``<group>.bias``, an optimizer
+    of whole matrices into ``<group>`` and ``<group>.adamw``. Tied parameters are counted once, under their first name.
+    Raises ``ConfigError`` for a pattern that no parameter is left for.
     """
-    lr = _number(optimizer_cfg, "lr", where=WHERE)
-    fallback = default_weight_decay(optimizer_cfg.get("type", "AdamW"))
-    decay = _number(optimizer_cfg, "weight_decay", where=WHERE, default=fallback)
-    adamw = _AdamW(given) if (given := adamw_settings(optimizer_cfg)) else None
-    paramwise = paramwise_cfg or {}
+    lr, decay, paramwise = optimizer.lr, optimizer.decay, paramwise or Paramwise()
+    adamw = _AdamW(optimizer.adamw) if optimizer.adamw is not None else None
     where = "optim_wrapper.paramwise_cfg"
-    _check_keys(paramwise, _PARAMWISE_KEYS, where)
-    mults = {part: _number(paramwise, f"{part}_decay_mult", where=where, default=1.0) for part in ("norm", "bias")}
-    rules = [
-        _rule(rule, f"{where}.groups[{index}]", lr=lr, weight_decay=decay)
-        for index, rule in enumerate(paramwise.get("groups") or ())
-    ]
+    mults = {"norm": paramwise.norm_decay_mult, "bias": paramwise.bias_decay_mult}
+    rules = [_rule(group, lr=lr, weight_decay=decay) for group in paramwise.groups]
+    rules += custom_rules(paramwise.custom_keys, lr=lr, weight_decay=decay)
     names = [DEFAULT, *(rule.name for rule in rules)]
     if len(set(names)) < len(names):
         raise ConfigError(f"{where}.groups has the names {names[1:]}", allowed=f"names that differ, none {DEFAULT!r}")
@@ -72,11 +62,12 @@ def build_param_groups(
         raise ConfigError("the model has no trainable parameter", remedy="take something out of model.freeze")
     members = _assign(trainable, everything, rules)
     settings = {DEFAULT: (lr, decay if lr else 0.0), **{rule.name: (rule.lr, rule.weight_decay) for rule in rules}}
+    by_name = dict.fromkeys(names, mults) | {rule.name: {} for rule in rules if rule.custom}
     if adamw is None:
         return [
             group
             for name in names
-            for group in _split(name, *settings[name], members[name], trainable, mults)
+            for group in _split(name, *settings[name], members[name], trainable, by_name[name])
             if group.parameters
         ]
     matrices = adamw.others(trainable, named)
@@ -84,10 +75,10 @@ def build_param_groups(
     found: list[ParamGroup] = []
     for name in names:
         rest = [each for each in members[name] if each not in matrices]
-        found += _split(name, *settings[name], [n for n in members[name] if n in matrices], trainable, mults)
+        found += _split(name, *settings[name], [n for n in members[name] if n in matrices], trainable, by_name[name])
         found += [
             replace(group, by_adamw=True)
-            for group in _split(f"{name}.{_ADAMW}", *adamw.settings(own[name], lr=lr), rest, trainable, mults)
+            for group in _split(f"{name}.{_ADAMW}", *adamw.settings(own[name], lr=lr), rest, trainable, by_name[name])
         ]
     return [group for group in found if group.parameters]
 
@@ -95,14 +86,9 @@ def build_param_groups(
 class _AdamW:
     """``optim_wrapper.optimizer.adamw``: what AdamW trains beside an optimizer of whole matrices, and how."""
 
-    def __init__(self, spec: Mapping[str, Any]) -> None:
-        where = f"{WHERE}.adamw"
-        self._lr = _number(spec, "lr", where=where)
-        self._weight_decay = _number(spec, "weight_decay", where=where, default=default_weight_decay("AdamW"))
-        patterns = spec.get("patterns") or ()
-        if isinstance(patterns, str) or not all(isinstance(pattern, str) and pattern for pattern in patterns):
-            raise ConfigError(f"{where}.patterns is {patterns!r}", allowed="a list of parts of parameter names")
-        self._searches = {pattern: _search(pattern) for pattern in patterns}
+    def __init__(self, settings: AdamWPart) -> None:
+        self._lr, self._weight_decay = settings.lr, settings.decay
+        self._searches = {pattern: _search(pattern) for pattern in settings.patterns}
 
     def others(self, trainable: Mapping[str, Parameter], named: Sequence[tuple[str, Parameter]]) -> set[str]:
         """Names of the matrices that are not AdamW's by any of their names. Raises ``ConfigError`` for none."""
@@ -137,20 +123,31 @@ class _AdamW:
         if rule is None:
             return self._lr, self._weight_decay if self._lr else 0.0
         own = self._lr * (rule.lr / lr if lr else 1.0)
-        decay = self._weight_decay if rule.given_decay is None else rule.given_decay
+        decay = self._weight_decay * rule.decay_mult if rule.given_decay is None else rule.given_decay
         return own, decay if own else 0.0
 
 
 class _Rule:
-    """One entry of ``paramwise_cfg.groups``, with its numbers worked out."""
+    """One entry of ``paramwise_cfg``, with its numbers worked out."""
 
     def __init__(
-        self, *, name: str, pattern: str, lr: float, weight_decay: float, given_decay: float | None = None
+        self,
+        *,
+        name: str,
+        pattern: str,
+        lr: float,
+        weight_decay: float,
+        given_decay: float | None = None,
+        decay_mult: float = 1.0,
+        custom: bool = False,
     ) -> None:
         self.name, self.pattern, self.lr, self.weight_decay = name, pattern, lr, weight_decay
         self.given_decay = given_decay
         """The rule's own weight decay, where it has one."""
-        self.matches = _search(pattern)
+        self.decay_mult = decay_mult
+        self.custom = custom
+        """Of ``custom_keys``: a part of a name, to which the multipliers of norms and biases do not apply."""
+        self.matches = _part_of(pattern) if custom else _search(pattern)
 
 
 def _search(pattern: str) -> Callable[[str], bool]:
@@ -162,22 +159,35 @@ def _search(pattern: str) -> Callable[[str], bool]:
     return lambda name: pattern in name or search(name) is not None
 
 
-def _rule(spec: Any, where: str, *, lr: float, weight_decay: float) -> _Rule:
-    if not isinstance(spec, Mapping) or not isinstance(spec.get("pattern"), str) or not spec["pattern"]:
-        raise ConfigError(f"{where} is {spec!r}", allowed="dict(pattern='part of a parameter name', lr=...)")
-    _check_keys(spec, _RULE_KEYS, where)
-    if "lr" in spec and "lr_mult" in spec:
-        raise ConfigError(f"{where} has lr and lr_mult", allowed="one of the two")
-    own = _number(spec, "lr", where=where, default=lr) * _number(spec, "lr_mult", where=where, default=1.0)
-    decay = _number(spec, "weight_decay", where=where, default=weight_decay)
-    name = str(spec.get("name", spec["pattern"]))
+def _part_of(key: str) -> Callable[[str], bool]:
+    """Whether a name has a key of ``custom_keys``. mmengine writes the module's name before a parameter's."""
+    return lambda name: key in (name if "." in name else f".{name}")
+
+
+def _rule(group: Group, *, lr: float, weight_decay: float) -> _Rule:
+    own = (lr if group.lr is None else group.lr) * (1.0 if group.lr_mult is None else group.lr_mult)
+    decay = weight_decay if group.weight_decay is None else group.weight_decay
+    name = group.pattern if group.name is None else group.name
     return _Rule(
-        name=name,
-        pattern=spec["pattern"],
-        lr=own,
-        weight_decay=decay if own else 0.0,
-        given_decay=decay if "weight_decay" in spec else None,
+        name=name, pattern=group.pattern, lr=own, weight_decay=decay if own else 0.0, given_decay=group.weight_decay
     )
+
+
+def custom_rules(custom_keys: Mapping[str, CustomKey], *, lr: float, weight_decay: float) -> list[_Rule]:
+    """mmengine's ``custom_keys`` in the order in which its ``DefaultOptimWrapperConstructor`` looks for a match: the
+    longest first, of equally long ones in the order of the alphabet.
+    """
+    return [
+        _Rule(
+            name=key,
+            pattern=key,
+            lr=lr * mult.lr_mult,
+            weight_decay=weight_decay * mult.decay_mult if lr * mult.lr_mult else 0.0,
+            decay_mult=mult.decay_mult,
+            custom=True,
+        )
+        for key, mult in sorted(sorted(custom_keys.items()), key=lambda pair: len(pair[0]), reverse=True)
+    ]
 
 
 def _distinct(named: Iterable[tuple[str, Parameter]]) -> tuple[list[str], dict[str, Parameter]]:
@@ -208,6 +218,9 @@ def _assign(
 
 def _explain_empty(rule: _Rule, trainable: Mapping[str, Parameter], everything: Sequence[str]) -> None:
     taken = [name for name in trainable if rule.matches(name)]
+    if taken and rule.custom:
+        logger().warning("custom_keys: %r has no effect: longer keys match all that it matches", rule.pattern)
+        return
     if taken:
         raise ConfigError(
             f"pattern {rule.pattern!r} matches only what an earlier pattern took ({_some(taken)})",
@@ -239,7 +252,7 @@ def _split(
     parts: dict[str, list[str]] = {"": [], "norm": [], "bias": []}
     for name in names:
         part = _part(name, trainable[name])
-        parts["" if not part or mults[part] == 1.0 else part].append(name)
+        parts["" if not part or mults.get(part, 1.0) == 1.0 else part].append(name)
     return [
         ParamGroup(
             name=f"{group}.{part}" if part else group,
@@ -261,17 +274,3 @@ def _part(name: str, parameter: Parameter) -> str:
 
 def _dimensions(parameter: Parameter) -> int:
     return len(getattr(parameter, "ds_shape", parameter.shape))
-
-
-def _number(spec: Mapping[str, Any], key: str, *, where: str, default: float | None = None) -> float:
-    value = spec.get(key, default)
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not 0 <= value < math.inf:
-        raise ConfigError(f"{where}.{key} is {value!r}", allowed="a number of at least 0")
-    return float(value)
-
-
-def _check_keys(spec: Mapping[str, Any], known: Sequence[str], where: str) -> None:
-    for key in spec:
-        if key not in known:
-            raise ConfigError(f"{where} has no key {key!r}", remedy=nearest(str(key), known))

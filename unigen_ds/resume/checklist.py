@@ -61,8 +61,7 @@ def check_disk(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
         return
     size = sum(entry.size for entry in manifest.files)
     fits = proposal.free_bytes // max(size, 1)
-    hook = (proposal.config.get("default_hooks") or {}).get("checkpoint") or {}
-    keep = hook.get("max_keep_ckpts", -1)
+    keep = proposal.saves.max_keep_ckpts
     needed = 2 if keep == -1 else keep + 1  # the new one is durable before the oldest goes
     status: Status = "ok" if fits >= needed else "warn" if fits else "block"
     yield Finding(
@@ -190,7 +189,7 @@ def check_learning_rate(manifest: Manifest, proposal: Proposal) -> Iterable[Find
 
 def _why_other(stored: Schedules, proposal: Proposal) -> str:
     new = proposal.schedules
-    reasons = ["param_scheduler was edited"] * (stored.config != new.config)
+    reasons = ["param_scheduler was edited"] * (not stored.same_curves(new))
     reasons += ["a learning rate was edited"] * (stored.base != new.base)
     reasons += ["the length of training was edited"] * (stored.total_sequences != new.total_sequences)
     reasons += [f"lr_scale was {stored.lr_scale:.4g} and is {new.lr_scale:.4g}"] * (stored.lr_scale != new.lr_scale)
@@ -204,7 +203,7 @@ def _curve(points: Sequence[tuple[float, Mapping[str, float]]]) -> str:
 
 
 def check_edited(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
-    edits = edited_settings(manifest.config, proposal.config)
+    edits = edited_settings(proposal.complete(manifest.config), proposal.complete(proposal.config))
     yield Finding(
         "config.edited",
         "warn" if edits else "ok",
@@ -216,9 +215,8 @@ def check_edited(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
 
 def check_intervals(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
     ratio = manifest.ruler.geometry.sequences_per_iteration / proposal.geometry.sequences_per_iteration
-    hook = (proposal.config.get("default_hooks") or {}).get("checkpoint") or {}
-    interval = hook.get("interval", -1)
-    if ratio != 1 and interval > 0 and not hook.get("by_epoch", True):
+    interval = proposal.saves.interval
+    if ratio != 1 and interval > 0 and not proposal.saves.by_epoch:
         yield Finding(
             "hooks.intervals", "ok", f"{interval:,} iterations of the first start", f"{interval * ratio:,.6g} of now",
             "iterations, updates and epochs of a config keep the size they had at the first start",
@@ -290,8 +288,7 @@ def _words(topology: Mapping[str, Any]) -> str:
 
 def check_ema(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
     was = any(entry.path.startswith("ema/") for entry in manifest.files)
-    hooks = proposal.config.get("custom_hooks") or ()
-    now = any(str(hook.get("type")).rpartition(".")[2].startswith("EMAHook") for hook in hooks)
+    now = proposal.averages
     text = {True: "kept", False: "none"}
     why = ""
     if was != now:

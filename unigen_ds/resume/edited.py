@@ -55,7 +55,7 @@ def edited_settings(stored: Mapping[str, Any], config: Mapping[str, Any]) -> lis
     return [
         f"{key} was {_shown(was, key)} and is {_shown(now, key)}"
         for key in dict.fromkeys((*was, *now))
-        if _shown(was, key) != _shown(now, key)
+        if _other(was.get(key), now.get(key))
         and not key.endswith(".lr")
         and not any(key == one or key.startswith(one + ".") for one in passed)
     ]
@@ -76,6 +76,11 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
             yield from _leaves(inner, f"{path}[{name}]")
     elif value is not None:
         yield path, list(value) if isinstance(value, tuple) else value
+
+
+def _other(was: Any, now: Any) -> bool:
+    """1 and 1.0 are the same; 1 and True are not."""
+    return was != now or (isinstance(was, bool) != isinstance(now, bool))
 
 
 def _shown(leaves: Mapping[str, Any], key: str) -> str:

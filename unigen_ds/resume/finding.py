@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from unigen_ds.core.errors import ResumeBlocked
@@ -43,12 +43,21 @@ class OldRule:
 
 
 @dataclass(frozen=True)
+class Saves:
+    """When checkpoints are saved, and how many are kept: the arguments of ``CheckpointHook``."""
+
+    interval: float = -1
+    by_epoch: bool = True
+    max_keep_ckpts: int = -1
+
+
+@dataclass(frozen=True)
 class Proposal:
     """The run as it would go on: whatever a finding depends on, from files alone."""
 
     checkpoint: str
     config: Mapping[str, Any]
-    """Plain values."""
+    """Plain values, as given."""
     geometry: Geometry
     topology: Mapping[str, Any]
     schedules: Schedules
@@ -57,6 +66,11 @@ class Proposal:
     """Rows as in the manifest: name, shape, trainable, group."""
     data: DataChange
     versions: Mapping[str, str]
+    complete: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
+    """Fills in the defaults of a config, this one or the checkpoint's."""
+    saves: Saves = field(default_factory=Saves)
+    averages: bool = False
+    """Whether an average of the weights (EMA) would be kept."""
     on_batch_change: str = "refuse"
     on_data_change: str = "refuse"
     free_bytes: int | None = None

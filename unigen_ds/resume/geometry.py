@@ -11,15 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from unigen_ds.backends.base import Backend
-from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.progress import Geometry
-
-
-def check_choice(key: str, value: Any, allowed: tuple[str, ...]) -> str:
-    """``value``, or ``ConfigError``."""
-    if value not in allowed:
-        raise ConfigError(f"{key} is {value!r}", allowed=", ".join(allowed))
-    return str(value)
+from unigen_ds.data.settings import TrainDataloader
 
 
 def lr_factor(choice: str, *, was: int, now: int) -> float:
@@ -70,9 +63,12 @@ class MemoryPlan:
     """A new ``--backend``, where the plan needs one."""
 
 
-def memory_plans(geometry: Geometry, *, backend: Backend, config: Mapping[str, Any]) -> list[MemoryPlan]:
+def memory_plans(
+    geometry: Geometry, *, backend: Backend, loader: TrainDataloader, recomputes: bool | None
+) -> list[MemoryPlan]:
     """The three out-of-memory plans: smaller micro-batches (A), more processes (B), less held per device (C).
 
+    ``recomputes``: ``model.activation_checkpointing``; None: the config does not have it.
     All keep the effective batch, so the run goes on as the same training. A and B are absent at ``batch_size`` 1.
     """
     plans = []
@@ -80,12 +76,11 @@ def memory_plans(geometry: Geometry, *, backend: Backend, config: Mapping[str, A
     if size > 1:
         factor = next(f for f in range(2, size + 1) if size % f == 0)
         finer = Geometry(size // factor, counts * factor, ranks)
-        plans.append(MemoryPlan("A", "smaller micro-batches, more of them", finer, cut_keys(finer, config)))
+        plans.append(MemoryPlan("A", "smaller micro-batches, more of them", finer, cut_keys(finer, loader)))
         wider = Geometry(size // factor, counts, ranks * factor)
-        plans.append(MemoryPlan("B", "more processes", wider, cut_keys(wider, config), backend.for_more_processes))
+        plans.append(MemoryPlan("B", "more processes", wider, cut_keys(wider, loader), backend.for_more_processes))
     overrides: dict[str, Any] = {}
-    model = config.get("model") or {}
-    if "activation_checkpointing" in model and not model["activation_checkpointing"]:
+    if recomputes is False:
         overrides["model.activation_checkpointing"] = True
     if overrides or backend.lighter:
         words = " and ".join(
@@ -95,10 +90,9 @@ def memory_plans(geometry: Geometry, *, backend: Backend, config: Mapping[str, A
     return plans
 
 
-def cut_keys(geometry: Geometry, config: Mapping[str, Any]) -> dict[str, Any]:
+def cut_keys(geometry: Geometry, loader: TrainDataloader) -> dict[str, Any]:
     """The keys that set a geometry. With ``global_batch_size`` the size per device may follow from it."""
-    loader = config.get("train_dataloader") or {}
     keys: dict[str, Any] = {"optim_wrapper.accumulative_counts": geometry.accumulative_counts}
-    if loader.get("global_batch_size") is None or loader.get("batch_size") is not None:
+    if loader.global_batch_size is None or loader.batch_size is not None:
         keys["train_dataloader.batch_size"] = geometry.batch_size
     return keys

@@ -18,14 +18,15 @@ Called on rank 0, which tells the others: a checkpoint is read whole, for its ha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from unigen_ds.checkpoint import foreign, store
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.checkpoint.partial import LoadConfig
+from unigen_ds.checkpoint.settings import LoadSettings
 from unigen_ds.checkpoint.weight_files import locate
 from unigen_ds.core.choices import AUTO
 from unigen_ds.core.errors import CheckpointError, ConfigError
@@ -47,6 +48,8 @@ class ResumePlan:
     messages: Sequence[str] = ()
     load_cfg: LoadConfig = field(default_factory=LoadConfig)
     """What may differ where weights alone are taken."""
+    seed: int = 0
+    """Of the run: the config's; where that is None the checkpoint's on a resume, else one that was drawn."""
 
 
 def plan_resume(
@@ -54,7 +57,7 @@ def plan_resume(
     *,
     resume: bool | str,
     load_from: str | None,
-    load_cfg: Mapping[str, Any] | None = None,
+    load_cfg: LoadSettings | None = None,
     hashes: bool = True,
 ) -> ResumePlan:
     """Decide by the table above. Reads files only; without ``hashes`` their sizes, not their content.
@@ -82,7 +85,7 @@ def plan_resume(
             allowed="load_cfg with load_from and without resume",
             remedy="--cfg-options load_cfg=null load_from=null",
         )
-    partial = LoadConfig.from_cfg(load_cfg)
+    partial = LoadConfig.from_settings(load_cfg)
     existing = store.list_checkpoints(work_dir)
     if existing and not resume:
         names = ", ".join(found.path.name for found in existing[-3:])

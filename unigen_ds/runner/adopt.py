@@ -18,6 +18,7 @@ from unigen_ds.core.shards import ShardReader
 from unigen_ds.data.stream import SequenceStream
 from unigen_ds.resume.plan import ResumePlan
 from unigen_ds.runner.build import build_limits, total_sequences
+from unigen_ds.runner.settings import Settings
 from unigen_ds.schedule.schedule import Schedules
 
 
@@ -36,17 +37,17 @@ def geometry_of(foreign: Foreign) -> Geometry:
     return foreign.geometry
 
 
-def adopt(foreign: Foreign, config: Mapping[str, Any], stream: SequenceStream) -> Manifest:
+def adopt(foreign: Foreign, settings: Settings, stream: SequenceStream) -> Manifest:
     """A manifest for ``--resume``. ``stream`` is built with the geometry of ``geometry_of``."""
     geometry, sequences = geometry_of(foreign), foreign.sequences or 0
     ruler = Ruler(geometry, stream.sequences_per_epoch)
     cursor = stream.seek(sequences)
-    optimizer = config["optim_wrapper"]["optimizer"]
+    optimizer = settings.optim_wrapper.optimizer
     schedules = Schedules.from_cfg(
-        config.get("param_scheduler"),
+        settings.param_scheduler,
         ruler=ruler,
-        base=[{"name": "default", "lr": optimizer["lr"]}],
-        total_sequences=total_sequences(build_limits(config["train_cfg"], ruler), geometry, stream.tokens_per_sequence),
+        base=[{"name": "default", "lr": optimizer.lr}],
+        total_sequences=total_sequences(build_limits(settings.train_cfg, ruler), geometry, stream.tokens_per_sequence),
     )
     return Manifest(
         commit=0,
@@ -65,7 +66,7 @@ def adopt(foreign: Foreign, config: Mapping[str, Any], stream: SequenceStream) -
         schedule=schedules.state_dict(),
         loader={"cursor": cursor.state_dict(), **stream.identity},
         parameters=foreign.parameters,
-        config={"optim_wrapper": {"optimizer": {"type": str(optimizer.get("type", "AdamW"))}}},
+        config={"optim_wrapper": {"optimizer": {"type": optimizer.type}}},
         versions={},
         layout=foreign.layout,
         files=[FileEntry(p.name, p.stat().st_size, "") for p in sorted(foreign.directory.iterdir()) if p.is_file()],

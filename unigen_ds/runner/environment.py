@@ -3,39 +3,65 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Any
+from typing import Literal
 
 import torch
+from pydantic import Field
 
-from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.log import logger
+from unigen_ds.core.settings import Section
+from unigen_ds.core.values import Number
 
-MATMUL_PRECISIONS = ("highest", "high", "medium")
 _ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 
 
-def apply_environment(env: Mapping[str, Any]) -> None:
-    """Set what is given. What is left out, or None, stays as torch, or whoever has set it before, has it.
+class Environment(Section):
+    """Settings of the process and of torch. What is None stays as torch, or whoever has set it before, has it."""
 
-    Raises ``ConfigError``. Called before the model is built and before CUDA is used.
-    """
-    if (threads := env.get("num_threads")) is not None:
-        if threads < 1:
-            raise ConfigError(f"env.num_threads is {threads}", allowed="a whole number of at least 1")
-        torch.set_num_threads(threads)
-    if (precision := env.get("matmul_precision")) is not None:
-        if precision not in MATMUL_PRECISIONS:
-            raise ConfigError(f"env.matmul_precision is {precision!r}", allowed=", ".join(MATMUL_PRECISIONS))
-        torch.set_float32_matmul_precision(precision)
-        torch.backends.cudnn.allow_tf32 = precision != "highest"
-    if (deterministic := env.get("deterministic")) is not None:
-        if deterministic:
+    dist_timeout_s: Number = Field(default=1800.0, gt=0, description="seconds that a collective may wait")
+    num_threads: int | None = Field(
+        default=None, ge=1, description="threads of the main process (`torch.set_num_threads`)"
+    )
+    matmul_precision: Literal["highest", "high", "medium"] | None = Field(
+        default=None,
+        description="`highest`, `high` (TF32) or `medium`: `torch.set_float32_matmul_precision`, and TF32 of cuDNN"
+        " unless `highest`. None: as torch has it, `highest`",
+    )
+    deterministic: bool | None = Field(
+        default=None,
+        description="`True`: deterministic algorithms alone; an operation that has none raises. None: as torch has it,"
+        " False",
+    )
+    cuda_allocator: str | None = Field(
+        default=None,
+        description="settings of torch's CUDA allocator, as `PYTORCH_CUDA_ALLOC_CONF` has them:"
+        " `expandable_segments:True`. A value in the environment is used instead, with a warning",
+    )
+    peak_tflops: Number | None = Field(
+        default=None,
+        gt=0,
+        description="10^12 dense operations a second that one device can do in the run's precision; for `mfu` in"
+        " `metrics.jsonl`. Well-known GPUs are known by name, in bf16; for others `mfu` needs this",
+    )
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
+        default="INFO", description="of the console and of `train.log`: lines below it are left out"
+    )
+
+
+def apply_environment(env: Environment) -> None:
+    """Set what is given. Called before the model is built and before CUDA is used."""
+    if env.num_threads is not None:
+        torch.set_num_threads(env.num_threads)
+    if env.matmul_precision is not None:
+        torch.set_float32_matmul_precision(env.matmul_precision)
+        torch.backends.cudnn.allow_tf32 = env.matmul_precision != "highest"
+    if env.deterministic is not None:
+        if env.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with this
             torch.backends.cudnn.benchmark = False
-        torch.use_deterministic_algorithms(deterministic)
-    if (allocator := env.get("cuda_allocator")) is not None:
-        _set_allocator(allocator)
+        torch.use_deterministic_algorithms(env.deterministic)
+    if env.cuda_allocator is not None:
+        _set_allocator(env.cuda_allocator)
 
 
 def _set_allocator(wanted: str) -> None:

@@ -12,20 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mmengine.config import Config
 
+from unigen_ds.backends.base import Backend
 from unigen_ds.core import dist
 from unigen_ds.core.choices import AUTO
-from unigen_ds.core.config import check_keys
 from unigen_ds.core.errors import CheckpointError
 from unigen_ds.core.files import write_text_atomic
-from unigen_ds.core.paths import expand_paths, tool
+from unigen_ds.core.paths import tool
 from unigen_ds.core.progress import Geometry
 from unigen_ds.resume.finding import Finding
 from unigen_ds.resume.geometry import MemoryPlan, cut_keys, equal_cuts, memory_plans
 from unigen_ds.resume.plan import ResumePlan, plan_resume
-from unigen_ds.runner.parts import build_engine, build_settings
-from unigen_ds.runner.start import check_resume
+from unigen_ds.runner.build import build_hooks
+from unigen_ds.runner.parts import build_engine
+from unigen_ds.runner.settings import Settings
+from unigen_ds.runner.start import check_resume, settled_seed
 
 
 @dataclass(frozen=True)
@@ -57,30 +58,30 @@ class Inspection:
         }
 
 
-def inspect_resume(config: Config, *, world_size: int | None = None, verify: bool = False) -> Inspection:
+def inspect_resume(config: Any, *, world_size: int | None = None, verify: bool = False) -> Inspection:
     """The checklist for a resume by ``config`` on ``world_size`` processes (default: as many as saved).
 
     ``verify`` reads and hashes every byte of the checkpoint. Raises
     ``CheckpointError`` where there is nothing to resume from, and ``ConfigError``.
     """
-    check_keys(config)
-    expand_paths(config)
-    work_dir, resume = Path(config["work_dir"]), config.get("resume") or AUTO
+    settings = Settings.from_config(config)
+    work_dir, resume = settings.folder, settings.resume or AUTO
     named = isinstance(resume, str) and resume != AUTO
-    plan = plan_resume(work_dir, resume=resume, load_from=None if named else config.get("load_from"), hashes=verify)
+    plan = plan_resume(work_dir, resume=resume, load_from=None if named else settings.load_from, hashes=verify)
     if plan.mode != "resume":
         raise CheckpointError(
             f"{work_dir} holds no checkpoint", remedy="name one with --checkpoint, or the folder with --work-dir"
         )
     saved = plan.manifest.geometry.dp_size if plan.manifest else dist.env_world_size()
+    settings = settings.with_seed(settled_seed(settings.randomness.seed, plan))
     with _announced(world_size or saved):
-        backend, geometry = build_engine(config)
-        build_settings(config)
-        start, findings = check_resume(config, plan, backend=backend, geometry=geometry, hashed=verify)
+        backend, geometry = build_engine(settings)
+        build_hooks(settings)
+        start, findings = check_resume(settings, plan, backend=backend, geometry=geometry, hashed=verify)
         assert start.manifest is not None, "a resume has a manifest"
         cuts = equal_cuts(start.manifest.geometry.global_batch_size, geometry.dp_size)
         proposed = _nearest_cut(cuts, geometry.batch_size)
-        memory = memory_plans(proposed or geometry, backend=backend, config=config)
+        memory = plans_of(settings, proposed or geometry, backend)
     return Inspection(plan, geometry, findings, cuts, proposed, memory)
 
 
@@ -106,11 +107,12 @@ def _nearest_cut(cuts: Sequence[Geometry], batch_size: int) -> Geometry | None:
     return fitting[-1] if fitting else cuts[0] if cuts else None
 
 
-def write_config(config: Config, inspection: Inspection, path: Path, *, overrides: Mapping[str, Any]) -> None:
+def write_config(config: Any, inspection: Inspection, path: Path, *, overrides: Mapping[str, Any]) -> None:
     """A config that goes on from the checkpoint at its effective batch: ``config`` and what was overridden."""
     if inspection.proposed is None:
         raise CheckpointError("no cut keeps the effective batch on this number of processes", remedy="choose another")
-    keys = {**overrides, **cut_keys(inspection.proposed, config), "resume": str(inspection.plan.checkpoint)}
+    loader = Settings.from_config(config).train_dataloader
+    keys = {**overrides, **cut_keys(inspection.proposed, loader), "resume": str(inspection.plan.checkpoint)}
     keys |= {key: None for key in ("load_from", "load_cfg") if config.get(key) is not None}
     keys["work_dir"] = str(config["work_dir"])
     nested: dict[str, Any] = {}
@@ -168,9 +170,16 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
-def advice(config: Config, arguments: Sequence[str]) -> str:
+def plans_of(settings: Settings, geometry: Geometry, backend: Backend) -> list[MemoryPlan]:
+    """``memory_plans`` of a config."""
+    recomputes = settings.model.arguments.get("activation_checkpointing")
+    return memory_plans(geometry, backend=backend, loader=settings.train_dataloader, recomputes=recomputes)
+
+
+def advice(config: Any, arguments: Sequence[str]) -> str:
     """The three out-of-memory plans as commands, for a run that was started with these arguments."""
-    backend, geometry = build_engine(config)
-    plans = memory_plans(geometry, backend=backend, config=config)
+    settings = Settings.from_config(config)
+    backend, geometry = build_engine(settings)
+    plans = plans_of(settings, geometry, backend)
     lines = [f"Out of memory at {geometry}. These go on from the newest checkpoint at the same effective batch:"]
     return "\n  ".join([*lines, *memory_commands(arguments, plans)])

@@ -20,11 +20,8 @@ from unigen_ds.backends.base import Backend
 from unigen_ds.backends.memory import on_meta
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core import dist, log
-from unigen_ds.core.config import key_problems
-from unigen_ds.core.errors import raise_any
-from unigen_ds.core.paths import expand_paths
 from unigen_ds.core.progress import Duration, Geometry, Ruler
-from unigen_ds.core.registry import BACKENDS, build, registered_name
+from unigen_ds.core.registry import registered_name
 from unigen_ds.core.seeding import seed_everything
 from unigen_ds.data.loader import UpdateLoader
 from unigen_ds.data.overflow import check_positions
@@ -33,22 +30,20 @@ from unigen_ds.data.statistics import start_lines
 from unigen_ds.data.stream import Cursor
 from unigen_ds.hooks.base import Hook
 from unigen_ds.resume.plan import ResumePlan
-from unigen_ds.runner import components
 from unigen_ds.runner.build import (
     build_geometry,
     build_groups,
     build_hooks,
     build_loader,
-    build_loss_weights,
     build_model,
     build_optimizer_config,
     build_schedules,
     named_parameters,
     parameter_table,
     recorded_fused,
-    seed_of,
 )
 from unigen_ds.runner.environment import apply_environment
+from unigen_ds.runner.settings import Settings
 from unigen_ds.runner.start import Start, build_start, check_resume, open_run, plain_built, plain_values, report
 from unigen_ds.schedule.schedule import Schedules
 
@@ -57,7 +52,7 @@ from unigen_ds.schedule.schedule import Schedules
 class Parts:
     """One run, built."""
 
-    config: Mapping[str, Any]
+    settings: Settings
     plain_config: dict[str, Any]
     """The config as plain values, for the manifest."""
     config_text: str
@@ -85,22 +80,24 @@ class Parts:
     max_updates: int | None = None
 
 
-def build_parts(config: Config, *, max_updates: int | None = None) -> Parts:
+def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
     """Build everything. Raises ``ConfigError``, ``DataError``, ``CheckpointError`` or ``ResumeBlocked``."""
-    dist.launcher_environment(config.get("launcher", "none"))
-    backend, geometry = build_engine(config)
-    plan, start, (hooks, loss_weights) = _begin(config, backend, geometry)
-    optimizer_cfg = build_optimizer_config(config, fused=recorded_fused(config, start.manifest))
-    seed, data = seed_of(config), start.data
+    settings = Settings.from_config(config)
+    dist.launcher_environment(settings.launcher)
+    backend, geometry = build_engine(settings)
+    plan, start, hooks = _begin(settings, backend, geometry)
+    settings = settings.with_seed(plan.seed)
+    optimizer_cfg = build_optimizer_config(settings, fused=recorded_fused(settings, start.manifest))
+    seed, data, loading = settings.seed, start.data, settings.train_dataloader
     seed_everything(seed, rank=dist.rank())
-    model: Any = build_model(config, data.processor, stream=True)
+    model: Any = build_model(settings.given, data.processor, stream=True)
     check_positions(data.stream.fitted, data.stream.names, limit=getattr(model, "max_document_tokens", None))
     initial = model.initial_weights(seed=seed) if on_meta(model) else None
     named = named_parameters(model)
-    groups = build_groups(config, named)
+    groups = build_groups(settings, named)
     parameters = parameter_table(named, groups)
     schedules = build_schedules(
-        config,
+        settings,
         start.manifest,
         groups,
         ruler=start.ruler,
@@ -118,14 +115,14 @@ def build_parts(config: Config, *, max_updates: int | None = None) -> Parts:
         "Effective batch: %s sequences per update; %d per epoch.", geometry, start.ruler.sequences_per_epoch
     )
     return Parts(
-        config=config,
-        plain_config={**plain_values(config, start.manifest), **plain_built(model)},
-        config_text=config_text(config),
-        work_dir=Path(config["work_dir"]),
+        settings=settings,
+        plain_config={**plain_values(settings, start.manifest), **plain_built(model)},
+        config_text=config_text(settings),
+        work_dir=settings.folder,
         backend=backend,
-        loader=build_loader(config, data, geometry=geometry, dp_rank=backend.dp_rank, cursor=start.cursor),
+        loader=build_loader(loading, data, geometry=geometry, dp_rank=backend.dp_rank, cursor=start.cursor),
         loader_at=lambda geometry, cursor: build_loader(
-            config, data, geometry=geometry, dp_rank=backend.dp_rank, cursor=cursor, workers=False
+            loading, data, geometry=geometry, dp_rank=backend.dp_rank, cursor=cursor, workers=False
         ),
         cursor=start.cursor,
         source_names=data.stream.names,
@@ -136,7 +133,7 @@ def build_parts(config: Config, *, max_updates: int | None = None) -> Parts:
         geometry=geometry,
         limits=start.limits,
         total_sequences=start.total_sequences,
-        loss_weights=loss_weights,
+        loss_weights=settings.loss_weights,
         plan=plan,
         resumed=start.manifest,
         parameters=parameters,
@@ -145,34 +142,24 @@ def build_parts(config: Config, *, max_updates: int | None = None) -> Parts:
     )
 
 
-def build_engine(config: Mapping[str, Any]) -> tuple[Backend, Geometry]:
+def build_engine(settings: Settings) -> tuple[Backend, Geometry]:
     """The engine, not yet prepared, and the geometry: refused here where they cannot work. Joins no process group."""
-    raise_any([*key_problems(config), *components.problems(config)])
-    expand_paths(config)
-    backend: Backend = build(BACKENDS, config.get("backend") or {"type": "single"}, where="backend")
-    geometry = build_geometry(config, backend)
-    backend.check(geometry=geometry, optimizer_cfg=build_optimizer_config(config))
+    backend: Backend = settings.backend.build()
+    geometry = build_geometry(settings, dp_size=backend.dp_size)
+    backend.check(geometry=geometry, optimizer_cfg=build_optimizer_config(settings))
     return backend, geometry
 
 
-Settings = tuple[list[Hook], dict[str, float]]
-
-
-def build_settings(config: Mapping[str, Any]) -> Settings:
-    """Hooks and loss weights, from the config alone, before anything runs."""
-    return build_hooks(config), build_loss_weights(config)
-
-
-def _begin(config: Config, backend: Backend, geometry: Geometry) -> tuple[ResumePlan, Start, Settings]:
+def _begin(settings: Settings, backend: Backend, geometry: Geometry) -> tuple[ResumePlan, Start, list[Hook]]:
     """Rank 0 looks at the files and, on a resume, goes through the checklist; then the processes join."""
-    env = config.get("env") or {}
     looked: list[tuple[ResumePlan, Start | None]] = []
 
     def look() -> ResumePlan:
         if not looked:
-            plan, start = open_run(config), None
+            plan, start = open_run(settings), None
             if plan.mode == "resume":
-                start, findings = check_resume(config, plan, backend=backend, geometry=geometry)
+                settled = settings.with_seed(plan.seed)
+                start, findings = check_resume(settled, plan, backend=backend, geometry=geometry)
                 report(findings)
             looked.append((plan, start))
         return looked[0][0]
@@ -181,16 +168,16 @@ def _begin(config: Config, backend: Backend, geometry: Geometry) -> tuple[Resume
         dist.check_port()
         if dist.env_rank() == 0:
             look()
-    settings = build_settings(config)
-    apply_environment(env)
-    dist.init(timeout_s=env.get("dist_timeout_s", 1800.0))
-    log.setup(rank=dist.rank(), log_file=Path(config["work_dir"]) / "train.log")
+    hooks = build_hooks(settings)
+    apply_environment(settings.env)
+    dist.init(timeout_s=settings.env.dist_timeout_s)
+    log.setup(rank=dist.rank(), log_file=settings.folder / "train.log", level=settings.env.log_level)
     plan = dist.on_main(look)
     start = looked[0][1] if looked else None
-    return plan, start or build_start(config, plan, geometry=geometry), settings
+    return plan, start or build_start(settings.with_seed(plan.seed), plan, geometry=geometry), hooks
 
 
-def config_text(config: Config) -> str:
+def config_text(settings: Settings) -> str:
     """The config as Python text. A class, which mmengine prints as no Python can read it, is given by its name."""
 
     def named(value: Any, key: Any = None) -> Any:
@@ -202,4 +189,4 @@ def config_text(config: Config) -> str:
             return registered_name(value) or f"{value.__module__}.{value.__qualname__}"
         return registered_name(value) or value if key == "type" else value
 
-    return Config(named(config.to_dict())).pretty_text
+    return Config(named(settings.given)).pretty_text

@@ -10,7 +10,7 @@ from torch import nn
 
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.families.base import families
-from unigen_ds.runner.build import family_of_model
+from unigen_ds.runner.settings import family_of_model
 
 
 def publish(

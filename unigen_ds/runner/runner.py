@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from unigen_ds.core.files import write_text_atomic
 from unigen_ds.core.log import logger
 from unigen_ds.core.metrics import sample_digest
 from unigen_ds.core.progress import Progress
+from unigen_ds.core.settings import Component
 from unigen_ds.data.loader import lost_worker
 from unigen_ds.data.stream import Cursor
 from unigen_ds.hooks.base import Hook, UpdateResult
@@ -31,7 +32,8 @@ class Runner:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self.config, self.work_dir, self.backend = parts.config, parts.work_dir, parts.backend
+        self.config, self.work_dir, self.backend = parts.settings.given, parts.work_dir, parts.backend
+        self.peak_tflops = parts.settings.env.peak_tflops
         self.ruler, self.geometry, self.total_sequences = parts.ruler, parts.geometry, parts.total_sequences
         self.hooks: Sequence[Hook] = sorted(parts.hooks, key=lambda hook: hook.priority)
         manifest = parts.resumed
@@ -45,8 +47,10 @@ class Runner:
         self._lock: WorkDirLock | None = None
 
     @classmethod
-    def from_cfg(cls, config: Mapping[str, Any], *, max_updates: int | None = None) -> Runner:
-        """Build everything a config names. See ``runner/parts.py`` for the errors."""
+    def from_cfg(cls, config: Any, *, max_updates: int | None = None) -> Runner:
+        """Build everything a config names: what ``load_config`` returns, a mapping, or ``Settings``. See
+        ``runner/parts.py`` for the errors.
+        """
         return cls(build_parts(config, max_updates=max_updates))
 
     @property
@@ -209,7 +213,7 @@ class Runner:
             hook_shards={folder: shards for hook in self.hooks for folder, shards in hook.shards().items()},
             config_text=parts.config_text,
             before=self._before_save,
-            write_tokenizer=write_tokenizer(parts.plain_config, getattr(parts.processor, "tokenizer", None)),
+            write_tokenizer=write_tokenizer(parts.settings.tokenizer, getattr(parts.processor, "tokenizer", None)),
         )
         self._parent = path.name
         return path
@@ -222,9 +226,9 @@ class Runner:
             hook.sync()
 
 
-def write_tokenizer(config: Mapping[str, Any], tokenizer: Any) -> Callable[[str], None] | None:
+def write_tokenizer(settings: Component | None, tokenizer: Any) -> Callable[[str], None] | None:
     """What writes the tokenizer's files, where its config names a folder or a hub's name; else the config is enough."""
-    return getattr(tokenizer, "save_pretrained", None) if (config.get("tokenizer") or {}).get("path") else None
+    return getattr(tokenizer, "save_pretrained", None) if settings is not None and settings.get("path") else None
 
 
 def _parent_name(work_dir: Path, checkpoint: Path | None) -> str | None:

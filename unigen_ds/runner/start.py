@@ -5,33 +5,33 @@ Rank 0 does so before it joins the others, so that what the checklist blocks cos
 
 from __future__ import annotations
 
+import secrets
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
 
 import torch
-from mmengine.config import Config
 from torch import nn
 
 from unigen_ds.backends.base import Backend
 from unigen_ds.checkpoint.foreign import open_foreign, parse_assume
 from unigen_ds.checkpoint.manifest import Manifest, current_versions
+from unigen_ds.checkpoint.settings import LoadSettings
 from unigen_ds.core import dist, log
-from unigen_ds.core.choices import BATCH_CHOICES, DATA_CHOICES
 from unigen_ds.core.json_values import json_values
 from unigen_ds.core.optim import ParamGroup
 from unigen_ds.core.progress import Duration, Geometry, Ruler
+from unigen_ds.core.settings import Component
 from unigen_ds.data.change import DataChange, compare, continued
 from unigen_ds.data.datasets import check_readable
 from unigen_ds.data.overflow import check_overflow
 from unigen_ds.data.stream import Cursor
 from unigen_ds.resume import checklist
 from unigen_ds.resume.edited import BUILT
-from unigen_ds.resume.finding import Finding, OldRule, Proposal, refuse
-from unigen_ds.resume.geometry import check_choice
+from unigen_ds.resume.finding import Finding, OldRule, Proposal, Saves, refuse
 from unigen_ds.resume.plan import NOT_RESUMED, ResumePlan, plan_resume
 from unigen_ds.runner.adopt import adopt, geometry_of
 from unigen_ds.runner.build import (
@@ -47,6 +47,7 @@ from unigen_ds.runner.build import (
     rules_of,
     total_sequences,
 )
+from unigen_ds.runner.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -66,36 +67,46 @@ class Start:
     total_sequences: float
 
 
-def open_run(config: Config) -> ResumePlan:
-    """The log, and the checkpoint to go on from. Not collective: called by rank 0."""
-    work_dir = Path(config["work_dir"])
-    logger = log.setup(rank=dist.env_rank(), log_file=work_dir / "train.log")
+def open_run(settings: Settings) -> ResumePlan:
+    """The log, the checkpoint to resume from, and the seed. Not collective: called by rank 0."""
+    folder = settings.folder
+    logger = log.setup(rank=dist.env_rank(), log_file=folder / "train.log", level=settings.env.log_level)
     plan = plan_resume(
-        work_dir,
-        resume=config.get("resume", False),
-        load_from=config.get("load_from"),
-        load_cfg=config.get("load_cfg"),
+        folder,
+        resume=settings.resume or False,
+        load_from=settings.load_from,
+        load_cfg=None if settings.load_cfg == LoadSettings() else settings.load_cfg,
     )
     for message in plan.messages:
         passed_over = message.startswith(NOT_RESUMED)  # updates are lost
         logger.log(WARNING if passed_over else INFO, message)
-    if config.get("val_dataloader") is not None:
+    if settings.val_dataloader is not None:
         logger.warning("val_dataloader is ignored: there is no validation loop yet.")
-    return plan
+    return replace(plan, seed=settled_seed(settings.randomness.seed, plan))
 
 
-def build_start(config: Config, plan: ResumePlan, *, geometry: Geometry) -> Start:
+def settled_seed(given: int | None, plan: ResumePlan) -> int:
+    """The config's seed; where that is None the checkpoint's on a resume, else one that is drawn and logged."""
+    if given is not None:
+        return given
+    if plan.mode == "resume" and plan.manifest is not None:
+        return int(plan.manifest.loader["seed"])
+    seed = secrets.randbelow(2**31)
+    log.logger().info("randomness.seed is None: this run draws %d. Checkpoints record it, and a resume uses it.", seed)
+    return seed
+
+
+def build_start(settings: Settings, plan: ResumePlan, *, geometry: Geometry) -> Start:
     """From the manifest that ``plan`` names, or from what can be known of another trainer's checkpoint."""
-    choice = check_choice("on_data_change", config.get("on_data_change", "refuse"), DATA_CHOICES)
-    check_choice("on_batch_change", config.get("on_batch_change", "refuse"), BATCH_CHOICES)
+    choice = settings.on_data_change
     manifest = plan.manifest if plan.mode == "resume" else None
     unknown: tuple[str, ...] = ()
     if plan.mode == "resume" and plan.checkpoint and manifest is None:
-        foreign = open_foreign(plan.checkpoint, assume=parse_assume(config.get("assume") or ""))
-        manifest = adopt(foreign, config, build_data(config, geometry=geometry_of(foreign), ruler=None).stream)
+        foreign = open_foreign(plan.checkpoint, assume=parse_assume(settings.assume or ""))
+        manifest = adopt(foreign, settings, build_data(settings, geometry=geometry_of(foreign), ruler=None).stream)
         unknown = foreign.unknown
-    rules = rules_of(config, None if choice == "restart" else manifest)
-    data = build_data(config, geometry=geometry, ruler=manifest.ruler if manifest else None, rules=rules)
+    rules = rules_of(settings, None if choice == "restart" else manifest)
+    data = build_data(settings, geometry=geometry, ruler=manifest.ruler if manifest else None, rules=rules)
     check_readable(data.stream.datasets, data.stream.names)
     check_overflow(data.stream.fitted, data.stream.names)
     change, cursor = DataChange(), Cursor()
@@ -103,15 +114,15 @@ def build_start(config: Config, plan: ResumePlan, *, geometry: Geometry) -> Star
     if manifest:
         change, cursor = compare(manifest.loader, data.stream), Cursor.from_state_dict(manifest.loader["cursor"])
         if not change or choice == "restart" or (choice == "append" and change.only_appended):
-            stream, cursor = continued(manifest.loader, data.stream, on_change=choice)  # type: ignore[arg-type]
+            stream, cursor = continued(manifest.loader, data.stream, on_change=choice)
             data = Data(data.processor, stream)
-    limits = build_limits(config["train_cfg"], ruler)
+    limits = build_limits(settings.train_cfg, ruler)
     total = total_sequences(limits, geometry, data.stream.tokens_per_sequence)
     return Start(manifest, unknown, data, change, cursor, ruler, limits, total)
 
 
 def check_resume(
-    config: Config,
+    settings: Settings,
     plan: ResumePlan,
     *,
     backend: Backend,
@@ -119,12 +130,12 @@ def check_resume(
     hashed: bool = True,
 ) -> tuple[Start, list[Finding]]:
     """The start of a resume, and all findings of the checklist. Needs no process group and no device."""
-    start = build_start(config, plan, geometry=geometry)
-    manifest, plain = start.manifest, plain_values(config, start.manifest)
+    start = build_start(settings, plan, geometry=geometry)
+    manifest, plain = start.manifest, plain_values(settings, start.manifest)
     assert manifest is not None, "only a resume is checked"
-    rows, groups = _parameters(config, plain, manifest, start)
+    rows, groups = _parameters(settings, plain, manifest, start)
     schedules = build_schedules(
-        config,
+        settings,
         manifest,
         groups,
         ruler=start.ruler,
@@ -134,6 +145,9 @@ def check_resume(
     proposal = Proposal(
         checkpoint=str(plan.checkpoint),
         config=plain,
+        complete=completed,
+        saves=_saves(settings.default_hooks.checkpoint),
+        averages=any(hook.cls.__name__.startswith("EMAHook") for hook in settings.custom_hooks),
         geometry=geometry,
         topology=backend.topology(),
         schedules=schedules,
@@ -141,13 +155,19 @@ def check_resume(
         data=start.change,
         old_rules=_old_rules(start),
         versions=current_versions(),
-        on_batch_change=config.get("on_batch_change", "refuse"),
-        on_data_change=config.get("on_data_change", "refuse"),
-        free_bytes=_free_bytes(Path(config["work_dir"])),
+        on_batch_change=settings.on_batch_change,
+        on_data_change=settings.on_data_change,
+        free_bytes=_free_bytes(settings.folder),
         hashed=hashed,
         unknown=start.unknown,
     )
     return start, checklist.run(manifest, proposal)
+
+
+def _saves(hook: Component | None) -> Saves:
+    """The arguments of the checkpoint hook; those of one that never saves where there is none."""
+    default = Saves()
+    return default if hook is None else Saves(**{key: hook.get(key, value) for key, value in asdict(default).items()})
 
 
 def _old_rules(start: Start) -> list[OldRule]:
@@ -161,7 +181,7 @@ def _old_rules(start: Start) -> list[OldRule]:
 
 
 def _parameters(
-    config: Config, plain: Mapping[str, Any], manifest: Manifest, start: Start
+    settings: Settings, plain: Mapping[str, Any], manifest: Manifest, start: Start
 ) -> tuple[list[dict[str, Any]], list[ParamGroup]]:
     """Rows and groups of the model: the stored ones where the config's model is the stored one, else of one built
     without memory. The real model is looked at again once it is there.
@@ -171,8 +191,8 @@ def _parameters(
         named = [pair for row in manifest.parameters for pair in _stand_in(row)]
     else:
         with torch.device("meta"):
-            named = named_parameters(build_model(config, start.data.processor))
-    groups = build_groups(config, named)
+            named = named_parameters(build_model(settings.given, start.data.processor))
+    groups = build_groups(settings, named)
     return parameter_table(named, groups), groups
 
 
@@ -188,10 +208,16 @@ def _free_bytes(work_dir: Path) -> int | None:
     return shutil.disk_usage(folder).free if folder else None
 
 
-def plain_values(config: Config, manifest: Manifest | None) -> dict[str, Any]:
+def completed(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A stored config with its defaults, if it is a whole one: a default made explicit is no edit."""
+    found: Mapping[str, Any] = Settings.completed(config) if config.get("model") else config
+    return found
+
+
+def plain_values(settings: Settings, manifest: Manifest | None) -> dict[str, Any]:
     """The config as plain JSON values, as a manifest keeps it, with what the run itself chose (``recorded_fused``)."""
-    values: dict[str, Any] = json_values(config.to_dict())
-    if (fused := recorded_fused(values, manifest)) is not None:
+    values: dict[str, Any] = json_values(settings.given)
+    if (fused := recorded_fused(settings, manifest)) is not None:
         values["optim_wrapper"]["optimizer"]["fused"] = fused
     return values
 

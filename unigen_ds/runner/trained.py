@@ -22,14 +22,8 @@ from unigen_ds.core.modules import tied_names
 from unigen_ds.core.registry import LAYOUTS
 from unigen_ds.families.base import published_format
 from unigen_ds.resume.edited import BUILT
-from unigen_ds.runner.build import (
-    build_model,
-    build_processor,
-    custom_modules,
-    family_of_model,
-    import_custom,
-    seed_of,
-)
+from unigen_ds.runner.build import build_model, build_processor, seed_of
+from unigen_ds.runner.settings import custom_modules, family_of_model, import_custom
 
 
 def open_model(

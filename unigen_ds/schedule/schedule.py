@@ -15,12 +15,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from unigen_ds.core.errors import CheckpointError, ConfigError, nearest
+from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.json_values import json_values
-from unigen_ds.core.log import logger
 from unigen_ds.core.progress import Progress, Ruler
-from unigen_ds.core.registry import CURVES, build, registered_name
+from unigen_ds.core.registry import CURVES
+from unigen_ds.core.settings import Component, argument_defaults
 from unigen_ds.schedule.curves import PlacedCurve
+from unigen_ds.schedule.settings import curves_of
 
 VERSION = 1
 
@@ -42,7 +43,7 @@ class Schedules:
     @classmethod
     def from_cfg(
         cls,
-        param_scheduler: Sequence[Mapping[str, Any]] | Mapping[str, Any] | None,
+        param_scheduler: Sequence[Component | Mapping[str, Any]] | Mapping[str, Any] | None,
         *,
         ruler: Ruler,
         base: Sequence[Mapping[str, Any]],
@@ -57,19 +58,21 @@ class Schedules:
             raise ConfigError(f"the length of training is {total_sequences!r} sequences", allowed="a positive number")
         if not (0 < lr_scale < math.inf):
             raise ConfigError(f"lr_scale is {lr_scale!r}", allowed="a positive number")
-        placed = [
-            _place(spec, f"param_scheduler[{index}]", ruler=ruler, total_sequences=total_sequences)
-            for index, spec in enumerate(_entries(param_scheduler))
-        ]
+        curves = curves_of(param_scheduler)
+        placed = [_place(curve, ruler=ruler, total_sequences=total_sequences) for curve in curves]
         if len({curve.axis for curve in placed}) == 1:  # sequences and tokens have no common order
             placed.sort(key=lambda curve: curve.begin)
         return cls(
             curves=tuple(placed),
             base=_base(base),
-            config=config_text(param_scheduler),
+            config=config_text(curves),
             total_sequences=float(total_sequences),
             lr_scale=float(lr_scale),
         )
+
+    def same_curves(self, other: Schedules) -> bool:
+        """Whether both came from the same curves: a default made explicit is no difference."""
+        return _completed(self.config) == _completed(other.config)
 
     def at(self, progress: Progress) -> list[dict[str, Any]]:
         """``{'name', 'lr'}`` of each group for the update that begins at ``progress``.
@@ -117,50 +120,30 @@ class Schedules:
             raise CheckpointError(f"the stored schedule has no {error}") from error
 
 
-def config_text(param_scheduler: Any) -> str:
-    """A ``param_scheduler`` as canonical JSON text (keys sorted, classes by their name, numbers as floats)."""
-    return json.dumps(json_values(_entries(param_scheduler), _canonical), sort_keys=True)
+def config_text(curves: Sequence[Component]) -> str:
+    """Curves as canonical JSON text: as given, keys sorted, numbers as floats."""
+    return json.dumps([_plain({"type": curve.name, **curve.arguments}) for curve in curves], sort_keys=True)
+
+
+def _plain(value: Any) -> Any:
+    return json_values(value, _canonical)
 
 
 def _canonical(value: Any) -> Any:
-    if isinstance(value, (type, str)):
-        return registered_name(value) or getattr(value, "__name__", value)
     return float(value) if type(value) is int else value  # an end of 4 and one of 4.0 are the same schedule
 
 
-def _entries(param_scheduler: Any) -> list[Any]:
-    if param_scheduler is None:
-        return []
-    if isinstance(param_scheduler, Mapping):
-        return [param_scheduler]
-    if not isinstance(param_scheduler, (list, tuple)):
-        raise ConfigError(
-            f"param_scheduler is {param_scheduler!r}", allowed="None, dict(type='...', ...), or a list of these"
-        )
-    return list(param_scheduler)
+def _completed(text: str) -> Any:
+    """The curves of a ``config_text`` with every default."""
+    return [{**_plain(argument_defaults(CURVES.module_dict.get(one["type"]))), **one} for one in json.loads(text)]
 
 
-def _place(spec: Any, where: str, *, ruler: Ruler, total_sequences: float) -> PlacedCurve:
+def _place(curve: Component, *, ruler: Ruler, total_sequences: float) -> PlacedCurve:
     try:
-        curve = build(CURVES, _named(spec, where), where=where)
-        return curve.place(ruler=ruler, total_sequences=total_sequences)
+        placed: PlacedCurve = curve.build().place(ruler=ruler, total_sequences=total_sequences)
     except ConfigError as error:
-        if error.problem.startswith(where):
-            raise
-        raise ConfigError(f"{where}: {error.problem}", allowed=error.allowed, remedy=error.remedy) from error
-
-
-def _named(spec: Any, where: str) -> Any:
-    """``spec`` with a class in ``type`` replaced by its name: xtuner-style configs import mmengine's schedulers."""
-    kind = spec.get("type") if isinstance(spec, Mapping) else None
-    if not isinstance(kind, type):
-        return spec
-    name = kind.__name__
-    if name not in CURVES.module_dict:
-        raise ConfigError(f"{where}.type is the class {name}", remedy=nearest(name, CURVES.module_dict))
-    if CURVES.module_dict[name] is not kind:
-        logger().info("%s: %s stands for the curve of that name", where, kind)
-    return {**spec, "type": name}
+        raise error.at(curve.where) from error
+    return placed
 
 
 def _base(groups: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, float], ...]:

@@ -1,0 +1,228 @@
+"""The tree of settings: every problem in one message, mmengine's keys translated, seeds drawn once, origins of values.
+
+Everything goes through ``Runner.from_cfg`` or the command line.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from tests.tiny import tiny_config
+from tools.train import main
+from unigen_ds.checkpoint.manifest import Manifest
+from unigen_ds.core.config import plain_values
+from unigen_ds.core.errors import ConfigError, ResumeBlocked
+from unigen_ds.core.log import NAME
+from unigen_ds.runner import Runner
+from unigen_ds.runner.settings import Settings, load_config
+from unigen_ds.runner.start import completed
+
+XTUNER = """
+log_level = "WARNING"
+log_processor = dict(by_epoch=False, window_size=1)
+default_scope = "mmengine"
+runner_type = "FlexibleRunner"
+env_cfg = dict(cudnn_benchmark=False, mp_cfg=dict(mp_start_method="fork"), dist_cfg=dict(backend="nccl", timeout=60))
+train_cfg = dict(type="TrainLoop", by_epoch=True, max_epochs=2)
+default_hooks = dict(param_scheduler=dict(type="ParamSchedulerHook"), sampler_seed=dict(type="DistSamplerSeedHook"))
+randomness = dict(seed=None)
+"""
+WRAPPER = "optim_wrapper.update(type='AmpOptimWrapper', dtype='bfloat16', loss_scale='dynamic')\n"
+SAMPLER = "train_dataloader.update(sampler=dict(type='DefaultSampler', shuffle={shuffle}))\n"
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> dict[str, Any]:
+    """A config that trains, as plain values."""
+    config = tiny_config(tmp_path / "run", tmp_path / "data", train_dataloader__dataset__split="val")
+    return json.loads(json.dumps(plain_values(config)))  # type: ignore[no-any-return]
+
+
+def as_file(folder: Path, values: dict[str, Any], more: str = "") -> Path:
+    path = folder / "config.py"
+    path.write_text("".join(f"{key} = {value!r}\n" for key, value in values.items()) + more)
+    return path
+
+
+def test_settings_are_frozen_and_typed(plain: dict[str, Any]) -> None:
+    settings = Settings.from_config(plain)
+    assert settings.train_dataloader.seq_length == 80 and settings.optim_wrapper.optimizer.lr == 2e-3
+    with pytest.raises(ValidationError, match="frozen"):
+        settings.train_dataloader.seq_length = 8
+    assert "resume" in plain and Settings.from_config(settings) is settings
+
+
+def test_strict_except_for_yamls_numbers(plain: dict[str, Any]) -> None:
+    plain["optim_wrapper"] |= {"accumulative_counts": True}
+    plain["optim_wrapper"]["optimizer"] |= {"lr": "1e-5", "eps": "1e-9", "betas": [0.9, 0.95]}
+    plain["custom_hooks"] = [{"type": "EMAHook", "momentum": "1e-2"}]
+    with pytest.raises(ConfigError) as raised:
+        Settings.from_config(plain)
+    assert str(raised.value) == "optim_wrapper.accumulative_counts is True. Allowed: a whole number of at least 1."
+    plain["optim_wrapper"]["accumulative_counts"] = 1
+    settings = Settings.from_config(plain)
+    assert settings.optim_wrapper.optimizer.lr == 1e-5 and settings.optim_wrapper.optimizer.arguments["eps"] == 1e-9
+    assert settings.custom_hooks[0].arguments == {"momentum": 0.01}
+
+
+def test_every_problem_is_in_one_message_with_the_value_and_what_is_allowed(plain: dict[str, Any]) -> None:
+    plain["train_dataloader"] |= {"seq_length": 0, "num_workers": -1, "overflow": "cut"}
+    plain["train_dataloader"]["packing"] = {"type": "WindowPacking", "window": "8"}
+    plain["train_cfg"] = {"max_epochs": -1}
+    plain["param_scheduler"] = [{"type": "LinearLR", "start_factor": 2}, {"type": "CosineAnnealinLR"}]
+    plain["custom_hooks"] = [{"type": "EMAHook", "momentum": 2.0}]
+    plain["processor"]["vit_transform"].pop("stride")
+    plain["env"] = {"num_threads": 0, "matmul_precision": "hihg"}
+    del plain["tokenizer"]
+    with pytest.raises(ConfigError) as raised:
+        Settings.from_config(plain)
+    lines = str(raised.value).splitlines()
+    for line in (
+        "the config has no tokenizer",
+        "train_dataloader.seq_length is 0. Allowed: a whole number of at least 1",
+        "train_dataloader.num_workers is -1. Allowed: a whole number of at least 0",
+        "train_dataloader.overflow is 'cut'. Allowed: 'split', 'truncate', 'skip', 'error'",
+        "train_dataloader.packing.window is '8'. Allowed: a whole number",
+        "train_cfg.max_epochs is -1. Allowed: a number above 0",
+        "param_scheduler[0]: start_factor is 2. Allowed: a number from 0 to 1",
+        "param_scheduler[1].type is 'CosineAnnealinLR'. Remedy: did you mean 'CosineAnnealingLR'?",
+        "custom_hooks[0]: EMA momentum is 2.0",
+        "the config has no processor.vit_transform.stride (ImageTransform)",
+        "env.num_threads is 0. Allowed: a whole number of at least 1",
+        "env.matmul_precision is 'hihg'",
+    ):
+        assert sum(line in one for one in lines) == 1, line
+    assert len(lines) == 13, lines
+
+
+def test_runtime_keys_of_xtuner_are_translated(plain: dict[str, Any], tmp_path: Path) -> None:
+    """Each with a line in the log of the run."""
+    for key in ("train_cfg", "default_hooks", "randomness"):
+        plain.pop(key)
+    path = as_file(tmp_path, plain, XTUNER + WRAPPER.replace("bfloat16", "float32") + SAMPLER.format(shuffle=True))
+    settings = Settings.from_config(load_config(path, {"env.log_level": "INFO"}, whole=True))
+    assert settings.optim_wrapper.precision == "fp32" and settings.env.dist_timeout_s == 60
+    assert settings.train_cfg.limits == [(2, "epoch")] and settings.randomness.seed is None
+    assert main([str(path), "--max-updates", "1", "--cfg-options", "env.log_level='INFO'"]) == 0
+    log = (tmp_path / "run" / "train.log").read_text()
+    for line in (
+        "log_level='WARNING' is read as env.log_level='WARNING'", "log_processor=", "default_scope='mmengine'",
+        "runner_type='FlexibleRunner'", "env_cfg.cudnn_benchmark=False", "env_cfg.mp_cfg=", "env_cfg.dist_cfg.backend=",
+        "env_cfg.dist_cfg.timeout=60 is read as env.dist_timeout_s=60", "train_cfg.type='TrainLoop'",
+        "train_cfg.by_epoch=True", "default_hooks.param_scheduler=", "default_hooks.sampler_seed=",
+        "optim_wrapper.type='AmpOptimWrapper', optim_wrapper.dtype='float32' is read as optim_wrapper.precision='fp32'",
+        "optim_wrapper.loss_scale='dynamic'", "train_dataloader.sampler=",
+    ):  # fmt: skip
+        assert log.count(f"Config: {line}") == 1, line
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "precision"),
+    [
+        ({"type": "OptimWrapper"}, "fp32"), ({"type": "AmpOptimWrapper"}, "fp16"), ({"dtype": "bfloat16"}, "bf16"),
+        ({"type": "mmengine.optim.AmpOptimWrapper", "dtype": "float16"}, "fp16"),
+        ({"type": "DeepSpeedOptimWrapper", "precision": "bf16"}, "bf16"),
+    ],
+)  # fmt: skip
+def test_the_precision_of_an_optim_wrapper(plain: dict[str, Any], wrapper: dict[str, Any], precision: str) -> None:
+    plain["optim_wrapper"].pop("precision")
+    plain["optim_wrapper"] |= wrapper
+    assert Settings.from_config(plain).optim_wrapper.precision == precision
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "words"),
+    [
+        ("optim_wrapper", {"dtype": "bfloat16"}, "optim_wrapper.dtype='bfloat16' and optim_wrapper.precision='fp32'"),
+        ("train_cfg", {"by_epoch": False}, "train_cfg.by_epoch=False and no train_cfg.max_iters"),
+        ("train_dataloader", {"sampler": {"type": "DefaultSampler", "shuffle": False}}, "the order follows from"),
+        ("train_dataloader", {"collate_fn": {"type": "own"}}, "the model's processor does it"),
+        ("train_cfg", {"val_interval": 1}, "there is no validation loop yet"),
+    ],
+)
+def test_what_would_change_the_training_is_refused(
+    plain: dict[str, Any], section: str, values: dict[str, Any], words: str
+) -> None:
+    plain[section] |= values
+    with pytest.raises(ConfigError, match=words):
+        Settings.from_config(plain)
+
+
+def test_a_seed_of_none_is_drawn_recorded_and_used_by_a_resume(
+    plain: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger(NAME), "propagate", True)
+    monkeypatch.setattr("unigen_ds.runner.start.secrets.randbelow", lambda limit: 12345)
+    plain["randomness"] = {"seed": None}
+    drawn = Runner.from_cfg(plain, max_updates=1)
+    drawn.train()
+    [checkpoint] = (tmp_path / "run").glob("iter_*.pth")
+    manifest = Manifest.read(checkpoint)
+    assert manifest.config["randomness"] == {"seed": 12345} and manifest.loader["seed"] == 12345
+    assert "this run draws 12345" in (tmp_path / "run" / "train.log").read_text()
+    monkeypatch.setattr("unigen_ds.runner.start.secrets.randbelow", lambda limit: 1 / 0)
+    again = Runner.from_cfg({**plain, "resume": True}, max_updates=2)
+    assert again.config["randomness"]["seed"] == 12345
+    other = Runner.from_cfg({**plain, "work_dir": str(tmp_path / "b"), "randomness": {"seed": 12345}}, max_updates=1)
+    other.train()
+    trained, same = (dict(run.backend.full_state_dict(torch.float32)) for run in (drawn, other))
+    assert all(torch.equal(tensor, same[name]) for name, tensor in trained.items())
+    with pytest.raises(ResumeBlocked, match="the training data differs"):
+        Runner.from_cfg({**plain, "resume": True, "randomness": {"seed": 1}}, max_updates=2)
+
+
+def test_a_default_made_explicit_is_no_edit(plain: dict[str, Any], tmp_path: Path) -> None:
+    """On a resume: neither of a section, nor of a component's argument; another value is one."""
+    Runner.from_cfg(plain, max_updates=1).train()
+    plain["optim_wrapper"]["paramwise_cfg"] = {"norm_decay_mult": 1, "groups": []}
+    plain["optim_wrapper"]["optimizer"]["eps"] = 1e-8
+    plain["processor"]["vit_dropout"] = 0
+    plain["model"]["timestep_shift"] = 1.0
+    plain["param_scheduler"][0]["end_factor"] = 1
+    log = tmp_path / "run" / "train.log"
+    length = len(log.read_text())
+    Runner.from_cfg({**plain, "resume": True}, max_updates=1)
+    assert "Checklist, " not in log.read_text()[length:]
+    plain["optim_wrapper"]["optimizer"]["eps"] = 1e-7
+    Runner.from_cfg({**plain, "resume": True}, max_updates=1)
+    assert "optim_wrapper.optimizer.eps was 1e-08 and is 1e-07" in log.read_text()[length:]
+
+
+def test_a_stored_config_of_unknown_content_is_completed_without_an_error() -> None:
+    strange = {"model": {"type": "<class 'gone.Model'>"}, "was_once": 1, "train_cfg": None, "custom_hooks": "no list"}
+    found = completed(strange)
+    assert found["model"] == strange["model"] and found["was_once"] == 1
+    assert found["optim_wrapper"]["paramwise_cfg"]["norm_decay_mult"] == 1.0
+    assert completed({"optim_wrapper": {}}) == {"optim_wrapper": {}}, "what another trainer left is no whole config"
+
+
+def test_every_key_with_its_value_and_where_it_comes_from(
+    tmp_path: Path, plain: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    as_file(tmp_path, plain).rename(tmp_path / "first.py")
+    (tmp_path / "second.py").write_text("_base_ = './first.py'\nrandomness = dict(seed=3)\n")
+    child = tmp_path / "child.py"
+    child.write_text("_base_ = './second.py'\nlog_level = 'ERROR'\ntrain_dataloader = dict(seq_length=81)\n")
+    options = ["--cfg-options", "optim_wrapper.optimizer.lr=0.5", "param_scheduler.0.start_factor=0.5", "--seed", "9"]
+    assert main([str(child), "--print-config", *options, "--work-dir", str(tmp_path / "run")]) == 0
+    lines = {line.split(" = ")[0]: line.split(" = ", 1)[1] for line in capsys.readouterr().out.splitlines()}
+    shown = {key: [part.strip() for part in text.rsplit("  # ", 1)] for key, text in lines.items()}
+    assert shown["train_dataloader.seq_length"] == ["81", "child.py"]
+    assert shown["train_dataloader.batch_size"] == ["12", "base first.py"]
+    assert shown["env.log_level"] == ["'ERROR'", "child.py"]
+    assert shown["randomness.seed"] == ["9", "command line"]
+    assert shown["optim_wrapper.optimizer.lr"] == ["0.5", "command line"]
+    assert shown["param_scheduler[0].start_factor"] == ["0.5", "command line"]
+    assert shown["param_scheduler[0].end_factor"] == ["1.0", "default"]
+    assert shown["train_dataloader.prefetch_factor"] == ["2", "default"]
+    assert "default_hooks.logger.writers" not in shown and len(shown) > 100
+    assert main([str(tmp_path / "second.py"), "--print-config", "--work-dir", str(tmp_path / "run")]) == 0
+    assert "randomness.seed = 3" in capsys.readouterr().out
+    assert not (tmp_path / "run").exists(), "nothing was trained"

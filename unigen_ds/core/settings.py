@@ -1,0 +1,359 @@
+"""Typed settings: a config's mapping -> one frozen tree of sections, or all that is wrong with it.
+
+A ``Section`` is a pydantic model. Its fields are the only place for a key's default, unit, limits and description; the
+class is beside the code that uses it (``data/settings.py``, ``optim/settings.py``, ...), and ``runner/settings.py``
+combines them. A field of type ``Component`` is ``dict(type=..., **arguments)``: the class is looked up in the registry
+of the field's ``Of``, and the arguments are checked by the annotations of its constructor.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from mmengine.config import ConfigDict
+from mmengine.registry import Registry
+from pydantic import BaseModel, BeforeValidator, ValidationError, model_validator
+from pydantic import ConfigDict as ModelConfig
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError, core_schema
+from typing_extensions import Self
+
+from unigen_ds.core import former
+from unigen_ds.core.config_hints import hint
+from unigen_ds.core.errors import ConfigError, UnknownKey, raise_any
+from unigen_ds.core.log import logger
+from unigen_ds.core.registry import component_problems, counterpart, find, registered_name
+from unigen_ds.core.values import argument_hints, as_tuple, converted, described
+
+
+@dataclass(frozen=True)
+class Component:
+    """``dict(type=..., **arguments)``: checked, not yet built."""
+
+    cls: type
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """As given: defaults are the constructor's."""
+    given: Any = None
+    """``type`` as the config has it; None: the default of its field."""
+    where: str = ""
+    """Its dotted path in the config."""
+    registry: Registry | None = field(default=None, repr=False, compare=False)
+    provided: tuple[str, ...] = field(default=(), repr=False, compare=False)
+    """Arguments that the run gives."""
+
+    @property
+    def name(self) -> str:
+        """As a config names it."""
+        return registered_name(self.cls) or f"{self.cls.__module__}.{self.cls.__qualname__}"
+
+    def get(self, argument: str, default: Any = None) -> Any:
+        """The argument as given, else the constructor's default, else ``default``."""
+        if argument in self.arguments:
+            return self.arguments[argument]
+        return argument_defaults(self.cls).get(argument, default)
+
+    def build(self, **extra: Any) -> Any:
+        """An object, with ``extra`` arguments that no config gives. Raises what its constructor raises."""
+        if self.registry is not None and self.given is not None and counterpart(self.registry, self.given) is not None:
+            logger().info("%s: %s stands for the class of that name here", self.where, self.given)
+        try:
+            return self.cls(**_attributes(self.arguments), **extra)
+        except TypeError as error:
+            if "argument" in str(error):
+                raise ConfigError(f"{self.where} cannot be built: {error}") from error
+            raise
+
+    def plain(self) -> dict[str, Any]:
+        """With the constructor's defaults, as plain values."""
+        defaults = {key: plain(value) for key, value in argument_defaults(self.cls).items() if key not in self.provided}
+        return {"type": self.name, **defaults, **plain(self.arguments)}
+
+
+def _attributes(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy whose mappings are mmengine's, whose keys are attributes as well: constructors were always given those."""
+    return dict(ConfigDict(copy.deepcopy(dict(arguments))).items())
+
+
+def argument_defaults(cls: Any) -> dict[str, Any]:
+    """Argument -> default of a constructor, of those that have one."""
+    try:
+        parameters = inspect.signature(cls).parameters.values()
+    except (TypeError, ValueError):
+        return {}
+    return {p.name: p.default for p in parameters if p.default is not p.empty}
+
+
+@dataclass(frozen=True)
+class Of:
+    """Metadata of a ``Component`` field: where its class is looked up."""
+
+    registry: Registry
+    default: type | None = None
+    """The class where the config has no ``type``."""
+    provided: tuple[str, ...] = ()
+    """Arguments that the run gives: a config cannot."""
+    trial: bool = False
+    """Whether the constructor has no side effect: then it is called once to find what only it can refuse."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
+        found = core_schema.no_info_plain_validator_function(self._component)
+        return core_schema.nullable_schema(found) if type(None) in get_args(source) else found
+
+    def _component(self, given: Any) -> Component:
+        if isinstance(given, Component):
+            return given
+        if self.problems(given, where=""):
+            raise PydanticCustomError("component", "not a component", {"of": self})
+        cls = find(self.registry, self._typed(given), where="")
+        return Component(cls, _arguments(cls, given), given.get("type"), registry=self.registry, provided=self.provided)
+
+    def _typed(self, given: Any) -> Any:
+        return {"type": self.default, **given} if self.default and isinstance(given, Mapping) else given
+
+    def problems(self, given: Any, *, where: str) -> list[ConfigError]:
+        """What is wrong with ``dict(type=..., **arguments)``."""
+        spec = self._typed(given)
+        if isinstance(spec, Mapping) and (both := sorted(set(self.provided) & set(spec))):
+            problem = f"{where}.{both[0]} cannot be given here: it follows from the rest of the config"
+            return [ConfigError(problem, remedy="leave it out")]
+        found = component_problems(self.registry, spec, where=where, provided=self.provided)
+        return found or self._tried(spec, where)
+
+    def completed(self, given: Any) -> Any:
+        """See ``Section.completed``."""
+        spec = self._typed(given)
+        if not isinstance(spec, Mapping):
+            return given
+        try:
+            cls = find(self.registry, spec, where="")
+        except ConfigError:
+            return given
+        return {
+            **Component(cls, provided=self.provided).plain(),
+            **{key: value for key, value in spec.items() if key != "type"},
+        }
+
+    def _tried(self, spec: Mapping[str, Any], where: str) -> list[ConfigError]:
+        """What a constructor of this package alone can refuse; a user's own is called once, when it is needed."""
+        cls = find(self.registry, spec, where=where)
+        if not self.trial or not cls.__module__.startswith("unigen_ds."):
+            return []
+        try:
+            Component(cls, _arguments(cls, spec), where=where).build()
+        except ConfigError as error:
+            return [error.at(where)]
+        return []
+
+
+def _arguments(cls: type, spec: Mapping[str, Any]) -> dict[str, Any]:
+    hints = argument_hints(cls)
+    return {key: converted(value, hints.get(key, Any)) for key, value in spec.items() if key != "type"}
+
+
+def one_or_many(value: Any) -> Any:
+    """What may be left out, one mapping, or a list of them, as a tuple."""
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, (Mapping, Component)) else as_tuple(value)
+
+
+LISTED = BeforeValidator(one_or_many)
+"""Metadata of a field that is a tuple: a config may have a list, one member alone, or None for none."""
+
+
+class Section(BaseModel):
+    """One mapping of a config, as typed values. Frozen; validated strictly; an unknown key is an error."""
+
+    model_config = ModelConfig(frozen=True, strict=True, extra="forbid", arbitrary_types_allowed=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _left_out(cls, given: Any) -> Any:
+        """None is a section whose keys are all left out. A name that begins with an underscore is the user's own."""
+        if given is None:
+            return {}
+        own = isinstance(given, Mapping) and any(isinstance(key, str) and key.startswith("_") for key in given)
+        return {k: v for k, v in given.items() if not (isinstance(k, str) and k.startswith("_"))} if own else given
+
+    @classmethod
+    def parse(cls, given: Any, *, where: str = "") -> Self:
+        """Raises one ``ConfigError`` for all that is wrong."""
+        found, errors = cls.checked(given, where=where)
+        raise_any(errors)
+        assert found is not None
+        return found
+
+    @classmethod
+    def checked(cls, given: Any, *, where: str = "", whole: bool = True) -> tuple[Self | None, list[ConfigError]]:
+        """The section, or an error for each problem. Not ``whole``: keys and plain values alone."""
+        try:
+            found = cls.model_validate(given)
+        except ValidationError as error:
+            return None, _explained(cls, given, error, where, whole=whole)
+        for component, path in _components(found, where):
+            object.__setattr__(component, "where", path)  # just made, and known to nobody else yet
+            if component.registry is not None and component.given is not None:
+                former.component(str(component.given).rpartition(".")[2], where=path)  # logs a former name
+        return found, []
+
+    def plain(self) -> dict[str, Any]:
+        """Every key with its value, defaults included, as plain values."""
+        return {name: plain(getattr(self, name)) for name in type(self).model_fields}
+
+    @classmethod
+    def completed(cls, given: Any) -> Any:
+        """A config's plain values with the default of every key that is left out. Nothing is checked: what the section
+        does not know stays as it is, so that a config of another version can be compared.
+        """
+        if not isinstance(given, Mapping | None):
+            return given
+        found = dict(given or {})
+        for name, info in cls.model_fields.items():
+            inner, (of, many) = section_of(info), component_of(info)
+            default = None if info.is_required() else plain(info.get_default(call_default_factory=True))
+            value = found.get(name, default)
+            if inner is not None:
+                value = None if value is None and type(None) in get_args(info.annotation) else inner.completed(value)
+            elif of is not None and many:
+                value = [of.completed(one) for one in one_or_many(value)]
+            elif of is not None:
+                value = of.completed({} if value is None and name not in found and of.default else value)
+            found[name] = value
+        return found
+
+
+def plain(value: Any) -> Any:
+    """Sections, components and classes as what a config has for them."""
+    if isinstance(value, (Section, Component)):
+        return value.plain()
+    if isinstance(value, Mapping):
+        return {key: plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(plain(inner) for inner in value)
+    return registered_name(value) or value if isinstance(value, type) else value
+
+
+def _components(value: Any, path: str) -> Iterator[tuple[Component, str]]:
+    if isinstance(value, Component):
+        yield value, path
+    elif isinstance(value, Section):
+        for name in type(value).model_fields:
+            yield from _components(getattr(value, name), f"{path}.{name}" if path else name)
+    elif isinstance(value, tuple):
+        for index, inner in enumerate(value):
+            yield from _components(inner, f"{path}[{index}]")
+
+
+# ---- what a field is ------------------------------------------------------------------------------------------------
+
+
+def section_of(info: FieldInfo) -> type[Section] | None:
+    """The section that a field is, also where it may be None."""
+    options = get_args(info.annotation) if get_origin(info.annotation) in (Union, UnionType) else (info.annotation,)
+    return next((one for one in options if isinstance(one, type) and issubclass(one, Section)), None)
+
+
+def member_of(info: FieldInfo) -> type[Section] | None:
+    """The section that each member of a field's list or mapping is."""
+    if get_origin(info.annotation) in (Union, UnionType):
+        return None
+    return next((one for one in get_args(info.annotation) if isinstance(one, type) and issubclass(one, Section)), None)
+
+
+def component_of(info: FieldInfo) -> tuple[Of | None, bool]:
+    """The registry of a field's components, and whether the field is a list of them."""
+    for one in info.metadata:
+        if isinstance(one, Of):
+            return one, False
+    for inner in get_args(info.annotation):
+        if get_origin(inner) is Annotated:
+            found = next((one for one in get_args(inner)[1:] if isinstance(one, Of)), None)
+            if found is not None:
+                return found, get_origin(info.annotation) is tuple
+    return None, False
+
+
+def keys(section: type[Section]) -> dict[str, Any]:
+    """The keys of a section: those below it where a key is a section itself, else None."""
+    closed = {name: inner for name, info in section.model_fields.items() if (inner := section_of(info))}
+    closed = {name: inner for name, inner in closed.items() if inner.model_config.get("extra") == "forbid"}
+    return {name: keys(closed[name]) if name in closed else None for name in section.model_fields}
+
+
+# ---- errors ---------------------------------------------------------------------------------------------------------
+
+
+class SettingErrors(ValueError):
+    """Several problems that a section's own check found."""
+
+    def __init__(self, errors: Sequence[ConfigError]) -> None:
+        super().__init__("; ".join(map(str, errors)))
+        self.errors = errors
+
+
+def _explained(cls: type[Section], given: Any, error: ValidationError, where: str, *, whole: bool) -> list[ConfigError]:
+    """Pydantic's errors in the words of ours, in the order of the config; a value that fails in several ways once."""
+    found: dict[tuple[str, str], ConfigError] = {}
+    missing: list[str] = []
+    for one in error.errors():
+        if not whole and one["type"] in ("missing", "component", "value_error", "too_short"):
+            continue
+        for path, problem in _explain(cls, given, one, where=where):
+            if one["type"] == "missing":
+                missing.append(problem)
+            else:
+                found.setdefault((path, str(problem)), problem)
+    errors = list(found.values())
+    if missing:
+        remedy = "docs/configs.md describes every key"
+        errors.insert(0, ConfigError(f"the config has no {', '.join(missing)}", remedy=remedy))
+    return errors
+
+
+def _explain(root: type[Section], given: Any, one: Any, *, where: str) -> Iterator[tuple[str, Any]]:
+    """(path, problem) of one of pydantic's errors; of a missing key its path instead of a problem."""
+    section, path, value = root, where, given
+    info: FieldInfo | None = None
+    hints: tuple[Any, Any] | None = None
+    for number, step in enumerate(one["loc"], 1):
+        if info is not None and (member := member_of(info)) is not None:  # a list or a mapping of sections
+            value = one_or_many(value)[step] if isinstance(step, int) else value[step]
+            path = f"{path}[{step}]" if isinstance(step, int) else f"{path}.{step}"
+            section, info = member, None
+            continue
+        if info is not None and isinstance(step, int) and component_of(info)[1]:
+            value, path = one_or_many(value)[step], f"{path}[{step}]"
+            break
+        inner = section if info is None else section_of(info)
+        if inner is None:
+            if info is not None and get_origin(info.annotation) is Mapping and step in value:  # a value of a mapping
+                hints = (get_args(info.annotation)[1], ())
+                value, path = value[step], f"{path}.{step}"
+            break
+        section, below = inner, f"{path}.{step}" if path else str(step)
+        if step not in section.model_fields:
+            if one["type"] == "extra_forbidden":
+                advice = hint(below, keys(section if where else root))
+                yield below, UnknownKey(str(step), section=path, valid=section.model_fields, hint=advice)
+                return
+            break
+        info, path = section.model_fields[str(step)], below
+        if one["type"] == "missing" and number == len(one["loc"]):
+            yield path, path
+            return
+        value = value.get(step) if isinstance(value, Mapping) else value
+    raised = (one.get("ctx") or {}).get("error")
+    if one["type"] == "component":
+        yield from ((path, problem) for problem in one["ctx"]["of"].problems(value, where=path))
+    elif isinstance(raised, SettingErrors):
+        yield from ((path, problem) for problem in raised.errors)
+    elif isinstance(raised, ConfigError):
+        yield path, raised
+    else:
+        hints = hints or ((info.annotation, info.metadata) if info is not None else (section, ()))
+        yield path, ConfigError(f"{path or 'the config'} is {value!r}", allowed=described(*hints))

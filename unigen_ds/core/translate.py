@@ -1,0 +1,171 @@
+"""Runtime keys of mmengine and xtuner configs with an obvious meaning -> keys of this project, each with a line.
+
+In: a config as plain values, which is changed in place. Out: lines for the log, and errors where such a key contradicts
+another one. A key that would change the training has no translation: ``config_hints.py`` says what to do about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from unigen_ds.core.errors import ConfigError
+
+_PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+_ONE_LOOP = "there is one loop, and max_epochs or max_iters sets its length"
+_ORDER = "the order follows from randomness.seed alone"
+_DROPPED: dict[str, str] = {
+    "log_processor": "it changes what is shown, and each line has update, iteration and epoch",
+    "default_scope": "there is one registry for each kind of component",
+    "runner_type": "one Runner trains every config, by epochs and by iterations",
+    "env_cfg.mp_cfg": "how processes are started changes no number",
+    "env_cfg.resource_limit": "it changes no number",
+    "env_cfg.dist_cfg.backend": "the device decides it",
+    "train_cfg.type": _ONE_LOOP,
+    "optim_wrapper.loss_scale": "the scale of fp16 is dynamic, and other precisions have none",
+    "default_hooks.param_scheduler": "param_scheduler acts by itself",
+    "default_hooks.sampler_seed": _ORDER,
+    "default_hooks.runtime_info": "the logger sees everything",
+    "train_dataloader.persistent_workers": "workers live as long as the run",
+}
+"""Keys without a counterpart whose removal changes no number, and why."""
+
+
+def translate(config: dict[str, Any]) -> tuple[list[str], list[ConfigError]]:
+    """Change ``config`` in place. Returns lines for the log, and errors."""
+    work = _Translation(config)
+    for dotted, why in _DROPPED.items():
+        work.drop(dotted, why)
+    work.log_level()
+    work.environment()
+    work.loop()
+    work.precision()
+    work.sampler()
+    return work.lines, work.errors
+
+
+class _Translation:
+    """One config, and what was done about it."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config
+        self.lines: list[str] = []
+        self.errors: list[ConfigError] = []
+
+    def _above(self, dotted: str) -> tuple[Any, str]:
+        """The mapping that holds a key, or an empty one, and the key's last name."""
+        *above, last = dotted.split(".")
+        node: Any = self.config
+        for key in above:
+            node = node.get(key) if isinstance(node, Mapping) else None
+        return (node if isinstance(node, dict) else {}), last
+
+    def get(self, dotted: str) -> Any:
+        node, last = self._above(dotted)
+        return node.get(last)
+
+    def pop(self, dotted: str) -> Any:
+        node, last = self._above(dotted)
+        return node.pop(last, None)
+
+    def drop(self, dotted: str, why: str) -> None:
+        node, last = self._above(dotted)
+        if last in node:
+            value = node.pop(last)
+            self.lines.append(f"Config: {dotted}={_short(value)} is left out: {why}.")
+
+    def set(self, dotted: str, value: Any, *, was: str) -> None:
+        """Set a key of ours; a different value that is there already is a contradiction."""
+        section, key = dotted.split(".")
+        node = self.config.setdefault(section, {})
+        if node is None:
+            node = self.config[section] = {}
+        if node.get(key, value) != value:
+            problem = f"the config has {was} and {dotted}={node[key]!r}"
+            self.errors.append(ConfigError(problem, remedy=f"delete {was.partition('=')[0]}"))
+            return
+        node[key] = value
+        self.lines.append(f"Config: {was} is read as {dotted}={value!r}.")
+
+    def log_level(self) -> None:
+        level = self.get("log_level")
+        if isinstance(level, str) and level.upper() in _LEVELS:
+            self.pop("log_level")
+            self.set("env.log_level", level.upper(), was=f"log_level={level!r}")
+
+    def environment(self) -> None:
+        """``env_cfg``: what is left of it is an unknown key."""
+        timeout = self.get("env_cfg.dist_cfg.timeout")
+        if isinstance(timeout, (int, float)):
+            self.pop("env_cfg.dist_cfg.timeout")
+            self.set("env.dist_timeout_s", timeout, was=f"env_cfg.dist_cfg.timeout={timeout!r}")
+        if self.get("env_cfg.cudnn_benchmark") is False:
+            self.drop("env_cfg.cudnn_benchmark", "it is off")
+        for section in ("env_cfg.dist_cfg", "env_cfg"):
+            node, last = self._above(section)
+            if last in node and not node[last]:
+                node.pop(last)
+
+    def loop(self) -> None:
+        """``train_cfg.by_epoch`` agrees with the limit that is given."""
+        by_epoch = self.get("train_cfg.by_epoch")
+        if not isinstance(by_epoch, bool):
+            return
+        self.pop("train_cfg.by_epoch")
+        limit = "max_epochs" if by_epoch else "max_iters"
+        if self.get(f"train_cfg.{limit}") is None:
+            problem = f"the config has train_cfg.by_epoch={by_epoch} and no train_cfg.{limit}"
+            self.errors.append(ConfigError(problem, remedy=f"give train_cfg.{limit}, or delete by_epoch"))
+            return
+        self.lines.append(f"Config: train_cfg.by_epoch={by_epoch} is left out: {_ONE_LOOP}.")
+
+    def precision(self) -> None:
+        """``optim_wrapper.type`` and ``dtype`` -> ``precision``."""
+        kind, dtype = self.get("optim_wrapper.type"), self.get("optim_wrapper.dtype")
+        name = kind if isinstance(kind, str) else getattr(kind, "__name__", None)
+        name = str(name).rpartition(".")[2] if name else None
+        if name is not None and not name.endswith("OptimWrapper"):
+            return
+        found = _PRECISIONS.get(str(dtype).removeprefix("torch."))
+        if dtype is not None and found is None:
+            return  # stays an unknown key, with its hint
+        if name == "AmpOptimWrapper" and dtype is None:
+            found = "fp16"  # as torch's autocast chooses on CUDA
+        elif name == "OptimWrapper" and dtype is None:
+            found = "fp32"
+        given = ", ".join(
+            f"optim_wrapper.{key}={_short(value)}" for key, value in (("type", kind), ("dtype", dtype)) if value
+        )
+        if not given:
+            return
+        self.pop("optim_wrapper.type")
+        self.pop("optim_wrapper.dtype")
+        if found is None:
+            self.lines.append(f"Config: {given} is left out: optim_wrapper.precision sets the precision.")
+        else:
+            self.set("optim_wrapper.precision", found, was=given)
+
+    def sampler(self) -> None:
+        """A shuffled order is what there is; any other sampler is refused."""
+        for section in ("train_dataloader", "val_dataloader"):
+            sampler = self.get(f"{section}.sampler")
+            if not isinstance(sampler, Mapping):
+                continue
+            kind = sampler.get("type", "DefaultSampler")
+            name = str(getattr(kind, "__name__", kind)).rpartition(".")[2]
+            known = name in ("DefaultSampler", "InfiniteSampler") and {*sampler} <= {
+                "type",
+                "shuffle",
+                "seed",
+                "round_up",
+            }
+            if known and sampler.get("shuffle", True) is True and sampler.get("seed") is None:
+                self.drop(f"{section}.sampler", _ORDER)
+        if self.get("train_dataloader.shuffle") is True:
+            self.drop("train_dataloader.shuffle", _ORDER)
+
+
+def _short(value: Any) -> str:
+    text = repr(value) if not isinstance(value, type) else value.__name__
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,162 @@
+"""Values against type hints, by pydantic's strict rules: those of a section's fields and of a component's arguments.
+
+Strict: ``True`` is no number, ``'2'`` is no whole number, NaN is no number. Accepted beyond that: a list where a hint
+has a tuple (JSON and YAML have no tuples), a whole number where it has float, and ``'1e-5'`` there (PyYAML
+reads it as text). A hint of a class that is not a plain value accepts everything.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, InstanceOf, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+
+_WORDS = {
+    int: ("a whole number", "whole numbers"),
+    float: ("a number", "numbers"),
+    bool: ("True or False", "True or False"),
+    str: ("a text", "texts"),
+    Path: ("a path", "paths"),
+    Mapping: ("dict(...)", "dict(...)"),
+    dict: ("dict(...)", "dict(...)"),
+    type(None): ("None", "None"),
+}
+_EXPONENT = re.compile(r"[-+]?\d+[eE][-+]?\d+")
+_subscript: Any = operator.getitem
+_STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True)
+
+
+class Allowed(str):
+    """Metadata of a field: what is allowed, in words, where its hint does not tell."""
+
+
+def number_of(value: Any) -> Any:
+    """``1e-5`` as PyYAML reads it (a text) as a number; everything else as it is."""
+    return float(value) if isinstance(value, str) and _EXPONENT.fullmatch(value) else value
+
+
+def _not_nan(value: float) -> float:
+    if math.isnan(value):
+        raise ValueError("not a number")
+    return value
+
+
+def as_tuple(value: Any) -> Any:
+    """A list as a tuple; everything else as it is."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+Number = Annotated[float, AfterValidator(_not_nan), BeforeValidator(number_of)]
+"""A number of a section; a whole one is one, too."""
+
+
+def strict(hint: Any) -> Any:
+    """A hint as pydantic is to check it."""
+    origin, inner = get_origin(hint) or hint, get_args(hint)
+    if origin is Annotated:
+        return _subscript(Annotated, (strict(inner[0]), *inner[1:]))
+    if origin in (Union, types.UnionType):
+        return Union[tuple(strict(one) for one in inner)]  # noqa: UP007
+    if origin is float:
+        return Number
+    if origin is Path:
+        return InstanceOf[Path]
+    if origin in (int, bool, str, type(None)) or origin is Literal:
+        return hint
+    if origin is tuple and inner and inner[1:] != (...,):
+        return Annotated[_subscript(tuple, tuple(strict(one) for one in inner)), BeforeValidator(as_tuple)]
+    if origin in (Sequence, list, tuple):
+        return Annotated[_subscript(tuple, (strict(inner[0]) if inner else Any, ...)), BeforeValidator(as_tuple)]
+    if origin in (Mapping, dict):
+        return _subscript(dict, tuple(strict(one) for one in inner) or (Any, Any))
+    return hint if isinstance(origin, type) and issubclass(origin, BaseModel) else Any
+
+
+@cache
+def _adapter(hint: Any) -> TypeAdapter[Any]:
+    try:
+        return TypeAdapter(hint) if _is_model(hint) else TypeAdapter(strict(hint), config=_STRICT)
+    except Exception:  # a hint that pydantic does not know: it accepts everything
+        return TypeAdapter(Any)
+
+
+def _is_model(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, BaseModel)
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether ``value`` is one that the hint allows."""
+    try:
+        _adapter(hint).validate_python(value)
+    except ValidationError:
+        return False
+    return True
+
+
+def converted(value: Any, hint: Any) -> Any:
+    """``'1e-5'`` as a number where the hint allows numbers and no text; everything else as it is."""
+    number = number_of(value)
+    return number if number is not value and fits(value, hint) and not fits("a text", hint) else value
+
+
+def described(hint: Any, metadata: Sequence[Any] = ()) -> str:
+    """A hint in words: ``int | None`` with a limit is "a whole number of at least 1, or None"."""
+    allowed = [one for one in metadata if isinstance(one, Allowed)]
+    if allowed:
+        return str(allowed[0])
+    origin, inner = get_origin(hint) or hint, get_args(hint)
+    if origin is Annotated:
+        return described(inner[0], (*_flat(inner[1:]), *metadata))
+    if origin in (Union, types.UnionType):
+        return " or ".join(described(one, () if one is type(None) else metadata) for one in inner)
+    if origin is Literal:
+        return ", ".join(map(repr, inner))
+    if origin is tuple and inner and inner[1:] != (...,):
+        return f"a list of {len(inner)}"
+    if origin in (Sequence, list, tuple):
+        every = _plain(inner[0]) if inner else None
+        return f"a list of {_WORDS[every][1]}" if every in _WORDS else "a list"
+    if _is_model(origin):
+        return f"dict({', '.join(f'{name}=' for name in origin.model_fields)})"
+    return (_WORDS[origin][0] if origin in _WORDS else getattr(origin, "__name__", str(origin))) + _limits(metadata)
+
+
+def _plain(hint: Any) -> Any:
+    origin = get_origin(hint) or hint
+    return _plain(get_args(hint)[0]) if origin is Annotated else origin
+
+
+def _flat(metadata: Sequence[Any]) -> list[Any]:
+    """``Field(ge=1)`` holds its limits one level deeper."""
+    return [inner for one in metadata for inner in (one.metadata if isinstance(one, FieldInfo) else [one])]
+
+
+def _limits(metadata: Sequence[Any]) -> str:
+    flat = _flat(metadata)
+    low = next((one for one in flat if isinstance(one, (Ge, Gt))), None)
+    high = next((one for one in flat if isinstance(one, (Le, Lt))), None)
+    if isinstance(low, Ge) and isinstance(high, Le):
+        return f" from {low.ge} to {high.le}"
+    words = [f" of at least {low.ge}"] if isinstance(low, Ge) else [f" above {low.gt}"] if low else []
+    if high is not None:
+        words.append(f" of at most {high.le}" if isinstance(high, Le) else f" below {high.lt}")
+    return " and".join(words)
+
+
+def argument_hints(cls: Any) -> dict[str, Any]:
+    """The hints of a class's or function's arguments, with their metadata; none where they cannot be read."""
+    try:
+        found = cls.__init__ if isinstance(cls, type) else cls  # type: ignore[misc]
+        return typing.get_type_hints(found, include_extras=True)
+    except Exception:  # a name that only a type checker imports, or anything else in somebody's annotations
+        return {}

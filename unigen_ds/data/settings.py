@@ -1,0 +1,72 @@
+"""``train_dataloader`` and ``tokenizer`` of a config, and the components that they are made of."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.registry import DATASETS, PACKERS, TOKENIZERS, TRANSFORMS
+from unigen_ds.core.settings import LISTED, Component, Of, Section
+from unigen_ds.core.values import Number
+
+Tokenizer = Annotated[Component, Of(TOKENIZERS)]
+Transform = Annotated[Component, Of(TRANSFORMS, trial=True)]
+Source = Annotated[Component, Of(DATASETS, provided=("processor",))]
+Packer = Annotated[Component, Of(PACKERS, trial=True)]
+
+
+class TrainDataloader(Section):
+    """What is trained on, and how it is cut into sequences."""
+
+    batch_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="sequences per device per iteration; may be left out where `global_batch_size` is given",
+    )
+    global_batch_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="sequences per update over all processes and iterations; it is split evenly, and a total that"
+        " cannot be is an error that names the nearest ones",
+    )
+    dataset: Annotated[tuple[Source, ...], LISTED] = Field(
+        min_length=1, description="component, or a list of them: a mixture"
+    )
+    seq_length: int = Field(default=4096, ge=1, description="tokens of a sequence at most")
+    overflow: Literal["split", "truncate", "skip", "error"] | None = Field(
+        default=None,
+        description="longer records: `'split'`, `'truncate'`, `'skip'` or `'error'`; None: plain texts are split, all"
+        " others are skipped and counted. [data.md](data.md#records-longer-than-seq_length)",
+    )
+    packing: Packer | None = Field(
+        default=None, description="component that puts several samples into a sequence; None: one each"
+    )
+    drop_last: bool = Field(
+        default=True,
+        description="unpacked: leave out the samples that fill no whole iteration. False: fill up the last iteration"
+        " with empty sequences, so nothing repeats. A packed epoch always keeps all",
+    )
+    num_workers: int = Field(
+        default=0,
+        ge=0,
+        description="loading processes; 0 loads in the training process. Changes nothing about the data",
+    )
+    prefetch_factor: int | None = Field(
+        default=2, ge=1, description="micro-batches that each worker keeps ready, at least 1; None: 2"
+    )
+    pin_memory: bool | None = Field(default=None, description="page-locked batches; None: with CUDA")
+    timeout: Number = Field(default=0.0, ge=0, description="seconds to wait for a worker before an error; 0: for ever")
+    max_skipped_fraction: Number = Field(
+        default=0.01,
+        ge=0,
+        description="share of samples that may be undecodable before the run stops; judged from 100 samples on",
+    )
+
+    @model_validator(mode="after")
+    def _sized(self) -> TrainDataloader:
+        if self.batch_size is None and self.global_batch_size is None:
+            allowed = "sequences per device per iteration"
+            raise ConfigError("train_dataloader has no batch_size", allowed=allowed)
+        return self

@@ -1,0 +1,57 @@
+"""``default_hooks`` and ``custom_hooks`` of a config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import Field, model_validator
+
+from unigen_ds.core.registry import HOOKS
+from unigen_ds.core.settings import Component, Of, Section
+from unigen_ds.hooks import ema as _ema  # noqa: F401 - registers itself
+from unigen_ds.hooks.checkpoint import CheckpointHook
+from unigen_ds.hooks.continuity import ContinuityHook
+from unigen_ds.hooks.logger import LoggerHook
+from unigen_ds.hooks.nan_guard import NanGuardHook
+from unigen_ds.hooks.signals import SignalHook
+from unigen_ds.hooks.timer import IterTimerHook
+
+CustomHook = Annotated[Component, Of(HOOKS, trial=True)]
+
+
+class DefaultHooks(Section):
+    """Hooks of every run. ``type`` may be left out; None removes one (not the logger)."""
+
+    timer: Annotated[Component | None, Of(HOOKS, default=IterTimerHook, trial=True)] = Field(
+        default=None, description="`IterTimerHook`: rates and time shares"
+    )
+    nan_guard: Annotated[Component | None, Of(HOOKS, default=NanGuardHook, trial=True)] = Field(
+        default=None, description="`NanGuardHook`: stops a run whose gradients stay not finite"
+    )
+    signals: Annotated[Component | None, Of(HOOKS, default=SignalHook, trial=True)] = Field(
+        default=None, description="`SignalHook`: SIGTERM and SIGINT end with a save"
+    )
+    continuity: Annotated[Component | None, Of(HOOKS, default=ContinuityHook, trial=True)] = Field(
+        default=None, description="`ContinuityHook`: compares the last losses after a resume"
+    )
+    checkpoint: Annotated[Component | None, Of(HOOKS, default=CheckpointHook, trial=True)] = Field(
+        default=None, description="`CheckpointHook`: saves"
+    )
+    logger: Annotated[Component, Of(HOOKS, default=LoggerHook, trial=True, provided=("writers",))] = Field(
+        description="`LoggerHook`: console, `metrics.jsonl` and the writers of `visualizer`"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping | None):
+            return given
+        present = {name: {} for name in cls.model_fields} | dict(given or {})
+        return {**present, "logger": present["logger"] or {}}
+
+    @property
+    def components(self) -> dict[str, Component]:
+        """Those that are there, in the order of the fields."""
+        found = {name: getattr(self, name) for name in type(self).model_fields}
+        return {name: component for name, component in found.items() if component is not None}

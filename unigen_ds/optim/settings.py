@@ -1,0 +1,192 @@
+"""``optim_wrapper`` of a config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.optim import adamw_settings, default_weight_decay, is_torchs, optimizer_class
+from unigen_ds.core.registry import argument_problems
+from unigen_ds.core.settings import LISTED, Section, SettingErrors, argument_defaults, plain
+from unigen_ds.core.values import Number, argument_hints, converted
+
+type_ = type
+Kind = str | type[Any]
+"""``Optimizer`` has a field of that name."""
+Finite = Annotated[Number, Field(ge=0, allow_inf_nan=False)]
+
+
+class ClipGrad(Section):
+    """Bound of the global gradient norm."""
+
+    max_norm: Number | None = Field(default=None, gt=0, description="a positive number, or None: no clipping")
+
+
+class Group(Section):
+    """Parameters with a learning rate or a weight decay of their own."""
+
+    pattern: str = Field(min_length=1, description="part of a parameter's name, or a regular expression")
+    name: str | None = Field(default=None, description="of the group, in logs and checkpoints; None: the pattern")
+    lr: Finite | None = Field(default=None, description="learning rate; 0 freezes; None: the optimizer's")
+    lr_mult: Finite | None = Field(
+        default=None, description="the same as a multiple of the optimizer's; one of the two"
+    )
+    weight_decay: Finite | None = Field(default=None, description="None: the optimizer's")
+
+    @model_validator(mode="after")
+    def _one_rate(self) -> Group:
+        if self.lr is not None and self.lr_mult is not None:
+            problem = f"paramwise_cfg.groups: {self.pattern!r} has lr and lr_mult"
+            raise ConfigError(problem, allowed="one of the two")
+        return self
+
+
+class CustomKey(Section):
+    """mmengine's entry of ``custom_keys``."""
+
+    lr_mult: Finite = Field(default=1.0, description="multiplies the learning rate")
+    decay_mult: Finite = Field(default=1.0, description="multiplies the weight decay")
+
+
+class Paramwise(Section):
+    """Learning rates and weight decay by parameter name."""
+
+    groups: Annotated[tuple[Group, ...], LISTED] = Field(
+        default=(),
+        description="list of `dict(pattern, name, lr or lr_mult, weight_decay)`: `pattern` is part of a parameter's"
+        " name or a regular expression; the first that matches wins; `lr=0` freezes; a pattern that matches nothing is"
+        " an error",
+    )
+    custom_keys: Mapping[str, CustomKey] = Field(
+        default={},
+        description="mmengine's form, instead of `groups`: `dict(NAME=dict(lr_mult=0.1, decay_mult=0.0))`. `NAME` is"
+        " part of a parameter's name; of several the longest wins, of equally long ones the first in the alphabet; the"
+        " multipliers of norms and biases do not apply to what it matches",
+    )
+    norm_decay_mult: Finite = Field(default=1.0, description="multiplies the weight decay of norms")
+    bias_decay_mult: Finite = Field(default=1.0, description="multiplies that of biases")
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Paramwise:
+        if self.groups and self.custom_keys:
+            problem = "optim_wrapper.paramwise_cfg has groups and custom_keys"
+            raise ConfigError(problem, allowed="one of the two")
+        return self
+
+
+class AdamWPart(Section, extra="allow"):
+    """AdamW beside an optimizer of whole matrices, with its own arguments beside the fields here."""
+
+    lr: Finite = Field(description="learning rate of what AdamW trains")
+    weight_decay: Finite | None = Field(default=None, description="None: AdamW's default")
+    patterns: Annotated[tuple[str, ...], LISTED] = Field(
+        default=(), description="parts of names, or regular expressions, of further matrices that AdamW trains"
+    )
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Those of AdamW, without the fields."""
+        return dict(self.__pydantic_extra__ or {})
+
+    @property
+    def decay(self) -> float:
+        return default_weight_decay("AdamW") if self.weight_decay is None else self.weight_decay
+
+
+class Optimizer(Section, extra="allow"):
+    """An optimizer and its arguments; those of its class beside the fields here."""
+
+    type: Kind = Field(default="AdamW", description="a registered name, or a class")
+    lr: Finite = Field(description="learning rate of every group without one of its own; 0 freezes")
+    weight_decay: Finite | None = Field(default=None, description="None: the default of the optimizer's class")
+    adamw: AdamWPart | None = Field(
+        default=None,
+        description="beside an optimizer of whole matrices (`Muon`): `dict(lr=..., weight_decay=..., patterns=[...])`"
+        " of AdamW for 1-D parameters, embeddings, heads, and names with one of `patterns`",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, given: Any) -> Any:
+        """A class by its name where it is torch's."""
+        kind = given.get("type") if isinstance(given, Mapping) else None
+        return {**given, "type": kind.__name__} if isinstance(kind, type_) and is_torchs(kind) else given
+
+    @model_validator(mode="after")
+    def _known(self) -> Optimizer:
+        try:
+            optimizer = optimizer_class(self.type)
+        except ConfigError as error:
+            raise SettingErrors([error.at("optim_wrapper")]) from error
+        errors = argument_problems(optimizer, self.arguments, where="optim_wrapper.optimizer")
+        try:
+            adamw_settings({"type": self.type, "adamw": None if self.adamw is None else {"lr": self.adamw.lr}})
+        except ConfigError as error:
+            errors.append(error)
+        if self.adamw is not None:
+            adamw = optimizer_class("AdamW")
+            errors += argument_problems(adamw, self.adamw.arguments, where="optim_wrapper.optimizer.adamw")
+        if "params" in self.arguments:
+            problem = "optim_wrapper.optimizer.params cannot be given here: it follows from the rest of the config"
+            errors = [ConfigError(problem, remedy="leave it out")]
+        if errors:
+            raise SettingErrors(errors)
+        return self
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Those of the class, without ``lr`` and ``weight_decay``."""
+        try:
+            hints = argument_hints(optimizer_class(self.type))
+        except ConfigError:
+            hints = {}
+        extra = self.__pydantic_extra__ or {}
+        return {key: converted(value, hints.get(key, Any)) for key, value in extra.items()}
+
+    @property
+    def decay(self) -> float:
+        """``weight_decay``, or that of the class."""
+        return default_weight_decay(self.type) if self.weight_decay is None else self.weight_decay
+
+    def plain(self) -> dict[str, Any]:
+        return {**self.completed({**super().plain(), **plain(self.arguments)}), "weight_decay": self.decay}
+
+    @classmethod
+    def completed(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping):
+            return given
+        found = {"type": "AdamW", **given}
+        try:
+            defaults = argument_defaults(optimizer_class(found["type"]))
+        except ConfigError:
+            return found
+        return {**defaults, **{key: value for key, value in found.items() if value is not None}}
+
+
+class OptimWrapper(Section):
+    """The optimizer, and what an update is made of."""
+
+    optimizer: Optimizer = Field(
+        description="`dict(type, lr, weight_decay, ...)`: `AdamW` (default), `Adam` or `SGD` of torch, and its other"
+        " arguments. `lr` is required; `weight_decay` is torch's default when left out. `fused` of `AdamW`: see"
+        " [engines.md](engines.md#the-optimizer)"
+    )
+    accumulative_counts: int = Field(
+        default=1,
+        ge=1,
+        description="iterations per update. The loss is a mean over the targets of the whole update, so 8 x 1, 4 x 2"
+        " and 2 x 4 are the same training",
+    )
+    clip_grad: ClipGrad = Field(
+        default=ClipGrad(), description="`dict(max_norm=1.0)`: bound of the global gradient norm"
+    )
+    precision: Literal["fp32", "bf16", "fp16"] = Field(
+        default="fp32",
+        description="`fp32`, `bf16`, or `fp16` with dynamic loss scaling. Weights, moments and EMA are always fp32",
+    )
+    paramwise_cfg: Paramwise = Field(
+        default=Paramwise(), description="learning rates and weight decay by parameter name"
+    )

@@ -1,0 +1,391 @@
+"""The whole tree of settings: built once from a config, and the only thing that is passed downwards.
+
+``Settings.from_config`` accepts what ``load_config`` returns, mmengine's ``Config``, or a mapping. Keys of mmengine and
+xtuner with an obvious meaning are translated first (``core/translate.py``), the modules of ``custom_imports`` are
+imported, and everything that is wrong is one ``ConfigError``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from logging import WARNING
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from mmengine.config import Config
+from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
+
+from unigen_ds.backends import deepspeed as _deepspeed  # noqa: F401 - these register themselves
+from unigen_ds.backends import fsdp as _fsdp  # noqa: F401
+from unigen_ds.backends import single as _single
+from unigen_ds.checkpoint.settings import LoadSettings
+from unigen_ds.core import config as files
+from unigen_ds.core.errors import ConfigError, raise_any
+from unigen_ds.core.log import logger, notice
+from unigen_ds.core.paths import expand_paths
+from unigen_ds.core.registry import AUTOENCODERS, BACKENDS, MODELS, argument_problems, component_problems, find
+from unigen_ds.core.settings import LISTED, Component, Of, Section, argument_defaults, keys
+from unigen_ds.core.translate import translate
+from unigen_ds.core.values import Number
+from unigen_ds.data import augment as _augment  # noqa: F401
+from unigen_ds.data import packing as _packing  # noqa: F401
+from unigen_ds.data import tokenizers as _tokenizers  # noqa: F401
+from unigen_ds.data.settings import Tokenizer, TrainDataloader, Transform
+from unigen_ds.families.bagel.family import Bagel
+from unigen_ds.families.base import Family, family_of
+from unigen_ds.families.decoder_lm import family as _decoder_lm  # noqa: F401
+from unigen_ds.families.nanovlm import family as _nanovlm  # noqa: F401
+from unigen_ds.hooks.settings import CustomHook, DefaultHooks
+from unigen_ds.optim.settings import Finite, OptimWrapper
+from unigen_ds.runner.environment import Environment
+from unigen_ds.schedule.settings import Curve
+from unigen_ds.tracking.settings import Visualizer
+
+PROCESSOR_KEYS = (
+    "vit_transform", "vae_transform", "vit_augment", "text_dropout", "vit_dropout", "vae_dropout", "timestep",
+    "ce_reweight", "max_image_size", "resize_to_max_side_len",
+)  # fmt: skip
+"""Keys of ``processor`` of the families of this package."""
+_FIXED = ("tokenizer", "seed", "rules")
+"""Arguments of a processor that no config sets in its section."""
+_CHANNELS = {"RGB": 3, "L": 1}
+
+
+def _single_by_default(given: Any) -> Any:
+    return given or {"type": "single"}
+
+
+class Randomness(Section):
+    """Where all random numbers come from."""
+
+    seed: int | None = Field(
+        default=0,
+        description="of weights, data order, noise and dropout; a resume needs the same. None: drawn at the first"
+        " start, recorded in every checkpoint and used by a resume. `--seed`",
+    )
+
+
+class TrainCfg(Section):
+    """When training is complete: the first limit that is reached."""
+
+    max_epochs: Number | None = Field(default=None, gt=0, description="passes over the data; may be fractional")
+    max_iters: int | None = Field(default=None, gt=0, description="iterations of the first start")
+    max_updates: int | None = Field(default=None, gt=0, description="updates of the first start")
+    max_tokens: Number | None = Field(default=None, gt=0, description="tokens over all processes")
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> TrainCfg:
+        if not any(math.isfinite(value) for value, _ in self.limits):
+            raise ConfigError("train_cfg sets no limit", allowed=", ".join(type(self).model_fields))
+        return self
+
+    @property
+    def limits(self) -> list[tuple[float, str]]:
+        """(amount, unit) of each limit that is given."""
+        units = {"max_epochs": "epoch", "max_iters": "iteration", "max_updates": "update", "max_tokens": "token"}
+        return [(getattr(self, key), unit) for key, unit in units.items() if getattr(self, key) is not None]
+
+
+class CustomImports(Section):
+    """A user's own modules, which register their classes."""
+
+    imports: Annotated[tuple[str, ...], BeforeValidator(lambda given: (given,) if isinstance(given, str) else given),
+                       LISTED] = Field(default=(), description="names of modules, as Python imports them")  # fmt: skip
+    allow_failed_imports: bool = Field(default=False, description="True: a module that cannot be imported is a warning")
+
+
+class Settings(Section):
+    """One field for each key of a config."""
+
+    model: Annotated[Component, Of(MODELS)] = Field(description="component: the model")
+    tokenizer: Tokenizer | None = Field(default=None, description="component: text to tokens")
+    processor: Mapping[str, Any] = Field(default={}, description="how records become sequences: of the model's family")
+    train_dataloader: TrainDataloader = Field(description="the data")
+    val_dataloader: TrainDataloader | None = Field(default=None, description="as `train_dataloader`; not used yet")
+    optim_wrapper: OptimWrapper = Field(description="the optimizer, and what an update is made of")
+    loss_weights: Mapping[str, Finite] = Field(
+        default={}, description="term of the loss -> weight of its mean; 1 by default"
+    )
+    param_scheduler: Annotated[tuple[Curve, ...], LISTED] = Field(default=(), description="learning-rate curves")
+    train_cfg: TrainCfg = Field(description="the length of training")
+    backend: Annotated[Component, Of(BACKENDS), BeforeValidator(_single_by_default)] = Field(
+        default_factory=lambda: Component(_single.SingleBackend), description="component: the engine"
+    )
+    default_hooks: DefaultHooks = Field(
+        default_factory=lambda: DefaultHooks.parse({}), description="hooks of every run"
+    )
+    custom_hooks: Annotated[tuple[CustomHook, ...], LISTED] = Field(default=(), description="list of further hooks")
+    visualizer: Visualizer = Field(default=Visualizer(), description="log writers")
+    randomness: Randomness = Field(default=Randomness(), description="where all random numbers come from")
+    env: Environment = Field(default=Environment(), description="settings of the process and of torch")
+    load_from: str | None = Field(
+        default=None,
+        description="with `resume=True`: the checkpoint to resume from; alone, or with `'auto'` at the first start:"
+        " weights only, from zero. `--load-from`",
+    )
+    load_cfg: LoadSettings | None = Field(default=None, description="what may differ, with `load_from` alone")
+    resume: bool | str | None = Field(
+        default=False,
+        description="True: from the newest valid checkpoint of the work dir, or in full from `load_from`; a path: from"
+        " that one; `'auto'`: from the newest of the work dir, and where there is none as False. `--resume` is"
+        " `'auto'`, `--resume CKPT` a path",
+    )
+    assume: str | None = Field(
+        default=None,
+        description="`'batch_size=4,accumulative_counts=2,dp_size=8'`: what a checkpoint of plain DeepSpeed or mmengine"
+        " does not contain, for a resume from it. `--assume`",
+    )
+    on_batch_change: Literal["refuse", "keep-lr", "linear", "sqrt"] = Field(
+        default="refuse",
+        description="how the learning rate changes when a resume has another effective batch: `'keep-lr'`, `'linear'`"
+        " (times new / old), `'sqrt'`; kept by later checkpoints. `--on-batch-change`",
+    )
+    on_data_change: Literal["refuse", "append", "restart"] = Field(
+        default="refuse",
+        description="changed data on a resume: `'append'` (records were added: they join from the next epoch on),"
+        " `'restart'` (a new epoch of the new data begins). `--on-data-change`",
+    )
+    work_dir: str | None = Field(
+        default=None, description="output folder; None: `work_dirs/<config name>`. `--work-dir`"
+    )
+    launcher: Literal["none", "pytorch", "slurm", "mpi"] = Field(
+        default="none", description="`none`, `pytorch` (torchrun), `slurm` or `mpi`. `--launcher`"
+    )
+    custom_imports: CustomImports = Field(
+        default=CustomImports(),
+        description="`dict(imports=['my.module'])`: modules that register your own classes. `generate` and `export`"
+        " import those of a checkpoint's config only with `--allow-custom-imports`",
+    )
+    _given: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The config that these settings were made from, translated, as plain values: for records of the run."""
+        return self._given
+
+    @classmethod
+    def from_config(cls, config: Any) -> Settings:
+        """Raises one ``ConfigError`` for all that is wrong. ``config`` is not changed."""
+        if isinstance(config, Settings):
+            return config
+        given, errors = normalised(config)
+        found, more = cls._of_given(given, whole=True)
+        raise_any([*errors, *more])
+        assert found is not None
+        return found
+
+    @classmethod
+    def _of_given(cls, given: dict[str, Any], *, whole: bool) -> tuple[Settings | None, list[ConfigError]]:
+        errors: list[ConfigError] = []
+        if whole:
+            try:
+                import_custom(given)
+            except ConfigError as error:
+                return None, [*cls.checked(given, whole=False)[1], error]
+            try:
+                expand_paths(given)
+            except ConfigError as error:
+                errors.append(error)
+        found, more = cls.checked(given, whole=whole)
+        errors += more
+        if whole:
+            errors += [*_of_autoencoder(given), *_of_family(given)]
+        if found is None or errors:
+            return None, errors
+        found._given = given
+        return found, _misfit(found) if whole else []
+
+    @model_validator(mode="before")
+    @classmethod
+    def _own_sections(cls, given: Any) -> Any:
+        """``processor`` and ``loss_weights`` may be None: all their keys are left out."""
+        if not isinstance(given, Mapping):
+            return given
+        none: dict[str, Any] = {key: {} for key in ("processor", "loss_weights") if key in given and given[key] is None}
+        return {**given, **none}
+
+    @classmethod
+    def completed(cls, given: Any) -> Any:
+        """See ``Section.completed``; of ``processor`` the keys that the model's family has."""
+        found = super().completed(given)
+        try:
+            family = family_of_model(find(MODELS, found["model"], where=""))
+        except (ConfigError, TypeError, KeyError):
+            return found
+        defaults = argument_defaults(family.processor_arguments())
+        section = {key: defaults[key] for key in PROCESSOR_KEYS if key in defaults}
+        return {**found, "processor": {**section, **(found["processor"] or {})}}
+
+    def plain(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.completed(super().plain())
+        return found
+
+    def with_seed(self, seed: int) -> Settings:
+        """The same, with a seed that was drawn or recorded."""
+        found = self.model_copy(update={"randomness": Randomness(seed=seed)})
+        found._given = {**self._given, "randomness": {**(self._given.get("randomness") or {}), "seed": seed}}
+        return found
+
+    @property
+    def seed(self) -> int:
+        """``randomness.seed``, which the start of a run has settled."""
+        assert self.randomness.seed is not None, "the seed is settled by the plan of the start"
+        return self.randomness.seed
+
+    @property
+    def folder(self) -> Path:
+        """The work dir."""
+        if self.work_dir is None:
+            raise ConfigError("the config has no work_dir", remedy="--work-dir DIR, or work_dir=DIR")
+        return Path(self.work_dir)
+
+
+def known_keys() -> dict[str, Any]:
+    """Every key of a config: those of a section as a mapping, else None."""
+    of_family = {"processor": PROCESSOR_KEYS, "loss_weights": Bagel.terms}
+    return {**keys(Settings), **{key: files.OfFamily(dict.fromkeys(names)) for key, names in of_family.items()}}
+
+
+def family_of_model(kind: type) -> Family:
+    """The family of a model's class; a model that no family has learns from conversations, as a ``UnifiedModel``."""
+    return family_of(kind) or Bagel()
+
+
+# ---- from files -----------------------------------------------------------------------------------------------------
+
+
+def load_config(name: str | Path, overrides: Iterable[str] | Mapping[str, Any] = (), *, whole: bool = False) -> Config:
+    """Read a config, check its keys, apply overrides (``K=V`` texts of ``--cfg-options`` or a mapping of dotted paths).
+
+    ``whole``: components, missing sections and everything else are checked, too, as ``Settings.from_config`` does.
+    Raises one ``ConfigError`` for a broken file, unknown keys, wrong values, and overrides without an effect.
+    """
+    config, schema, given = files.read(name), known_keys(), files.overrides_of(overrides)
+    errors = _translate_file(config)
+    errors += files.apply_overrides(config, given, schema)
+    errors += files.top_problems(config, schema)
+    sections = {key: value for key, value in files.plain_values(config).items() if key in schema}
+    errors += Settings._of_given(sections, whole=whole)[1]
+    raise_any(errors)
+    for key in [*config]:
+        if key not in schema and not key.startswith("_"):
+            config.pop(key)  # a helper variable: the file has read it
+    expand_paths(config)
+    return config
+
+
+def _translate_file(config: Config) -> list[ConfigError]:
+    """Translate the keys of a config in place."""
+    given = files.plain_values(config)
+    lines, errors = translate(given)
+    for key in [*config] if lines else ():
+        config.pop(key)
+        if key in given:
+            config[key] = given[key]
+    for key in given if lines else ():
+        if key not in config:
+            config[key] = given[key]
+    for line in lines:
+        notice(line)
+    return errors
+
+
+def normalised(config: Any) -> tuple[dict[str, Any], list[ConfigError]]:
+    """The sections of a config as plain values, translated, and errors of names that are none."""
+    given, schema = files.plain_values(config), known_keys()
+    if not isinstance(given, dict):
+        raise ConfigError(f"the config is {config!r}", allowed="what load_config returns, or a mapping")
+    names = {*given}
+    lines, errors = translate(given)
+    for line in lines:
+        notice(line)
+    top = files.top_problems(config, schema, known=names - {*given})
+    return {key: value for key, value in given.items() if key in schema}, [*errors, *top]
+
+
+def custom_modules(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The modules of ``custom_imports``. Raises ``ConfigError`` where it names none."""
+    return CustomImports.parse(config.get("custom_imports"), where="custom_imports").imports
+
+
+def import_custom(config: Mapping[str, Any]) -> None:
+    """``custom_imports=dict(imports=['my.module'])``: modules that register a user's own classes."""
+    found = CustomImports.parse(config.get("custom_imports"), where="custom_imports")
+    for name in found.imports:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            problem = f"custom_imports: {name!r} cannot be imported: {error}"
+            if not found.allow_failed_imports:
+                raise ConfigError(problem) from error
+            logger().log(WARNING, problem)
+
+
+# ---- what sections have to do with each other -----------------------------------------------------------------------
+
+
+def _of_autoencoder(given: Mapping[str, Any]) -> list[ConfigError]:
+    model = given.get("model")
+    vae = model.get("vae") if isinstance(model, Mapping) else None
+    if not isinstance(vae, Mapping) or "type" not in vae:
+        return []
+    return component_problems(AUTOENCODERS, vae, where="model.vae")
+
+
+def _of_family(given: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """What is wrong with ``tokenizer``, ``processor`` and ``loss_weights``, which depend on the model's family."""
+    try:
+        family = family_of_model(find(MODELS, given.get("model") or {}, where=""))
+    except ConfigError:
+        return  # reported with the model
+    if family.needs_tokenizer and given.get("tokenizer") is None:
+        yield ConfigError("the config has no tokenizer", remedy="docs/configs.md describes every key")
+    processor, weights = given.get("processor"), given.get("loss_weights")
+    if isinstance(processor, Mapping):
+        yield from (
+            ConfigError(f"processor.{key} cannot be set", remedy="delete it") for key in _FIXED if key in processor
+        )
+        yield from argument_problems(family.processor_arguments(), processor, where="processor")
+        yield from _of_transforms(processor)
+    for term in weights if isinstance(weights, Mapping) else ():
+        if term not in family.terms:
+            problem, remedy = f"loss_weights.{term} is the weight of no loss term", "has no other loss terms"
+            yield ConfigError(problem, allowed=", ".join(family.terms), remedy=f"{family.model.__name__} {remedy}")
+
+
+def _of_transforms(processor: Mapping[str, Any]) -> Iterator[ConfigError]:
+    of: Of = get_args(Transform)[1]
+    for key in ("vit_transform", "vae_transform"):
+        if isinstance(spec := processor.get(key), Mapping):
+            yield from of.problems(spec, where=f"processor.{key}")
+    augment = processor.get("vit_augment")
+    for index, spec in enumerate(augment if isinstance(augment, (list, tuple)) else ()):
+        yield from of.problems(spec, where=f"processor.vit_augment[{index}]")
+
+
+def _misfit(settings: Settings) -> list[ConfigError]:
+    return list(_misfits(settings))
+
+
+def _misfits(settings: Settings) -> Iterator[ConfigError]:
+    """What the engine asks of a model that this one does not have, and images of other channels than it takes."""
+    engine, model = settings.backend, settings.model
+    for method, advice in getattr(engine.cls, "model_needs", {}).items():
+        if not hasattr(model.cls, method):
+            problem = (
+                f"model.type is {model.cls.__name__}, which has no {method}(), and backend {engine.name!r} needs it"
+            )
+            yield ConfigError(problem, remedy=advice)
+    for part, key in (("vae", "channels"), ("vit", "num_channels")):
+        transform, section = settings.processor.get(f"{part}_transform"), model.get(part)
+        given = section.get(key, 3) if isinstance(section, Mapping) else None
+        spec = transform if isinstance(transform, Mapping) else {}
+        mode = (spec.get("mode") or "RGB") if spec.get("type") == "ImageTransform" else None
+        made = _CHANNELS.get(str(mode))
+        if isinstance(given, int) and made is not None and given != made:
+            other = next((name for name, number in _CHANNELS.items() if number == given), None)
+            grey = f"processor.{part}_transform.mode={other!r} converts the images, or " if other else ""
+            problem = f"model.{part}.{key} is {given}, and processor.{part}_transform makes {made} (mode={mode!r})"
+            yield ConfigError(problem, remedy=f"{grey}model.{part}.{key}={made} keeps them as they are")

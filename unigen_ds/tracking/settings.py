@@ -1,0 +1,22 @@
+"""``visualizer`` of a config."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from unigen_ds.core.registry import WRITERS
+from unigen_ds.core.settings import LISTED, Component, Of, Section
+from unigen_ds.tracking import tensorboard as _tensorboard  # noqa: F401 - registers itself
+from unigen_ds.tracking import wandb as _wandb  # noqa: F401
+
+Writer = Annotated[Component, Of(WRITERS)]
+
+
+class Visualizer(Section):
+    """Log writers beside ``metrics.jsonl``."""
+
+    vis_backends: Annotated[tuple[Writer, ...], LISTED] = Field(
+        default=(), description="list of writers beside `metrics.jsonl`; one that fails is switched off with a warning"
+    )
