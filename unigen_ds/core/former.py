@@ -125,20 +125,30 @@ def moved(module: str, name: str) -> Any:
 def component(name: str, *, where: str = "") -> type | None:
     """The class that a registered name of a former version stands for; None where the table does not have it.
 
-    Its module is imported, which registers it. ``where`` is the config path shown in the log; empty: nothing is logged.
+    Its module is imported, which registers it. ``where`` is the config path shown in the log; where it is not
+    known yet, ``report`` logs the line later.
     """
     path = COMPONENTS.get(name)
     if path is None:
         return None
     module, _, present = path.rpartition(".")
     found: type = getattr(importlib.import_module(module), present)
-    renamed = f" is now {present!r}" if present != name else f" is in {module} now"
-    remedy = f"; import it with custom_imports=dict(imports=[{module!r}])" if present == name else ""
-    text = f"{where}.type: {name!r}{renamed}{remedy}."
-    if where and _named.setdefault(module, text) == text:  # the import registers what else the module has
-        notice(text)
+    _unreported.add(name)
+    if where:
+        report(name, where=where)
     return found
 
 
-_named: dict[str, str] = {}
-"""Module -> the line about the first of its components that a config named."""
+_unreported: set[str] = set()
+"""Former names of components that were looked up without a place."""
+
+
+def report(name: str, *, where: str) -> None:
+    """Log where a config has a former name that ``component`` has looked up."""
+    if name not in _unreported:
+        return
+    _unreported.discard(name)
+    module, _, present = COMPONENTS[name].rpartition(".")
+    renamed = f" is now {present!r}" if present != name else f" is in {module} now"
+    remedy = f"; import it with custom_imports=dict(imports=[{module!r}])" if present == name else ""
+    notice(f"{where}.type: {name!r}{renamed}{remedy}.")

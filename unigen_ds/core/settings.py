@@ -198,7 +198,7 @@ class Section(BaseModel):
         for component, path in _components(found, where):
             object.__setattr__(component, "where", path)  # just made, and known to nobody else yet
             if component.registry is not None and component.given is not None:
-                former.component(str(component.given).rpartition(".")[2], where=path)  # logs a former name
+                former.report(str(component.given).rpartition(".")[2], where=path)
         return found, []
 
     def plain(self) -> dict[str, Any]:
