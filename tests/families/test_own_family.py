@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 from tests.families.own_family import PointBatch, Regressor
 from tools.export import main as export
 from tools.generate import main as generate
+from unigen_ds.core import log
 from unigen_ds.core.config import load_config
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.metrics import read_lines
@@ -106,11 +108,11 @@ def test_a_sample_that_cannot_be_loaded_is_skipped_and_counted(tmp_path: Path) -
 
 
 def test_its_settings_are_checked(tmp_path: Path) -> None:
-    wrong = {"loss_weights__text": 1.0, "processor__jiter": 0.1, "processor__seed": 3}
+    wrong = {"loss_weights__kind": 1.0, "processor__jiter": 0.1, "processor__seed": 3}
     with pytest.raises(ConfigError) as caught:
         Runner.from_cfg(config(tmp_path / "run", **wrong))
     expected = (
-        "loss_weights.text is the weight of no loss term. Allowed: value, class",
+        "loss_weights.kind is the weight of no loss term. Allowed: value, class",
         "processor.jiter: did you mean 'jitter'",
         "processor.seed cannot be set",
     )
@@ -120,12 +122,17 @@ def test_its_settings_are_checked(tmp_path: Path) -> None:
         Runner.from_cfg(config(tmp_path / "run", loss_weights__class=-1))
 
 
-def test_other_families_still_need_a_tokenizer_and_have_terms_of_their_own(tmp_path: Path) -> None:
+def test_other_families_still_need_a_tokenizer_and_a_term_of_another_family_is_no_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A config that several kinds of models share has weights that some of them do not use."""
+    monkeypatch.setattr(logging.getLogger("unigen_ds"), "propagate", True)
+    monkeypatch.setattr(log, "_shown", set())
     vlm = {"model": {"type": "VLM"}, "processor": {}, "loss_weights": {"image": 1.0}}
-    with pytest.raises(ConfigError) as caught:
+    with caplog.at_level(logging.INFO, logger="unigen_ds"), pytest.raises(ConfigError) as caught:
         Runner.from_cfg(config(tmp_path / "run", **vlm))
-    assert "the config has no tokenizer" in str(caught.value)
-    assert "loss_weights.image is the weight of no loss term" in str(caught.value)
+    assert "the config has no tokenizer" in str(caught.value) and "loss_weights" not in str(caught.value)
+    assert "loss_weights.image has no effect: VLM has no such loss term." in caplog.messages
 
 
 def test_without_a_published_form_or_inference_the_tools_say_so(

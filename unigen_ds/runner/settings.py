@@ -34,7 +34,7 @@ from unigen_ds.data import packing as _packing  # noqa: F401
 from unigen_ds.data import tokenizers as _tokenizers  # noqa: F401
 from unigen_ds.data.settings import Tokenizer, TrainDataloader, Transform
 from unigen_ds.families.bagel.family import Bagel
-from unigen_ds.families.base import Family, family_of
+from unigen_ds.families.base import Family, families, family_of
 from unigen_ds.families.decoder_lm import family as _decoder_lm  # noqa: F401
 from unigen_ds.families.nanovlm import family as _nanovlm  # noqa: F401
 from unigen_ds.hooks.settings import CustomHook, DefaultHooks
@@ -349,8 +349,11 @@ def _of_family(given: Mapping[str, Any]) -> Iterator[ConfigError]:
         )
         yield from argument_problems(family.processor_arguments(), processor, where="processor")
         yield from _of_transforms(processor)
+    others = {term for other in families() for term in other.terms}
     for term in weights if isinstance(weights, Mapping) else ():
-        if term not in family.terms:
+        if term not in family.terms and term in others:  # a config that several kinds of models share
+            notice(f"loss_weights.{term} has no effect: {family.model.__name__} has no such loss term.")
+        elif term not in family.terms:
             problem, remedy = f"loss_weights.{term} is the weight of no loss term", "has no other loss terms"
             yield ConfigError(problem, allowed=", ".join(family.terms), remedy=f"{family.model.__name__} {remedy}")
 
