@@ -241,7 +241,7 @@ def generate(arguments: argparse.Namespace) -> None:
         log.logger().info(f"timestep_shift {flow.timestep_shift} ({origin})")
     for number, request in enumerate(requests(arguments)):
         seed = arguments.seed + number
-        report_unknown(inferencer.processor.tokenizer, request.prompt)
+        report_unknown(getattr(inferencer.processor, "tokenizer", None), request.prompt)
         made = inferencer.unified_generate(
             request.prompt,
             images=request.images,

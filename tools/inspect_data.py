@@ -210,9 +210,11 @@ def _statistics_lines(report: Mapping[str, Any]) -> Iterator[str]:
         if source["unknown_tokens"]:
             yield _row("unknown (<unk>)", source["unknown_tokens"], source["text_tokens"])
         yield _row("image tokens", source["image_tokens"], source["tokens"])
-        targets = source["text_targets"] + source["image_targets"]
+        targets = source["text_targets"] + source["image_targets"] + source["other_targets"]
         yield _row("text targets", source["text_targets"], targets)
         yield _row("image targets", source["image_targets"], targets)
+        if source["other_targets"]:
+            yield _row("other targets", source["other_targets"], targets)
         if source["records_special_tokens"] and report["rules"]["special_tokens"]:
             yield "  " + special_line(source["records_special_tokens"], records=records)
         yield "  " + overflow_line(source["overflow"], records=records, seq_length=report["seq_length"])

@@ -54,6 +54,8 @@ class Phase:
     """The work dir is a disk of its own (tmpfs) of this size, where that is permitted (``small_disk.MOUNTED``)."""
     data: str = "digits/mixed.jsonl"
     """Below the folder of the launch's data, which ``{data}`` stands for in ``config``."""
+    config_file: str | None = None
+    """A config below the repository's root, which ``main`` of ``tools/train.py`` trains; None: ``tests/tiny.py``."""
     per_node: int | None = None
     """Processes of a node, as a launcher announces them; None: all are on one."""
 

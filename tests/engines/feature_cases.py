@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.engines.cases import DECODER, KILL_AT, RESUME_UPDATES, Job, Phase, config, killed_and_straight
+from tests.engines.cases import ALL, DECODER, KILL_AT, RESUME_UPDATES, Job, Phase, config, killed_and_straight
 
 OWN_OPTIMIZERS = {"imports": ["tests.engines.own_optimizers"]}
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -143,3 +143,52 @@ def _optimizer(name: str, engine: str, world: int, updates: int, *, equal: bool 
     )
     hooks = [*overrides["custom_hooks"], {"type": "SaveAtOnceHook"}, *[{"type": "EqualGradientsHook"}] * equal]
     return Phase(world, {**overrides, "custom_hooks": hooks}, updates)
+
+
+PLUGIN = "tests/plugin/config.py"
+PLUGIN_TEXT = "tests/plugin_text/config.py"
+PLUGIN_CHAIN = (("zero2", 2, 3), ("FULL_SHARD", 2, 6), ("zero3", 2, 9), ("single", 1, None))
+"""Engine, processes, and the update in the middle of which the run is killed; a checkpoint is saved every second."""
+PLUGIN_UPDATES = 12
+PLUGIN_ENGINES = (("single", 1), ("zero2", 2), ("zero3", 2), ("FULL_SHARD", 2))
+PLUGIN_TEXT_UPDATES = 6
+MUON = {"type": "Muon", "lr": 2e-2, "adamw": {"lr": 2e-3}}
+
+
+def plugin(*, full: bool) -> list[Job]:
+    """The packages ``tests/plugin`` and ``tests/plugin_text``, as a user of ``tools/train.py`` trains them.
+
+    The regression is never stopped, on each engine; and killed three times, resumed each time under another engine.
+    The texts are trained on each engine, and by Muon where that is possible.
+    """
+    jobs = [Job(f"plugin/{engine}", [_regression(engine, world)]) for engine, world in PLUGIN_ENGINES]
+    chain = [_regression(engine, world, kill_at=at, resume=i > 0) for i, (engine, world, at) in enumerate(PLUGIN_CHAIN)]
+    jobs.append(Job("plugin/chain", chain))
+    jobs += [Job(f"plugin_text/{engine}", [_numbers(engine, world)]) for engine, world in PLUGIN_ENGINES]
+    for engine, world in (("single", 1), ("FULL_SHARD", 2)):
+        jobs.append(Job(f"plugin_text/Muon/{engine}", [_numbers(engine, world, optim_wrapper__optimizer=MUON)]))
+    return jobs
+
+
+def _regression(engine: str, world: int, *, kill_at: int | None = None, resume: bool = False) -> Phase:
+    hooks: list[dict[str, Any]] = [{"type": "LowestLossHook"}]
+    settings = {
+        "backend": ALL[engine],
+        "train_dataloader__dataset__path": "{data}/rows.txt",
+        "train_dataloader__batch_size": 8 // world,
+        "custom_hooks": [*hooks, {"type": "KillHook", "at_update": kill_at}] if kill_at else hooks,
+        "env": {"dist_timeout_s": 120.0},
+        "resume": resume,
+    }
+    return Phase(world, settings, PLUGIN_UPDATES, killed=kill_at is not None, config_file=PLUGIN)
+
+
+def _numbers(engine: str, world: int, **overrides: Any) -> Phase:
+    settings = {
+        "backend": ALL[engine],
+        "train_dataloader__dataset__path": "{data}/numbers.txt",
+        "train_dataloader__batch_size": 4 // world,
+        "env": {"dist_timeout_s": 120.0},
+        **overrides,
+    }
+    return Phase(world, settings, PLUGIN_TEXT_UPDATES, config_file=PLUGIN_TEXT)

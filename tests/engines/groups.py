@@ -36,6 +36,7 @@ GROUPS: dict[str, Callable[..., list[Job]]] = {
     "structure": feature_cases.structure,
     "compiled_fsdp": feature_cases.compiled,
     "optimizers": feature_cases.optimizers,
+    "plugin": feature_cases.plugin,
     "models": model_cases.models,
     "models_bf16": model_cases.models_bf16,
     "parts": model_cases.parts,

@@ -21,6 +21,16 @@ def write_documents(path: Path) -> None:
     path.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents), encoding="utf-8")
 
 
+def write_numbers(path: Path) -> None:
+    """Sums and products, a line each: ``the sum of 1 and 0.5 is 1.5``."""
+    pairs = [(i * 0.5, (i * 7 % 11) * 0.25) for i in range(96)]
+    lines = [
+        f"the {('sum', 'product')[i % 2]} of {a / 10} and {b} is {round(a / 10 * b if i % 2 else a / 10 + b, 3)}"
+        for i, (a, b) in enumerate(pairs)
+    ]
+    path.write_text("\n".join(lines), encoding="utf-8")
+
+
 def write_decoder(folder: Path) -> None:
     """A small Llama as transformers itself writes it, in several files."""
     from transformers import LlamaConfig, LlamaForCausalLM

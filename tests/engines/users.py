@@ -87,6 +87,17 @@ def write_parts(folder: Path) -> None:
     (folder / "vit" / "config.json").write_text(json.dumps(vit), encoding="utf-8")
 
 
+def write_rows(path: Path) -> None:
+    """Rows of ``tests/plugin``: three inputs, a value, a label; some targets are unknown."""
+    random = torch.Generator().manual_seed(5)
+    lines = []
+    for number, (a, b, c) in enumerate((torch.rand(192, 3, generator=random) * 4 - 2).tolist()):
+        value = a * b - c
+        row = [a, b, c, None if number % 5 == 2 else value, None if number % 7 == 3 else int(value > 0)]
+        lines.append(json.dumps(row))
+    path.write_text("\n".join(lines), encoding="utf-8")
+
+
 class OwnDataset:
     """A user's own map-style data set, in the form that ``DatasetAdapter`` takes: drawn anew whenever it is asked."""
 

@@ -200,6 +200,8 @@ def _process(job: dict[str, Any], number: int, rank: int, port: int, out: Path, 
 
 
 def _train(phase: dict[str, Any], work_dir: Path, out: Path, *, resume: str | None = None) -> None:
+    if phase["config_file"]:
+        return _train_file(phase, work_dir, out)
     from tests.tiny import tiny_config
     from unigen_ds.core import dist
     from unigen_ds.runner import Runner
@@ -211,6 +213,18 @@ def _train(phase: dict[str, Any], work_dir: Path, out: Path, *, resume: str | No
         overrides["load_from" if "load_cfg" in overrides else "resume"] = resume
     Runner.from_cfg(tiny_config(work_dir, out, **overrides), max_updates=phase["max_updates"]).train()
     dist.barrier()
+
+
+def _train_file(phase: dict[str, Any], work_dir: Path, out: Path) -> None:
+    """As ``tools/train.py CONFIG`` with the options of the phase."""
+    from tools.train import main as train
+
+    given = json.loads(json.dumps(phase["config"]).replace("{data}", str(out / "data")))
+    resume = ["--resume"] * bool(given.pop("resume", False))
+    options = [f"{key.replace('__', '.')}={value!r}" for key, value in given.items()]
+    limit = ["--max-updates", str(phase["max_updates"])]
+    status = train([phase["config_file"], "--work-dir", str(work_dir), *resume, *limit, "--cfg-options", *options])
+    assert status == 0, status
 
 
 def main() -> None:
@@ -233,6 +247,8 @@ def main() -> None:
         pictures.write_talks(out / "data" / "talks")
         texts.write_documents(out / "data" / "digits" / "text.jsonl")
         texts.write_decoder(out / "data" / "decoder")
+        users.write_rows(out / "data" / "rows.txt")
+        texts.write_numbers(out / "data" / "numbers.txt")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the tests have ended before the jobs
     gc.freeze()  # else every collection of a process would go through, and so copy, all that was imported
     Pool(jobs, out).run()

@@ -37,6 +37,12 @@ def test_a_resume_voids_what_lies_beyond_it(tmp_path: Path) -> None:
     assert not np.array_equal(picture(tmp_path / "without the event", [*kept, *void, line(6, 0.8)]), expected)
 
 
+def test_loss_terms_of_any_family_are_drawn(tmp_path: Path) -> None:
+    plain = picture(tmp_path / "plain", [line(n, 5.0 / n) for n in (1, 2, 3)])
+    own = picture(tmp_path / "own", [line(n, 5.0 / n, **{"loss/value": 4.0}) for n in (1, 2, 3)])
+    assert not np.array_equal(plain, own)
+
+
 def test_nothing_to_draw_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds no update"):
         plot_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")

@@ -201,6 +201,15 @@ def build_torch_optimizer(
     )
 
 
+def construct(
+    cls: type[torch.optim.Optimizer], groups: list[dict[str, Any]], arguments: Mapping[str, Any]
+) -> torch.optim.Optimizer:
+    """Call the class. Where its ``lr`` has no default it is that of the first group; every group has its own."""
+    lr = inspect.signature(cls).parameters.get("lr")
+    needed = {"lr": groups[0]["lr"]} if lr is not None and lr.default is lr.empty else {}
+    return cls(groups, **needed, **arguments)
+
+
 def _build(
     cls: type[torch.optim.Optimizer], groups: list[dict[str, Any]], arguments: Mapping[str, Any], *, where: str
 ) -> torch.optim.Optimizer:
@@ -216,6 +225,6 @@ def _build(
             remedy=f"delete weight_decay, or add it to {cls.__name__}",
         )
     try:
-        return cls(groups, **arguments)
+        return construct(cls, groups, arguments)
     except (TypeError, ValueError, LookupError) as error:
         raise ConfigError(f"optimizer {cls.__name__} with {dict(arguments)} cannot be built: {error}") from error

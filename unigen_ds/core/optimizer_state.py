@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.optim import OptimizerConfig, element_wise, is_torchs, optimizer_class, step_tensor
+from unigen_ds.core.optim import OptimizerConfig, construct, element_wise, is_torchs, optimizer_class, step_tensor
 from unigen_ds.core.shards import STEP
 
 _SHAPE, _UPDATES = (4, 6), 2
@@ -91,7 +91,7 @@ def _train(
 ) -> tuple[list[Tensor], OptimizerState]:
     """A few updates of copies of ``weights``: what they become, and what is kept for the first."""
     parameters = [Parameter(weight.clone()) for weight in weights]
-    optimizer = cls([{"params": parameters, "lr": 0.01, "weight_decay": 0.0}], **cfg.arguments)
+    optimizer = construct(cls, [{"params": parameters, "lr": 0.01, "weight_decay": 0.0}], cfg.arguments)
     if optimizer.state:
         raise ConfigError(
             f"optimizer {cls.__name__} makes state in its constructor",

@@ -81,6 +81,7 @@ def _describe_dataset(dataset: PlannedDataset, counts: Counts) -> dict[str, Any]
         "image_token_share": image_tokens / max(tokens, 1),
         "text_targets": int(counts.text_targets.sum()),
         "image_targets": int(counts.image_targets.sum()),
+        "other_targets": int(counts.other_targets.sum()),
         "condition_images": int(counts.tiles.sum()),
         "lengths": _percentiles(dataset.lengths()[0]),
     }

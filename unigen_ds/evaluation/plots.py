@@ -9,7 +9,7 @@ from unigen_ds.core.errors import DataError
 from unigen_ds.core.metrics import read_lines
 
 _PANELS: tuple[tuple[str, tuple[str, ...], str], ...] = (
-    ("loss", ("loss", "loss/text", "loss/image"), "log"),
+    ("loss", (), "log"),
     ("learning rate", ("lr",), "linear"),
     ("gradient norm", ("grad_norm",), "log"),
     ("tokens per second", ("tokens_per_second",), "linear"),
@@ -26,7 +26,9 @@ def plot_curves(metrics_file: Path, path: Path) -> None:
     latest: dict[int, dict[str, Any]] = {line["update"]: line for line in lines}
     ordered = [latest[update] for update in sorted(latest)]
     figure = Figure(figsize=(12, 6.5), layout="constrained")
-    for axis, (title, keys, scale) in zip(figure.subplots(2, 2).flat, _PANELS, strict=True):
+    losses = tuple(dict.fromkeys(key for line in ordered for key in line if key.partition("/")[0] == "loss"))
+    for axis, (title, given, scale) in zip(figure.subplots(2, 2).flat, _PANELS, strict=True):
+        keys = given or losses
         for key in keys:
             points = [(line["sequences"], line[key]) for line in ordered if line.get(key) is not None]
             if points:

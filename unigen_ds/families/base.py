@@ -68,6 +68,8 @@ class Family:
     """Names of its loss terms: the keys of ``LossTerms.sums``, of ``Batch.target_counts()`` and of ``loss_weights``."""
     published: ClassVar[tuple[PublishedFormat, ...]] = ()
     """The first one is what an export writes."""
+    processor_type: ClassVar[Any]
+    """The class of its processor; the section ``processor`` sets its arguments."""
     needs_tokenizer: ClassVar[bool] = True
     """Whether a config must have a ``tokenizer``."""
     settings: ClassVar[type | None] = None
@@ -83,7 +85,7 @@ class Family:
 
     def processor_arguments(self) -> Any:
         """The callable whose arguments the section ``processor`` sets: its annotations say what is allowed."""
-        raise NotImplementedError(f"{type(self).__name__}.processor_arguments")
+        return self.processor_type
 
     def processor(
         self, spec: Mapping[str, Any], given: Mapping[str, Any], *, tokenizer: Any, seed: int, rules: DataRules
@@ -91,14 +93,20 @@ class Family:
         """What makes batches of records.
 
         Args:
-            spec: the section ``model``; a size that it fixes is not set in ``given``.
+            spec: the section ``model``. Sizes that it fixes (``processor_sizes(spec)`` of the model's class, where it
+                has that) are the processor's, too, and not set in ``given``.
             given: the section ``processor``.
             tokenizer: None where the config has none.
             seed: of all random numbers of the data.
             rules: versions of the rules by which records are read.
         """
+        kind: Any = find(MODELS, spec, where="model")
+        sizes = kind.processor_sizes(spec) if hasattr(kind, "processor_sizes") else {}
+        both = sorted(set(sizes) & set(given))
+        if both:
+            raise ConfigError(f"processor sets {', '.join(both)}", remedy="leave it out: the model's config fixes it")
         try:
-            made: Processor = self.processor_arguments()(tokenizer=tokenizer, seed=seed, rules=rules, **given)
+            made: Processor = self.processor_arguments()(tokenizer=tokenizer, seed=seed, rules=rules, **sizes, **given)
         except TypeError as error:
             raise ConfigError(f"processor: {error}") from error
         return made
@@ -124,19 +132,10 @@ class ConversationFamily(Family):
             )
         return model
 
-    def processor_arguments(self) -> Any:
-        return self.processor_type
-
     def processor(
         self, spec: Mapping[str, Any], given: Mapping[str, Any], *, tokenizer: Any, seed: int, rules: DataRules
     ) -> Processor:
-        given = {**given, **_transforms(given)}
-        kind: Any = find(MODELS, spec, where="model")
-        sizes = kind.processor_sizes(spec) if hasattr(kind, "processor_sizes") else {}
-        both = sorted(set(sizes) & set(given))
-        if both:
-            raise ConfigError(f"processor sets {', '.join(both)}", remedy="leave it out: the model's config fixes it")
-        return super().processor(spec, {**sizes, **given}, tokenizer=tokenizer, seed=seed, rules=rules)
+        return super().processor(spec, {**given, **_transforms(given)}, tokenizer=tokenizer, seed=seed, rules=rules)
 
 
 def _transforms(given: Mapping[str, Any]) -> dict[str, Any]:

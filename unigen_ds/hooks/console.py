@@ -33,12 +33,17 @@ def make_console() -> Console:
     return LiveConsole() if sys.stderr.isatty() else PlainConsole()
 
 
+def loss_names(record: Mapping[str, Any]) -> list[str]:
+    """``loss``, and ``loss/<term>`` of each term, whatever the family calls them."""
+    return [name for name in record if name == "loss" or name.startswith("loss/")]
+
+
 def progress_line(record: Mapping[str, Any], *, summary: Mapping[str, float]) -> str:
     """Losses, learning rate, gradient norm, rates, time shares, time to go and MFU, in one line."""
     parts = [f"update {record['update']}", f"iteration {record['iteration']}", f"epoch {record['epoch']:.3f}"]
     parts += [
         f"{name} {record[name]:.4g}"
-        for name in ("loss", "loss/text", "loss/image", "lr", "grad_norm")
+        for name in (*loss_names(record), "lr", "grad_norm")
         if record.get(name) is not None
     ]
     if not record["applied"]:

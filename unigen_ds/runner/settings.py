@@ -321,6 +321,13 @@ def import_custom(config: Mapping[str, Any]) -> None:
             if not found.allow_failed_imports:
                 raise ConfigError(problem) from error
             logger().log(WARNING, problem)
+        except KeyError as error:
+            if "is already registered" not in str(error):
+                raise
+            raise ConfigError(
+                f"custom_imports: {name!r} registers a name that is in use: {error.args[0]}",
+                remedy="another name for your class, or register_module(name='...')",
+            ) from error
 
 
 # ---- what sections have to do with each other -----------------------------------------------------------------------

@@ -1,0 +1,1 @@
+"""A second package of a user's own, loaded by its config: a family of texts."""
