@@ -162,6 +162,10 @@ def test_unified_generate_draws_what_its_parts_draw(
     assert made.images[0].tobytes() == again.images[0].tobytes()
     other = inferencer.unified_generate(prompt, images=[picture], flow=flow, seed=4)
     assert made.images[0].tobytes() != other.images[0].tobytes()
+    turned = picture.rotate(90, expand=True)
+    assert turned.size != picture.size
+    both = inferencer.unified_generate(prompt, images=[picture, turned], flow=flow, seed=3)
+    assert both.images[0].size == (height, width), "as large as the last picture, as in BAGEL's own inferencer"
 
 
 def test_an_edit_is_drawn_from_the_picture_as_both_encoders_see_it(

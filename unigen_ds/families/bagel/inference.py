@@ -132,10 +132,12 @@ class InterleaveInferencer:
         contexts, flow = Contexts(), flow or flow_for(self.model)[0]
         if think:
             self._show_prompt(contexts, THINK_THEN_ANSWER if understand else THINK_THEN_DRAW)
+        of_last: Sequence[int] | None = None
         for number, given in enumerate(images):
             image = self.processor.read_image(given)
             shown = self._show_image(contexts, image, draw=not understand, noise_key=(seed, number, "vae"))
-            size = size or (shown.height, shown.width)
+            of_last = (shown.height, shown.width)
+        size = size or of_last
         if prompt or not understand:  # a picture alone may be read, as in training
             self._add_text(contexts, prompt)
         if not understand:
