@@ -1,5 +1,6 @@
 # make demo    train the small demo on this machine's CPU (3 minutes), check its ledger, say where its pictures are
 # make test    lint, types and all tests
+# make docs    the tables of keys in docs/configs.md, from the settings
 # make lint    ruff and mypy alone
 # make matrix  every engine, process count, precision and load, as a dated table (make test holds a pairwise part; half an hour)
 # make mutations  small edits of the source, each with the test that must then fail; PART=K/N: a part, MINUTES=M: a limit
@@ -15,7 +16,7 @@ TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 TOOLS := $(wildcard tools/*.py)
 DEMO_DIR := work_dirs/unified_digits
 
-.PHONY: demo test matrix mutations lint bench clean
+.PHONY: demo docs test matrix mutations lint bench clean
 .DEFAULT_GOAL := test
 
 $(BIN)/python:
@@ -57,6 +58,10 @@ matrix: $(VENV)/.stamp-test
 PART ?= 1/1
 mutations: $(VENV)/.stamp-test
 	$(BIN)/python -m tests.mutate --part $(PART) $(if $(MINUTES),--minutes $(MINUTES)) $(MUTATE)
+
+# The tables of keys in docs/configs.md, from the settings.
+docs: $(VENV)/.stamp-test
+	$(BIN)/python docs/generate.py
 
 lint: $(VENV)/.stamp-test
 	$(BIN)/ruff check .

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import inspect
 import json
 import re
@@ -58,6 +59,17 @@ def schema_keys() -> Iterator[str]:
 @pytest.mark.parametrize("key", [*schema_keys(), *SETTINGS])
 def test_every_key_is_explained(key: str) -> None:
     assert f"`{key}`" in CONFIGS or re.search(rf"^## .*`{re.escape(key)}`", CONFIGS, re.MULTILINE), key
+
+
+def test_the_tables_of_keys_are_those_of_the_settings() -> None:
+    """``make docs`` writes them."""
+    path = ROOT / "docs" / "generate.py"
+    spec = importlib.util.spec_from_file_location("docs_generate", path)
+    assert spec is not None and spec.loader is not None
+    generate = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generate)
+    assert generate.updated(CONFIGS) == CONFIGS, "run make docs"
+    assert CONFIGS.count("<!-- keys: ") == 4 and "`train_dataloader.seq_length` | `4096`" in CONFIGS
 
 
 def test_no_key_is_explained_that_is_not_there() -> None:

@@ -170,9 +170,13 @@ class OptimWrapper(Section):
     """The optimizer, and what an update is made of."""
 
     optimizer: Optimizer = Field(
-        description="`dict(type, lr, weight_decay, ...)`: `AdamW` (default), `Adam` or `SGD` of torch, and its other"
-        " arguments. `lr` is required; `weight_decay` is torch's default when left out. `fused` of `AdamW`: see"
-        " [engines.md](engines.md#the-optimizer)"
+        description=(
+            "`dict(type, lr, weight_decay, ...)`: `AdamW` (default), `Adam`, `SGD` or `Muon` of torch"
+            " or [one of your own](#optimizers), and its other arguments. `lr` is required;"
+            " `weight_decay` is the class's default when left out. `adamw` of `Muon`: `dict(lr,"
+            " weight_decay, betas, ..., patterns)`. `fused` of `AdamW`: see"
+            " [engines.md](engines.md#the-optimizer)"
+        )
     )
     accumulative_counts: int = Field(
         default=1,

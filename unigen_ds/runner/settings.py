@@ -155,8 +155,11 @@ class Settings(Section):
     )
     custom_imports: CustomImports = Field(
         default=CustomImports(),
-        description="`dict(imports=['my.module'])`: modules that register your own classes. `generate` and `export`"
-        " import those of a checkpoint's config only with `--allow-custom-imports`",
+        description=(
+            "`dict(imports=['my.module'])`: modules that register your own classes. `generate` and"
+            " `export` import those of a checkpoint's config only with `--allow-custom-imports`,"
+            " unless they are modules of `unigen_ds` itself, as `unigen_ds.examples.digits`"
+        ),
     )
     _given: dict[str, Any] = PrivateAttr(default_factory=dict)
 
