@@ -1,20 +1,20 @@
-"""Loading a checkpoint into another engine, against each engine's loading of its own: time and memory.
+"""Time and memory of loading a checkpoint into another engine, compared with each engine's loading of its own.
 
 In: a language model of 300 M parameters in bf16 (masters and Adam moments in fp32: 3.6 GB), saved once under ZeRO-2 on
 two processes, and once by each engine that is compared. Out: a table, and ``results/elastic_load_<date>.json``.
-Accepted: ``Backend.load_tensors`` of the ZeRO-2 checkpoint into FSDP on one process, ZeRO-3 on two, and ``single``
-takes at most 1.2 times as long as ZeRO-2 on two processes itself takes to load it; and every rank's anonymous memory
+Accepted if ``Backend.load_tensors`` of the ZeRO-2 checkpoint into FSDP on one process, ZeRO-3 on two, and ``single``
+needs at most 1.2 times as long as ZeRO-2 on two processes needs to load it, and the anonymous memory of every rank
 grows by at most its shard and one tensor.
 
-The engines' own ways: ``engine.load_checkpoint`` of DeepSpeed, ``torch.distributed.checkpoint.load`` in place for FSDP,
-``torch.load`` and ``load_state_dict`` for one plain process. DeepSpeed's way to another topology stands beside:
-``ds_to_universal``, then loading what that made. Every load has fresh processes; the files are read once before, so
-that all come from the page cache; all ways take turns, ``--rounds`` times.
+The engines' own methods: ``engine.load_checkpoint`` of DeepSpeed, ``torch.distributed.checkpoint.load`` in place for
+FSDP, ``torch.load`` and ``load_state_dict`` for one plain process. DeepSpeed's method for another topology is also
+measured: ``ds_to_universal``, then loading its output. Every load runs in new processes; the files are read once
+before, so that all come from the page cache; all methods run in turns, ``--rounds`` times.
 
-Time is that of the load alone, between two barriers. Memory is what ``RssAnon`` rises to above what the rank held
-before, sampled every 5 ms: mapped pages of the files do not count, because the kernel drops them at will. The shard is
-what loading must create, the two moments of what the rank owns. Every rank sums up what it has got, so that a load that
-left something out would be noticed.
+Time is that of the load only, between two barriers. Memory is the largest ``RssAnon`` minus that before the load,
+sampled every 5 ms: mapped pages of the files do not count, because the kernel can drop them at any time. The shard is
+the memory that the load must allocate: both moments of the rank's elements. Every rank computes the sum of its loaded
+values, so that an incomplete load is detected.
 
     python benchmarks/elastic_load.py [--rounds 3] [--folder /tmp/somewhere]    # 20 GB of disk, 10 GB of memory
 """
@@ -54,7 +54,7 @@ WIDTH, LAYERS, VOCAB, TOKENS = 1024, 22, 32000, 16
 
 @dataclass(frozen=True)
 class Load:
-    """One way to load. ``how``: ``ours``, ``own`` (the engine's) or ``universal``; ``source``: who wrote the files."""
+    """One way to load. ``how``: ``ours``, ``own`` (the engine's) or ``universal``; ``source``: the saver."""
 
     how: str
     engine: str
@@ -106,7 +106,7 @@ class LanguageModel(nn.Module):
 
 
 def make_backend(engine: str, world: int, *, universal: bool = False) -> Any:
-    """The engine with the model in it."""
+    """The engine, prepared with the model."""
     torch.manual_seed(0)
     model = LanguageModel()
     if engine == "single":
@@ -129,7 +129,7 @@ def make_backend(engine: str, world: int, *, universal: bool = False) -> Any:
 
 
 def write_state(backend: Any, folder: Path) -> None:
-    """The engine's own files, without a checkpoint around them. Collective."""
+    """The engine's own files only, without the rest of a checkpoint. Collective."""
     state = backend.state_files()
     results = [write_output(folder, file)[2] for file in state.files]
     gathered = dist.gather_to_main([result for result in results if result is not None])
@@ -139,7 +139,7 @@ def write_state(backend: Any, folder: Path) -> None:
 
 
 def save(engine: str, world: int, folder: Path) -> dict[str, Any]:
-    """One real update, then the engine's own files; for ``single`` also what plain PyTorch would write."""
+    """One real update, then the engine's own files; for ``single`` also the file that plain PyTorch would write."""
     backend = make_backend(engine, world)
     with backend.accumulate(last=True):
         backend.backward(backend.model(torch.arange(TOKENS).view(1, -1)) / world)
@@ -159,7 +159,7 @@ def ours(backend: Any, folder: Path) -> None:
 
 
 def own(backend: Any, folder: Path) -> None:
-    """As the engine's documentation says."""
+    """As in the engine's documentation."""
     if hasattr(backend, "stage"):
         tag = "universal" if (folder / "universal").is_dir() else "."
         backend.model.load_checkpoint(str(folder), tag=tag)
@@ -180,7 +180,7 @@ def own(backend: Any, folder: Path) -> None:
 
 
 def sums_of(backend: Any) -> dict[str, float]:
-    """What all ranks hold together: sums of sizes of masters and moments."""
+    """Sums of the absolute values of masters and moments over all ranks."""
     parts = [backend.master_shards(), backend.moments("exp_avg"), backend.moments("exp_avg_sq")]
     found = [sum(float(s.data.detach().abs().sum(dtype=torch.float64)) for s in shards) for shards in parts]
     return dict(zip(("master", "exp_avg", "exp_avg_sq"), dist.sum_floats(found), strict=True))
@@ -216,7 +216,7 @@ def worker(task: Mapping[str, Any]) -> None:
 
 
 def start(load: Load, folder: Path, *, save: bool = False) -> list[dict[str, Any]]:
-    """Fresh processes; every rank's result."""
+    """New processes; the result of every rank."""
     task = {"folder": str(folder), "load": asdict(load), "save": save}
     return launch(__file__, task, world=load.world, name=load.name)
 
@@ -244,7 +244,7 @@ def warm(folder: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--folder", type=Path, help="where checkpoints are written, for the time of the run")
+    parser.add_argument("--folder", type=Path, help="temporary folder for the checkpoints of the run")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result file")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -261,7 +261,7 @@ def main() -> int:
 
 
 def run(folder: Path, *, rounds: int) -> dict[str, Any]:
-    """Save, convert, load in turns."""
+    """Save, convert, then load in turns."""
     load_before, sums = os.getloadavg(), {}
     for engine, world in SAVERS.items():
         (folder / engine).mkdir()
@@ -291,7 +291,7 @@ def run(folder: Path, *, rounds: int) -> dict[str, Any]:
 
 
 def row(load: Load, results: Mapping[str, Sequence[Any]], saved: Mapping[str, float]) -> dict[str, Any]:
-    """Medians, ratios round by round, and the fullest rank. A load that lost something is bad, whatever it took."""
+    """Medians, ratios by round, and the rank with the largest memory. An incomplete load is never accepted."""
 
     def seconds(name: str) -> list[float]:
         return [ranks[0]["seconds"] for ranks in results[name]]

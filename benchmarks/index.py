@@ -1,12 +1,12 @@
-"""What the index and the loader cost: short texts a second, and pictures a second, beside what anybody would write.
+"""Speed of the index and the loader: short texts per second, and images per second, compared with common alternatives.
 
 In: nothing. Out: a table, and ``results/index_<date>.json``. Texts: planning a JSONL file of documents of 8 to 30 words
-(``unigen_ds/data/planning.py``: parse, tokenize, count, digest of each record) beside ``datasets.map(batched=True)`` of
-the package ``datasets`` (its own JSON reader not counted), a plain loop over the same file that parses each line and
-calls the same tokenizer on 1,000 texts at a time, one call for each text, and the limit: the tokenizer alone, without
-parsing, one thread a core. Pictures: ``UpdateLoader`` without workers beside torch's ``DataLoader`` with a data set
-that opens, converts, resizes and normalises the same files and cuts them into the patches that a vision tower takes.
-All sides take turns in one process; ratios are paired.
+(``unigen_ds/data/planning.py``: parse, tokenize, count, digest of each record), compared with ``datasets.map`` of the
+package ``datasets`` (``batched=True``; its own JSON reader is not measured), a plain loop over the same file that
+parses each line and calls the same tokenizer on 1,000 texts at a time, one call for each text, and the upper limit: the
+tokenizer alone, without parsing, one thread per core. Images: ``UpdateLoader`` without workers, compared with torch's
+``DataLoader`` with a data set that opens, converts, resizes and normalises the same files and divides them into the
+patches of a vision tower. All sides run in turns in one process; ratios are paired.
 The tokenizer is a byte-level BPE trained on the documentation of this project.
 
     pip install -e '.[bench]' -c constraints.txt
@@ -64,7 +64,7 @@ def write_tokenizer(folder: Path) -> PretrainedTokenizer:
 
 def text_sides(folder: Path, number: int) -> dict[str, Callable[[], Any]]:
     tokenizer = write_tokenizer(folder / "tokenizer")
-    # without the spelled special tokens, which ours encodes as text and the peers as tokens
+    # without spelled special tokens, which ours encodes as text and the peers as tokens
     words = [word for word in (ROOT / "docs" / "data.md").read_text().split() if "<" not in word]
     draw = random.Random(1)
     texts = [" ".join(draw.choices(words, k=draw.randint(8, 30))) for _ in range(number)]
@@ -98,7 +98,7 @@ def text_sides(folder: Path, number: int) -> dict[str, Callable[[], Any]]:
 
 
 def mapped(path: Path, folder: Path, plain: Any) -> dict[str, Callable[[], Any]]:
-    """``datasets.map``, where the package is installed."""
+    """``datasets.map``, if the package is installed."""
     try:
         import datasets
     except ImportError:
@@ -160,7 +160,7 @@ def picture_sides(folder: Path, number: int, tokenizer: PretrainedTokenizer) -> 
 
 
 def measure(sides: dict[str, Callable[[], Any]], number: int, rounds: int) -> dict[str, Any]:
-    """Units a second of each side; ratios of ours to each peer, paired by round."""
+    """Units per second of each side; ratios of ours to each peer, paired by round."""
     results = {name: side() for name, side in sides.items()}  # warm, and the same work
     assert len(set(results.values())) == 1, results
     rates: dict[str, list[float]] = {name: [] for name in sides}

@@ -1,8 +1,7 @@
-"""The whole matrix of engines against one plain process: ``make matrix``; half an hour on 2 CPU cores.
+"""The whole matrix of engines, compared with one plain process: ``make matrix``; half an hour on 2 CPU cores.
 
-In: ``tests/engines/cases.py``. Out: ``results/matrix_<date>.json`` and the same as tables, ``.md``; exit status 1 where
-a bound is broken. What the bounds mean and why they are as they are: the tests beside the cases. ``make test`` runs the
-part of this that it has time for.
+In: ``tests/engines/cases.py``. Out: ``results/matrix_<date>.json`` and the same as tables, ``.md``; exit status 1 if a
+bound is exceeded. The tests in the folder of the cases explain the bounds. ``make test`` runs a part of the matrix.
 
     python benchmarks/matrix.py [--groups equivalence resume ...] [--keep FOLDER]
 """
@@ -43,7 +42,7 @@ BOUND = 1e-5
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table. ``figures`` are shown, ``good`` decides."""
+    """One line of a table with its ``figures``; ``good``: they are within the bounds."""
 
     group: str
     name: str
@@ -52,12 +51,12 @@ class Row:
     seconds: float = 0.0
 
 
-Judge = Callable[[Launched, str], Row]
+Check = Callable[[Launched, str], Row]
 
 
-def near(launched: Launched, name: str, oracle: str, *, bound: float = BOUND) -> Row:
-    """Losses, norms and weights against another run."""
-    run, single = launched.outcome(name), launched.outcome(oracle)
+def near(launched: Launched, name: str, reference: str, *, bound: float = BOUND) -> Row:
+    """Losses, norms and weights compared with another run."""
+    run, single = launched.outcome(name), launched.outcome(reference)
     metrics, weights = metric_deviation(run, single), weight_deviation(run.final, single.final)
     limit = cases.LR * len(run.lines)
     good = metrics <= bound and weights.relative_l2 <= bound and weights.absolute <= limit
@@ -65,13 +64,15 @@ def near(launched: Launched, name: str, oracle: str, *, bound: float = BOUND) ->
     return Row("", name, figures, good)
 
 
-def judge_bf16(launched: Launched, name: str) -> Row:
+def check_bf16(launched: Launched, name: str) -> Row:
     """As in ``tests/engines/test_equivalence.py``."""
     group = name.partition("/")[0]
-    oracle = "single@1" if group == "bf16" else f"{group.removesuffix('-bf16')}/single@1"
-    run, fp32, single, other = (launched.outcome(n) for n in (name, oracle, f"{group}/single@1", f"{group}/single_8x1"))
-    cuts = (single, other)
-    found, own = metric_deviation(run, fp32), max(metric_deviation(cut, fp32) for cut in cuts)
+    reference = "single@1" if group == "bf16" else f"{group.removesuffix('-bf16')}/single@1"
+    run, fp32, single, other = (
+        launched.outcome(n) for n in (name, reference, f"{group}/single@1", f"{group}/single_8x1")
+    )
+    splits = (single, other)
+    found, own = metric_deviation(run, fp32), max(metric_deviation(split, fp32) for split in splits)
     weights = weight_deviation(run.final, single.final).relative_l2
     rounding = weight_deviation(single.final, fp32.final).relative_l2
     figures = {
@@ -83,7 +84,7 @@ def judge_bf16(launched: Launched, name: str) -> Row:
     return Row("", name, figures, found <= own and weights <= rounding)
 
 
-def judge_resume(launched: Launched, name: str) -> Row:
+def check_resume(launched: Launched, name: str) -> Row:
     base = name.rpartition("/")[0]
     straight, killed = launched.outcome(f"{base}/straight"), launched.outcome(f"{base}/killed")
     pairs = list(zip(straight.lines, killed.lines, strict=True))
@@ -93,8 +94,8 @@ def judge_resume(launched: Launched, name: str) -> Row:
     return Row("", base, figures, len(pairs) == cases.RESUME_UPDATES and not lines and not differing)
 
 
-def judge_chain(launched: Launched, name: str) -> Row:
-    """Curve and rates of one process; every record once in each epoch."""
+def check_chain(launched: Launched, name: str) -> Row:
+    """Losses and learning rates are those of one process; every record occurs once in each epoch."""
     run, single = launched.outcome(name), launched.outcome("chain/single")
     found = metric_deviation(run, single)
     rates = max(relative(a["lr"], b["lr"]) for a, b in zip(run.lines, single.lines, strict=True))
@@ -106,8 +107,8 @@ def judge_chain(launched: Launched, name: str) -> Row:
     return Row("", title, figures, max(found, rates) <= BOUND and not repeated and len(ids) == wanted)
 
 
-def judge_elastic(launched: Launched, name: str) -> Row:
-    """What one engine saved and another loaded, bit by bit; in fp32 the updates of each against one process."""
+def check_elastic(launched: Launched, name: str) -> Row:
+    """A checkpoint of one engine loaded by another, bit by bit; in fp32 also the updates, compared with one process."""
     run, straight = launched.outcome(name), launched.outcome("elastic/straight")
     saver, _, loader = name.partition("-to-")
     figures: dict[str, float | int | str] = {}
@@ -115,7 +116,7 @@ def judge_elastic(launched: Launched, name: str) -> Row:
     if loader:
         loaded = tensors(run.folder / "loaded.pth")
         differing = unequal(launched.outcome(saver).final, loaded)
-        if "/fp32-" not in name:  # frozen parameters: DeepSpeed has them in the precision of computation
+        if "/fp32-" not in name:  # frozen parameters: DeepSpeed keeps them in the compute precision
             differing = [key for key in differing if "|frozen." not in key]
         figures |= {"tensors": len(loaded), "differing tensors": len(differing)}
         near_enough.append(not differing)
@@ -127,7 +128,7 @@ def judge_elastic(launched: Launched, name: str) -> Row:
     return Row("", name, figures, all(near_enough))
 
 
-def judge_faulty(launched: Launched, name: str) -> Row:
+def check_faulty(launched: Launched, name: str) -> Row:
     run = launched.outcome(name)
     skipped = [line["update"] for line in run.lines if not line["applied"]]
     before, after = (tensors(run.folder / f"iter_{2 * u}.pth") for u in (cases.BAD_UPDATE - 1, cases.BAD_UPDATE))
@@ -136,7 +137,7 @@ def judge_faulty(launched: Launched, name: str) -> Row:
     return Row("", name, figures, skipped == [cases.BAD_UPDATE] and not changed)
 
 
-def judge_frozen(launched: Launched, name: str) -> Row:
+def check_frozen(launched: Launched, name: str) -> Row:
     run = launched.outcome(name)
     frozen = [n for n in run.initial if n.startswith(("vit_model.", "connector.")) or n.endswith("pos_embed")]
     moved = [n for n in frozen if not run.final["master", n].flatten().equal(run.initial[n].flatten())]
@@ -144,8 +145,8 @@ def judge_frozen(launched: Launched, name: str) -> Row:
     return Row("", name, {**row.figures, "frozen": len(frozen), "moved": len(moved)}, row.good and not moved)
 
 
-def judge_parts(launched: Launched, name: str) -> Row:
-    """What is frozen did not move, and the rest is as with one process."""
+def check_parts(launched: Launched, name: str) -> Row:
+    """Frozen parameters did not change, and the others are those of one process."""
     _, part, _ = name.split("/")
     model, _, which = part.partition("-")
     prefix = model_cases.PARTS[model]["vit" if which == "rate" else which]
@@ -156,7 +157,7 @@ def judge_parts(launched: Launched, name: str) -> Row:
     return Row("", name, {**row.figures, "frozen": len(frozen), "moved": len(moved)}, row.good and not moved)
 
 
-def judge_odd(launched: Launched, name: str) -> Row:
+def check_odd(launched: Launched, name: str) -> Row:
     row = near(launched, name, "odd/single@1")
     if not name.endswith("-resumed"):
         return row
@@ -164,25 +165,25 @@ def judge_odd(launched: Launched, name: str) -> Row:
     return Row("", name, {**row.figures, "differing tensors": len(differing)}, row.good and not differing)
 
 
-def judge_published(launched: Launched, name: str) -> Row:
-    """The same weights at the start, bit by bit, as one process has; then its training. In bf16 the start alone.
+def check_published(launched: Launched, name: str) -> Row:
+    """The weights at the start are those of one process, bit by bit; in fp32 the training is compared, too.
 
-    Position tables are frozen, and DeepSpeed rounds what is frozen in bf16.
+    Position tables are frozen, and DeepSpeed rounds frozen parameters in bf16.
     """
-    oracle = "published/single@1-fp32"
+    reference = "published/single@1-fp32"
     if name.endswith("-resumed"):
         run, straight = launched.outcome(name), launched.outcome(name.replace("-resumed", "-fp32"))
         differing = unequal(run.final, straight.final)
         return Row("", name, {"differing tensors": len(differing)}, not differing)
-    mine, theirs = launched.outcome(name).initial, launched.outcome(oracle).initial
+    mine, theirs = launched.outcome(name).initial, launched.outcome(reference).initial
     other = [n for n in theirs if not mine[n].equal(theirs[n]) and not ("bf16" in name and n.endswith("pos_embed"))]
     if "bf16" in name:
         return Row("", name, {"other at the start": len(other)}, not other)
-    row = near(launched, name, oracle)
+    row = near(launched, name, reference)
     return Row("", name, {**row.figures, "other at the start": len(other)}, row.good and not other)
 
 
-def judge_memory(launched: Launched, name: str) -> Row:
+def check_memory(launched: Launched, name: str) -> Row:
     engine, _, rest = name.removeprefix("memory/").partition("@")
     world, _, precision = rest.partition("-")
     ranks = launched.outcome(name).memory()
@@ -203,63 +204,63 @@ def judge_memory(launched: Launched, name: str) -> Row:
     return Row("", name, figures, all(0.98 <= m["total"] / formula.total <= 1.06 for m in ranks))
 
 
-def judge_one_process(launched: Launched, name: str) -> Row:
+def check_one_process(launched: Launched, name: str) -> Row:
     root, single = launched.outcome(name).folder, launched.outcome("single@1")
     found = [metric_deviation(Outcome(root / str(i)), single, updates=6) for i in range(4)]
     return Row("", "zero3, FULL_SHARD, zero2, NO_SHARD", {"loss and norm": max(found)}, max(found) <= BOUND)
 
 
-TITLES: dict[str, tuple[str, Judge]] = {
-    "equivalence": ("20 updates in fp32 against one process", lambda r, n: near(r, n, "single@1")),
-    "bf16": ("20 updates in bf16", judge_bf16),
+TITLES: dict[str, tuple[str, Check]] = {
+    "equivalence": ("20 updates in fp32, compared with one process", lambda r, n: near(r, n, "single@1")),
+    "bf16": ("20 updates in bf16", check_bf16),
     "resume": (
-        "Killed with SIGKILL in update 7, resumed from update 5, against never stopped: equal bits",
-        judge_resume,
+        "Killed with SIGKILL in update 7, resumed from update 5, compared with a run never stopped: bit-equal",
+        check_resume,
     ),
-    "chain": ("From engine to engine and cut to cut over three epochs, against one process", judge_chain),
+    "chain": ("Three epochs with changes of engine and split, compared with one process", check_chain),
     "elastic": (
-        "Saved by one engine, loaded by another: equal bits by name, and the updates after it against one process",
-        judge_elastic,
+        "Saved by one engine, loaded by another: bit-equal by name; later updates compared with one process",
+        check_elastic,
     ),
-    "faulty": ("A gradient that is not finite on one rank in update 5", judge_faulty),
-    "frozen": ("ViT and connector frozen", judge_frozen),
-    "odd": ("A user's model: odd sizes, tied head, frozen tower, buffer, two groups", judge_odd),
+    "faulty": ("A gradient that is not finite on one rank in update 5", check_faulty),
+    "frozen": ("ViT and connector frozen", check_frozen),
+    "odd": ("A user's model: odd sizes, tied head, frozen tower, buffer, two groups", check_odd),
     "recompute": (
-        "Activation checkpointing on, with dropout, against off",
+        "Activation checkpointing on, with dropout, compared with off",
         lambda r, n: near(r, n, n.replace("-True", "-False"), bound=1e-6),
     ),
-    "compiled": ("Compiled layers against plain ones", lambda r, n: near(r, n, "compiled/plain", bound=1e-4)),
-    "published": ("Published weights, read into shards", judge_published),
+    "compiled": ("Compiled layers compared with plain ones", lambda r, n: near(r, n, "compiled/plain", bound=1e-4)),
+    "published": ("Published weights, read into shards", check_published),
     "decoder": (
-        "A language model of transformers' classes from published weights, against one process",
+        "A language model of transformers' classes from published weights, compared with one process",
         lambda r, n: near(r, n, "decoder/single@1"),
     ),
-    "memory": ("Bytes of a rank in units of the fp32 weights, the fullest rank", judge_memory),
-    "one_process": ("One engine after the other in the same two processes", judge_one_process),
+    "memory": ("Bytes per rank in units of the fp32 weights; the rank with the most", check_memory),
+    "one_process": ("One engine after the other in the same two processes", check_one_process),
     "models": (
-        "The vision-language model, and the unified model with FLUX's autoencoder, in fp32 against one process",
+        "The vision-language model, and the unified model with FLUX's autoencoder, in fp32, compared with one process",
         lambda r, n: near(r, n, n.partition("/")[0] + "/single@1"),
     ),
-    "models_bf16": ("The same in bf16", judge_bf16),
-    "parts": ("Each part of these models frozen alone, by ``freeze`` or by a learning rate of 0", judge_parts),
+    "models_bf16": ("The same in bf16", check_bf16),
+    "parts": ("Each part of these models frozen separately, by ``freeze`` or by a learning rate of 0", check_parts),
     "models_recompute": (
-        "Activation checkpointing of the vision-language model on, against off: equal bits",
+        "Activation checkpointing of the vision-language model on, compared with off: bit-equal",
         lambda r, n: near(r, n, n.replace("recompute-vlm", "vlm"), bound=0.0),
     ),
     "models_compiled": (
-        "Compiled layers of the vision-language model against plain ones",
+        "Compiled layers of the vision-language model compared with plain ones",
         lambda r, n: near(r, n, "compiled-vlm/plain", bound=1e-4),
     ),
 }
-ORACLES = {
+REFERENCES = {
     "bf16": "equivalence", "one_process": "equivalence", "models_bf16": "models", "models_recompute": "models",
 }  # fmt: skip
-"""Groups that are compared with runs of another."""
+"""Groups that are compared with runs of another group."""
 SKIPPED = ("/straight", "/plain", "chain/single")
-"""Oracles without a row of their own."""
+"""Reference runs without a row of their own."""
 
 
-def judged(launched: Launched, groups: list[str]) -> Iterator[Row]:
+def checked(launched: Launched, groups: list[str]) -> Iterator[Row]:
     """A row for every job; a job that failed, or has no result to compare, is a bad row with its reason."""
     for group in groups:
         for job in GROUPS[group](full=True):
@@ -269,12 +270,12 @@ def judged(launched: Launched, groups: list[str]) -> Iterator[Row]:
             try:
                 row = TITLES[group][1](launched, job.name)
                 yield Row(group, row.name, row.figures, row.good, seconds)
-            except Exception as error:  # the table must show it, not end at it
+            except Exception as error:  # the table must show the error, and have all other rows
                 yield Row(group, job.name, {"error": f"{type(error).__name__}: {str(error)[:300]}"}, False, seconds)
 
 
 def markdown(rows: list[Row], groups: list[str], path: Path) -> str:
-    """Every group as a table."""
+    """One table for each group."""
     good = sum(row.good for row in rows)
     lines = [f"# The matrix of engines: {good} of {len(rows)} rows within their bounds", ""]
     lines += [f"Machine, versions and commit: `{path.name}`. Bounds: `tests/engines/`.", ""]
@@ -306,13 +307,13 @@ def shown(value: float | int | str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--groups", nargs="+", choices=list(TITLES), default=list(TITLES))
-    parser.add_argument("--keep", type=Path, help="leave work dirs and logs there")
+    parser.add_argument("--keep", type=Path, help="folder in which work dirs and logs are kept")
     arguments = parser.parse_args()
     groups = [group for group in TITLES if group in arguments.groups]
-    needed = {*groups, *(oracle for group, oracle in ORACLES.items() if group in groups)}
+    needed = {*groups, *(reference for group, reference in REFERENCES.items() if group in groups)}
     out, begun = arguments.keep or Path(tempfile.mkdtemp(prefix="matrix-")), time.monotonic()
     launched = Launched(out, jobs_of(needed, full=True), timeout_s=4 * 3600.0)
-    rows = list(judged(launched, groups))
+    rows = list(checked(launched, groups))
     minutes = (time.monotonic() - begun) / 60
     good = all(row.good for row in rows)
     record = {"minutes": round(minutes, 1), "accepted": good, "rows": [asdict(row) for row in rows]}

@@ -1,23 +1,24 @@
-"""What merging costs: ``tools/zero_to_fp32.py`` against DeepSpeed's script on the same checkpoints, in time and memory.
+"""Time and memory of merging: ``tools/zero_to_fp32.py`` compared with DeepSpeed's script on the same checkpoints.
 
-In: nothing. Out: a table, and ``results/merge_<date>.json``. Accepted: a median ratio of wall times of at most 0.7; a
-peak of anonymous memory of at most 0.25 of DeepSpeed's at the largest model, and flat within 10 % between the sizes.
+In: nothing. Out: a table, and ``results/merge_<date>.json``. Accepted if the median ratio of wall times is at most 0.7,
+the peak of anonymous memory is at most 0.25 of DeepSpeed's at the largest model, and differs by at most 10 % between
+the sizes.
 
 The checkpoints are ZeRO-2 and ZeRO-3 of 2 processes, written here file by file in DeepSpeed's own layout: a decoder of
-the given width, fp32 masters and both moments, a bf16 module, tied embeddings, a frozen tower, a buffer. Before
-anything is measured the same generator writes the small model of the tests, and its files are compared, name by name
-and bit by bit, with those of a real engine (``tests/checkpoint/plain_deepspeed.py``).
+the given width, fp32 masters and both moments, a bf16 module, tied embeddings, a frozen tower, a buffer. Before the
+measurement the same generator writes the small model of the tests, and its files are compared, name by name and bit by
+bit, with those of a real engine (``tests/checkpoint/plain_deepspeed.py``).
 
-Both sides run as fresh processes and take turns, in every order, so that whatever else the machine does hits both.
-Before each turn the weights are brought into the page cache, and nothing is left to be flushed. ``theirs``: the script
-of the installed DeepSpeed. ``ours``: the tool as it is, which flushes its files to disk; ``ours, not flushed``: without
-that, as DeepSpeed does; ``ours, verified``: every bit read back too. Peaks are of ``RssAnon``, read every 10 ms: memory
+All sides run in new processes, in turns and in both orders, so that other work of the machine affects them equally.
+Before each turn the weights are read into the page cache, and all pending writes are flushed. ``theirs``: the script of
+the installed DeepSpeed. ``ours``: the tool, which flushes its files to disk; ``ours, not flushed``: without that, as
+DeepSpeed does; ``ours, verified``: every bit is also read again. Peaks are of ``RssAnon``, read every 10 ms: memory
 that the kernel cannot drop, unlike mapped files.
 
     python benchmarks/merge.py [--millions 300 1200] [--rounds 3] [--folder DIR]
 
-It needs about 18 bytes of disk and 16 of memory for each parameter (the page cache, and DeepSpeed's own). Exit status:
-1 where a limit is missed, else 0.
+It needs about 18 bytes of disk and 16 of memory per parameter (the page cache, and DeepSpeed's own). Exit status: 1 if
+a limit is exceeded, otherwise 0.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def command(side: str, source: Path, out: Path) -> list[str]:
 
 def measure(side: str, source: Path, out: Path) -> dict[str, float]:
     """Seconds of wall time and the peak of anonymous memory, in bytes, of one merge."""
-    os.sync()  # nobody pays for what another has left to write
+    os.sync()  # pending writes of the previous side must not be measured here
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     with tempfile.TemporaryFile() as log:
         start = time.perf_counter()
@@ -95,7 +96,7 @@ def anonymous(pid: int) -> int:
 
 
 def warm(source: Path) -> None:
-    """Bring what a merge reads into the page cache: the weights, not the moments, which may not fit beside them."""
+    """Read the input of a merge into the page cache: the weights, not the moments, which may not fit in addition."""
     (folder,) = (path for path in source.iterdir() if path.is_dir())
     reader = DeepSpeedReader(folder)
     for (kind, name), shape in reader.shapes.items():
@@ -108,7 +109,7 @@ def warm(source: Path) -> None:
 
 
 def digests(out: Path) -> dict[str, str]:
-    """What a merge wrote, bit by bit: each file's name, and each tensor's dtype, shape and hash."""
+    """The output of a merge: each file's name, and each tensor's dtype, shape and hash."""
     found = {path.name: "" for path in out.iterdir()}
     for file in [name for name in found if name.endswith(".bin")]:
         for name, tensor in torch.load(out / file, weights_only=True, mmap=True).items():
@@ -118,7 +119,7 @@ def digests(out: Path) -> dict[str, str]:
 
 
 def check_generator(folder: Path) -> None:
-    """The generator's files of the tests' small model against those of a real engine. Exits where they differ."""
+    """Compare the generator's files of the tests' small model with those of a real engine. Exits if they differ."""
     from tests.checkpoint import plain_deepspeed
 
     real = plain_deepspeed.checkpoints()
@@ -164,7 +165,7 @@ def compare(millions: int, stage: int, *, rounds: int, folder: Path) -> dict[str
 
 
 def verdict(results: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
-    """Each limit, and whether it was kept."""
+    """Each limit, and whether it is met."""
     largest = max(r["parameters"] for r in results)
     kept = {f"wall <= {WALL}, {side}": all(r["wall_ratio"][side]["median"] <= WALL for r in results)
             for side in (OURS, UNFLUSHED)}  # fmt: skip
@@ -191,7 +192,7 @@ def parse() -> argparse.Namespace:
     p.add_argument("--millions", type=int, nargs="+", default=[300, 1200], help="parameters of the models")
     p.add_argument("--stages", type=int, nargs="+", default=list(STAGES), choices=STAGES)
     p.add_argument("--rounds", type=int, default=3, help="merges of each side")
-    p.add_argument("--folder", type=Path, help="where the checkpoints are written; default: the system's temporary one")
+    p.add_argument("--folder", type=Path, help="temporary folder for the checkpoints; default: the system's")
     p.add_argument("--out", type=Path, default=RESULTS, help="folder of the result file")
     return p.parse_args()
 
@@ -209,7 +210,7 @@ def main() -> int:
                 show(results[-1:])
     kept = verdict(results)
     for limit, ok in kept.items():
-        print(f"{limit:34} {'kept' if ok else 'MISSED'}")
+        print(f"{limit:34} {'met' if ok else 'NOT MET'}")
     record = {"limits": {"wall": WALL, "peak": PEAK, "flat": FLAT}, "verdict": kept, "results": results}
     print(f"Written: {os.path.relpath(write_result('merge', record, folder=arguments.out))}")
     return 0 if all(kept.values()) else 1

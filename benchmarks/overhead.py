@@ -1,24 +1,23 @@
-"""What the runner costs: our loop against a hand-written one, the same training update by update.
+"""Overhead of the runner: our loop compared with a hand-written one that makes the same updates.
 
-In: a shipped config. Out: a table, and ``results/overhead_<backend>_<date>.json``. Accepted: a median ratio of at
-most 1.03 between the times of an update.
+In: a shipped config. Out: a table, and ``results/overhead_<backend>_<date>.json``. Accepted if the median ratio of the
+times of an update is at most 1.03.
 
-Both loops live in one process and take turns: a block of ours, two of the other, two of ours, and so on (A B B A), so
-that whatever else the machine does hits both. Block k of either side trains on the same batches; pair k gives one
-ratio. The hand-written loop is the least that does the training: a plain ``DataLoader`` over collated batches of
-sequences planned beforehand, with the same number of workers; forward, backward, ``clip_grad_norm_``, a torch
-optimizer, learning rates from a list. It logs nothing, checks nothing and counts nothing. Ours is the whole ``Runner``
-with its default hooks: timer, non-finite guard, ledger, skipped samples, signals, a log line every 10 iterations. EMA
-and checkpoints are off in both. At the end the weights of both are compared: equal bits show that both did the same
-work, dropout included.
+Both loops run in one process, in turns: a block of ours, two of the other, two of ours, and so on (A B B A), so that
+other work of the machine affects both equally. Block k of either side trains on the same batches; pair k has one ratio.
+The hand-written loop is the minimum for this training: a plain ``DataLoader`` over collated batches of sequences
+planned in advance, with the same number of workers; forward, backward, ``clip_grad_norm_``, a torch optimizer, learning
+rates from a list. It does not log, check or count anything. Ours is the whole ``Runner`` with its default hooks: timer,
+non-finite guard, ledger, skipped samples, signals, a log line every 10 iterations. EMA and checkpoints are off in both.
+At the end the weights of both are compared: equal bits show that both did the same work, dropout included.
 
-On a machine that others use too, give ``--threads 1`` (two threads that wait for each other multiply the noise) and
-read the ratio of this process's CPU times beside that of wall times.
+On a shared machine, use ``--threads 1`` (two threads that wait for each other multiply the noise) and also read the
+ratio of this process's CPU times.
 
     python benchmarks/overhead.py [--config unified_digits] [--backend single] [--workers 2 0] [--threads N]
 
-Another engine is one subclass of ``HandWritten`` and one line in ``ENGINES``. Exit status: 1 where the overhead is
-above the limit beyond doubt (the whole confidence interval), else 0.
+Another engine needs one subclass of ``HandWritten`` and one line in ``ENGINES``. Exit status: 1 if the overhead is
+significantly above the limit (the whole confidence interval), otherwise 0.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ LOG_INTERVAL = 10
 
 
 class HandWritten:
-    """The loop one would write for one config and one process. The model, the data and the numbers are the config's."""
+    """A typical loop for one config and one process. The model, the data and all values are those of the config."""
 
     def __init__(self, config: Any, parts: Parts, plan: Plan) -> None:
         wrapper = config["optim_wrapper"]
@@ -96,14 +95,14 @@ class HandWritten:
         )
 
     def prepare(self, config: Any, parts: Parts) -> None:
-        """Model and optimizer, at the same weights as ours."""
+        """Model and optimizer, with the same weights as ours."""
         self.model = build_model(config, parts.processor)
         groups = build_groups(config, self.model.named_parameters())
         self.model.to(self.device).train()
         self.shard()
         self.parameters = dict(self.model.named_parameters())
         self.trained = [self.parameters[name] for group in groups for name in group.parameters]
-        recorded = parts.plain_config["optim_wrapper"]["optimizer"]  # with the kernel that ours uses
+        recorded = parts.plain_config["optim_wrapper"]["optimizer"]  # with the same kernel as ours
         arguments = {k: v for k, v in recorded.items() if k not in ("type", "lr")}
         self.optimizer: Any = torch.optim.AdamW(
             [
@@ -114,7 +113,7 @@ class HandWritten:
         )
 
     def shard(self) -> None:
-        """Nothing to shard."""
+        """One process: nothing to shard."""
 
     def update(self) -> None:
         """One optimizer step."""
@@ -142,11 +141,11 @@ class HandWritten:
         self.optimizer.zero_grad(set_to_none=True)
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Trained parameters by name, on this process."""
+        """Trained parameters by name, in this process."""
         return {name: p.detach() for name, p in self.parameters.items() if p.requires_grad}
 
     def turn(self) -> Block:
-        """One block: the lead, then the timed updates."""
+        """One block: the untimed first updates, then the timed ones."""
         for _ in range(self.plan.lead):
             self.update()
         self.waited, watch = 0.0, Stopwatch()
@@ -156,7 +155,7 @@ class HandWritten:
 
 
 class HandWrittenFSDP(HandWritten):
-    """The same with ``fully_shard`` around every unit, as PyTorch's tutorial writes it."""
+    """The same with ``fully_shard`` of every unit, as in PyTorch's tutorial."""
 
     def shard(self) -> None:
         from torch.distributed.fsdp import fully_shard
@@ -209,7 +208,7 @@ ENGINES: dict[str, tuple[dict[str, Any], type[HandWritten]]] = {
 
 
 class Pacer(Hook):
-    """Runs last in our loop: times our blocks, and between them gives the hand-written loop its turn."""
+    """Runs last in our loop: measures our blocks, and runs the hand-written loop between them."""
 
     priority = 10_000  # type: ignore[assignment]
 
@@ -222,14 +221,14 @@ class Pacer(Hook):
         self._their_random: RandomState | None = None
 
     def before_train(self, run: Run) -> None:
-        self._their_random = RandomState()  # both sides begin with the generators that the runner has seeded
+        self._their_random = RandomState()  # both sides start with the generators that the runner has seeded
 
     def after_update(self, run: Run, result: UpdateResult) -> None:
         done, plan = run.progress.updates - self.plan.warm_up, self.plan
         if done < 0:
             return
         if done == 0:
-            self._hand_over(turns=0)
+            self._run_other(turns=0)
         elif done % plan.block == plan.lead:
             self._watch = Stopwatch()
         elif done % plan.block == 0:
@@ -237,14 +236,14 @@ class Pacer(Hook):
             assert self._watch is not None and timer is not None
             self.ours.append(self._watch.block(timer.summary()["time/data"] * plan.timed))
             # O0 P0 | P1 O1 | O2 P2 | ...: after every other block of ours, two of theirs
-            time.sleep(plan.settle_s) if len(self.ours) % 2 == 0 else self._hand_over(turns=2)
+            time.sleep(plan.settle_s) if len(self.ours) % 2 == 0 else self._run_other(turns=2)
 
     def after_train(self, run: Run) -> None:
         theirs = self.other.weights()
         self.same_weights = all(torch.equal(s.data, theirs[s.name].view(-1)) for s in run.backend.master_shards())
 
-    def _hand_over(self, *, turns: int) -> None:
-        """The other side's turn(s), with its own generators; ``turns=0`` is its warm-up."""
+    def _run_other(self, *, turns: int) -> None:
+        """Run the other side's turns, with its own generators; ``turns=0`` is its warm-up."""
         mine = RandomState()
         assert self._their_random is not None
         self._their_random.restore()
@@ -252,7 +251,7 @@ class Pacer(Hook):
             for _ in range(self.plan.warm_up):
                 self.other.update()
         for _ in range(turns):
-            time.sleep(self.plan.settle_s)  # workers of the side that just ran fill their queues meanwhile
+            time.sleep(self.plan.settle_s)  # meanwhile the workers of the side that just ran fill their queues
             self.theirs.append(self.other.turn())
         self._their_random = RandomState()
         mine.restore()
@@ -260,7 +259,7 @@ class Pacer(Hook):
 
 
 def compare(arguments: argparse.Namespace, plan: Plan, *, num_workers: int) -> dict[str, Any]:
-    """Train both sides with ``num_workers`` and return what was measured."""
+    """Train both sides with ``num_workers`` and return the measurements."""
     backend, hand_written = ENGINES[arguments.backend]
     load_before = os.getloadavg()
     with tempfile.TemporaryDirectory(prefix="overhead-") as folder, (Path(folder) / "log").open("w") as log:
@@ -309,12 +308,12 @@ def summary(ours: Sequence[Block], theirs: Sequence[Block], *, updates: int) -> 
 
 def verdict(ratio: Mapping[str, float]) -> str:
     if ratio["median"] <= LIMIT:
-        return "accepted" if ratio["high"] <= LIMIT else "accepted, not beyond doubt"
-    return "too slow" if ratio["low"] > LIMIT else "too slow, not beyond doubt"
+        return "accepted" if ratio["high"] <= LIMIT else "accepted, not significant"
+    return "too slow" if ratio["low"] > LIMIT else "too slow, not significant"
 
 
 def show(results: Sequence[Mapping[str, Any]]) -> None:
-    """The table: a column for each number of workers."""
+    """The table, with a column for each number of workers."""
 
     def ratio(r: Mapping[str, float]) -> str:
         return f"{r['median']:.3f} ({r['low']:.3f} - {r['high']:.3f})"
@@ -326,7 +325,7 @@ def show(results: Sequence[Mapping[str, Any]]) -> None:
         "an update, by hand": [f"{r['theirs_ms']:.1f} ms" for r in results],
         "waits for data, ours": [f"{r['ours_data_share']:.1%}" for r in results],
         "waits for data, by hand": [f"{r['theirs_data_share']:.1%}" for r in results],
-        "weights are equal bits": [str(r["same_weights"]) for r in results],
+        "weights are bit-equal": [str(r["same_weights"]) for r in results],
         "load before, after": [f"{r['load_before'][0]:.1f}, {r['load_after'][0]:.1f}" for r in results],
         f"ratio <= {LIMIT}": [verdict(r["ratio"]) for r in results],
     }

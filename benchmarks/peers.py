@@ -1,26 +1,25 @@
-"""The fixed cost of an update: our Runner beside Hugging Face's Trainer, mmengine's Runner, Lightning and a bare loop.
+"""Fixed time of an update: our Runner, Hugging Face's Trainer, mmengine's Runner, Lightning and a bare loop.
 
-In: nothing. Out: a table, and ``results/peers_<date>.json``. Accepted: a median of (ours - bare loop
-over our loader) of at most 1 ms, in time, and in CPU time of the training thread, which other work of the machine
-changes less.
+In: nothing. Out: a table, and ``results/peers_<date>.json``. Accepted if the median of (ours - bare loop over our
+loader) is at most 1 ms, in time, and in CPU time of the training thread, which other work of the machine affects less.
 
 All sides train the same tiny unified model from the same weights on the same packed batches of real digits, which one
 ``DataLoader`` makes in a worker process (ours uses its own loader), with AdamW (fused), clipping at 1.0, a constant
-learning rate, and a logged loss every 10 updates; at the end the weights of all are compared. What differs is the
-framework around forward and backward. The bare loop does nothing else: no log file, no check for finite gradients, no
-ledger; it runs over torch's ``DataLoader`` as the peers do, and once more over our loader, which alone saves some
-milliseconds a batch. Ours has all default hooks; checkpoints are off on every side.
+learning rate, and a logged loss every 10 updates; at the end the weights of all are compared. Only the framework around
+forward and backward differs. The bare loop does nothing else: no log file, no check for finite gradients, no ledger; it
+runs with torch's ``DataLoader`` as the peers do, and a second time with our loader, which by itself saves some
+milliseconds per batch. Ours has all default hooks; checkpoints are off on every side.
 
-Each side runs in a thread of its own and only one has its turn: a block of updates, of which the first ones use up what
-the workers prepared meanwhile and are not timed. In every round each side has one block, in an order that turns around
-from round to round; the differences to the bare loop are taken within a round, so that whatever else the machine does
-hits all.
+Each side runs in its own thread, one at a time, for a block of updates; the first updates of a block consume the
+batches that the workers prepared meanwhile, and are not timed. In every round each side has one block, in an order that
+is reversed from round to round; the differences to the bare loop are computed within a round, so that other work of
+the machine affects all sides equally.
 
     pip install -e '.[bench]' -c constraints.txt
     python benchmarks/peers.py [--rounds 12] [--timed 30] [--sides ours trainer ...]
 
 Loading, saving and indexing have scripts of their own: ``reading.py``, ``saving.py``, ``index.py``. A side whose
-package is not installed is named and left out. Exit status: 1 where the limit is missed beyond doubt, else 0.
+package is not installed is skipped, with a message. Exit status: 1 if the limit is significantly exceeded, otherwise 0.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ WARM_UP, LEAD = 20, 6
 
 
 class Turns:
-    """Lets one thread at a time run, and keeps the seconds of each block."""
+    """Runs one thread at a time, and records the seconds of each block."""
 
     def __init__(self, *, timed: int, total: int) -> None:
         self.timed, self.total = timed, total
@@ -75,7 +74,7 @@ class Turns:
         self._error: BaseException | None = None
 
     def start(self, name: str, train: Callable[[Callable[[], None]], None]) -> None:
-        """Begin a side; it stops after its warm-up."""
+        """Start a side; it stops after its warm-up."""
         self.blocks[name], self.cpu_blocks[name], self._updates[name] = [], [], 0
         self._go[name] = threading.Semaphore(0)
 
@@ -118,7 +117,7 @@ class Turns:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What every side trains."""
+    """The training of every side."""
 
     folder: Path
     total: int
@@ -155,7 +154,7 @@ class Task:
         return Geometry(4)
 
     def batches(self) -> DataLoader[Any]:
-        """The batches that our own loader makes, from torch's."""
+        """The batches of our own loader, made by torch's ``DataLoader``."""
         data = build_data(self.config("other"), geometry=self.geometry, ruler=None)
         rows = [row for row, _ in islice(data.stream.rows(), self.total * 4)]
         return DataLoader(
@@ -171,7 +170,7 @@ def _collated(rows: Any, *, data: Any) -> dict[str, PackedBatch]:
 
 
 class Loss(nn.Module):
-    """The mean of each term over its targets, added up: what our loop computes of one micro-batch."""
+    """The sum of the means of all terms over their targets, as our loop computes it for one micro-batch."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -195,7 +194,7 @@ def bare(task: Task, updated: Callable[[], None]) -> Weights:
 
 
 def bare_own_loader(task: Task, updated: Callable[[], None]) -> Weights:
-    """The bare loop over our loader, which hands a batch over in one block: what is left to ours is the Runner."""
+    """The bare loop over our loader, which sends a batch in one block: ours differs from it by the Runner only."""
     loader = build_parts(task.config("bare_own_loader")).loader
     batches = ({"batch": micro_batch.batch} for micro_batches in loader for micro_batch in micro_batches)
     try:
@@ -337,7 +336,7 @@ SIDES: dict[str, Callable[[Task, Callable[[], None]], Weights]] = {
 
 
 def order(names: Sequence[str], rounds: int) -> Iterator[Sequence[str]]:
-    """Round by round the other way around, and begun one side further: nobody always comes after the same one."""
+    """The order is reversed in each round and rotated: no side always runs after the same other one."""
     for number in range(rounds):
         k = number // 2 % len(names)
         turned = [*names[k:], *names[:k]]
@@ -345,7 +344,7 @@ def order(names: Sequence[str], rounds: int) -> Iterator[Sequence[str]]:
 
 
 def available(names: Sequence[str]) -> list[str]:
-    """The sides whose packages are there; the others are named."""
+    """The sides whose packages are installed; a message names the others."""
     import importlib.util
 
     needed = {"trainer": ("accelerate", "transformers"), "mmengine": ("mmengine",), "lightning": ("lightning",)}
@@ -353,7 +352,7 @@ def available(names: Sequence[str]) -> list[str]:
     for name in names:
         missing = [package for package in needed.get(name, ()) if importlib.util.find_spec(package) is None]
         if missing:
-            print(f"{name} is left out: {', '.join(missing)} is not installed (extra 'bench')")
+            print(f"{name} is skipped: {', '.join(missing)} is not installed (extra 'bench')")
         else:
             found.append(name)
     return found

@@ -1,13 +1,14 @@
-"""Starting from published weights: what a rank holds at most while its shards are filled.
+"""Starting from published weights: the peak memory of a rank while its shards are filled.
 
 In: BAGEL's directory of a model of 600 M parameters with random weights in bf16, written once. Out: a table, and
-``results/published_load_<date>.json``. Accepted: under FSDP and ZeRO-3, on two and on four processes, a rank's
-anonymous memory peaks at 1.15 times the bytes of the tensors that it keeps, at most; and all ranks together hold what
-the files hold. The peer is the usual way: every rank builds the whole model with its weights, then the engine shards.
+``results/published_load_<date>.json``. Accepted if under FSDP and ZeRO-3, on two and on four processes, the peak of a
+rank's anonymous memory is at most 1.15 times the bytes of the tensors that it keeps, and all ranks together have the
+values of the files. The peer is the usual method: every rank builds the whole model with its weights, then the engine
+shards it.
 
-Memory is what ``RssAnon`` rises to, sampled every 5 ms, above what the process held before the model was built. The
-tensors that it keeps are counted when all is done: parameters, and for ZeRO-3 also masters, gradients and moments,
-which DeepSpeed makes at once. Mapped pages of the files do not count, because the kernel drops them at will.
+Memory is the largest ``RssAnon``, sampled every 5 ms, minus that before the model was built. The kept tensors are
+counted at the end: parameters, and for ZeRO-3 also masters, gradients and moments, which DeepSpeed allocates at once.
+Mapped pages of the files do not count, because the kernel can drop them at any time.
 
     python benchmarks/published_load.py [--folder /tmp/somewhere]    # 2 GB of disk, 16 GB of memory
 """
@@ -68,7 +69,7 @@ def make_engine(engine: str) -> Backend:
 
 
 def warm_up(engine: str) -> None:
-    """What a process takes once whatever it trains, imports above all: a tiny model, sharded and let go of."""
+    """Memory that every process needs once, above all for imports: a tiny model is sharded and released."""
     tiny = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
     model = UnifiedModel(
         llm={**SIZES["llm"], **tiny, "vocab_size": 32, "num_key_value_heads": 2},
@@ -119,7 +120,7 @@ def measured(engine: str, way: str, folder: Path) -> dict[str, Any]:
 
 
 def live_bytes() -> int:
-    """Bytes of the storages of all tensors that Python can reach, each storage once."""
+    """Bytes of the storages of all tensors that Python can reach; each storage is counted once."""
     gc.collect()
     sizes: dict[int, int] = {}
     for thing in gc.get_objects():
@@ -130,7 +131,7 @@ def live_bytes() -> int:
 
 
 def write_model(folder: Path) -> tuple[int, float]:
-    """The directory; the number of its parameters and the sum of their sizes."""
+    """Write the directory; the number of its parameters and the sum of their absolute values."""
     torch.manual_seed(0)
     model = UnifiedModel(**SIZES)
     write_published(model, folder, dtype=torch.bfloat16)
@@ -174,7 +175,7 @@ def show(record: Mapping[str, Any]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, help="where the model is written, for the time of the run")
+    parser.add_argument("--folder", type=Path, help="temporary folder for the model of the run")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result file")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -1,18 +1,18 @@
-"""What reading a checkpoint costs as its number of tensors grows: our readers beside ``torch.load``.
+"""Time to read a checkpoint as the number of its tensors grows: our readers compared with ``torch.load``.
 
-In: nothing. Out: a table, and ``results/reading_<date>.json``. Accepted: each way to read safetensors takes at most 1.5
-times as long as ``torch.load`` of the same tensors, at every size; and that ratio grows by at most 4 between 500 and
-5,000 tensors (a quadratic reader's grows by 10, because ``torch.load`` is linear).
+In: nothing. Out: a table, and ``results/reading_<date>.json``. Accepted if each method of reading safetensors needs at
+most 1.5 times as long as ``torch.load`` of the same tensors, at every size, and this ratio grows at most by the factor
+4 between 500 and 5,000 tensors (for a quadratic reader it is 10, because ``torch.load`` is linear).
 
-Three ways read safetensors: a checkpoint's weights into the ``single`` engine (``Backend.load_tensors``), its EMA into
-the shards of the hook (``ShardEMA.load``), and a published file row by row (``stored_tensors``). Two more have no
-limit: the DCP layout of FSDP, and DeepSpeed's files. Ours always includes opening the files and copying the values into
-the tensors of the model. ``torch.load`` is measured alone, as the limit has it, and with ``load_state_dict`` after it.
-All ways take turns in one process on files in the page cache, so that whatever else the machine does hits all.
+Three methods read safetensors: a checkpoint's weights into the ``single`` engine (``Backend.load_tensors``), its EMA
+into the shards of the hook (``ShardEMA.load``), and a published file by rows (``stored_tensors``). Two others have no
+limit: the DCP layout of FSDP, and DeepSpeed's files. Ours always includes opening the files and copying the values to
+the tensors of the model. ``torch.load`` is measured alone, for the limit, and followed by ``load_state_dict``.
+All methods run in turns in one process on files in the page cache, so that other work affects all of them equally.
 
     python benchmarks/reading.py [--tensors 50 500 1500 5000] [--width 64] [--rounds 5]
 
-Exit status: 1 where a limit is missed, else 0.
+Exit status: 1 if a limit is exceeded, otherwise 0.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ FREE = ("dcp", "deepspeed")
 
 
 class Many(nn.Module):
-    """``count`` square matrices, and their names as long as a real model's."""
+    """``count`` square matrices, with names as long as those of a real model."""
 
     def __init__(self, count: int, width: int) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def make_backend(model: nn.Module) -> SingleBackend:
 
 
 def write(folder: Path, state: Mapping[str, torch.Tensor]) -> None:
-    """The same tensors in every form."""
+    """The same tensors in every format."""
     torch.save(dict(state), folder / "state.pt")
     for name in ("weights", "ema", "deepspeed"):
         (folder / name).mkdir()
@@ -126,7 +126,7 @@ def measure(count: int, *, width: int, rounds: int) -> dict[str, Any]:
 
 
 def verdict(results: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
-    """Each limit, and whether it was kept."""
+    """Each limit, and whether it is met."""
     kept = {}
     for name in LIMITED:
         kept[f"{name} <= {LIMIT}"] = all(r["ratio"][name]["median"] <= LIMIT for r in results)
@@ -141,7 +141,7 @@ def verdict(results: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
 def main() -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--tensors", type=int, nargs="+", default=[50, 500, 1500, 5000])
-    p.add_argument("--width", type=int, default=64, help="of the square matrices; default: 64, 16 KiB each")
+    p.add_argument("--width", type=int, default=64, help="of the square matrices; default: 64 (16 KiB each)")
     p.add_argument("--rounds", type=int, default=7)
     p.add_argument("--out", type=Path, default=RESULTS, help="folder of the result file")
     arguments = p.parse_args()
@@ -154,7 +154,7 @@ def main() -> int:
             print(f"  {name:28} {seconds[name]:7.3f} s  {ratio[name]['median']:5.2f} times torch.load")
     kept = verdict(results)
     for limit, ok in kept.items():
-        print(f"{limit:24} {'kept' if ok else 'MISSED'}")
+        print(f"{limit:24} {'met' if ok else 'NOT MET'}")
     record = {"limits": {"ratio": LIMIT, "growth": GROWTH}, "width": arguments.width, "verdict": kept}
     path = write_result("reading", {**record, "results": results}, folder=arguments.out)
     print(f"Written: {os.path.relpath(path)}")

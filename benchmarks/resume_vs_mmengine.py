@@ -3,8 +3,8 @@
 32 samples, 4 epochs, cosine from 0.1 to 0.001 over all of them; stopped after epoch 2 at batch 4, and resumed at batch
 8 and at batch 2. Both Runners really train and write and read their own checkpoints. The measure is the largest
 difference from the uninterrupted curve, as a function of the samples consumed. Ours keeps the effective batch by
-accumulation where it can (4 -> 2 x 2) and is told ``keep-lr`` where it cannot (4 -> 8). (mmengine's files hold pickled
-objects that torch >= 2.6 refuses to load; here, on files of this process's own making, the refusal is switched off.)
+accumulation where possible (4 -> 2 x 2), and uses ``keep-lr`` where it is not (4 -> 8). (mmengine's files contain
+pickled objects that torch >= 2.6 refuses to load; here, for files written by this process, the check is switched off.)
 """
 
 from __future__ import annotations
@@ -105,12 +105,12 @@ def mmengine_curve(folder: Path, batch_sizes: Sequence[int]) -> Curve:
     return curve
 
 
-def our_curve(folder: Path, digits: Path, cuts: Sequence[tuple[int, int]]) -> Curve:
-    """Our Runner: the same, ``cuts`` as (batch_size, accumulative_counts)."""
+def our_curve(folder: Path, digits: Path, splits: Sequence[tuple[int, int]]) -> Curve:
+    """Our Runner: the same, ``splits`` as (batch_size, accumulative_counts)."""
     data = digits / "32.jsonl"
     records = (digits / "train_caption.jsonl").read_text(encoding="utf-8").splitlines()[:SAMPLES]
     data.write_text("\n".join(records) + "\n", encoding="utf-8")
-    for part, (batch_size, counts) in enumerate(cuts):
+    for part, (batch_size, counts) in enumerate(splits):
         config = tiny_config(
             folder,
             digits,
@@ -124,17 +124,16 @@ def our_curve(folder: Path, digits: Path, cuts: Sequence[tuple[int, int]]) -> Cu
             resume=part > 0,
             on_batch_change="keep-lr",
         )
-        stop = STOP_AFTER * SAMPLES // (cuts[0][0] * cuts[0][1]) if part == 0 and len(cuts) > 1 else None
+        stop = STOP_AFTER * SAMPLES // (splits[0][0] * splits[0][1]) if part == 0 and len(splits) > 1 else None
         Runner.from_cfg(config, max_updates=stop).train()
     lines = read_lines(folder / "metrics.jsonl")
     return [(before["sequences"], line["lr"]) for before, line in zip([{"sequences": 0}, *lines], lines, strict=False)]
 
 
 def worst(curve: Curve, straight: Curve) -> float:
-    """Largest difference from the uninterrupted curve at the same samples (steps of the straight one in between)."""
-    places = dict(straight)
-    found = [abs(rate - places[place]) for place, rate in curve if place in places]
-    return max(found)
+    """Largest difference from the uninterrupted curve, where both have an update at the same number of samples."""
+    rates = dict(straight)
+    return max(abs(rate - rates[samples]) for samples, rate in curve if samples in rates)
 
 
 def draw(curves: dict[str, dict[str, Curve]], path: Path) -> None:
@@ -172,16 +171,16 @@ def main() -> int:
         straight = our_curve(folder / "straight", digits, [(4, 1)])
         theirs_straight = mmengine_curve(folder / "mm_straight", [4])
         assert all(math.isclose(a, b, rel_tol=1e-9) for (_, a), (_, b) in zip(straight, theirs_straight, strict=True))
-        for batch, cut in ((8, (8, 1)), (2, (2, 2))):
+        for batch, split in ((8, (8, 1)), (2, (2, 2))):
             title = f"batch 4 -> {batch} after epoch {STOP_AFTER}"
             theirs = mmengine_curve(folder / f"mm_{batch}", [4, batch])
-            ours = our_curve(folder / f"own_{batch}", digits, [(4, 1), cut])
+            ours = our_curve(folder / f"own_{batch}", digits, [(4, 1), split])
             curves[title] = {"uninterrupted": straight, "mmengine": theirs, "unigen_ds": ours}
-            after = [rate for place, rate in theirs if place >= STOP_AFTER * SAMPLES]
+            after = [rate for samples, rate in theirs if samples >= STOP_AFTER * SAMPLES]
             figures[title] = {
                 "mmengine_worst": worst(theirs, straight), "ours_worst": worst(ours, straight),
                 "mmengine_last": theirs[-1][1], "ours_last": ours[-1][1], "uninterrupted_last": straight[-1][1],
-                "mmengine_after": after, "ours_after": [r for place, r in ours if place >= STOP_AFTER * SAMPLES],
+                "mmengine_after": after, "ours_after": [r for samples, r in ours if samples >= STOP_AFTER * SAMPLES],
             }  # fmt: skip
     for title, values in figures.items():
         print(title)

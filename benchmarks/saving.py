@@ -1,16 +1,17 @@
-"""What a checkpoint costs: a whole save, and its verification, beside the disk itself.
+"""Time of a checkpoint: a whole save, and its verification, compared with the disk itself.
 
-In: nothing. Out: a table, and ``results/saving_<date>.json``. Accepted: a save (``checkpoint/saver.py``: hand-over,
-write with hashes, flush, manifest, rename) takes at most 1.5 times as long as writing the same bytes into the same
-number of plain files, one after the other, each with one fsync; both in the same process, in turns, so that whatever
-else the machine does hits both. No limit: how long hashing every file takes (``store.verify``), beside reading them.
+In: nothing. Out: a table, and ``results/saving_<date>.json``. Accepted if a save (``checkpoint/saver.py``: collect the
+files, write with hashes, flush, manifest, rename) needs at most 1.5 times as long as writing the same bytes into the
+same number of plain files, one after the other, each with one fsync; both run in the same process, in turns, so that
+other work of the machine affects both equally. Without a limit: the time to hash every file (``store.verify``), and to
+read them.
 
 The engines are ``single`` (safetensors), ``fsdp:FULL_SHARD`` (DCP) and ``deepspeed:zero2`` (its own files), one process
-each, with moments and an average of the weights: 16 bytes a parameter.
+each, with moments and an average of the weights: 16 bytes per parameter.
 
     python benchmarks/saving.py [--millions 48] [--rounds 7] [--engines single fsdp deepspeed] [--folder DIR]
 
-Exit status: 1 where the limit is missed, else 0.
+Exit status: 1 if the limit is exceeded, otherwise 0.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Layers(nn.Module):
 
 
 def make_backend(engine: str, millions: int) -> Backend:
-    """After one update, so that the moments are there."""
+    """After one update, so that the moments exist."""
     torch.manual_seed(0)
     backend: Any
     if engine == "single":
@@ -109,7 +110,7 @@ def save(work_dir: Path, backend: Backend, average: ShardEMA) -> Path:
 
 
 def write_plainly(folder: Path, contents: dict[str, bytes]) -> None:
-    """The same bytes, as fast as one thread can."""
+    """Write the same bytes, as fast as one thread can."""
     folder.mkdir()
     for name, content in contents.items():
         descriptor = os.open(folder / name.replace("/", "_"), os.O_WRONLY | os.O_CREAT)
@@ -137,7 +138,7 @@ def measure(engine: str, millions: int, rounds: int, folder: Path) -> dict[str, 
     for round_number in range(rounds):
         shutil.rmtree(path, ignore_errors=True)
         shutil.rmtree(plain, ignore_errors=True)
-        os.sync()  # what the last round left to be written is not part of this one
+        os.sync()  # pending writes of the last round must not be measured in this one
         turns = [(ours, lambda: save(work_dir, backend, average)), (disk, lambda: write_plainly(plain, contents))]
         for times, action in turns if round_number % 2 else reversed(turns):
             times.append(seconds(action))
@@ -178,7 +179,7 @@ def main() -> None:
     parser.add_argument("--millions", type=int, default=48, help="parameters")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--engines", nargs="+", default=["single", "fsdp", "deepspeed"])
-    parser.add_argument("--folder", type=Path, help="where to write; default: a temporary folder")
+    parser.add_argument("--folder", type=Path, help="output folder; default: a temporary folder")
     parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     dist.ensure_initialized()
@@ -196,7 +197,7 @@ def main() -> None:
         write_result("saving", {"limit": LIMIT, "accepted": accepted, "runs": rows}, folder=arguments.results),
     )
     sys.stdout.flush()
-    os._exit(0 if accepted else 1)  # DeepSpeed's threads abort an ordinary exit now and then
+    os._exit(0 if accepted else 1)  # DeepSpeed's threads sometimes abort an ordinary exit
 
 
 if __name__ == "__main__":

@@ -1,28 +1,28 @@
-"""Useful tokens per second of a training step of our VLM, against the same model fed as nanoVLM feeds it.
+"""Useful tokens per second of a training step of our VLM, compared with the same model on nanoVLM's batches.
 
-In: lengths and images of 2,000 long-tailed samples, and the rows that nanoVLM's own packer made of them at its shipped
+In: lengths and images of 2,000 long-tailed samples, and the rows of nanoVLM's own packer for them with its shipped
 settings (``tests/golden/nanovlm/packing.json``: 57.6 % full), an eighth as long. Out: a table, and
-``results/tokens_per_second_<date>.json``. Accepted: at least 1.6 times the tokens per second of each peer.
+``results/tokens_per_second_<date>.json``. Accepted if at least 1.6 times the tokens per second of each peer.
 
 A step is one buffer of nanoVLM's packer, about 50 samples: forward and backward in micro-batches of eight rows, then
 AdamW. All sides train on the same samples of a step, so the ratio of times is the ratio of useful (non-padding) tokens
-per second. They take turns (A B C ... C B A), each with its own copy of the same weights. Batches are made beforehand,
-by our own data path. The model has the proportions of nanoVLM's trio: SigLIP2-base and SmolLM2-360M, 16 patches to a
-token, an eighth of the layers, a tenth of the width and the vocabulary.
+per second. They run in turns (A B C ... C B A), each with its own copy of the same weights. Batches are made in
+advance, by our own data code. The model has the proportions of nanoVLM's default: SigLIP2-base and SmolLM2-360M, 16
+patches per token, an eighth of the layers, a tenth of the width and the vocabulary.
 
 The peers run our modules over rows, as nanoVLM's code does: left padding, scaled dot-product attention over the whole
-row with a mask for padding, the output head on every place of a row. Samples that share a row see each other.
+row with a mask for padding, the output head on every position of a row. Samples in the same row attend to each other.
 
-* ``longest``: a sample a row, padded to the longest of the micro-batch.
-* ``max_length``: a sample a row, padded to the maximal length, which is nanoVLM's collator without packing.
+* ``longest``: one sample per row, padded to the longest of the micro-batch.
+* ``max_length``: one sample per row, padded to the maximal length, which is nanoVLM's collator without packing.
 * ``packed``: the rows of its packer.
-* ``packed, head on targets``: not nanoVLM's, not judged: what remains when the head costs no more than ours.
+* ``packed, head on targets``: not nanoVLM's, without a limit: the output head is computed on the targets only, as ours.
 
-Padding to the longest changes no number: its loss must be ours, which is checked on the first step.
+Padding to the longest does not change the result: its loss must be equal to ours, which is checked on the first step.
 
     python benchmarks/tokens_per_second.py [--threads N] [--steps 12]
 
-Exit status: 1 where a peer is beyond doubt (the whole confidence interval) faster than accepted, else 0.
+Exit status: 1 if a peer is significantly (the whole confidence interval) faster than accepted, otherwise 0.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from unigen_ds.families.nanovlm.processor import VLMProcessor
 from unigen_ds.models.layers import rotary_tables
 
 LIMIT = 1.6
-JUDGED = ("longest", "max_length", "packed")
+LIMITED = ("longest", "max_length", "packed")
 SCALE = 8
 NUM_WORDS, VOCABULARY = 4_800, 4_900
 LLM = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 3}
@@ -74,7 +74,7 @@ ROWS = 8
 
 @dataclass(frozen=True)
 class Public:
-    """What is stored of nanoVLM's packer: sample lengths, and of each buffer the rows that it made."""
+    """Stored results of nanoVLM's packer: sample lengths, and the rows of each buffer."""
 
     seq_length: int
     max_images: int
@@ -96,11 +96,11 @@ class Public:
 
 
 class MicroBatch(Protocol):
-    """What a side computes one loss on."""
+    """The input of one loss of a side."""
 
     @property
-    def num_places(self) -> int:
-        """Places of the language model, padding included."""
+    def num_positions(self) -> int:
+        """Positions of the language model, padding included."""
         ...
 
     def loss_sum(self, model: VLM) -> Tensor: ...
@@ -109,12 +109,12 @@ class MicroBatch(Protocol):
 
 @dataclass(frozen=True)
 class Flat:
-    """Ours: all sequences one behind the other, without padding."""
+    """Ours: all sequences one after the other, without padding."""
 
     batch: PackedBatch
 
     @property
-    def num_places(self) -> int:
+    def num_positions(self) -> int:
         return self.batch.num_tokens
 
     def loss_sum(self, model: VLM) -> Tensor:
@@ -126,16 +126,16 @@ class Flat:
 
 @dataclass(frozen=True)
 class Rows:
-    """nanoVLM's: rows of one length, filled up on the left."""
+    """nanoVLM's: rows of one length, padded on the left."""
 
     batch: PackedBatch
     shape: tuple[int, int]
-    place: Tensor
-    """[T] where each token stands in the rows."""
+    index: Tensor
+    """[T] flat index of each token in the rows."""
     labels: Tensor
-    """[rows * length] -100 where nothing is predicted."""
+    """[rows * length] -100 where there is no target."""
     mask: Tensor
-    """[rows, 1, 1, length] added to the scores: nothing, or for padding the least number."""
+    """[rows, 1, 1, length] added to the scores: 0, or for padding the smallest number."""
     head_everywhere: bool
 
     @classmethod
@@ -145,25 +145,25 @@ class Rows:
         batch = pack_documents([document for row in rows for document in row], processor)
         counts = [sum(pack_documents([document], processor).num_tokens for document in row) for row in rows]
         shape = (len(rows), length or max(counts))
-        place = torch.cat([torch.arange((i + 1) * shape[1] - n, (i + 1) * shape[1]) for i, n in enumerate(counts)])
+        index = torch.cat([torch.arange((i + 1) * shape[1] - n, (i + 1) * shape[1]) for i, n in enumerate(counts)])
         labels = torch.full((shape[0] * shape[1],), -100)
-        labels[place[batch.text_target_index]] = batch.text_target_ids
-        padding = torch.ones(shape[0] * shape[1], dtype=torch.bool).index_fill(0, place, False)
+        labels[index[batch.text_target_index]] = batch.text_target_ids
+        padding = torch.ones(shape[0] * shape[1], dtype=torch.bool).index_fill(0, index, False)
         mask = padding.view(shape[0], 1, 1, shape[1]) * torch.finfo(torch.float32).min
-        return cls(batch, shape, place, labels, mask, everywhere)
+        return cls(batch, shape, index, labels, mask, everywhere)
 
     @property
-    def num_places(self) -> int:
+    def num_positions(self) -> int:
         return self.shape[0] * self.shape[1]
 
     def to(self, device: str) -> Rows:
-        names = ("batch", "place", "labels", "mask")
+        names = ("batch", "index", "labels", "mask")
         return dataclasses.replace(self, **{name: getattr(self, name).to(device) for name in names})
 
     def loss_sum(self, model: VLM) -> Tensor:
         lm = model.language_model
-        pad = lm.model.embed_tokens.weight[0].expand(self.num_places, -1)
-        x_PD = pad.index_copy(0, self.place, model._embed(self.batch))
+        pad = lm.model.embed_tokens.weight[0].expand(self.num_positions, -1)
+        x_PD = pad.index_copy(0, self.index, model._embed(self.batch))
         positions = torch.arange(self.shape[1], device=x_PD.device).repeat(self.shape[0])
         rotary = rotary_tables(positions, head_width=lm.model.head_width, theta=lm.model.theta)
         for layer in lm.model.layers:
@@ -183,7 +183,7 @@ class Rows:
 
 @dataclass
 class Data:
-    """The samples of every step, cut as each side cuts them."""
+    """The samples of every step, as batches of each side."""
 
     public: Public
     dataset: UnifiedGenerationDataset
@@ -218,21 +218,21 @@ def _chunks(rows: Sequence[Any]) -> Iterator[Sequence[Any]]:
 
 
 class Side:
-    """One way to feed the model: its copy of the weights, its optimizer, its times."""
+    """One kind of batches: its copy of the weights, its optimizer, its times."""
 
-    def __init__(self, model: VLM, cut: Callable[[int], Iterator[MicroBatch]]) -> None:
-        self.model, self.cut = copy.deepcopy(model).to(DEVICE), cut
+    def __init__(self, model: VLM, batches: Callable[[int], Iterator[MicroBatch]]) -> None:
+        self.model, self.batches = copy.deepcopy(model).to(DEVICE), batches
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self.blocks: list[Block] = []
-        self.places = self.tokens = 0
+        self.positions = self.tokens = 0
 
     def loss(self, step: int) -> float:
-        """Sum over the targets of a step, at the present weights."""
+        """Sum over the targets of a step, with the current weights."""
         with torch.no_grad():
-            return sum(float(micro_batch.to(DEVICE).loss_sum(self.model)) for micro_batch in self.cut(step))
+            return sum(float(micro_batch.to(DEVICE).loss_sum(self.model)) for micro_batch in self.batches(step))
 
     def step(self, step: int, *, timed: bool) -> None:
-        micro_batches: list[Any] = [micro_batch.to(DEVICE) for micro_batch in self.cut(step)]
+        micro_batches: list[Any] = [micro_batch.to(DEVICE) for micro_batch in self.batches(step)]
         targets = sum(len(each.batch.text_target_ids) for each in micro_batches)
         watch = Stopwatch()
         for micro_batch in micro_batches:
@@ -242,7 +242,7 @@ class Side:
         block = watch.block(0.0)
         if timed:
             self.blocks.append(block)
-            self.places += sum(each.num_places for each in micro_batches)
+            self.positions += sum(each.num_positions for each in micro_batches)
             self.tokens += sum(each.batch.num_tokens for each in micro_batches)
 
 
@@ -262,7 +262,7 @@ def measure(data: Data, *, steps: int) -> dict[str, Any]:
         assert abs(losses[name] / losses["ours"] - 1) < 1e-4, f"not the same model: {losses}"
     for step in range(steps + 1):
         for side in list(sides.values())[:: 1 if step % 2 else -1]:
-            side.step(step, timed=step > 0)  # the first one warms up
+            side.step(step, timed=step > 0)  # the first step is a warm-up
     tokens = sides["ours"].tokens
     assert all(side.tokens == tokens for side in sides.values())
     seconds = {name: sum(block.wall for block in side.blocks) for name, side in sides.items()}
@@ -271,7 +271,7 @@ def measure(data: Data, *, steps: int) -> dict[str, Any]:
         "sides": {
             name: {
                 "tokens_per_second": tokens / seconds[name],
-                "utilisation": tokens / side.places,
+                "utilisation": tokens / side.positions,
                 "blocks": [dataclasses.asdict(block) for block in side.blocks],
             }
             for name, side in sides.items()
@@ -294,17 +294,17 @@ def measure(data: Data, *, steps: int) -> dict[str, Any]:
 
 def verdict(ratio: Mapping[str, float]) -> str:
     if ratio["median"] >= LIMIT:
-        return "accepted" if ratio["low"] >= LIMIT else "accepted, not beyond doubt"
-    return "too slow" if ratio["high"] < LIMIT else "too slow, not beyond doubt"
+        return "accepted" if ratio["low"] >= LIMIT else "accepted, not significant"
+    return "too slow" if ratio["high"] < LIMIT else "too slow, not significant"
 
 
 def show(result: Mapping[str, Any]) -> None:
-    print(f"{'':26}{'useful tokens/s':>16}{'places used':>13}{'ours is faster by (95 %)':>28}{'CPU time':>10}")
+    print(f"{'':26}{'useful tokens/s':>16}{'positions used':>16}{'ours is faster by (95 %)':>28}{'CPU time':>10}")
     for name, side in result["sides"].items():
-        line = f"{name:26}{side['tokens_per_second']:16.0f}{side['utilisation']:13.1%}"
+        line = f"{name:26}{side['tokens_per_second']:16.0f}{side['utilisation']:16.1%}"
         if ratio := result["ratios"].get(name):
             wall = "{median:.2f} ({low:.2f} - {high:.2f})".format(**ratio["wall"])
-            line += f"{wall:>28}{ratio['cpu']['median']:10.2f}  {verdict(ratio['wall']) if name in JUDGED else ''}"
+            line += f"{wall:>28}{ratio['cpu']['median']:10.2f}  {verdict(ratio['wall']) if name in LIMITED else ''}"
         print(line)
 
 
@@ -330,13 +330,13 @@ def main() -> int:
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
         "model": {"llm": LLM, "vit": VIT, "seq_length": public.seq_length, "rows_of_a_micro_batch": ROWS},
         "public_utilisation": public.utilisation,
-        "verdict": {name: verdict(result["ratios"][name]["wall"]) for name in JUDGED},
+        "verdict": {name: verdict(result["ratios"][name]["wall"]) for name in LIMITED},
         "load_before": load_before,
         "load_after": os.getloadavg(),
         **result,
     }
     print(f"Written: {os.path.relpath(write_result('tokens_per_second', record, folder=arguments.out))}")
-    return int(any(result["ratios"][name]["wall"]["high"] < LIMIT for name in JUDGED))
+    return int(any(result["ratios"][name]["wall"]["high"] < LIMIT for name in LIMITED))
 
 
 if __name__ == "__main__":

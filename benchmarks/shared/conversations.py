@@ -1,6 +1,6 @@
-"""Chats about pictures with given lengths: what a packing benchmark trains on, without a download.
+"""Conversations about images with given lengths: the data of a packing benchmark, without a download.
 
-In: (tokens, images) of each sample. Out: a JSONL, pictures and a tokenizer, read by the project's own data path.
+In: (tokens, images) of each sample. Out: a JSONL, images and a tokenizer, read by the project's own data code.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PICTURES = 8
 
 
 def make_tokenizer(folder: Path, *, num_words: int) -> ChatTokenizer:
-    """One token a word: ``w0``, ``w1``, ..."""
+    """One token per word: ``w0``, ``w1``, ..."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace
@@ -43,8 +43,8 @@ def make_tokenizer(folder: Path, *, num_words: int) -> ChatTokenizer:
 def write_conversations(
     folder: Path, samples: Sequence[tuple[int, int]], processor: VLMProcessor, *, num_words: int, tile: int
 ) -> UnifiedGenerationDataset:
-    """One question and answer a sample, of exactly so many tokens where its images leave room for words; pictures of
-    one tile each. The assistant says half of the words.
+    """One question and answer per sample, with exactly this number of tokens if its images leave enough for words; each
+    image has one tile. Half of the words are the assistant's.
     """
     draw, pixels = random.Random(0), np.random.default_rng(0)
     for number in range(PICTURES):

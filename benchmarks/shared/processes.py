@@ -1,4 +1,4 @@
-"""Fresh processes that measure themselves, and the anonymous memory of one."""
+"""New processes that measure themselves, and the anonymous memory of one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SAMPLED_S = 0.005
 
 
 class Memory(threading.Thread):
-    """The largest ``RssAnon`` of this process while it is entered, above what there was before. Bytes."""
+    """The largest ``RssAnon`` of this process inside the context, and the value before it. Bytes."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -34,7 +34,7 @@ class Memory(threading.Thread):
 
     @staticmethod
     def settled() -> int:
-        """After what is freed has been given back: blocks that malloc keeps would hide what is taken next."""
+        """After freed memory is returned to the system: blocks kept by malloc would hide later allocations."""
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         return Memory.now()
@@ -55,7 +55,7 @@ class Memory(threading.Thread):
 
 
 def launch(script: str, task: Mapping[str, Any], *, world: int, name: str) -> list[dict[str, Any]]:
-    """Run ``script --worker TASK`` in ``world`` processes; each ends with ``finish``. Every rank's result."""
+    """Run ``script --worker TASK`` in ``world`` processes; each ends with ``finish``. Returns every rank's result."""
     with tempfile.TemporaryDirectory() as results:
         task = {**task, "result": f"{results}/{{rank}}.json"}
         port, processes = dist.free_port(), []
@@ -74,7 +74,7 @@ def launch(script: str, task: Mapping[str, Any], *, world: int, name: str) -> li
 
 
 def finish(task: Mapping[str, Any], result: Mapping[str, Any]) -> None:
-    """Leave a worker's result and end the process."""
+    """Write a worker's result and end the process."""
     Path(task["result"].format(rank=dist.rank())).write_text(json.dumps(result))
     sys.stdout.flush()
-    os._exit(0)  # exits of DeepSpeed sometimes abort
+    os._exit(0)  # an ordinary exit with DeepSpeed sometimes aborts

@@ -1,4 +1,4 @@
-"""What every benchmark needs: the machine it ran on, a median with its interval, a result file that overwrites none."""
+"""Used by every benchmark: a description of the machine, a median with its interval, a result file with a new name."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def interval(ratios: Sequence[float]) -> dict[str, float]:
 
 
 def environment() -> dict[str, Any]:
-    """Machine, versions and commit: what a number must be read with."""
+    """Machine, versions and commit of a result."""
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     models = [line.split(":", 1)[1].strip() for line in info.splitlines() if line.startswith("model name")]
     return {
@@ -50,7 +50,7 @@ def _git(*arguments: str) -> str:
 
 
 def write_result(name: str, record: Mapping[str, Any], *, folder: Path = RESULTS) -> Path:
-    """Write ``<name>_<date>.json``; where it is taken, ``<name>_<date>_2.json`` and so on."""
+    """Write ``<name>_<date>.json``; if it exists, ``<name>_<date>_2.json`` and so on."""
     today = datetime.date.today().isoformat()
     folder.mkdir(parents=True, exist_ok=True)
     path, number = folder / f"{name}_{today}.json", 2

@@ -1,4 +1,4 @@
-"""Two sides that take turns in one process: how long a turn is, its clock, and the generators of each side."""
+"""Two sides that run in turns in one process: the length of a turn, its clock, and the generators of each side."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 
 @dataclass(frozen=True)
 class Plan:
-    """How the two sides take turns, in updates."""
+    """The turns of the two sides, in updates."""
 
     pairs: int
     timed: int
     lead: int = 5
-    """Updates of a block before the timed ones: they use up what the workers had ready from the other side's turn."""
+    """Updates of a block before the timed ones: they consume the batches prepared during the other side's turn."""
     warm_up: int = 20
     settle_s: float = 0.3
 
@@ -42,7 +42,7 @@ class Block:
 
 
 class Stopwatch:
-    """Wall and CPU time since it was made, with the device idle at both ends."""
+    """Wall and CPU time since its creation; the device is idle at both ends."""
 
     def __init__(self) -> None:
         _synchronise()
@@ -59,7 +59,7 @@ def _synchronise() -> None:
 
 
 class RandomState:
-    """The torch generators of one side, put in place while it has its turn: both draw the same dropout masks."""
+    """The torch generators of one side, restored for its turn, so that both sides use the same dropout masks."""
 
     def __init__(self) -> None:
         self._cpu = torch.get_rng_state()

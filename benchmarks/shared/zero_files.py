@@ -1,7 +1,7 @@
 """Checkpoints in DeepSpeed's layout without an engine: large ones need no memory for gradients and no training.
 
-In: the names and shapes of a model, in its optimizer's groups. Out: what ``engine.save_checkpoint`` of DeepSpeed 0.19.8
-leaves after bf16 training on two processes. ``compare`` holds the files against those of a real engine.
+In: the names and shapes of a model, in its optimizer's groups. Out: the files of ``engine.save_checkpoint`` of
+DeepSpeed 0.19.8 after bf16 training on two processes. ``compare`` compares the files with those of a real engine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Model:
-    """What is written. ``value``: name -> all elements, flat, fp32."""
+    """The content of a checkpoint. ``value``: name -> all elements, flat, fp32."""
 
     groups: list[Shapes]
     frozen: Shapes
@@ -60,7 +60,7 @@ class Model:
 
 
 def decoder(numel: int) -> Model:
-    """A decoder of about ``numel`` parameters; awkward: tied weights, a frozen tower, two groups, a buffer."""
+    """A decoder of about ``numel`` parameters, with tied weights, a frozen tower, two groups and a buffer."""
     layers, vocab = 24, 32_003
     width = round(math.sqrt(numel / (12.2 * layers)))
     inner = (numel - vocab * width - layers * 4 * width * width) // (3 * layers * width)
@@ -137,7 +137,7 @@ def _optimizer(model: Model, stage: int, rank: int) -> dict[str, Any]:
 
 
 def _part2(model: Model, shapes: Shapes, rank: int) -> tuple[Tensor, OrderedDict[str, Any], int]:
-    """A rank's equal cut of the group's flat buffer, what lies where in it, and the padding left off at its end."""
+    """A rank's equal part of the group's flat buffer, its offsets, and the padding omitted at its end."""
     from deepspeed.utils.tensor_fragment import fragment_address
 
     total = sum(math.prod(shape) for shape in shapes.values())
@@ -193,7 +193,7 @@ def _model2(model: Model) -> dict[str, Any]:
 
 
 def _model3(model: Model, rank: int) -> dict[str, Any]:
-    """A file for each rank: placeholders, and its part of what is frozen."""
+    """A file for each rank: placeholders, and its part of the frozen parameters."""
     names = [name for shapes in (*model.groups, model.frozen, model.tied) for name in shapes]
     module = OrderedDict((name, torch.empty(0, dtype=torch.bfloat16)) for name in names)
     fragments: OrderedDict[str, Tensor] = OrderedDict()
@@ -214,7 +214,7 @@ def _model3(model: Model, rank: int) -> dict[str, Any]:
 
 
 def compare(made: Path, real: Path) -> list[str]:
-    """What is different: files, keys, types, shapes, dtypes; and the values of every weight and buffer."""
+    """The differences: files, keys, types, shapes, dtypes; and the values of every weight and buffer."""
     names = [{path.name for path in folder.iterdir()} for folder in (made, real)]
     if names[0] != names[1]:
         return [f"files {sorted(names[0] ^ names[1])}"]

@@ -1,8 +1,8 @@
 """Checkpoints written by plain DeepSpeed, without this project: ``python -m tests.checkpoint.plain_deepspeed OUT``.
 
-Two forked processes over gloo train a small model with everything that is awkward to merge: odd sizes, tied weights, a
-frozen module, two groups, buffers. ``OUT/<case>/`` is what a user would have; ``OUT/<case>.safetensors`` holds the
-weights as the engine had them. ``mmengine`` is the case laid out, and filled, as mmengine's strategy does it.
+Two forked processes over gloo train a small model with all cases that are difficult to merge: odd sizes, tied weights,
+a frozen module, two groups, buffers. ``OUT/<case>/`` is the directory of a user; ``OUT/<case>.safetensors``
+has the weights of the engine. The case ``mmengine`` has the structure and the content of mmengine's strategy.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class AwkwardModel(nn.Module):
 
 
 def mmengine_state() -> dict[str, Any]:
-    """What ``mmengine``'s runner and DeepSpeed strategy hand to DeepSpeed, with its own classes and numpy's."""
+    """The client state that ``mmengine``'s runner and strategy pass to DeepSpeed, with its own classes and numpy's."""
     import numpy as np
     from mmengine.config import ConfigDict
     from mmengine.logging import MessageHub
@@ -108,7 +108,7 @@ def train(case: str, out: Path) -> None:
 
 
 def _masters(engine: Any) -> dict[str, torch.Tensor]:
-    """Weights by name, in fp32, as the engine has them. Collective."""
+    """The engine's weights by name, in fp32. Collective."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     found = {}
@@ -119,7 +119,7 @@ def _masters(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def run(out: Path) -> None:
-    """Both processes, all cases, one start."""
+    """Starts both processes once, for all cases."""
     from unigen_ds.core.dist import free_port
 
     port, children = free_port(), []
@@ -161,7 +161,7 @@ def _process(rank: int, port: int, out: Path) -> None:
 
 @cache
 def checkpoints() -> Path:
-    """The folder of all cases, written once a test session."""
+    """The folder of all cases, written once per test session."""
     import atexit
     import shutil
     import subprocess

@@ -93,7 +93,7 @@ def save_chain(work_dir: Path, *iterations: int, parent: str | None = None) -> l
 
 
 def write_state(backend: Backend, directory: Path) -> str:
-    """The engine's files of a lone process, without a checkpoint around them. Returns the layout."""
+    """The engine's files only, of one process, without the rest of a checkpoint. Returns the layout."""
     state = backend.state_files()
     results = [write_output(directory, file)[2] for file in state.files]
     for file in state.index([[result for result in results if result is not None]]):
@@ -102,7 +102,7 @@ def write_state(backend: Backend, directory: Path) -> str:
 
 
 def flip_byte(path: Path, at: int = -1) -> None:
-    """Change one byte; size and name stay."""
+    """Change one byte, but neither size nor name."""
     content = bytearray(path.read_bytes())
     content[at] ^= 1
     path.write_bytes(content)

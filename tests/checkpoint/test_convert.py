@@ -1,4 +1,4 @@
-"""Merging: bit-equal to DeepSpeed's script and to what the engine held, complete or absent."""
+"""Merging: bit-equal to DeepSpeed's script and to the engine's weights; the output is complete or absent."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def theirs(source: Path, out: Path, **arguments: object) -> dict[str, Tensor]:
     return load(out)
 
 
-# ---- against DeepSpeed's script ------------------------------------------------------------------------------------
+# ---- compared with DeepSpeed's script ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", ZERO)
@@ -73,7 +73,7 @@ def test_plain_deepspeed_is_merged_as_its_own_script_does_it(plain, tmp_path, ca
     wanted = theirs(source_of(plain, case), tmp_path / "theirs")
     merge(source_of(plain, case), tmp_path / "ours", verify=True)
     found = load(tmp_path / "ours")
-    if case.startswith("zero1"):  # it leaves frozen parameters out there
+    if case.startswith("zero1"):  # it omits frozen parameters there
         assert found.keys() - wanted.keys() == {"frozen.weight", "frozen.bias"}
         found = {name: found[name] for name in wanted}
     assert equal(found, wanted)
@@ -100,7 +100,7 @@ def test_its_files_too(plain, tmp_path, case, arguments):
 
 @pytest.mark.parametrize("case", [*ZERO, "zero0"])
 def test_the_model_takes_it(plain, tmp_path, case):
-    """Strictly: tied names, buffers, frozen parameters; and the tied ones are one tensor still."""
+    """Strictly: tied names, buffers, frozen parameters; tied parameters are still one tensor."""
     merge(source_of(plain, case), tmp_path / "out")
     state = torch.load(tmp_path / "out" / "pytorch_model.bin")
     model = AwkwardModel()
@@ -144,7 +144,7 @@ def run_of(name: str) -> Outcome:
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_every_engines_weights(tmp_path, name):
-    """What the engine held; tied names too, so that a fresh model takes it strictly."""
+    """The engine's weights, also under tied names, so that a new model loads them strictly."""
     run = run_of(name)
     merge(run.checkpoints[-1], tmp_path / "out", verify=True)
     found = load(tmp_path / "out")
@@ -171,7 +171,7 @@ def test_the_average(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["zero2@2-fp32", "FULL_SHARD@2-fp32"])
 def test_without_the_manifest(tmp_path, name):
-    """What the files themselves tell; DCP's do not know which names are tied."""
+    """The information in the files only; DCP's do not store which names are tied."""
     run = run_of(name)
     copy = shutil.copytree(run.checkpoints[-1], tmp_path / "copy")
     (copy / "manifest.json").unlink()
@@ -211,7 +211,7 @@ def test_the_checkpoint_itself_is_no_output(tmp_path):
 
 
 def entries_of(state: dict[str, Tensor]) -> list[Entry]:
-    """As they are; names of one tensor are tied."""
+    """Unchanged; names of the same tensor are tied."""
     first: dict[int, str] = {}
     return [
         Entry(name, tuple(t.shape), t.dtype, first.setdefault(id(t), name), lambda a, b, t=t: [t.reshape(-1)[a:b]])
@@ -231,7 +231,7 @@ def odd_tensors() -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("mmap", [False, True])
 def test_the_archive_is_what_torch_writes(tmp_path, mmap):
-    """The same pickle byte for byte, checksums that hold, storages aligned for mapping."""
+    """The same pickle byte for byte, correct checksums, storages aligned for mapping."""
     state = odd_tensors()
     written: list[int] = []
     write_torch(tmp_path / "model.bin", entries_of(state), written.append)
@@ -259,8 +259,8 @@ def test_safetensors_of_any_kind(tmp_path):
 
 
 def test_pieces_are_bounded():
-    """However large the tensor, and a cast costs no more."""
-    large = torch.zeros(1).expand(10**9)  # 4 GB that are not there
+    """For tensors of any size, also with a cast."""
+    large = torch.zeros(1).expand(10**9)  # 4 GB that are not allocated
     entry = Entry("x", (10**9,), torch.bfloat16, "x", lambda start, stop: [large[start:stop]])
     for number, piece in enumerate(entry.pieces()):
         assert piece.nbytes <= 16 << 20 and piece.dtype == torch.bfloat16
@@ -290,12 +290,12 @@ def test_killed_half_way_it_leaves_no_output(plain, tmp_path, when):
     assert ended.returncode == -signal.SIGKILL
     assert not out.exists() and len(list(tmp_path.iterdir())) == 1
     merge(source, out, max_shard_size="1KB")
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]  # what was left is swept
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]  # the remaining files are removed
     assert equal(load(out), theirs(source, tmp_path / "theirs"))
 
 
 def test_an_output_that_exists_is_replaced_at_the_end(plain, tmp_path):
-    """Files of others stay; shards of the older merge go; until then every old byte is there."""
+    """Other files are kept; shards of the older merge are removed; until then every old byte remains."""
     out = tmp_path / "out"
     merge(source_of(plain, "zero3"), out, max_shard_size="1KB")
     (out / "config.json").write_text("{}")

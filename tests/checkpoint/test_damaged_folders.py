@@ -1,4 +1,4 @@
-"""One damaged checkpoint folder never blocks the good one beside it: hundreds of damaged manifests, fixed seeds."""
+"""A damaged checkpoint folder never prevents the use of a valid one: hundreds of damaged manifests, fixed seeds."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ WILD: list[Any] = [
 
 @pytest.fixture
 def work_dir(tmp_path) -> Path:
-    """A good checkpoint, and a folder whose manifest the test writes."""
+    """A valid checkpoint, and a folder whose manifest the test writes."""
     save(tmp_path, "iter_12.pth")
     (tmp_path / DAMAGED).mkdir()
     return tmp_path
 
 
 def examine(work_dir: Path) -> store.Found:
-    """All that looks at a work dir: lists, chooses, prints, plans. Returns the damaged folder as it was found."""
+    """Everything that reads a work dir: list, choose, print, plan. Returns the entry of the damaged folder."""
     found = {f.path.name: f for f in store.list_checkpoints(work_dir)}
     assert found["iter_12.pth"].problem is None
     store.next_commit(work_dir)
@@ -62,7 +62,7 @@ def examine(work_dir: Path) -> store.Found:
         assert chosen.path.name == "iter_12.pth"
         assert plan_resume(work_dir, resume=True, load_from=None).checkpoint == work_dir / "iter_12.pth"
         assert len(found[DAMAGED].problem) < 2000
-    "\n".join(listing.table(work_dir)).encode()  # a terminal accepts it
+    "\n".join(listing.table(work_dir)).encode()  # a terminal can print it
     return found[DAMAGED]
 
 
@@ -85,13 +85,13 @@ def nodes(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def signed(state: dict[str, Any]) -> bytes:
-    """With a digest that agrees, so that only the values are wrong."""
+    """With a correct digest, so that only the values are wrong."""
     digest = hashlib.blake2b(json.dumps(state, sort_keys=True).encode(), digest_size=16).hexdigest()
     return json.dumps(state | {"digest": digest}).encode()
 
 
 def wrong(draw: random.Random, good: dict[str, Any]) -> bytes:
-    """A value replaced or left out, with a digest that agrees; or bytes changed."""
+    """A value replaced or removed, with a correct digest; or bytes changed."""
     state = json.loads(json.dumps(good))
     path = draw.choice([p for p in nodes(state) if p])
     inner = state
@@ -153,7 +153,7 @@ def test_a_damaged_lineage_is_a_named_error(tmp_path, content):
 
 
 def test_a_damaged_hint_is_no_hint(work_dir):
-    """``last_checkpoint`` is for people: what cannot be read names nothing."""
+    """``last_checkpoint`` is only a hint: an unreadable file names no checkpoint."""
     (work_dir / "last_checkpoint").write_bytes(b"\xff\xfe\x00")
     assert store.read_hint(work_dir) is None
     (work_dir / DAMAGED).rmdir()

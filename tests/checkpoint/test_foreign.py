@@ -1,4 +1,4 @@
-"""Directories without a manifest: what they tell, what they cannot, and nothing in them is executed."""
+"""Directories without a manifest: stored and missing information; nothing in them is executed."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_what_the_files_tell(written, case):
 
 @pytest.mark.parametrize("case", ["zero1-bf16", "zero3", "mmengine"])
 def test_another_engine_takes_it(written, case):
-    """Weights, moments and Adam step go into the ``single`` engine: this is what a later resume stands on."""
+    """Weights, moments and Adam step are loaded into the ``single`` engine: a later resume depends on this."""
     found = open_foreign(written / case, tag="iter_6.pth" if case == "mmengine" else None)
     held = load_safetensors(written / f"{case}.safetensors")
     backend = SingleBackend()
@@ -150,7 +150,7 @@ def test_a_wrong_assumption_is_named(text, said):
         parse_assume(text)
 
 
-# ---- what is no such directory ---------------------------------------------------------------------------------------
+# ---- other directories -----------------------------------------------------------------------------------------------
 
 
 def test_the_tag_is_found(written, copy, tmp_path):
@@ -188,7 +188,7 @@ def test_missing_optimizer_files_are_not_taken_for_a_run_without_zero(copy):
 
 
 class Evil:
-    """Unpickled, it makes a file, by one of several ways."""
+    """Unpickling it creates a file, by one of several methods."""
 
     def __init__(self, path: Path, way: str) -> None:
         self.path, self.way = path, way
@@ -211,7 +211,7 @@ def test_a_call_is_refused_and_never_done(copy, tmp_path, way, where):
     with pytest.raises(CheckpointError, match=rf"{MODEL_FILE} is refused: it asks for a call of [\w.]*{name}"):
         open_foreign(copy)
     assert not mark.exists()
-    torch.load(copy / MODEL_FILE, weights_only=False)  # the payload is real: the ordinary way runs it
+    torch.load(copy / MODEL_FILE, weights_only=False)  # the payload works: ordinary unpickling runs it
     for _ in range(100):
         if mark.exists():
             break
@@ -220,7 +220,7 @@ def test_a_call_is_refused_and_never_done(copy, tmp_path, way, where):
 
 
 class Mine:
-    """A user's class in ``client_state``; loading it would say so."""
+    """A user's class in ``client_state``; unpickling it would be detected."""
 
     loaded = False
 

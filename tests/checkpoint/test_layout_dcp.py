@@ -1,4 +1,4 @@
-"""PyTorch's distributed checkpoints, read without unpickling anything but known records."""
+"""PyTorch's distributed checkpoints, read without unpickling anything except known records."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def run_of(name: str) -> Outcome:
 
 @pytest.fixture
 def checkpoint(tmp_path) -> Path:
-    """A copy that may be damaged."""
+    """A copy that a test may damage."""
     return Path(shutil.copytree(run_of("FULL_SHARD@2-fp32").checkpoints[-1], tmp_path / "iter.pth"))
 
 
 class Evil:
-    """Unpickled, it makes a file."""
+    """Unpickling it creates a file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -81,7 +81,7 @@ def test_any_range_may_be_read(name):
 
 
 def test_crafted_metadata_is_refused_and_not_executed(checkpoint, tmp_path):
-    """The real records with one object more, whose unpickling runs a command."""
+    """The real records with one additional object, whose unpickling runs a command."""
     path, mark = checkpoint / ".metadata", tmp_path / "executed"
     metadata = pickle.loads(path.read_bytes())
     metadata.planner_data = Evil(mark)
@@ -89,7 +89,7 @@ def test_crafted_metadata_is_refused_and_not_executed(checkpoint, tmp_path):
     with pytest.raises(CheckpointError, match=r"system.*not allowed"):
         DCPReader(checkpoint)
     assert not mark.exists()
-    pickle.loads(path.read_bytes())  # the payload is real: the ordinary way runs it
+    pickle.loads(path.read_bytes())  # the payload works: ordinary unpickling runs it
     assert mark.exists()
 
 

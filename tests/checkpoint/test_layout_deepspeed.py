@@ -1,4 +1,4 @@
-"""DeepSpeed's files, read without deepspeed: the right numbers, nothing executed, damage named."""
+"""DeepSpeed's files, read without deepspeed: correct numbers, nothing executed, damage reported."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def run_of(name: str) -> Outcome:
 
 @pytest.fixture
 def checkpoint(tmp_path, request) -> Path:
-    """A copy that may be damaged, of the run named by the parameter (ZeRO-2 by default)."""
+    """A copy, which a test may damage, of the run named by the parameter (ZeRO-2 by default)."""
     name = getattr(request, "param", "zero2@2-fp32")
     return Path(shutil.copytree(run_of(name).checkpoints[-1], tmp_path / "iter.pth"))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_files_have_the_names_that_deepspeed_gives_them(name):
-    """``bf16_`` where bf16 is enabled; ZeRO-3 has model states of every rank."""
+    """``bf16_`` if bf16 is enabled; ZeRO-3 has model states of every rank."""
     bf16, zero3 = "bf16_" if name.endswith("bf16") else "", name.startswith("zero3")
     ranks = [f"zero_pp_rank_{rank}_mp_rank_00" for rank in range(2)]
     wanted = [f"{bf16}{rank}_optim_states.pt" for rank in ranks]
@@ -47,7 +47,7 @@ def test_the_files_have_the_names_that_deepspeed_gives_them(name):
 
 
 class Evil:
-    """Unpickled, it makes a file."""
+    """Unpickling it creates a file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -58,7 +58,7 @@ class Evil:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_reader_gives_what_the_engine_held(name):
-    """Every parameter (cut anywhere, frozen, tied) and buffer, bit by bit."""
+    """Every parameter (split at any element, frozen, tied) and buffer, bit by bit."""
     run = run_of(name)
     reader = DeepSpeedReader(run.checkpoints[-1])
     names, buffers = set(reader.names("master")), set(reader.names("buffer"))
@@ -85,7 +85,7 @@ def test_moments_and_steps_cover_every_trained_parameter(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_any_range_may_be_read(name):
-    """Ranges that begin and end anywhere, over the border between two ranks' files too."""
+    """Ranges that begin and end anywhere, also across the boundary between two ranks' files."""
     run = run_of(name)
     reader = DeepSpeedReader(run.checkpoints[-1])
     whole = run.held["emb.weight"].flatten()
@@ -105,7 +105,7 @@ def test_deepspeeds_own_script_gives_the_same(name):
     theirs = get_fp32_state_dict_from_zero_checkpoint(str(directory), tag=".")
     absent = {key for key in reader.names("master") if key not in theirs}
     assert absent <= {key for key in reader.names("master") if key.startswith("frozen.")}
-    assert not absent or name.startswith("zero1")  # it leaves frozen parameters out there
+    assert not absent or name.startswith("zero1")  # it omits frozen parameters there
     for key in set(reader.names("master")) - absent:
         ours = reader.read("master", key, 0, reader.numel("master", key))
         assert torch.equal(ours.float(), theirs[key].flatten().float()), key
@@ -113,7 +113,7 @@ def test_deepspeeds_own_script_gives_the_same(name):
 
 @pytest.mark.parametrize(("overflows", "good"), [((), 5), ((0,), 4), ((1, 2), 2), ((4,), 0)])
 def test_the_loss_scale_goes_through_the_file_and_back(checkpoint, overflows, good):
-    """DeepSpeed's own scaler after five updates, into its file, out of it, into another scaler and again."""
+    """DeepSpeed's own scaler after five updates, saved, loaded into another scaler and saved again."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
     def make() -> Any:
@@ -150,14 +150,14 @@ def test_deepspeed_is_not_imported():
 
 @pytest.mark.parametrize("file", ["mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt"])
 def test_a_crafted_file_is_refused_and_not_executed(checkpoint, tmp_path, file):
-    """A real file with one object more, whose unpickling runs a command."""
+    """A real file with one additional object, whose unpickling runs a command."""
     mark = tmp_path / "executed"
     state = torch.load(checkpoint / file, weights_only=False)
     torch.save({**state, "extra": Evil(mark)}, checkpoint / file)
     with pytest.raises(CheckpointError, match=file):
         DeepSpeedReader(checkpoint)
     assert not mark.exists()
-    torch.load(checkpoint / file, weights_only=False)  # the payload is real: the ordinary way runs it
+    torch.load(checkpoint / file, weights_only=False)  # the payload works: ordinary unpickling runs it
     assert mark.exists()
 
 
@@ -174,7 +174,7 @@ def test_a_bare_pickle_is_refused(tmp_path):
 @pytest.mark.parametrize("checkpoint", ["zero1@2-bf16", "zero2@2-fp32", "zero3@2-fp32"], indirect=True)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_missing_rank_is_named(checkpoint, rank):
-    """The last one too, which leaves no gap in the names."""
+    """Also the last one, whose absence leaves no gap in the names."""
     (found,) = [p for p in checkpoint.glob(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")]
     found.unlink()
     with pytest.raises(CheckpointError, match=f"of rank {rank}"):

@@ -1,4 +1,4 @@
-"""One run at a time in a work dir; a killed one holds nothing."""
+"""One run at a time in a work dir; a killed run keeps no lock."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, ".")
 from unigen_ds.checkpoint.lock import WorkDirLock
 lock = WorkDirLock(Path(sys.argv[1]))
-if os.fork() == 0:  # a worker process that outlives a killed run
+if os.fork() == 0:  # a worker process that continues after the run is killed
     time.sleep(20)
     os._exit(0)
 print("held", flush=True)
@@ -45,7 +45,7 @@ def test_a_second_process_is_refused_and_told_by_whom(tmp_path, holder):
 def test_the_lock_of_a_killed_process_is_free_at_once(tmp_path, holder):
     holder.kill()
     holder.wait()
-    lock = WorkDirLock(tmp_path)  # although a child of it lives on
+    lock = WorkDirLock(tmp_path)  # although a child process of it is still running
     assert lock.exclusive
     lock.release()
     lock.release()

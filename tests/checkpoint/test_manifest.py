@@ -1,4 +1,4 @@
-"""The manifest: a lossless round trip, and no damage goes unnoticed."""
+"""The manifest: a lossless round trip, and all damage is detected."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_something_else(tmp_path, text):
 
 
 def test_a_changed_number_is_noticed(tmp_path):
-    """A position that is off by one would repeat or skip data, and no file hash would tell."""
+    """A position with an error of one would repeat or skip data, and no file hash would show it."""
     path = write(tmp_path)
     state = json.loads(path.read_text())
     state["loader"]["cursor"]["row"] += 1

@@ -1,4 +1,4 @@
-"""Weights of one model for another: what is taken, from where, and what is said of the rest."""
+"""Weights of one model for another: which are loaded, from where, and the report about the others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class Recorder(SafetensorsReader):
-    """Remembers what was read."""
+    """Records which tensors were read."""
 
     def read(self, kind: str, name: str, start: int, stop: int) -> Tensor:
         self.__dict__.setdefault("asked", []).append((name, start, stop))
@@ -40,7 +40,7 @@ def stored(folder: Path, tensors: dict[str, Tensor], *, parameters: list[str] | 
 
 
 def rows(*names: str, tied: dict[str, str] | None = None, **shapes: tuple[int, ...]) -> list[dict[str, Any]]:
-    """A parameter table; in names of keywords ``__`` stands for a dot."""
+    """A parameter table; in names of keywords ``__`` means a dot."""
     given = {name: (2, 3) for name in names} | {name.replace("__", "."): shape for name, shape in shapes.items()}
     aliases = tied or {}
     return [{"name": name, "shape": [*shape], "tied": [aliases[name]] if name in aliases else []}
@@ -112,7 +112,7 @@ def test_tied_weights_that_are_stored_twice_are_taken_where_they_are_equal(tmp_p
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_new_rows_are_the_mean_wherever_the_range_is_cut(tmp_path, monkeypatch, dtype):
-    """Also where the stored rows are summed in several pieces, of which the last is shorter."""
+    """Also if the stored rows are summed in several pieces, of which the last is shorter."""
     monkeypatch.setattr(partial, "_PIECE", 7)
     old = numbers(5, 3).to(dtype)
     reader = stored(tmp_path, {EMBEDDING: old})
@@ -152,7 +152,7 @@ def test_only_rows_of_a_vocabulary_are_resized(tmp_path, name, shape):
     assert found.reshaped == {name: ((5, 3), shape)} and not found.resized
 
 
-# ---- what does not fit ----------------------------------------------------------------------------------------------
+# ---- differences ----------------------------------------------------------------------------------------------------
 
 
 def test_each_difference_is_refused_by_name_until_it_is_allowed(tmp_path):
@@ -180,7 +180,7 @@ def test_a_long_list_is_cut_in_the_message_and_whole_in_the_report(tmp_path):
 
 
 def test_what_is_kept_stays_and_the_rest_is_loaded(tmp_path):
-    """A batch norm has buffers, too: one of them is not in the file."""
+    """A batch norm also has buffers: one of them is not in the file."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

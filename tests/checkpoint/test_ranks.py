@@ -34,7 +34,7 @@ report = {}
 
 
 class Halves:
-    """Each rank holds and writes one half of ``w``."""
+    """Each rank has and writes one half of ``w``."""
 
     broken = False
 
@@ -140,7 +140,7 @@ def test_a_failure_on_one_rank_fails_all_and_leaves_nothing(outcome):
 
 
 def test_what_ranks_wrote_is_reported_to_rank_0_alone(outcome):
-    """At 1,024 ranks the entries of all files are 160 MB: the others get the names of the folders, no more."""
+    """At 1,024 ranks the entries of all files are 160 MB: the other ranks receive only the names of the folders."""
     received = outcome[1][1]["received"]
     assert "iter_12.pth" in received and "safetensors" not in received and len(received) < 500
 

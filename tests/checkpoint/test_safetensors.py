@@ -1,4 +1,4 @@
-"""Flat ranges out of safetensors files, however they were cut."""
+"""Flat ranges of safetensors files, for any division into pieces."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WHOLE = torch.arange(60, dtype=torch.float32).reshape(5, 4, 3)
 
 @pytest.fixture
 def reader(tmp_path):
-    """A whole weight, a buffer and a scalar in one file; moments cut into uneven pieces over two files."""
+    """A whole weight, a buffer and a scalar in one file; moments in pieces of different sizes in two files."""
     save_file({"w": WHOLE, "running": torch.tensor(2.5), "row": WHOLE[0, 0].clone()}, tmp_path / "model.safetensors")
     flat = WHOLE.reshape(-1) + 0.5
     save_file(
@@ -69,7 +69,7 @@ def test_missing_names_and_elements(reader, tmp_path):
 
 
 def test_elements_that_are_there_twice_are_refused(reader, tmp_path):
-    """Which of two copies counts would depend on their names."""
+    """Which of two copies is used would depend on their names."""
     save_file({"w": WHOLE + 1}, tmp_path / "a_copy.safetensors")
     with pytest.raises(CheckpointError, match=r"master of w is in .*a_copy.*model"):
         SafetensorsReader(tmp_path)

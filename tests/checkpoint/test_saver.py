@@ -1,4 +1,4 @@
-"""A checkpoint exists completely or not at all, on a disk that is really full too."""
+"""A checkpoint exists completely or not at all, also on a disk that is really full."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_hint_that_cannot_be_written_does_not_undo_a_commit(tmp_path):
 
 def test_round_trip_of_random_states(tmp_path):
     random.seed(1), np.random.seed(2), torch.manual_seed(3)
-    random.gauss(0, 1), np.random.normal(), torch.randn(5)  # half-used generators, with a second normal kept
+    random.gauss(0, 1), np.random.normal(), torch.randn(5)  # used generators, with a stored second normal value
     path = save(tmp_path)
     expected = [random.random(), random.gauss(0, 1), np.random.normal(), np.random.rand(), torch.randn(700).tolist()]
     torch.manual_seed(99), random.seed(99), np.random.seed(99)
@@ -114,7 +114,7 @@ def test_random_states_of_another_process_count_are_not_used(tmp_path, ranks):
 
 
 def fill(disk: Path, *, leave: int) -> Path:
-    """Use up the disk but for ``leave`` bytes."""
+    """Fill the disk except for ``leave`` bytes."""
     ballast = disk / "ballast"
     free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
     ballast.write_bytes(b"x" * (free - leave))
@@ -122,7 +122,7 @@ def fill(disk: Path, *, leave: int) -> Path:
 
 
 def room(error: SaveError) -> tuple[int, int]:
-    """The bytes that were needed and free, as the message gives them."""
+    """The needed and the free bytes of the message."""
     found = re.search(r"it needs .* MiB \(([\d,]+) bytes\) and .* MiB \(([\d,]+) bytes\) are free", str(error))
     assert found, error
     needed, free = (int(number.replace(",", "")) for number in found.groups())
@@ -133,7 +133,7 @@ WIDTH = 12_000  # about 190 KiB of weights, as much of EMA, and twice that of mo
 
 
 def test_a_disk_that_fills_up_during_the_save(small_disk, monkeypatch):
-    """As with a quota, nothing shows beforehand: the write itself fails."""
+    """As with a quota, the free space does not show it: the write itself fails."""
     backend = make_backend(width=WIDTH)
     ballast = fill(small_disk, leave=600 * 1024)
     with monkeypatch.context() as patch, pytest.raises(SaveError, match=r"Errno 28.* Remedy: free disk") as caught:
@@ -164,7 +164,7 @@ def test_a_disk_that_is_too_full_is_refused_before_anything_is_written(small_dis
 
 
 def test_a_smaller_checkpoint_than_the_last_is_not_refused(small_disk):
-    """The EMA hook was removed: the last size, its folder left out, is what counts."""
+    """The EMA hook was removed: the last size without its folder is used."""
     backend = make_backend(width=WIDTH)
     save(small_disk, backend=backend)
     fill(small_disk, leave=660 * 1024)
@@ -214,7 +214,7 @@ class _Ballast(Hook):
 
 
 def test_a_stray_file_in_a_checkpoint_is_not_read(tmp_path):
-    """An export beside the checkpoint's own files was never verified."""
+    """An export in the checkpoint's folder was never verified."""
     backend = make_backend()
     path = save(tmp_path, backend=backend)
     (path / "a_copy.safetensors").write_bytes((path / "model.safetensors").read_bytes())
@@ -232,7 +232,7 @@ def test_an_unknown_layout_is_named(tmp_path):
 
 
 def test_a_killed_save_is_invisible(tmp_path):
-    """The process dies where the manifest would be written."""
+    """The process is killed when the manifest would be written."""
     code = (
         "import os, signal, sys; from pathlib import Path; sys.path.insert(0, '.')\n"
         "from tests.checkpoint.support import save\n"

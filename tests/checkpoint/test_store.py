@@ -1,4 +1,4 @@
-"""Which checkpoint is the newest that can be trusted, and what may be deleted."""
+"""Which checkpoint is the newest valid one, and which may be deleted."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_an_empty_or_absent_folder_has_none(tmp_path):
 
 
 def test_newest_is_the_last_committed_never_the_highest_number(tmp_path):
-    """After a batch change iteration 3000 may become 1500."""
+    """After a batch change iteration 1500 may follow iteration 3000."""
     save_chain(tmp_path, 900, 1200, 300)
     assert newest_name(tmp_path) == "iter_300.pth"
     assert names(store.list_checkpoints(tmp_path)) == ["iter_900.pth", "iter_1200.pth", "iter_300.pth"]
@@ -40,7 +40,7 @@ def test_newest_is_the_last_committed_never_the_highest_number(tmp_path):
 
 @pytest.mark.parametrize("hint", [None, "iter_12.pth", "iter_99.pth"], ids=["missing", "older", "deleted"])
 def test_the_hint_is_only_a_hint(tmp_path, hint):
-    """Older: killed between the rename and the hint. Deleted: somebody cleaned up."""
+    """Older: killed between the rename and the hint. Deleted: removed by a user."""
     save_chain(tmp_path, 12, 24)
     (tmp_path / store.HINT).unlink()
     if hint:
@@ -49,7 +49,7 @@ def test_the_hint_is_only_a_hint(tmp_path, hint):
 
 
 def test_a_hint_to_nothing_is_not_an_empty_folder(tmp_path):
-    """All checkpoints gone, but there were some (a disk that is not mounted): no silent fresh start."""
+    """All checkpoints are missing (a disk that is not mounted): no new start without a message."""
     path = save(tmp_path)
     shutil.rmtree(path)
     found, rejected = store.newest(tmp_path)
@@ -60,10 +60,10 @@ def test_a_hint_to_nothing_is_not_an_empty_folder(tmp_path):
 DAMAGE = {
     "a flipped byte": lambda path: flip_byte(path / "optimizer.safetensors", 2000 % 400),
     "a flipped byte in the EMA": lambda path: flip_byte(path / "ema" / "rank00000.safetensors"),
-    "a file cut short": lambda path: os.truncate(path / "model.safetensors", 50),
+    "a truncated file": lambda path: os.truncate(path / "model.safetensors", 50),
     "a missing file": lambda path: (path / "rng" / "rank00000.safetensors").unlink(),
     "no manifest": lambda path: (path / FILE_NAME).unlink(),
-    "a manifest cut short": lambda path: os.truncate(path / FILE_NAME, 100),
+    "a truncated manifest": lambda path: os.truncate(path / FILE_NAME, 100),
     "a changed manifest": lambda path: (path / FILE_NAME).write_text(
         (path / FILE_NAME).read_text().replace('"updates": 8', '"updates": 9')
     ),
@@ -121,7 +121,7 @@ def test_an_ordinary_resume_leaves_no_trace(tmp_path):
 
 
 def test_ancestors_survive_a_gap_in_the_chain(tmp_path):
-    """Retention has deleted the parent of the one that was resumed; a milestone before it is still of this run."""
+    """Retention deleted the parent of the resumed checkpoint; a milestone before it still belongs to this run."""
     paths = save_chain(tmp_path, 12, 24, 36)
     store.delete(paths[1])
     store.go_on_from(tmp_path, paths[2])
@@ -130,7 +130,7 @@ def test_ancestors_survive_a_gap_in_the_chain(tmp_path):
 
 
 def test_going_on_from_elsewhere(tmp_path):
-    """Until the first save of its own, the run's newest checkpoint is the one in the other folder."""
+    """Before its first own save, the run's newest checkpoint is the one in the other folder."""
     here, there = tmp_path / "here", tmp_path / "there"
     stale = save(here, "iter_99.pth")
     start = save(there, "iter_12.pth")
@@ -146,7 +146,7 @@ def test_going_on_from_elsewhere(tmp_path):
 
 
 def test_commit_numbers_are_never_given_twice(tmp_path):
-    """Else a new checkpoint would carry a number that was left behind."""
+    """Otherwise a new checkpoint would have the number of an abandoned one."""
     paths = save_chain(tmp_path, 12, 24, 36)
     store.go_on_from(tmp_path, paths[0])
     shutil.rmtree(paths[1])
@@ -218,7 +218,7 @@ def test_protected_ones_stay_and_do_not_count(tmp_path):
 
 
 def test_a_deletion_that_is_cut_short_leaves_nothing_that_looks_complete(tmp_path, monkeypatch):
-    """Every system call of a deletion fails in turn: what is left is either untouched or no checkpoint."""
+    """Every system call of a deletion fails once: the rest is either the unchanged checkpoint or not a checkpoint."""
     original = save(tmp_path / "original")
     calls = ("rename", "fsync", "unlink", "rmdir")
     for number, name in enumerate(calls):

@@ -17,12 +17,12 @@ PIECE = re.compile(r"<[^<>\s]+>|[\s\S]")
 
 
 def golden_text(spaced: str) -> list[str]:
-    """Tokens of a text whose tokens are set apart by one space, a space itself among them."""
+    """Tokens of a text that are separated by one space; a space can be a token itself."""
     return re.findall(rf"({PIECE.pattern})(?: |$)", spaced)
 
 
 def character_tokenizer(template: str = CONFIG["lm_chat_template"]) -> PreTrainedTokenizerFast:
-    """One id a character, with the ids of the golden samples; tokens in angle brackets are whole."""
+    """One id per character, with the ids of the golden samples; tokens in angle brackets are one id."""
     vocabulary = {
         token: i
         for sample in META["samples"]

@@ -1,4 +1,4 @@
-"""Tiny real tokenizers, pictures and data files that the data tests share."""
+"""Tiny real tokenizers, images and data files for the data tests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SPECIAL = BAGEL_META["special_ids"]
 
 
 class ByteTokenizer:
-    """One id a byte; five special ids above them."""
+    """One id per byte; five special ids after them."""
 
     bos_id, eos_id, pad_id, image_start_id, image_end_id = 256, 257, 258, 259, 260
     fingerprint = "bytes"
@@ -90,7 +90,7 @@ def write_jsonl(path: Path, records: list[Any]) -> Path:
 
 
 def mixed_records(folder: Path, number: int) -> list[Any]:
-    """Texts of many lengths, drawings, captions and edits, with pictures of several sizes."""
+    """Texts of many lengths, generation, captions and edits, with images of several sizes."""
     sizes = [(8, 8), (16, 24), (32, 16)]
     for k, (w, h) in enumerate(sizes):
         picture(folder / f"{k}.png", w, h, seed=k)

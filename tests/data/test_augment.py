@@ -1,4 +1,4 @@
-"""Augmentations: the same for the same key, inside their bounds, and only on images that are understood."""
+"""Augmentations: equal for equal keys, within their bounds, and only of images that the model reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Changed data on resume: each old record once an epoch, each new one from the next epoch on; all else is refused."""
+"""Changed data on resume: old records once per epoch, new ones from the next epoch on; all else is refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RECORDS = 40
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("data")
-    mixed_records(path, 1)  # the pictures
+    mixed_records(path, 1)  # the images
     return path
 
 
@@ -62,7 +62,7 @@ def sources(folder: Path, records: list[Any]) -> Sources:
 
 
 def stored(stream: SequenceStream, cursor: Cursor) -> dict[str, Any]:
-    """What a manifest keeps, through JSON as there."""
+    """The values that a manifest stores, converted through JSON."""
     loader: dict[str, Any] = json.loads(json.dumps({"cursor": cursor.state_dict(), **stream.identity}))
     return loader
 
@@ -72,7 +72,7 @@ def take(stream: SequenceStream, number: int, cursor: Cursor | None = None) -> l
 
 
 def epochs(stream: SequenceStream, cursor: Cursor, stop: int) -> list[tuple[int, Any, Cursor]]:
-    """(epoch, row, cursor behind it) up to the end of epoch ``stop - 1``."""
+    """(epoch, row, cursor after it) up to the end of epoch ``stop - 1``."""
     found, epoch = [], cursor.epoch
     for row, after in stream.rows(cursor):
         found.append((epoch, row, after))
@@ -98,12 +98,12 @@ def ids(stream: SequenceStream, rows: Sequence[tuple[int, Any, Cursor]]) -> list
 
 
 def built(datasets: list[Any], first: SequenceStream, **more: Any) -> SequenceStream:
-    """The stream of a resume's config, with what a manifest's ruler tells."""
+    """The stream of a resume's config, with the values of a manifest's ruler."""
     return make_stream(datasets, sequences_per_epoch=first.sequences_per_epoch, **more)
 
 
 def mid_epoch(stream: SequenceStream, epoch: int, rows: int) -> tuple[list[tuple[int, Any, Cursor]], Cursor]:
-    """All rows up to ``rows`` into ``epoch``, and the cursor there."""
+    """All rows up to row ``rows`` of ``epoch``, and the cursor there."""
     done = epochs(stream, Cursor(), epoch) if epoch else []
     first = len(done)
     done += epochs(stream, done[-1][2] if done else Cursor(), epoch + 1)[:rows]
@@ -133,14 +133,14 @@ def test_append_in_mid_epoch_is_exactly_once(sources: Sources, window: int | Non
 def test_a_resume_after_the_change_gives_the_same_rows_from_any_cursor(sources: Sources, window: int | None) -> None:
     old = make_stream(sources(a=17, b=9), window=window)
     _, cursor = mid_epoch(old, 1, 3)
-    make_stream(sources(a=20, b=12), window=window)  # a run of its own, whose cached plan is no plan of the other's
+    make_stream(sources(a=20, b=12), window=window)  # a separate run, which must not use the other's cached plan
     new, _ = continued(stored(old, cursor), built(sources(a=20, b=12), old, window=window), on_change="append")
     rows = epochs(new, Cursor(), 4)
     cursors = [Cursor(), *(after for _, _, after in rows)]
     assert [new.seek(i) for i in range(len(cursors))] == cursors
     names = [[d.sample_id(new.names) for d in row] for _, row, _ in rows]
     for i in range(cursor.sequences, len(rows) - 1, 7):
-        again = built(sources(a=20, b=12), old, window=window)  # without the flag: the change is on record
+        again = built(sources(a=20, b=12), old, window=window)  # without the flag: the change is recorded
         later, at = continued(stored(new, cursors[i]), again)
         assert at == cursors[i] and later.phases == new.phases
         assert take(later, 9, at) == take(new, 9, at)
@@ -152,7 +152,7 @@ def test_appended_twice(sources: Sources) -> None:
         stream = make_stream(sources(a=11, b=4), window=window)
         first_epoch = stream.sequences_per_epoch
         rows, cursor = mid_epoch(stream, 0, 2)
-        for sizes in ({"a": 13, "b": 4}, {"a": 13, "b": 9}):  # the first of them is overtaken before it begins
+        for sizes in ({"a": 13, "b": 4}, {"a": 13, "b": 9}):  # the first of them is replaced before it begins
             present = built(sources(**sizes), stream, window=window)
             stream, _ = continued(stored(stream, cursor), present, on_change="append")
         assert [phase.first_epoch for phase in stream.phases] == [0, 1]
@@ -161,7 +161,7 @@ def test_appended_twice(sources: Sources) -> None:
         present = built(sources(a=17, b=10), stream, window=window)
         stream, _ = continued(stored(stream, cursor), present, on_change="append")
         rows += epochs(stream, cursor, 4)
-        # the cursor stood between two epochs: the one to come has all
+        # the cursor is between two epochs: the next one has all records
         assert by_epoch(rows) == {0: once(11, 4), 1: once(13, 9), 2: once(17, 10), 3: once(17, 10)}
         assert len(set(ids(stream, rows))) == len(ids(stream, rows))
         assert stream.phases[-1].first_sequence == cursor.sequences and stream.sequences_per_epoch == first_epoch
@@ -202,7 +202,7 @@ def test_unpacked_epochs_are_rounded_by_the_first_geometry(sources: Sources) -> 
     lengths = Counter(epoch for epoch, _, _ in rows + epochs(new, cursor, 3))
     assert lengths == {0: 24, 1: 28, 2: 28} and new.sequences_per_epoch == 24
     assert new.tokens_per_sequence == old.tokens_per_sequence
-    # what was decided stays: a later resume does not round again
+    # the decision is kept: a later resume does not round again
     later, _ = continued(stored(new, cursor), built(sources(a=22, b=9), old, sequences_per_iteration=5))
     assert later.phases == new.phases
 
@@ -215,7 +215,7 @@ def test_weighted_ids_never_come_twice(sources: Sources, window: int | None, wei
     new, _ = continued(stored(old, cursor), present, on_change="append")
     rows += epochs(new, cursor, 4)
     assert len(set(ids(new, rows))) == len(ids(new, rows))
-    # with the new phase each source is gone through from its beginning: all of a before any of it again
+    # in the new phase each source starts from its beginning: all of a before any record of it repeats
     passes: dict[tuple[int, int], set[int]] = {}
     for epoch, row, _ in rows:
         for d in row:
@@ -330,7 +330,7 @@ def test_append_after_a_restart(sources: Sources) -> None:
     old = make_stream(sources(a=17))
     before, cursor = mid_epoch(old, 0, 4)
     new, at = continued(stored(old, cursor), built(sources(b=9), old, window=4), on_change="restart")
-    # at once, before anything was drawn: the restarted phase gives way
+    # immediately, before any sample was used: the restarted phase is replaced
     more, same = continued(stored(new, at), built(sources(b=12), old, window=4), on_change="append")
     assert same == at and [phase.first_epoch for phase in more.phases] == [1]
     assert more.seek(at.sequences) == at and by_epoch(epochs(more, at, 2)) == {1: once(12)}
@@ -378,7 +378,7 @@ def test_differences_in_words(sources: Sources) -> None:
 
 
 def test_a_checkpoint_without_phases_or_record_digests(sources: Sources) -> None:
-    """As they were written before data could be changed."""
+    """As written by versions in which data could not be changed."""
     for window in WINDOWS:
         old = make_stream(sources(a=17, b=9), window=window, sequences_per_iteration=4)
         was = stored(old, Cursor(0, 0, 1, 1))
@@ -401,7 +401,7 @@ ROWS = {
 
 @pytest.mark.parametrize(("window", "weights"), list(ROWS))
 def test_rows_without_phases_are_those_of_ever(sources: Sources, window: int | None, weights: Any) -> None:
-    """Pinned: checkpoints of every version go on with them."""
+    """Pinned: checkpoints of every version continue with these rows."""
     stream = make_stream(sources(a=17, b=9), window=window, weights=list(weights) if weights else None)
     assert [fingerprint(take(stream, 90)), stream.fingerprint] == ROWS[window, weights]
     assert stream.phases == (Phase(0, 0, 0, (17, 9), weights, None if window else stream.sequences_per_epoch),)

@@ -1,4 +1,4 @@
-"""The assistant's places of a conversation: those of public nanoVLM, and right for any template that appends."""
+"""The assistant's tokens of a conversation: those of public nanoVLM, and correct for any template that appends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def messages_of(text: str) -> list[dict[str, str]]:
 
 
 def shown(tokenizer: Any, ids: list[int], said: list[bool]) -> str:
-    """What the mask says that the assistant said."""
+    """The text that the mask attributes to the assistant."""
     return tokenizer.decode([i for i, own in zip(ids, said, strict=True) if own])
 
 

@@ -41,7 +41,7 @@ def same(one: PackedBatch, other: PackedBatch) -> None:
 
 
 class AsStated(ImageTransform):
-    """Gives each picture, known by its size in the file, the size that the pack states."""
+    """Returns for each image, identified by its size in the file, the size that the pack states."""
 
     def __init__(self, max_size: int, min_size: int, stride: int) -> None:
         super().__init__(max_size, min_size, stride)
@@ -70,9 +70,9 @@ def golden_processor(facts: dict[str, Any], **changes: Any) -> UnifiedProcessor:
 
 
 def golden_records(folder: Path, pack: dict[str, Any], processor: UnifiedProcessor) -> list[Any]:
-    """The four samples of the public pack as conversations, with pictures of the sizes it names.
+    """The four samples of the public pack as conversations, with images of its sizes.
 
-    No two files have the same size, so each has the pack's own size for the autoencoder and for the vision tower.
+    All files have different sizes, so each has the pack's own size for the autoencoder and for the vision tower.
     """
     left = {kind: [tuple(shape[:0:-1]) for shape in pack[f"{kind}_image_shapes"]] for kind in ("vae", "vit")}
     transforms = {"vae": processor.vae_transform, "vit": processor.vit_transform}
@@ -138,7 +138,7 @@ def test_golden_pack(tmp_path: Path, reweight: bool) -> None:
 
 
 def mask(batch: PackedBatch) -> Tensor:
-    """Who sees whom, spelled out from document, split and mode."""
+    """Which position attends to which, computed from document, split and mode."""
     t = torch.arange(batch.num_tokens)
     document, split, mode = batch.document_ids, batch.split_ids, batch.split_modes[batch.split_ids]
     same_split = split[:, None] == split[None]
@@ -203,12 +203,12 @@ def test_condition_dropout(tmp_path: Path) -> None:
     assert whole.split_modes.tolist() == [FULL, FULL, CAUSAL, NOISE]
     no_text = batch(text_dropout=1.0)
     assert no_text.split_modes.tolist() == [FULL, FULL, NOISE]
-    assert no_text.position_ids.tolist() == [0] * 3 + [1] * 6 + [2] * 3  # a dropped text uses up no position
+    assert no_text.position_ids.tolist() == [0] * 3 + [1] * 6 + [2] * 3  # a dropped text does not use positions
     no_vae, no_vit = batch(vae_dropout=1.0), batch(vit_dropout=1.0)
     assert no_vae.position_ids[0] == 1 and no_vae.position_ids[-1] == whole.position_ids[-1]
     assert no_vit.position_ids.tolist() == [0] * 3 + [2, 3, 4, 5] + [6] * 3
     assert len(no_vit.vit_patches) == 0 and no_vit.vit_patches.shape[1] == whole.vit_patches.shape[1]
-    assert torch.equal(no_vit.flow_noise, whole.flow_noise)  # what is left has the noise it had
+    assert torch.equal(no_vit.flow_noise, whole.flow_noise)  # the remaining images have the same noise
     everything = batch(text_dropout=1.0, vit_dropout=1.0, vae_dropout=1.0)
     assert everything.split_modes.tolist() == [NOISE] and everything.position_ids.tolist() == [2] * 3
     dropped = sum(batch(number, text_dropout=0.3).split_modes.numel() == 3 for number in range(300))
@@ -216,7 +216,7 @@ def test_condition_dropout(tmp_path: Path) -> None:
     spoken = write_jsonl(tmp_path / "spoken.jsonl", [talk(text("user", "ask"), text("assistant", "yes"))])
     dataset = UnifiedGenerationDataset(spoken, make_processor(text_dropout=1.0))
     answer = collate([(Draw(0, 0, 0),)], [dataset], dataset.processor, seq_length=200)
-    assert len(answer.text_ids) == 5 and len(answer.text_target_ids) == 4, "what is learned is never left out"
+    assert len(answer.text_ids) == 5 and len(answer.text_target_ids) == 4, "targets are never dropped"
 
 
 def test_a_noise_image_uses_up_no_position(tmp_path: Path) -> None:
@@ -244,11 +244,11 @@ def test_unreadable_images_become_padding_of_the_planned_length(tmp_path: Path) 
     records: list[Any] = [{"text_prompt": "p", "image_path": f"{name}.png"} for name in names]
     dataset = UnifiedGenerationDataset(write_jsonl(tmp_path / "t.jsonl", records), make_processor(), name="t")
     lengths = dataset.lengths()[0].tolist()
-    assert lengths[3] < lengths[4]  # never readable: planned with the smallest image
+    assert lengths[3] < lengths[4]  # never readable: planned with the smallest size
     (tmp_path / "cut.png").write_bytes((tmp_path / "cut.png").read_bytes()[:100])
     picture(tmp_path / "replaced.png", 32, 16)
     (tmp_path / "gone.png").unlink()
-    picture(tmp_path / "never.png", 16, 16)  # repaired after indexing: still the plan's length, still a skip
+    picture(tmp_path / "never.png", 16, 16)  # repaired after indexing: the length of the plan, and still skipped
     row = tuple(Draw(0, i, 0) for i in range(5))
     batch = collate([row], [dataset], dataset.processor, seq_length=200)
     assert torch.bincount(batch.document_ids).tolist() == lengths
@@ -262,7 +262,7 @@ def test_unreadable_images_become_padding_of_the_planned_length(tmp_path: Path) 
     assert batch.target_counts() == alone.target_counts()
     assert torch.equal(batch.flow_noise, alone.flow_noise) and torch.equal(batch.vae_images, alone.vae_images)
     short = collate([row[:1]], [dataset], dataset.processor, seq_length=5)
-    assert short.num_tokens == 3 and not short.skipped  # the broken image lies beyond the cut
+    assert short.num_tokens == 3 and not short.skipped  # the broken image is after the truncation
 
 
 def test_truncation_in_a_batch(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Shipped examples load; a user's own data set behaves as any source; the digits are real and written once."""
+"""Shipped examples load; a user's own data set works as any source; the digits are real and written once."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ def test_digits_are_written_once_by_processes_that_start_together(tmp_path: Path
     for thread in threads:
         thread.join()
     assert not errors and (root / "complete").exists()
-    assert [p.name for p in root.parent.iterdir()] == ["digits"]  # nothing half-made is left
+    assert [p.name for p in root.parent.iterdir()] == ["digits"]  # no incomplete file is left
     written = (root / "complete").stat().st_mtime_ns
     write_digits(root)
     assert (root / "complete").stat().st_mtime_ns == written

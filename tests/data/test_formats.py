@@ -84,7 +84,7 @@ def test_a_line_that_is_no_json_names_its_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("block", [1, 3, 64, 1 << 20])
 def test_lines_are_found_as_one_after_the_other_would(tmp_path, monkeypatch, block):
-    """Blank lines, white space, carriage returns, a mark, control characters, no newline at the end, long lines."""
+    """Blank lines, spaces, carriage returns, a byte order mark, control characters, no final newline, long lines."""
     monkeypatch.setattr(formats, "_BLOCK", block)
     draw, path = random.Random(block), tmp_path / "x.jsonl"
     pieces = [

@@ -1,4 +1,4 @@
-"""Damaged records, thousands of them: each is read, or a ``DataError`` names it. Fixed seeds; never a traceback."""
+"""Thousands of damaged records: each is read, or a ``DataError`` names it; no other exception. Fixed seeds."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WILD: list[Any] = [
 LITERALS = ["9" * 4300, "-" + "9" * 5000, "1" * 5000 + ".5", "1e999", "-1e999", "NaN", "Infinity", "[" * 20_000,
             '{"a":' * 10_000, "[" * 300 + "]" * 300, "[" * 5_000 + "]" * 5_000, '"\\ud800"', '"\\u0000"', "tru",
             '"\\x"', "'a'", "0x1", "01", "--1", '{"a":1,}', "//"]  # fmt: skip
-"""JSON text in the place of a value; some of it is no JSON."""
+"""Texts that replace a value; some are not valid JSON."""
 
 
 def nodes(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -53,7 +53,7 @@ def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
 
 
 def damaged(draw: random.Random) -> bytes:
-    """One record: a value replaced, a key renamed, JSON that is none, or bytes changed."""
+    """One record: a value replaced, a key renamed, invalid JSON, or bytes changed."""
     record = draw.choice(GOOD)
     path = draw.choice(list(nodes(record)))
     how = draw.randrange(4)
@@ -75,7 +75,7 @@ def damaged(draw: random.Random) -> bytes:
 
 
 def outcomes(path: Path, root: Path) -> dict[str, int]:
-    """How many records were read, and how many named; anything else than ``DataError`` escapes."""
+    """How many records were read, and how many refused; other exceptions than ``DataError`` are not caught."""
     processor, found = make_processor(), {"read": 0, "named": 0}
     content = path.read_bytes()
     for offset, length in zip(*(array.tolist() for array in scan(path)), strict=True):
@@ -87,7 +87,7 @@ def outcomes(path: Path, root: Path) -> dict[str, int]:
             found["named"] += 1
             assert f"{path.name}:" in str(error), error
             assert len(str(error)) < 2000, str(error)[:200]
-            str(error).encode()  # a log file and a terminal accept it
+            str(error).encode()  # a log file and a terminal can print it
     return found
 
 

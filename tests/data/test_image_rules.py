@@ -1,6 +1,6 @@
-"""How a picture is read: upright, in 8 bits, transparent as the family's public code; nothing but pictures is opened.
+"""Reading an image: orientation, 8 bits, transparency as in the family's public code; only image formats are opened.
 
-Expected pixels are worked out here with numpy, from the arrays that the files were written from.
+Expected pixels are computed here with numpy, from the arrays of the files.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RNG = np.random.default_rng(3)
 GREY = RNG.integers(0, 65536, (4, 8), dtype=np.uint16)
 RGBA = RNG.integers(0, 256, (4, 8, 4), dtype=np.uint8)
 LA = RNG.integers(0, 256, (4, 8, 2), dtype=np.uint8)
-UPRIGHT = {  # EXIF orientation -> the stored array that shows ``A`` upright
+UPRIGHT = {  # EXIF orientation -> the stored array that is displayed as ``A``
     1: lambda a: a, 2: np.fliplr, 3: lambda a: np.rot90(a, 2), 4: np.flipud, 5: lambda a: a.T,
     6: lambda a: np.rot90(a, 1), 7: lambda a: np.rot90(a, 2).T, 8: lambda a: np.rot90(a, -1),
 }  # fmt: skip
@@ -113,7 +113,7 @@ def test_transparency_as_the_public_code_of_the_family(tmp_path: Path) -> None:
 
 
 def test_batches_hold_these_pixels(tmp_path: Path) -> None:
-    """Through a data file: the VAE image of a turned picture and the tiles of a transparent one."""
+    """Through a data file: the VAE image of a rotated image and the tiles of a transparent one."""
     upright = RNG.integers(0, 256, (8, 16), dtype=np.uint8)
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -156,7 +156,7 @@ def test_pixels_are_counted_before_they_are_decoded(tmp_path: Path, monkeypatch:
 
 
 def turned_digits(folder: Path) -> Path:
-    """24 drawings: 8 plain, 8 to be turned, 8 in 16 bits."""
+    """24 images: 8 plain, 8 with an orientation, 8 in 16 bits."""
     records = []
     for number in range(24):
         array = RNG.integers(0, 256, (8, 8), dtype=np.uint8)
@@ -169,7 +169,7 @@ def turned_digits(folder: Path) -> Path:
 
 
 def test_an_old_run_keeps_its_decoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that began with version 0 resumes with it, bit-equal, and reports the records; a new run reads anew."""
+    """A run with version 0 resumes with it, bit-equal, and reports the records; a new run uses version 1."""
     data = {"type": "UnifiedGenerationDataset", "data_path": str(turned_digits(tmp_path))}
 
     def run(name: str, updates: int, **more: Any) -> list[Any]:
@@ -204,7 +204,7 @@ def test_fingerprints_of_untouched_data_do_not_change(tmp_path: Path) -> None:
 
 
 def test_reading_images_in_threads_leaves_the_users_warnings_as_they_were(tmp_path: Path) -> None:
-    """Two that overlap, in whatever order they end; ``warnings.catch_warnings`` would leave all warnings off."""
+    """Two overlapping reads, in any order of their ends; ``warnings.catch_warnings`` would leave warnings disabled."""
     Image.fromarray(GREY.astype(np.uint8)).save(tmp_path / "a.png")
     before = list(warnings.filters)
     first, second = (transforms._opened(tmp_path / "a.png", "read", 1) for _ in range(2))

@@ -1,4 +1,4 @@
-"""The index: built once, cached atomically, rebuilt when damaged, right for JSON and JSONL."""
+"""The index: built once, cached atomically, rebuilt when damaged, correct for JSON and JSONL."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_cache_dir_where_the_data_folder_is_not_writable(tmp_path: Path) -> None
     (data / FOLDER).write_text("a file where the folder should be")
     built = Index.build(path, make_processor(), cache_dir=tmp_path / "cache")
     assert built.folder == tmp_path / "cache" and list(built.folder.glob("t.jsonl-*.npz"))
-    assert Index.build(path, make_processor()).folder is None  # nowhere to cache: still works
+    assert Index.build(path, make_processor()).folder is None  # no folder for the cache: still works
 
 
 def test_malformed_records_stop_the_build(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_moved_data_keeps_its_digest_and_other_sizes_change_it(tmp_path: Path) -
 
 
 def test_texts_are_tokenized_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One call for 256 records, the file opened once for them all; the ids are those of one text at a time."""
+    """One call for 256 records, the file is opened once; the ids are those of separate calls."""
     words = WordTokenizer(words=["zero", "one", "two"])
     texts = [" ".join(["zero", "one", "<|im_end|>", "two"][: 1 + i % 4]) for i in range(600)]
     path = write_jsonl(tmp_path / "t.jsonl", [talk(text("user", "one"), text("assistant", t)) for t in texts])
@@ -198,7 +198,7 @@ def test_texts_are_tokenized_together(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_threads_plan_what_one_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a tokenizer for each thread: setting one for a forged text must not reach another thread's text."""
+    """With one tokenizer per thread: its settings for a forged text must not affect another thread's text."""
     words = WordTokenizer(words=["zero", "one", "two"])
     texts = [" ".join(["zero", "one", "<|im_end|>", "what"][: 1 + i % 4]) for i in range(900)]
     records = [{"text": each} if i % 3 else talk(text("user", "one"), text("assistant", each))

@@ -1,4 +1,4 @@
-"""The same batches, bit for bit, over workers, ranks, batch sizes and kills; and workers that behave."""
+"""Equal batches, bit by bit, for all numbers of workers and ranks, batch sizes and kills; the workers' life cycle."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_workers_change_nothing(data: Any) -> None:
 @pytest.mark.parametrize("window", [None, 12])
 @pytest.mark.parametrize(("batch", "accumulate", "ranks"), [(1, 1, 1), (4, 1, 1), (2, 2, 2), (1, 1, 3), (2, 1, 3)])
 def test_every_sequence_once_over_ranks(data: Any, window: int | None, batch: int, accumulate: int, ranks: int) -> None:
-    """Rows over all ranks, put together again, are the stream; one epoch of them holds every record once."""
+    """The rows of all ranks together are the stream; one epoch of them contains every record once."""
     geometry = Geometry(batch, accumulate, ranks)
     stream = make_stream([data], window=window)
     per_rank = [updates(8, data, geometry, dp_rank=r, window=window) for r in range(ranks)]
@@ -90,7 +90,7 @@ def test_every_sequence_once_over_ranks(data: Any, window: int | None, batch: in
 
 
 def test_content_does_not_depend_on_the_geometry(data: Any) -> None:
-    """Each sequence of any cut equals the same sequence collated alone (but for zero padding and numbering)."""
+    """Each sequence of any split equals the same sequence collated alone (except for zero padding and numbering)."""
     stream = make_stream([data], window=12)
     for geometry in (Geometry(1, 2, 2), Geometry(4, 1, 1), Geometry(2, 1, 3)):
         for rank in range(geometry.dp_size):
@@ -128,7 +128,7 @@ def test_killed_and_resumed_after_every_update(data: Any, window: int | None) ->
 
 
 def test_resumed_with_workers_under_another_geometry(data: Any) -> None:
-    """Prefetched but unused batches are not lost: the cursor is that of the update that was used."""
+    """Prefetched but unused batches are not lost: the cursor is that of the last used update."""
     before = updates(3, data, Geometry(2, 2, 1), num_workers=2, prefetch_factor=4)
     ids = [i for update in before for micro in update for i in micro.batch.sample_ids]
     after = [updates(4, data, Geometry(1, 1, 3), dp_rank=r, cursor=before[-1][-1].cursor) for r in range(3)]
@@ -209,7 +209,7 @@ def test_packet_holds_every_field(data: Any) -> None:
 
 
 def test_a_packet_by_value_has_the_same_bits_and_aligned_memory(data: Any) -> None:
-    """A small batch comes through the pipe, not by a shared-memory file; sums of unaligned memory could differ."""
+    """A small batch is sent through the pipe, not by a shared-memory file; sums of unaligned memory could differ."""
     batch = collate([row for row, _ in islice(make_stream([data], window=12).rows(), 3)], [data], data.processor,
                     seq_length=96)  # fmt: skip
     sent = pickle.loads(pickle.dumps(Packet.packed(batch).by_value()))
@@ -221,7 +221,7 @@ def test_a_packet_by_value_has_the_same_bits_and_aligned_memory(data: Any) -> No
 
 def test_a_small_batch_of_a_worker_needs_no_shared_memory(data: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(self: Packet) -> torch.Tensor:
-        assert not isinstance(self.block, torch.Tensor), "it came by a shared-memory file"
+        assert not isinstance(self.block, torch.Tensor), "it was sent by a shared-memory file"
         return torch.from_numpy(self.block.copy())
 
     monkeypatch.setattr(Packet, "_tensor", refused)
@@ -236,7 +236,7 @@ def test_wrong_settings(data: Any) -> None:
 
 @pytest.mark.parametrize("window", [None, 12])
 def test_a_chain_of_geometries_is_one_stream(data: Any, window: int | None) -> None:
-    """Resumed five times, each time with another cut, over several epochs: the stream, each row once."""
+    """Resumed five times, each time with another split, over several epochs: the stream, each row once."""
     length = make_stream([data], window=window, sequences_per_iteration=1).sequences_per_epoch
     cursor, rows = Cursor(), []
     for geometry in (Geometry(2, 2, 1), Geometry(1, 1, 3), Geometry(5, 2, 2), Geometry(1, 3, 1), Geometry(7, 1, 2)):
@@ -250,7 +250,7 @@ def test_a_chain_of_geometries_is_one_stream(data: Any, window: int | None) -> N
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_image_file_is_read_once(tmp_path: Path, workers: int) -> None:
-    """An edited image is seen in two ways; its file is a pipe, which gives its bytes once and no second time."""
+    """An edited image is used for two inputs; its file is a pipe, which can be read only once."""
     picture(tmp_path / "1.png", 16, 16, seed=1)
     picture(tmp_path / "2.png", 16, 16, seed=2)
     edited = talk(image("user", "1.png"), text("user", "x"), image("assistant", "2.png"))

@@ -1,4 +1,4 @@
-"""The permutation is a bijection; mixtures repeat a source only after all its records came."""
+"""The permutation is a bijection; mixtures repeat a source only after all its records were used."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_large_sizes_need_no_memory() -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 5, 8, 17])
 def test_shuffles_are_even_over_keys(size: int) -> None:
-    """Each element is about equally often at each place (a chi-square far below what a bias would give)."""
+    """Each element is about equally often at each position (a chi-square far below that of a biased order)."""
     trials = 3000
     table = np.zeros((size, size))
     for key in range(trials):
@@ -60,7 +60,7 @@ def test_epochs_and_seeds_have_their_own_order() -> None:
     assert len(set(indices)) == 4
     assert all(i != tuple(range(50)) for i in indices)
     mixed = [tuple(d.source for d in GlobalOrder([25, 25], seed=s).draws(e, 0, 50)) for s in (1, 2) for e in (0, 1)]
-    assert len(set(mixed)) == 4, "which source comes when is drawn for each epoch, too"
+    assert len(set(mixed)) == 4, "the order of the sources also differs between epochs"
 
 
 def test_any_slice_is_a_slice_of_the_whole() -> None:
@@ -96,10 +96,10 @@ def test_a_small_source_repeats_only_after_all_its_records_came() -> None:
         whole, rest = divmod(epochs * order.counts[k], size)
         assert [by_pass[p] for p in range(whole)] == [size] * whole
         assert by_pass[whole] == rest and max(by_pass) <= whole
-        for p in by_pass:  # inside a pass no record comes twice, not even over the border of an epoch
+        for p in by_pass:  # within a pass no record occurs twice, also across the end of an epoch
             records = [d.index for d in drawn[k] if d.pass_number == p]
             assert len(set(records)) == len(records)
-    # the large source goes on where it stopped: its first 40 draws are all its records
+    # the large source continues where it stopped: its first 40 draws are all its records
     assert {d.index for d in drawn[0] if d.pass_number == 0} == set(range(40))
 
 

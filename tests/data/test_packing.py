@@ -1,4 +1,4 @@
-"""Sequences stay within both limits, hold every sample once, and are nearly full."""
+"""Sequences stay within both limits, contain every sample once, and are nearly full."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SEQ_LENGTH, MAX_IMAGES = (STORED["settings"][key] for key in ("seq_length", "max
 
 
 def check(groups: list[list[int]], lengths: list[int], tiles: list[int], seq_length: int, max_tiles: int) -> float:
-    """Every position once, both limits kept; the utilisation."""
+    """Checks that every index occurs once within both limits; the utilisation."""
     assert sorted(i for group in groups for i in group) == list(range(len(lengths)))
     for group in groups:
         assert group and group == sorted(group)
@@ -39,7 +39,7 @@ def test_utilisation_on_public_lists(name: str, least: float | None) -> None:
     assert utilisation > stored["one_shot"]["utilisation"] or len(groups) == bound
     if least is not None:
         assert utilisation >= least
-    else:  # here the image limit binds, and no plan can have fewer sequences
+    else:  # here the image limit decides, and no plan can have fewer sequences
         assert len(groups) == bound
 
 

@@ -1,4 +1,4 @@
-"""Conversations become splits by BAGEL's rules."""
+"""Conversations are converted to splits by BAGEL's rules."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def shown(sample: Sample) -> list[str]:
 def test_text_to_image(folder: Path) -> None:
     sample = plan(folder, text("user", "draw"), image("assistant", "a.png"))
     assert shown(sample) == ["-draw?", "noise:a"]
-    assert sample.splits[1].grid == (1, 2)  # 8 x 16 pixels, 8 a latent patch
+    assert sample.splits[1].grid == (1, 2)  # 8 x 16 pixels, 8 per latent patch
     assert sample.num_tokens == 6 + 4 and sample.num_tiles == 0
 
 

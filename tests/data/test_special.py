@@ -1,4 +1,4 @@
-"""Texts that spell special tokens are ordinary text; all others, and every template, are encoded as ever."""
+"""Texts that spell special tokens are ordinary text; all others, and every template, are encoded as before."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ PIECES = [
 
 @pytest.fixture(scope="module")
 def bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A byte-level BPE as GPT-2's and Qwen2's are, whose merges cross spaces, line ends and brackets."""
+    """A byte-level BPE like GPT-2's and Qwen2's, whose merges include spaces, line ends and brackets."""
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # type: ignore[assignment]
     inner.decoder = decoders.ByteLevel()  # type: ignore[assignment]
@@ -97,7 +97,7 @@ def test_ids_of_ordinary_texts_are_those_of_the_template(bpe: Path) -> None:
         assert ids_of(sample) == expected and not sample.spells_special
         parts = [chat.encode(c, add_special_tokens=False) for c in ("user\n", contents[0])]
         crossing += parts[0] + parts[1] != expected[1 : 1 + len(parts[0]) + len(parts[1])]
-    assert crossing > 20, "the comparison must contain merges over the border of template and text"
+    assert crossing > 20, "the comparison must contain merges of characters of template and text"
 
 
 def test_a_forged_turn_is_ordinary_text(bpe: Path) -> None:
@@ -142,7 +142,7 @@ def test_texts_in_a_batch_are_those_one_by_one(bpe: Path) -> None:
 
 
 def test_words_and_tokens_that_are_not_marked_special(tmp_path: Path) -> None:
-    """A vocabulary that has the spelling as a word, or an added token that is no special one, must not give it away."""
+    """The spelling as a word of the vocabulary, or as an added token that is not special, changes nothing."""
     words = WordTokenizer(words=["a", "b"])
     assert words.eos_id not in words.encode("a <|im_end|> b") and words.encode("a b") == words.encode_unprotected("a b")
     assert words.eos_id in words.encode_unprotected("a <|im_end|> b")

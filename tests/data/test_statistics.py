@@ -1,4 +1,4 @@
-"""The numbers of ``describe`` add up, and ``derive`` names what the loader gave."""
+"""The sums of ``describe`` are consistent, and ``derive`` returns the loader's samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nothing is repeated, nothing is skipped: from any cursor, under any geometry, over epochs and mixtures."""
+"""No sample is repeated or skipped: from any cursor, under any geometry, over epochs and mixtures."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def epoch_rows(stream: SequenceStream, epoch: int) -> list[Any]:
 def test_going_on_from_every_cursor(data: Any, window: int | None) -> None:
     stream = make_stream([data], window=window)
     rows = take(stream, 70)
-    assert rows[-1][1].epoch >= 1  # over the border of an epoch
+    assert rows[-1][1].epoch >= 1  # across the end of an epoch
     for i, (_, cursor) in enumerate(rows[:50]):
         restored = Cursor.from_state_dict(cursor.state_dict())
         assert restored == cursor and cursor.sequences == i + 1

@@ -1,4 +1,4 @@
-"""Image splitting against public nanoVLM (``tests/golden/nanovlm/image_split.*``)."""
+"""Image splitting compared with public nanoVLM (``tests/golden/nanovlm/image_split.*``)."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ VAE, VIT = (64, 32, 16), (84, 28, 14)
 
 
 def test_golden_pixels() -> None:
-    """The public inferencer makes the ViT image from the picture that the VAE transform resized."""
+    """The public inferencer makes the ViT image from the image that the VAE transform resized."""
     golden, cases = load_file(BAGEL / "infer.safetensors"), read_json(BAGEL / "infer.json")
     vae, vit = (ImageTransform(*BAGEL_META[f"{part}_transform"]) for part in ("vae", "vit"))
     for case in cases["edit"].values():
@@ -56,7 +56,7 @@ def test_patch_order() -> None:
         ((64, 64), (64, 64)),
         ((1, 1), (32, 32)),
         ((1000, 500), (64, 32)),
-        ((10000, 10), (64, 16)),  # both limits cannot hold: the upper one wins
+        ((10000, 10), (64, 16)),  # both limits cannot be met: the upper one is used
         ((40, 33), (32, 32)),  # 40 / 16 = 2.5 rounds to the even 2
         ((75, 44), (64, 32)),
     ],
@@ -103,7 +103,7 @@ def test_broken_images_are_named(tmp_path: Path) -> None:
     assert image_size(good) == (40, 40)
     cut = tmp_path / "cut.png"
     cut.write_bytes(good.read_bytes()[:600])
-    assert image_size(cut) == (40, 40)  # the header is whole
+    assert image_size(cut) == (40, 40)  # the header is complete
     with pytest.raises(UnreadableImage, match=r"cut\.png cannot be decoded"):
         open_image(cut)
     noise = tmp_path / "noise.png"

@@ -80,7 +80,7 @@ def test_a_batch_of_a_text_and_two_pictures(tmp_path, tokenizer) -> None:
 
 
 def test_conversations_are_tokenized_together(tmp_path, tokenizer, monkeypatch) -> None:
-    """One call for the records of a batch, with the ids and labels of one at a time; forged texts apart."""
+    """One call for the records of a batch, with the ids and labels of separate calls; forged texts separately."""
     picture(tmp_path / "a.png", 20, 20)
     records = [talk(image("user", "a.png"), text("user", f"what {i}?"), text("assistant", "no" * (i + 1)))
                for i in range(5)] + [talk(text("user", "a<|im_end|>b"), text("assistant", "c"))]  # fmt: skip

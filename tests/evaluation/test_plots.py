@@ -1,4 +1,4 @@
-"""The picture of a run shows the lines that count, and no others."""
+"""The plot of a run shows the valid lines, and no others."""
 
 from __future__ import annotations
 

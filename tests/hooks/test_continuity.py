@@ -1,4 +1,4 @@
-"""The last update's losses after a resume: equal on the same weights and data, told where one of them is not."""
+"""The last update's losses after a resume: equal for the same weights and data, otherwise reported."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def train(folder: Path, name: str, updates: int, **options: Any) -> Runner:
 
 
 def resumed(folder: Path, name: str, **options: Any) -> str:
-    """What is logged of the check when a copy of the run goes on."""
+    """The log of the check when a copy of the run is resumed."""
     shutil.copytree(folder / "run", folder / name)
     train(folder, name, 4, resume=True, **options)
     lines = (folder / name / "train.log").read_text(encoding="utf-8").splitlines()
@@ -89,7 +89,7 @@ def test_a_batch_that_cannot_cut_the_update_is_said(folder):
 
 
 def test_the_check_draws_no_random_number(folder):
-    """Else the dropout after a resume would not be that of the uninterrupted run."""
+    """Otherwise the dropout after a resume would not be that of the uninterrupted run."""
     runner = train(folder, "random", 2)
     runner._last = runner._last.without_data()
     before = rng_state()

@@ -1,4 +1,4 @@
-"""``metrics.jsonl``: what a line holds, when it is written, over which ranks it is summed, what a resume voids."""
+"""``metrics.jsonl``: the fields of a line, when it is written, the sum over ranks, lines that a resume invalidates."""
 
 import io
 import json
@@ -142,7 +142,7 @@ def test_the_ledger_has_every_update(tmp_path: Path) -> None:
     run.start()
     for applied in (True, False, True):
         run.update(applied=applied)
-    ledger = read_lines(tmp_path / "ledger.jsonl")  # before the end: each line is on disk at once
+    ledger = read_lines(tmp_path / "ledger.jsonl")  # before the end: each line is on disk immediately
     assert ledger[1] == {
         "update": 2, "sequences": [4, 8], "digest": "digest-4", "samples": 4, "skipped": 1, "applied": False,
     }  # fmt: skip
@@ -205,7 +205,7 @@ def test_a_terminal_gets_a_live_line_and_warnings_above_it(tmp_path: Path) -> No
     try:
         while chunk := os.read(main, 65536):
             shown += chunk
-    except OSError:  # how a pseudo-terminal says that its other end was closed
+    except OSError:  # a pseudo-terminal reports the closed other end this way
         pass
     assert process.wait(timeout=60) == 0
     text = shown.decode()

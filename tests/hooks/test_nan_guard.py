@@ -1,4 +1,4 @@
-"""Skipped updates are named; too many in a row stop the run, and a resume does not forget them."""
+"""Skipped updates are reported; too many in succession stop the run, and a resume keeps the count."""
 
 import json
 import logging

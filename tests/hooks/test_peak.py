@@ -1,4 +1,4 @@
-"""MFU: the peak of a device, and what a real run logs against operations counted one by one."""
+"""MFU: the peak of a device, and the log of a real run compared with its counted operations."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def train(tmp_path: Path, **overrides: object) -> tuple[Runner, Recorder]:
 
 
 def test_a_line_holds_operations_counted_one_by_one(tmp_path: Path) -> None:
-    """Two iterations an update; ``time/update`` is that of the same update."""
+    """Two iterations per update; ``time/update`` is that of the same update."""
     runner, recorder = train(tmp_path, env={"peak_tflops": PEAK}, optim_wrapper__accumulative_counts=2)
     lines = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "loss" in line]
     assert len(lines) == len(recorder.updates) == 3

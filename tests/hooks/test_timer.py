@@ -1,4 +1,4 @@
-"""The timer's numbers are those of real sections of time, and a share outside its band is reported once."""
+"""The timer measures real time, and a share outside its limits is reported once."""
 
 import logging
 import time

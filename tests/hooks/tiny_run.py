@@ -1,4 +1,4 @@
-"""A real, small run for hook tests: real progress, ruler, clock and work dir; the "training" is a caller's numbers."""
+"""A small run for hook tests: real progress, ruler, clock and work dir; the results of the training are arguments."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class TinyRun:
             getattr(hook, point)(self, *arguments)
 
     def start(self, *, resumed_from: str | None = None) -> None:
-        """What the runner calls before the first update."""
+        """The calls of the runner before the first update."""
         self.call("before_run")
         if resumed_from is not None:
             self.call("after_load_checkpoint", {"path": resumed_from, "progress": self.progress.state_dict()})

@@ -1,4 +1,4 @@
-"""Micro-batches of random documents, as attention and cost see them: every kind of split, and tensors for each."""
+"""Micro-batches of random documents for tests of attention and cost: every kind of split, with its tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def random_documents(seed: int, number: int, *, longest: int = 12) -> list[Split
 
 
 def packed(documents: Sequence[Splits]) -> PackedBatch:
-    """Only what attention reads is filled: documents, splits, modes and positions."""
+    """Only the fields that attention reads are filled: documents, splits, modes and positions."""
     lengths = [sum(length for _, length in splits) for splits in documents]
     modes, sizes = [], []
     for mode, length in (split for splits in documents for split in splits):

@@ -1,4 +1,4 @@
-"""Our language models and vision tower beside transformers' own, of random sizes and weights: one more oracle."""
+"""Our language models and vision tower compared with transformers' own, with random sizes and weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from unigen_ds.models.vision import VisionTransformer
 
 SEEDS = range(4)
 BOUND = 1e-5
-"""Largest difference of a logit or a feature, over the largest of them; seen: 2e-6."""
+"""Largest difference of a logit or a feature, divided by the largest value; measured: 2e-6."""
 
 
 def language_sizes(draw: random.Random) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def test_llama(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_und_expert_is_qwen2_with_query_and_key_norms(seed: int) -> None:
-    """Which transformers has as Qwen3, except for Qwen2's biases: they are zero here (the golden batch has them)."""
+    """The same as transformers' Qwen3, except for Qwen2's biases: they are zero here (the golden batch has them)."""
     draw = random.Random(seed)
     sizes = language_sizes(draw)
     ours: Any = randomised(MoTForCausalLM({**sizes, "dropout": 0.0}), seed)

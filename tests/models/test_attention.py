@@ -1,4 +1,4 @@
-"""Attention by documents: both plans against the rules written as one dense mask, and what they cost."""
+"""Attention by documents: both plans compared with one dense mask of the rules; the cost of the plans."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ HEADS: Heads = (6, 2, 16)
 
 @pytest.fixture(autouse=True)
 def _flex_backward_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch refuses it at the door, as its fused kernels have none there; the dense reference behind it has one."""
+    """torch refuses it, as its fused kernels have no backward pass there; its dense reference has one."""
     monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *_: None)
 
 
@@ -47,7 +47,7 @@ def shuffled(number: int) -> Tensor:
 
 
 def seen(batch: PackedBatch) -> Tensor:
-    """``[T, T]``: the rules, place by place. Row looks at column."""
+    """``[T, T]``: the rules for each pair of positions: the row attends to the column."""
     modes = batch.split_modes[batch.split_ids].tolist()
     documents, splits = batch.document_ids.tolist(), batch.split_ids.tolist()
     table = torch.zeros(len(modes), len(modes), dtype=torch.bool)
@@ -79,7 +79,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 def outcome(attend, tensors: list[Tensor]) -> list[Tensor]:
-    """Output, and the gradients of a loss that weighs every number of it differently."""
+    """Output, and the gradients of a loss with a different weight for every number of the output."""
     out = attend(*tensors)
     weight = torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out)
     return [out.detach(), *torch.autograd.grad((out * weight).sum(), tensors)]
@@ -116,7 +116,7 @@ def test_full_attention(lengths: tuple[int, ...], use_flex: bool) -> None:
 
 @pytest.mark.parametrize("heads", [(4, 4, 8), (4, 1, 8), (15, 5, 64)], ids=str)
 def test_heads_of_any_number_and_width(heads: Heads) -> None:
-    """Narrower than FlexAttention's kernels take; groups of three, as in SmolLM2."""
+    """Narrower than FlexAttention's kernels support; groups of three, as in SmolLM2."""
     batch = packed(CASES["all modes"])
     for use_flex in (False, True):
         assert_same(plan_attention(batch, use_flex=use_flex), inputs(batch.num_tokens, heads), seen(batch))
@@ -138,9 +138,8 @@ def test_gradients_are_reproducible_bits() -> None:
 @pytest.mark.parametrize("moved", [False, True], ids=["in order", "in expert order"])
 @pytest.mark.parametrize(("number", "longest"), [(12, 25), (12, 220), (50, 30)])
 def test_blocks_that_flex_attention_computes(number: int, longest: int, moved: bool) -> None:
-    """Against torch's own, made from the whole mask: none left out, and unmasked are only those without a hidden pair.
-
-    On a CPU the kernel does not look at them, so the numbers above say nothing about this.
+    """Compared with torch's own, made from the whole mask: none is missing, and only blocks without a hidden pair are
+    unmasked. On a CPU the kernel does not use them, so the comparisons of numbers above do not test this.
     """
     batch = packed(random_documents(number, number, longest=longest))
     generated = batch.split_modes[batch.split_ids] == NOISE
@@ -163,7 +162,7 @@ def test_blocks_that_flex_attention_computes(number: int, longest: int, moved: b
     theirs = table(exact.full_kv_num_blocks, exact.full_kv_indices), table(exact.kv_num_blocks, exact.kv_indices)
     assert not (ours[0] & ours[1]).any(), "a block computed twice"
     assert not (ours[0] & ~theirs[0]).any(), "unmasked, but it has a hidden pair"
-    assert not ((theirs[0] | theirs[1]) & ~(ours[0] | ours[1])).any(), "left out, but it has a visible pair"
+    assert not ((theirs[0] | theirs[1]) & ~(ours[0] | ours[1])).any(), "missing, but it has a visible pair"
     computed, needed = ((full | partial).sum().item() for full, partial in (ours, theirs))
     print(f"{computed} of {side**2} blocks, {needed} needed; {ours[0].sum()} of {theirs[0].sum()} without a mask")
     assert computed <= 1.3 * needed
@@ -175,7 +174,7 @@ def long_tailed(number: int) -> list[int]:
 
 
 def test_the_cost_follows_the_documents() -> None:
-    """Twice the documents cost twice, not four times; about the sum of squares, far from the square of the sum."""
+    """Twice as many documents cost twice as much, not four times: the sum of squares, not the square of the sum."""
     small, large = ([[(CAUSAL, n)] for n in long_tailed(number)] for number in (100, 200))
     heads, costs = (2, 1, 16), []
     for documents in (small, large):
@@ -201,7 +200,7 @@ def test_text_alone_and_equal_images_need_no_mask_and_no_copy() -> None:
 
 
 def test_one_compiled_graph_serves_micro_batches_of_any_size() -> None:
-    """As on CUDA, but for the last stage of the compiler: it makes no kernel with a backward pass for a CPU."""
+    """As on CUDA, except for the last stage of the compiler, which makes no kernel with a backward pass for a CPU."""
     compiled = torch.compile(torch.nn.attention.flex_attention.flex_attention, dynamic=True, backend="aot_eager")
     before = counters["stats"]["unique_graphs"]
     for number in (9, 4, 15):
@@ -216,7 +215,7 @@ def test_the_compiled_function_serves_all_that_a_run_asks_of_it() -> None:
     """A language model and a ViT, training and evaluation, lengths as packing makes them, one block or several: more
     variants than torch's own limit of 8, beyond which it would run uncompiled without a message.
     """
-    torch._dynamo.reset()  # what another test compiled would be used again
+    torch._dynamo.reset()  # without this, graphs compiled by another test would be used
     compiled = compile_attention(torch.nn.attention.flex_attention.flex_attention, backend="aot_eager")
     before = counters["stats"]["unique_graphs"]
     lengths = [max(2, n % 60) for n in long_tailed(64)]

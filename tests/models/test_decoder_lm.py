@@ -1,4 +1,4 @@
-"""``DecoderLM`` against transformers' own models: logits, packing, weights in and out; and the recipes' sizes."""
+"""``DecoderLM`` compared with transformers' own models: logits, packing, loading and saving; the recipes' sizes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 def batch_of(lengths: Sequence[int], *, seed: int = 0) -> PackedBatch:
-    """Documents of so many bytes, which are learnt, between begin and end."""
+    """Documents of these numbers of bytes, which are targets, between begin and end."""
     ids = [
         torch.randint(0, 256, (n,), generator=torch.Generator().manual_seed(seed + i)) for i, n in enumerate(lengths)
     ]
@@ -72,7 +72,7 @@ def test_logits_are_those_of_transformers(published: Path) -> None:
 
 
 def test_packed_is_as_alone(published: Path) -> None:
-    """Logits, loss and gradients; a neighbour's token changes nothing at all."""
+    """Logits, loss and gradients; a token of another sample changes no bit."""
     model = DecoderLM(pretrained=str(published))
     packed, alone = batch_of(LENGTHS), [batch_of([n], seed=i) for i, n in enumerate(LENGTHS)]
     logits = model.logits(packed)
@@ -115,7 +115,7 @@ def test_the_cost_follows_the_documents(dropout: float) -> None:
 
 
 def test_dropout_is_configurable_and_keeps_samples_apart() -> None:
-    """Of the scores, and of the residual branches; none in evaluation."""
+    """Dropout of the scores and of the residual branches; none in evaluation."""
     batch = batch_of(LENGTHS)
     for key in ("attention_dropout", "dropout"):
         llm = {**KINDS["llama"], **({key: 0.5} if key == "attention_dropout" else {})}
@@ -149,7 +149,7 @@ def test_activation_checkpointing_changes_nothing() -> None:
 
 
 def filled(model: DecoderLM, *, seed: int = 0) -> DecoderLM:
-    """A model on the meta device, filled as the runner fills it."""
+    """A model on the meta device, filled as by the runner."""
     names = tuple(name for name, _ in model.named_parameters())
     reader, backend = model.initial_weights(seed=seed), SingleBackend()
     cfg = OptimizerConfig(type="AdamW", arguments={}, max_norm=None, precision="fp32")

@@ -1,4 +1,4 @@
-"""``flops`` of the models against torch's counter of the same step, operation by operation."""
+"""``flops`` of the models compared with torch's counter of the operations of the same step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from unigen_ds.families.nanovlm.processor import VLMProcessor
 from unigen_ds.families.nanovlm.splits import LoadedTiles, TiledSplit
 
 WITHIN = 0.03
-"""The counter sees padding between documents of different lengths."""
+"""The counter also counts padding between documents of different lengths."""
 LLM = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 6}
 LLM |= {"num_key_value_heads": 2, "vocab_size": 300}
 VIT = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -57,7 +57,7 @@ def test_vlm(freeze: Sequence[str]) -> None:
 
 @pytest.mark.parametrize("freeze", [(), ("vit", "connector")], ids=str)
 def test_unified(tmp_path: Path, freeze: Sequence[str]) -> None:
-    """Texts, understanding, drawing and editing, with an autoencoder of the published kind."""
+    """Texts, understanding, generation and editing, with an autoencoder of the published kind."""
     processor = make_processor()
     model = UnifiedModel(
         llm=LLM,

@@ -1,4 +1,4 @@
-"""The FLUX autoencoder against numbers from the public code (``tests/golden/README.md``), in fp32."""
+"""The FLUX autoencoder compared with numbers from the public code (``tests/golden/README.md``), in fp32."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_decode(vae: FluxAutoencoder, golden: dict[str, Tensor]) -> None:
 
 @torch.no_grad()
 def test_a_padded_pack_as_the_public_code_encodes_it(vae: FluxAutoencoder) -> None:
-    """And that padding matters: this is why the model encodes images size by size."""
+    """Padding changes the result: therefore the model encodes the images of each size separately."""
     golden = load_file(BAGEL / "train.safetensors")
     images, noise = golden["padded_images"], golden["vae_noise"]
     close("padded_latent", vae.encode(images, noise), golden["padded_latent"])

@@ -1,4 +1,4 @@
-"""Packed = alone, sample by sample, with pictures of several sizes: latents, hidden states, losses and gradients."""
+"""Each sample packed = alone, with images of several sizes: latents, hidden states, losses and gradients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WEIGHTS = {"text": 1.0, "image": 1.0}
 
 @pytest.fixture(scope="module")
 def batches(tmp_path_factory) -> tuple[PackedBatch, list[PackedBatch]]:
-    """All samples in one batch, and each in one of its own: texts, drawings, captions and edits."""
+    """All samples in one batch, and each in a batch of its own: texts, generation, captions and edits."""
     processor = make_processor()
     dataset = mixed_dataset(tmp_path_factory.mktemp("mixed"), NUM_SAMPLES, processor=processor)
     draws = [Draw(0, index, 0) for index in range(NUM_SAMPLES)]
@@ -49,7 +49,7 @@ def model() -> UnifiedModel:
         latent_patch_size=2,
         max_latent_size=4,
     )  # fmt: skip
-    torch.nn.init.normal_(model.llm2vae.weight)  # it begins at zero, and then no error would reach the image loss
+    torch.nn.init.normal_(model.llm2vae.weight)  # initially zero, with which no error would change the image loss
     return model
 
 
@@ -63,7 +63,7 @@ def inside(model: UnifiedModel, batch: PackedBatch) -> tuple[Tensor, Tensor]:
 
 
 def test_the_samples_are_of_many_kinds(batches) -> None:
-    """The premise: several sizes of ViT images and of latents, in one batch and among samples without any."""
+    """The assumption of the tests: several sizes of ViT images and of latents in one batch, and samples without any."""
     packed, alone = batches
     assert len(set(packed.vit_lengths)) > 1 and len(set(packed.latent_shapes)) > 2
     assert any(not b.vit_lengths and not b.latent_shapes for b in alone)

@@ -56,7 +56,7 @@ def test_every_size_is_read_from_the_files(model: UnifiedModel) -> None:
 
 
 def test_scale_and_shift_are_given_beside_the_directory() -> None:
-    """No published file states them: ``model.vae`` overrides FLUX's own, and leaves every size to the files."""
+    """No published file contains them: ``model.vae`` overrides FLUX's values; all sizes are read from the files."""
     golden = load_file(BAGEL / "vae.safetensors")
     given = {"pretrained": str(BAGEL), "vae": BAGEL_VAE}
     made = UnifiedModel(**given)  # type: ignore[arg-type]
@@ -73,7 +73,7 @@ def test_scale_and_shift_are_given_beside_the_directory() -> None:
 def test_round_trip_is_bit_equal(model: UnifiedModel, directory: Path, tmp_path: Path) -> None:
     write_published(model, tmp_path / "out", source=directory)
     written = {path.name for path in (tmp_path / "out").iterdir()}
-    assert written == {*FILES, "tokenizer.json", EXPORTED}, "what the public files do not state is in a file of its own"
+    assert written == {*FILES, "tokenizer.json", EXPORTED}, "values that no public file has are in a separate file"
     for path in (path for path in (tmp_path / "out").iterdir() if path.name != EXPORTED):
         assert path.read_bytes() == (directory / path.name).read_bytes(), path.name
 
@@ -92,7 +92,7 @@ def test_configs_are_written_where_there_is_no_source(model: UnifiedModel, tmp_p
 
 
 def test_the_table_of_vit_positions_may_be_smaller_than_the_tower_has_learned(directory: Path) -> None:
-    """BAGEL states its side beside the vision tower's ``image_size``: the file's table tells it."""
+    """BAGEL's file contains the side of the table in addition to the vision tower's ``image_size``."""
     tensors, name = load_file(directory / FILES[2]), "vit_pos_embed.pos_embed"
     side = math.isqrt(len(tensors[name])) - 1
     tensors[name] = sincos_2d(side, tensors[name].shape[1])

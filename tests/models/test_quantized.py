@@ -1,4 +1,4 @@
-"""Packed weights of frozen parts: what they weigh, how far they are off, what they refuse; trained, saved, exported."""
+"""Packed weights of frozen parts: memory, error, refused settings; training, saving and export."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def nbytes(layer: nn.Module) -> int:
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("shape", [(64, 128), (31, 13), (48, 32), (5, 80), (1, 1)])
 def test_no_weight_is_off_by_more_than_half_a_gap(scheme: str, shape: tuple[int, int]) -> None:
-    """Whole blocks, odd sizes, rows that are no multiple of a block, less than a block."""
+    """Whole blocks, odd sizes, rows that are not a multiple of a block, less than a block."""
     plain = linear(*shape)
-    plain.weight.data.view(-1)[:7] *= 100  # rows and blocks of unlike sizes
+    plain.weight.data.view(-1)[:7] *= 100  # rows and blocks of different magnitudes
     weight, packed = plain.weight, QuantizedLinear(plain, scheme)
     if scheme == "int8":
         largest = weight.abs().amax(1, keepdim=True).expand(shape)
@@ -108,7 +108,7 @@ def test_no_cast_touches_packed_weights(scheme: str) -> None:
 
 
 def saved_bytes(layer: nn.Module, x: Tensor) -> int:
-    """What autograd keeps for the backward pass, parameters and buffers of the layer left out."""
+    """Bytes that autograd keeps for the backward pass, without parameters and buffers of the layer."""
     own = {t.untyped_storage().data_ptr() for t in (x, *layer.parameters(), *layer.buffers())}
     kept: dict[int, int] = {}
 
@@ -128,12 +128,12 @@ def test_the_unpacked_weight_is_not_kept_between_the_passes(scheme: str) -> None
     assert saved_bytes(packed, x) == 0
     unpacking = nn.Module()
     unpacking.forward = lambda x: x @ packed.weight.T  # type: ignore[method-assign]
-    assert saved_bytes(unpacking, x) == 4 * 512 * 512  # as it would be, so it would be noticed
+    assert saved_bytes(unpacking, x) == 4 * 512 * 512  # the test would detect it
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_checkpointed_and_compiled(scheme: str) -> None:
-    """Traced as one graph, forward and backward; the compiler behind it would take 15 s here."""
+    """Traced as one graph, forward and backward; the compiler itself would need 15 s here."""
     layer = nn.Sequential(QuantizedLinear(linear(24, 40), scheme), nn.GELU(), nn.Linear(24, 8))
     x = torch.randn(6, 40, requires_grad=True)
 
@@ -175,7 +175,7 @@ def test_every_linear_layer_of_the_part_but_the_output_head(build: Any) -> None:
         found = {name: layer.scheme for name, layer in after.named_modules() if isinstance(layer, QuantizedLinear)}
         assert names and found == (dict.fromkeys(names, scheme) if scheme else {})
         assert linear_flops(after, input_grad=True) == linear_flops(before, input_grad=True)
-        for name in found:  # initial or pretrained weights are what is packed
+        for name in found:  # initial or pretrained weights are packed
             error = after.get_submodule(name).weight - before.get_submodule(name).weight
             assert error.norm() <= 0.12 * before.get_submodule(name).weight.norm()
 
@@ -186,7 +186,7 @@ def test_a_tied_embedding_is_left_alone() -> None:
 
 
 def test_a_model_without_memory_has_the_same_buffers() -> None:
-    """The checklist of a resume looks at such a one."""
+    """The checklist of a resume uses such a model."""
     with torch.device("meta"):
         shapes = {name: (t.shape, t.dtype) for name, t in vlm(quantize={"llm": "nf4", "vit": "int8"}).named_buffers()}
     real = vlm(quantize={"llm": "nf4", "vit": "int8"})
@@ -209,16 +209,16 @@ def test_what_cannot_work_is_refused(build: Any, arguments: dict[str, Any], told
 
 
 def test_the_autoencoder_is_refused() -> None:
-    """It is made of convolutions."""
+    """It consists of convolutions."""
     with pytest.raises(ConfigError, match="'vae', which has no linear layer"):
         unified(quantize={"vae": "int8"})
 
 
 def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # Python's own way to say "not installed"
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # Python then reports the module as not installed
     with pytest.raises(ConfigError, match=r"unigen_ds\[quantize\]"):
         vlm(quantize={"llm": "nf4"})
-    vlm()  # whoever does not ask for it does not need it
+    vlm()  # it is not needed without this setting
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

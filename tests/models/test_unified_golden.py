@@ -1,4 +1,4 @@
-"""The unified model against numbers from the public BAGEL code (``tests/golden/README.md``), in fp32.
+"""The unified model compared with numbers from the public BAGEL code (``tests/golden/README.md``), in fp32.
 
 Starts from the saved VAE latents; every size and id is read from the files of ``UNIGEN_GOLDEN``.
 """
@@ -26,7 +26,7 @@ def _json(name: str):
 
 @pytest.fixture(scope="module")
 def tolerance() -> dict[str, float]:
-    """Absolute tolerance by quantity, as stated beside the vectors."""
+    """Absolute tolerance by quantity, as stored with the vectors."""
     stated = read_json(GOLDEN / "tolerance.json")
     return {k.removeprefix("bagel/"): v.get("suggested_atol", 0) for k, v in stated.items() if k.startswith("bagel/")}
 

@@ -1,4 +1,4 @@
-"""Any autoencoder of a unified model, a user's own among them: frozen, whole, in fp32, under its own names."""
+"""Every autoencoder of a unified model, also a user's own: frozen, not sharded, in fp32, under its own names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VIT = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attent
 
 @AUTOENCODERS.register_module()
 class OwnAutoencoder(nn.Module):
-    """With ordinary parameters, as anyone would write it."""
+    """With ordinary parameters, as a user would write it."""
 
     latent_channels, downsample = 2, 2
 
@@ -39,7 +39,7 @@ class OwnAutoencoder(nn.Module):
     ids=lambda spec: spec["type"],
 )
 def test_its_weights_are_buffers_under_the_same_names(spec: dict[str, Any]) -> None:
-    """What no engine shards, gathers or rounds: the ranks may then encode different numbers of images."""
+    """Buffers are not sharded, gathered or rounded by any engine, so ranks can encode different numbers of images."""
     torch.manual_seed(3)
     alone = AUTOENCODERS.build(spec)
     torch.manual_seed(3)

@@ -1,7 +1,7 @@
-"""The vision-language model against numbers from the public nanoVLM code (``tests/golden/README.md``), in fp32.
+"""The vision-language model compared with numbers from the public nanoVLM code (``tests/golden/README.md``), in fp32.
 
-Public packing lets the samples of a row see each other; here a row is then one document, and a pad between samples
-only moves the rotary position on. Every size, id and setting is read from the files of ``UNIGEN_GOLDEN``.
+With public packing the samples of a row attend to each other; here such a row is one document, and a pad between
+samples only increases the rotary position. Every size, id and setting is read from the files of ``UNIGEN_GOLDEN``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Document = list[Loaded]
 
 
 class Ids:
-    """The ids that packing needs, as the files have them."""
+    """The ids that packing needs, as stored in the files."""
 
     bos_id, eos_id, pad_id = META["im_start_id"], META["eos_token_id"], META["pad_token_id"]
     image_id = image_end_id = META["image_token_id"]
@@ -43,7 +43,7 @@ class Ids:
 
 @pytest.fixture(scope="module")
 def tolerance() -> dict[str, float]:
-    """Absolute tolerance by quantity, as stated beside the vectors."""
+    """Absolute tolerance by quantity, as stored with the vectors."""
     stated = read_json(GOLDEN / "tolerance.json")
     own = {k.removeprefix("nanovlm/"): v for k, v in stated.items() if k.startswith("nanovlm/")}
     return {name: value.get("suggested_atol", 0) for name, value in own.items()}
@@ -70,7 +70,7 @@ def processor() -> VLMProcessor:
 def documents(
     ids: Tensor, mask: Tensor, tiles: Tensor | None, processor: VLMProcessor, targets: Tensor | None = None
 ) -> list[list[Document]]:
-    """Row by row its samples: the runs of real tokens. Pads that follow a sample are in front of the next."""
+    """Row by row its samples: the runs of real tokens. Pads after a sample belong to the start of the next."""
     left = list(tiles) if tiles is not None else []
     rows = []
     for row in range(len(ids)):
@@ -84,7 +84,7 @@ def documents(
                 continue
             samples.append([*gap, *splits(ids[row, places].tolist(), [labels[p] for p in places], left, processor)])
         rows.append(samples)
-    assert not left, "tiles that no image token stands for"
+    assert not left, "tiles without an image token"
     return rows
 
 
@@ -93,7 +93,7 @@ def run_lengths(mask: Tensor) -> list[int]:
 
 
 def splits(ids: list[int], labels: list[int], left: list[Tensor], processor: VLMProcessor) -> Document:
-    """Text before the image, all its tiles (taken from ``left``), text behind."""
+    """Text before the image, all its tiles (removed from ``left``), text after it."""
     places = [i for i, token in enumerate(ids) if token == Ids.image_id]
     if not places:
         return [TokenSplit(tuple(ids), tuple(labels))]
@@ -139,7 +139,7 @@ def test_logits(model, rows, processor, golden, tolerance):
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["lm", "lm_long"])
 def test_language_model_alone(model, processor, golden, tolerance, name):
-    """``lm_long`` goes beyond the table of positions."""
+    """``lm_long`` is longer than the table of positions."""
     ids, expected = golden[f"{name}.ids"], golden[f"{name}.logits"]
     assert (ids.shape[1] > CONFIG["lm_max_position_embeddings"]) == (name == "lm_long")
     batch = pack_documents([[TokenSplit(tuple(row), (-100,) * len(row))] for row in ids.tolist()], processor)
@@ -182,7 +182,7 @@ def test_greedy_generation(model, processor, golden, tolerance, case):
 
 
 def test_packed_equals_alone(model, rows, processor, tolerance):
-    """Sample by sample: logits in the pack are those of the sample in a batch of its own, without its neighbours."""
+    """For each sample, logits in the pack are those of the sample in a batch of its own, without other samples."""
     samples = [sample for row in rows for sample in row]
     with torch.no_grad():
         packed = model.logits(pack_documents(samples, processor))
@@ -209,7 +209,7 @@ def test_settings_change_no_number(model, rows, processor, settings):
 
 
 def test_tiles_of_another_size_are_refused(model, rows, processor):
-    """A batch made for other sizes is an error that says so, not wrong places."""
+    """A batch made for other sizes is an error with this reason; images are not put at wrong positions."""
     batch = shared(rows, processor)
     with pytest.raises(DataError, match="patches"):
         model(dataclasses.replace(batch, vit_lengths=(1, *batch.vit_lengths)))
@@ -254,7 +254,7 @@ def test_directories_that_do_not_fit_are_refused(tmp_path):
 
 
 def test_from_a_vision_tower_and_a_language_model(tmp_path, caplog, monkeypatch):
-    """As nanoVLM's first model: its own parts, published under transformers' names; 66 more words, the rest random."""
+    """As nanoVLM's initial model: its parts, published under transformers' names; 66 more words, the rest random."""
     whole, side = VLM(pretrained=str(NANOVLM)), CONFIG["vit_patch_size"]
     extra = {} if CONFIG["extra_token_amount"] == EXTRA_TOKENS else {"vocab_size": CONFIG["lm_vocab_size"]}
     settings: dict[str, Any] = {"pixel_shuffle_factor": CONFIG["mp_pixel_shuffle_factor"], "llm": extra}

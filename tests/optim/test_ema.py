@@ -1,4 +1,4 @@
-"""The average against a loop written by hand: its first update, its beginning, skipped updates, save and load."""
+"""The average compared with a loop written by hand: first update, start, skipped updates, save and load."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def backend_of(*shapes: tuple[int, ...]) -> SingleBackend:
 
 
 def by_hand(weights: Iterable[torch.Tensor], momentum: float) -> torch.Tensor:
-    """The first value is taken as it is; then ``average = (1 - m) * average + m * weights``, in float64."""
+    """The first value is used unchanged; then ``average = (1 - m) * average + m * weights``, in float64."""
     average: torch.Tensor | None = None
     for value in weights:
         value = value.double()
@@ -59,7 +59,7 @@ def test_it_follows_the_formula(momentum):
 
 
 def test_it_has_the_bits_of_a_loop_over_the_tensors():
-    """One call for all tensors, and ``lerp_`` on each: an average begun with one continues bit-equal with the other."""
+    """One call for all tensors, or ``lerp_`` on each: an average started with one continues equally with the other."""
     backend = backend_of((7, 5), (33,), (), (1,), (128, 3))
     ema = ShardEMA(backend.master_shards(), momentum=0.003)
     looped = [shard.data.clone() for shard in ema.shards]
@@ -165,7 +165,7 @@ def test_once_for_each_update_whatever_the_accumulation(tmp_path, data):
 
 
 def test_until_begin_iter_the_average_is_the_weights(tmp_path, data):
-    """begin_iter=6 with 2 iterations an update: it begins with the update that completes iteration 6, the third."""
+    """begin_iter=6 with 2 iterations per update: it starts with the update that completes iteration 6, the third."""
     runner, watch = train(tmp_path / "before", data, updates=2, begin_iter=6)
     assert torch.equal(average_of(runner), watch.weights[-1].double())
     runner, watch = train(tmp_path / "after", data, updates=6, begin_iter=6)

@@ -1,4 +1,4 @@
-"""AdamW's fused kernel: the default of a new run, recorded in the manifest; a resumed run keeps what it has used."""
+"""AdamW's fused kernel: the default of a new run, recorded in the manifest; a resumed run keeps its kernel."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def weights(runner: Runner) -> list[torch.Tensor]:
 
 
 def forget(work_dir: Path) -> None:
-    """The newest checkpoint as versions before the record wrote it."""
+    """The newest checkpoint, as written by versions without this record."""
     path = list_checkpoints(work_dir)[-1].path
     manifest = Manifest.read(path)
     manifest.config["optim_wrapper"]["optimizer"].pop("fused", None)
@@ -56,7 +56,7 @@ def test_a_new_run_is_fused_and_stays_so(tmp_path, data):
     train(tmp_path / "run", data, updates=2)
     found = inspect_resume(tiny_config(tmp_path / "run", data, resume=True), world_size=1)
     assert not [f for f in found.findings if "optimizer.fused" in json.dumps(f.state_dict())], (
-        "the run's own choice is no edit"
+        "the run's own choice is not an edit"
     )
     resumed = train(tmp_path / "run", data, updates=4, resume=True)
     assert kernels(resumed) == {True} and recorded(tmp_path / "run") is True

@@ -1,4 +1,4 @@
-"""Muon through the Runner in one process: who trains what, a resume, and where it is refused. With FSDP2:
+"""Muon through the Runner in one process: its parameters, a resume, and where it is refused. With FSDP2:
 ``tests/engines/test_optimizers.py``.
 """
 
@@ -17,7 +17,7 @@ from unigen_ds.core.metrics import read_lines
 from unigen_ds.core.registry import OPTIMIZERS
 from unigen_ds.runner import Runner
 
-pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon is there from torch 2.9 on")
+pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon exists since torch 2.9")
 ADAMW = {"lr": 2e-3, "betas": (0.9, 0.95)}
 MUON = {"type": "Muon", "lr": 0.02, "weight_decay": 0.1, "adamw": ADAMW}
 
@@ -51,7 +51,7 @@ def test_matrices_are_muons_and_everything_else_is_adamws(tmp_path: Path, data: 
     }
     assert "language_model.model.layers.0.self_attn.q_proj.weight" in muons
     last = [line for line in read_lines(tmp_path / "metrics.jsonl") if "loss" in line][-1]
-    assert last["lr"] / last["lr/default.adamw"] == pytest.approx(0.02 / 2e-3), "one curve, each group its own rate"
+    assert last["lr"] / last["lr/default.adamw"] == pytest.approx(0.02 / 2e-3), "one curve, a rate for each group"
 
 
 def test_it_learns_and_resumes_bit_equal(tmp_path: Path, data: Path) -> None:
@@ -92,7 +92,7 @@ def test_its_class_stands_for_its_name(tmp_path: Path, data: Path) -> None:
 
 @OPTIMIZERS.register_module()
 class Forgetful(torch.optim.Optimizer):
-    """Keeps what no checkpoint holds."""
+    """Has state that no checkpoint contains."""
 
     element_wise = True
 

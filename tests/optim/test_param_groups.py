@@ -1,4 +1,4 @@
-"""Who trains with which learning rate and weight decay."""
+"""The learning rate and weight decay of each parameter."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_model_that_patterns_cover_has_no_default_group() -> None:
 
 @pytest.mark.parametrize("rule", [dict(lr=0.0), dict(lr_mult=0), dict(lr=0, weight_decay=0.3)])
 def test_a_learning_rate_of_zero_freezes(rule: dict) -> None:
-    """Left in the optimizer, without decay: AdamW changes nothing in such a group, even with a gradient."""
+    """The group remains in the optimizer, without decay: AdamW changes nothing in it, even with a gradient."""
     model = Model()
     groups = build(dict(groups=[dict(pattern="vision", **rule)]), model)
     assert [(g.name, g.lr, g.weight_decay) for g in groups][1] == ("vision", 0.0, 0.0)
@@ -111,7 +111,7 @@ EXPECTED = {
         "layers.1.q_norm.weight",
         "layers.1.q_norm.bias",
     ),
-    # vision.1 is a LayerNorm without a name that says so: its bias is a bias
+    # vision.1 is a LayerNorm whose name does not show it: its bias is a bias
     "default.bias": ("vision.0.bias", "vision.1.bias", "layers.0.proj.bias", "layers.1.proj.bias"),
     "connector": ("connector.weight",),
     "connector.bias": ("connector.bias",),
@@ -255,7 +255,7 @@ def test_custom_keys_and_groups_together_are_refused() -> None:
 
 
 class Mixed(nn.Module):
-    """Every kind of parameter that the rule for matrices knows, one tied pair, and a convolution."""
+    """Every kind of parameter that the rule for matrices distinguishes, one tied pair, and a convolution."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -270,7 +270,7 @@ class Mixed(nn.Module):
 
 
 MUON = {"type": "Muon", "lr": 0.02, "weight_decay": 0.1, "adamw": {"lr": 1e-3, "weight_decay": 0.05}}
-needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon is there from torch 2.9 on")
+needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon exists since torch 2.9")
 
 
 def groups_of(optimizer, **paramwise):

@@ -1,4 +1,4 @@
-"""docs/migrating.md: how far a warm-up is ahead of mmengine's own where gradients are accumulated."""
+"""docs/migrating.md: how far a warm-up is ahead of mmengine's own if gradients are accumulated."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EPOCH = 100
 
 
 def mmengines(warmup: int, iterations: int) -> float:
-    """The learning rate of mmengine's own scheduler after so many iterations."""
+    """The learning rate of mmengine's own scheduler after this number of iterations."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     span = {"begin": 0, "end": warmup / EPOCH, "epoch_length": EPOCH}
     scheduler = LinearLR.build_iter_from_epoch(optimizer, start_factor=1e-9, **span)

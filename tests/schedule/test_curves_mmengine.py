@@ -1,7 +1,7 @@
-"""Side by side with mmengine 0.10.7's own schedulers, iteration by iteration, over whole runs.
+"""Comparison with mmengine 0.10.7's own schedulers at every iteration of whole runs.
 
-Where mmengine is wrong, this file says so, in the docstrings of ``TestWhereMmengineIsWrong``; elsewhere the curves
-are equal to 1e-9 of the base learning rate (mmengine multiplies step by step, so its own rounding grows with the run).
+Where mmengine is wrong, the docstrings of ``TestWhereMmengineIsWrong`` describe it; otherwise the curves are equal to
+1e-9 of the base learning rate (mmengine multiplies at each step, so its own rounding grows with the run).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def mmengine_run(specs: list[dict], *, iterations: int, epoch_length: int) -> li
 
 
 def our_run(specs: list[dict], *, iterations: int, epoch_length: int) -> list[tuple[float, ...]]:
-    """The same from progress alone, visited backwards: no value may need the one before it."""
+    """The same, computed from progress only and in reverse order: no value may depend on the previous one."""
     ruler = Ruler(Geometry(4, 1, 2), epoch_length * PER_ITERATION)
     schedules = Schedules.from_cfg(
         specs,
@@ -173,7 +173,7 @@ def test_equal_to_mmengine(name: str) -> None:
     assert mmengine.__version__ == "0.10.7", "the comparison was made with this version"
     specs, iterations, epoch_length = CASES[name]
     theirs = mmengine_run(specs, iterations=iterations, epoch_length=epoch_length)
-    assert len(set(theirs)) > 1, "the case must move"
+    assert len(set(theirs)) > 1, "the learning rate of the case must change"
     assert_equal(our_run(specs, iterations=iterations, epoch_length=epoch_length), theirs)
 
 
@@ -193,19 +193,19 @@ def test_warmup_and_cosine_grid(warmup: float, epoch_length: int, eta_min: float
 
 @pytest.mark.parametrize("end", [{}, {"end": None}, {"end": 10**9}, {"end": math.inf}])
 def test_end_left_out_is_the_end_of_training(end: dict) -> None:
-    """mmengine's runner fills it in; ``INF`` given by hand means the same here."""
+    """mmengine's runner sets it; an explicit ``INF`` has the same meaning here."""
     left_out = our_run([dict(type="PolyLR", by_epoch=False, **end)], iterations=50, epoch_length=10)
     assert_equal(left_out, mmengine_run([iters("PolyLR", 0, 50)], iterations=50, epoch_length=10))
 
 
 class TestWhereMmengineIsWrong:
-    """Each test shows mmengine's value first, so that it fails when a new version mends it."""
+    """Each test checks mmengine's value first, so that it fails when a new version corrects it."""
 
     def test_warm_up_of_one_step(self) -> None:
-        """``LinearLR`` over one step stays at ``start_factor`` for good: 1e-5 of the learning rate for the whole run.
+        """``LinearLR`` over one step remains at ``start_factor``: 1e-5 of the learning rate for the whole run.
 
-        It happens silently with end=0.1 and 10 to 19 iterations per epoch. Here the factor is ``end_factor`` after
-        the range. ``ConstantLR`` over one step has the same fault and the same remedy.
+        It happens without a message with end=0.1 and 10 to 19 iterations per epoch. Here the factor is ``end_factor``
+        after the range. ``ConstantLR`` over one step has the same error and the same remedy.
         """
         specs = [epochs("LinearLR", 0, 0.1, start_factor=1e-5)]
         assert mmengine_run(specs, iterations=15, epoch_length=10)[-1][0] == pytest.approx(1e-9)
@@ -218,7 +218,7 @@ class TestWhereMmengineIsWrong:
         assert our_run(specs, iterations=5, epoch_length=5)[1] == BASE
 
     def test_warm_up_shorter_than_a_step(self) -> None:
-        """Rounding to no step at all is an error there ("end should be larger than begin"); here one step is low."""
+        """Rounding to zero steps is an error there ("end should be larger than begin"); here one step is low."""
         specs = [epochs("LinearLR", 0, 0.1, start_factor=1e-5)]
         with pytest.raises(ValueError, match="end should be larger"):
             mmengine_run(specs, iterations=10, epoch_length=5)
@@ -231,7 +231,7 @@ class TestWhereMmengineIsWrong:
         ids=lambda s: s["type"],
     )
     def test_starting_from_zero(self, spec: dict) -> None:
-        """A factor of 0 passes mmengine's own check and then divides by zero; a closed form has no such trouble."""
+        """A factor of 0 passes mmengine's own check and then causes a division by zero; a closed form does not."""
         with pytest.raises(ZeroDivisionError):
             mmengine_run([spec], iterations=10, epoch_length=10)
         ours = [lr for lr, _ in our_run([spec], iterations=10, epoch_length=10)]
@@ -240,8 +240,8 @@ class TestWhereMmengineIsWrong:
     def test_fractions_of_an_epoch_lose_an_iteration(self) -> None:
         """``int(0.29 * 100)`` is 28, since 0.29 * 100 is 28.999999999999996: the warm-up ends an iteration early.
 
-        Rounding down to whole iterations (0.1 of 781 are 78) is kept, because it moves a curve by less than one
-        iteration and keeps the numbers equal; this one is a rounding error of the conversion and is not kept.
+        Rounding down to whole iterations (0.1 of 781 are 78) is the same here: it shifts a curve by less than one
+        iteration and the numbers stay equal; this case is a rounding error of the conversion and is not copied.
         """
         specs = [epochs("LinearLR", 0, 0.29, start_factor=0.5)]
         theirs = mmengine_run(specs, iterations=100, epoch_length=100)
@@ -254,9 +254,9 @@ class TestWhereMmengineIsWrong:
     def test_a_milestone_between_iterations_is_never_seen(
         self, milestone: float, epoch_length: int, first: int
     ) -> None:
-        """Milestones are compared with ``==``: 0.07 * 100 = 7.000000000000001 and 16.5 never come, and nothing drops.
+        """Milestones are compared with ``==``: 0.07 * 100 = 7.000000000000001 and 16.5 never occur: no drop.
 
-        Here the learning rate drops at the first iteration at or after the milestone.
+        Here the learning rate decreases at the first iteration at or after the milestone.
         """
         specs = [epochs("MultiStepLR", 0, 1, milestones=[milestone], gamma=0.1)]
         theirs = mmengine_run(specs, iterations=epoch_length, epoch_length=epoch_length)
@@ -266,7 +266,7 @@ class TestWhereMmengineIsWrong:
         assert ours[first] == pytest.approx([lr * 0.1 for lr in BASE])
 
     def test_cosine_rising_again_forgets_the_value_it_came_from(self) -> None:
-        """Past ``T_max`` the recursion starts anew from the *base* learning rate, not from the one it was given.
+        """After ``T_max`` the recursion starts again from the *base* learning rate, not from its own initial one.
 
         After a warm-up to 0.5 the cosine falls from 0.5 and rises to 1.0. Here it rises to 0.5.
         """
@@ -281,7 +281,7 @@ class TestWhereMmengineIsWrong:
         assert ours[17][0] == pytest.approx(0.5 * BASE[0])
 
     def test_overlap_with_a_smallest_learning_rate(self) -> None:
-        """With ``eta_min`` the recursion of two overlapping curves depends on its own path; ours is the chain.
+        """With ``eta_min`` the recursion of two overlapping curves depends on its previous values; ours is the product.
 
         The two differ by about 1 % of the learning rate in this example. No shipped config overlaps ranges.
         """
@@ -300,7 +300,7 @@ class TestWhereMmengineIsWrong:
             our_run([spec], iterations=30, epoch_length=10)
 
     def test_the_recursion_rounds(self) -> None:
-        """After 20,000 steps mmengine is off its own formula by some ten times what the closed form is (6e-15)."""
+        """After 20,000 steps mmengine differs from its own formula ten times as much as the closed form (6e-15)."""
         spec, n = iters("CosineAnnealingLR", 0, 20_000, eta_min=0.0), 20_000
         theirs = mmengine_run([spec], iterations=n, epoch_length=n)
         ours = our_run([spec], iterations=n, epoch_length=n)

@@ -1,4 +1,4 @@
-"""``WarmupCosineLR`` against numbers made by public nanoVLM (see ``tests/golden/README.md``)."""
+"""``WarmupCosineLR`` compared with numbers of public nanoVLM (see ``tests/golden/README.md``)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unigen_ds.schedule import Schedules
 
 CURVES = read_json(NANOVLM / "lr.json")
 WARMUP_RATIO, MIN_RATIO = 0.03, 0.1
-"""Constants of nanoVLM's code: no file has them."""
+"""Constants of nanoVLM's code that no file contains."""
 GEOMETRY = Geometry(batch_size=3, accumulative_counts=4, dp_size=2)
 
 
@@ -40,7 +40,7 @@ def test_end_in_updates(curve: dict) -> None:
 
 
 def test_the_overshoot_is_kept() -> None:
-    """A warm-up of 0.3 updates: the first update gets 1 / 0.3 of the base. Rounding it would be another curve."""
+    """A warm-up of 0.3 updates: the first update has 1 / 0.3 of the base rate. Rounding it would change the curve."""
     found = []
     for curve in CURVES:
         warmup = WARMUP_RATIO * curve["max_steps"]
@@ -48,4 +48,4 @@ def test_the_overshoot_is_kept() -> None:
         found.append(overshoot)
         for values in (curve["values"], ours(curve)):
             assert max(values) / curve["max_lr"] == pytest.approx(overshoot, rel=1e-12)
-    assert max(found) > 1.001, "a curve whose warm-up is no whole number of updates"
+    assert max(found) > 1.001, "a curve whose warm-up is not a whole number of updates"

@@ -1,4 +1,4 @@
-"""``Schedules``: a pure function of data consumed, lossless as JSON, strict about what it is given."""
+"""``Schedules``: a pure function of data consumed, lossless as JSON, with strict checks of its arguments."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_no_scheduler_keeps_the_learning_rates(cfg) -> None:
 
 
 def test_a_frozen_group_stays_at_zero() -> None:
-    """The cosine alone would lift 0 up to ``eta_min``."""
+    """The cosine alone would raise 0 to ``eta_min``."""
     schedules = make(WARMUP_COSINE)
     assert all(lrs(schedules, s)[2] == 0.0 for s in range(0, 3300, 8))
     assert lrs(schedules, 3192)[0] >= 1e-6
@@ -67,7 +67,7 @@ class TestGeometry:
         "cfg", [WARMUP_COSINE, EVERY_KIND[:3], EVERY_KIND[5:6]], ids=["epochs", "mixed", "nanovlm"]
     )
     def test_accumulation_changes_nothing(self, cfg, per_epoch: int) -> None:
-        """8 x 1 and 4 x 2 started afresh: bit-equal, even where an epoch or a warm-up is no whole number of updates."""
+        """New runs with 8 x 1 and 4 x 2: bit-equal, even if an epoch or a warm-up is not a whole number of updates."""
         a = make(cfg, geometry=Geometry(8, 1), per_epoch=per_epoch, total=4.0 * per_epoch)
         b = make(cfg, geometry=Geometry(4, 2), per_epoch=per_epoch, total=4.0 * per_epoch)
         c = make(cfg, geometry=Geometry(1, 4, 2), per_epoch=per_epoch, total=4.0 * per_epoch)
@@ -86,7 +86,7 @@ class TestGeometry:
             assert schedules.at(few) == schedules.at(many)
 
     def test_a_resume_under_another_geometry_reads_the_same_curve(self) -> None:
-        """16 -> 4 per device: the stored curve is kept; one made anew in iterations would be another."""
+        """16 -> 4 per device: the stored curve is kept; a new one in iterations would differ."""
         cfg = dict(type="LinearLR", start_factor=0.01, by_epoch=False, end=100)
         first = make(cfg, geometry=Geometry(16))
         resumed = Schedules.from_state_dict(json.loads(json.dumps(first.state_dict())))
@@ -107,15 +107,15 @@ class TestGeometry:
 
 class TestUnits:
     def test_tokens(self) -> None:
-        """Continuous, no step: half-way is the mean; sequences do not matter."""
+        """Continuous, without steps: half-way is the mean; the number of sequences has no effect."""
         schedules = make(dict(type="LinearLR", start_factor=0.0, unit="token", begin=100, end=300))
-        assert lrs(schedules, 0, tokens=99)[0] == BASE[0]["lr"], "before begin a curve does nothing"
+        assert lrs(schedules, 0, tokens=99)[0] == BASE[0]["lr"], "before its begin a curve has no effect"
         assert lrs(schedules, 0, tokens=100)[0] == 0.0
         assert lrs(schedules, 9999, tokens=200)[0] == pytest.approx(0.5e-4, rel=1e-15)
         assert lrs(schedules, 0, tokens=300)[0] == BASE[0]["lr"]
 
     def test_a_billion_tokens_is_an_amount(self) -> None:
-        """mmengine's INF is 1e9 steps; 1e9 tokens is a plain, common number."""
+        """mmengine's INF is 1e9 steps; 1e9 tokens is an ordinary number."""
         schedules = make(dict(type="CosineAnnealingLR", unit="token", end=10**9))
         assert lrs(schedules, 0, tokens=5 * 10**8)[0] == pytest.approx(0.5e-4, rel=1e-12)
 
@@ -130,12 +130,12 @@ class TestUnits:
         assert by_unit.curves != make(dict(type="PolyLR", by_epoch=True, end=20)).curves
 
     def test_epochs_are_fractions_of_the_stored_length(self) -> None:
-        """An epoch of 1003 sequences is no whole number of updates (packing): the exact fraction is meant."""
+        """An epoch of 1003 sequences is not a whole number of updates (packing): the exact fraction is used."""
         curve = make(WARMUP_COSINE, per_epoch=1003, total=4012).curves[1]
         assert curve.begin == pytest.approx(100.3, rel=1e-15) and curve.end == 4012
 
     def test_plain_by_epoch_is_constant_inside_an_epoch(self) -> None:
-        """The epoch length need not be a multiple of the update: the change comes with the update that begins after."""
+        """The epoch length need not be a multiple of the update: the next update that starts has the new value."""
         schedules = make(dict(type="MultiStepLR", milestones=[1], begin=0, end=3), per_epoch=1003)
         assert lrs(schedules, 1000)[0] == 1e-4
         assert lrs(schedules, 1008)[0] == pytest.approx(1e-5)
@@ -159,7 +159,7 @@ class TestState:
             assert after.at(progress) == before.at(progress)
 
     def test_it_needs_no_config(self) -> None:
-        """What is stored are sequences and tokens: begin of the cosine is 0.1 x 800."""
+        """Sequences and tokens are stored: the begin of the cosine is 0.1 x 800."""
         state = make(WARMUP_COSINE).state_dict()
         assert state["version"] == 1
         assert [(c["type"], c["axis"], c["begin"], c["end"], c["step"]) for c in state["curves"]] == [
