@@ -1,4 +1,4 @@
-"""One thread per process: tests start several processes, and sums must not depend on the number of cores."""
+"""Settings of all tests. One thread per process: several processes run, and sums must not depend on the cores."""
 
 import logging
 import os
@@ -19,9 +19,9 @@ torch.set_num_threads(1)
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of the engines come last: their jobs run beside the others, and few of those keep a second core busy.
+    """Tests of the engines run last: their jobs run at the same time as the other tests, which mostly use one core.
 
-    A test marked ``gpu`` skips itself where there is no CUDA device.
+    A test marked ``gpu`` is skipped without a CUDA device.
     """
     items.sort(key=_needs_engines)
     if torch.cuda.is_available():
@@ -36,14 +36,14 @@ def _needs_engines(item: pytest.Item) -> bool:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """The engines' jobs begin, where a test that was selected needs them."""
+    """Start the engines' jobs, if a selected test needs them."""
     if not session.config.option.collectonly and any(map(_needs_engines, session.items)):
         launch.begin()
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A real file system of 2 MiB. Skips the test only where this process has no permission to mount one."""
+    """A real file system of 2 MiB. Skips the test only if this process has no permission to mount one."""
     disk = tmp_path / "disk"
     disk.mkdir()
     if not disks.mount(disk, kib=2048):
@@ -54,7 +54,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def _plain_logger() -> Iterator[None]:
-    """A run sets the logger up for its whole process; after it, the next test must find it plain, for caplog."""
+    """A run configures the logger of the whole process; the next test needs an unconfigured one, for caplog."""
     log = logging.getLogger("unigen_ds")
     log.propagate = True
     yield

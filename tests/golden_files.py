@@ -1,4 +1,4 @@
-"""The golden files (``tests/golden/README.md``): where they are, and how near a number must come.
+"""The golden files (``tests/golden/README.md``): their location and the tolerances.
 
 ``UNIGEN_GOLDEN`` names another directory of the same schema: every size, id and setting is read from its files.
 """
@@ -20,7 +20,7 @@ def read_json(path: Path) -> Any:
 
 BAGEL_META: dict[str, Any] = read_json(BAGEL / "golden.json")
 BAGEL_VAE: dict[str, float] = {key: BAGEL_META["vae_params"][key] for key in ("scale_factor", "shift_factor")}
-"""What a published directory does not state of its autoencoder: ``model.vae`` beside ``pretrained``."""
+"""Settings of the autoencoder that a published directory does not contain: ``model.vae`` next to ``pretrained``."""
 _TOLERANCES = read_json(GOLDEN / "tolerance.json")
 
 

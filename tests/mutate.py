@@ -4,14 +4,14 @@
 
     python -m tests.mutate [--part K/N] [--minutes M] [--only ID ...] [--again] [--tests-passed]
 
-An edit survives where its test passes: then the test, or the claim, is at fault. Results are appended to ``--results``
-as they arrive; an edit is run again only where the edit, the edited file, the test's file or the helpers beside it
-have changed since, so a stopped run continues. Exit status: 0 every edit was detected, 1 one survived or could not be
-judged, 2 wrong usage. Edits that ``--minutes`` leaves no time for are listed, and are no failure.
+An edit survives if its test passes: then the test, or the claim, is wrong. Results are appended to ``--results`` as
+they arrive; an edit is run again only if the edit, the edited file, the test's file or the helpers in its folder have
+changed since, so a stopped run continues. Exit status: 0 every edit was detected, 1 one survived or has no result, 2
+wrong usage. Edits for which ``--minutes`` leaves no time are listed, and are not a failure.
 
-This process imports torch and the other large packages once and forks for each run of a test, so no edit pays for them.
-Edits that share a test come one after the other, after one run of the test without an edit: a test that fails then
-proves nothing. ``--tests-passed`` leaves that run out, where the whole suite has just passed.
+This process imports torch and the other large packages once and forks for each run of a test, which saves their import.
+Edits with the same test run one after the other, after one run of the test without an edit: a test that fails then
+shows nothing. ``--tests-passed`` omits that run, if the whole suite has just passed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LIST = ROOT / "tests" / "mutations.toml"
 RESULTS = ROOT / "work_dirs" / "mutations.jsonl"
 TIMEOUT_S = 600.0
-"""Of one test. A test that comes to no end has not been seen to fail: it counts as not judged."""
+"""Of one test. A test that does not end has not failed: it counts as without a result."""
 SHARED_IMPORTS = (
     "pytest",
     "numpy",
@@ -50,12 +50,12 @@ SHARED_IMPORTS = (
     "tokenizers",
 )
 Steps = Generator[str, "int | None", None]
-_PYTEST = {0: "survived", 1: "detected", 2: "not judged: interrupted or not importable", 5: "not judged: no such test"}
+_PYTEST = {0: "survived", 1: "detected", 2: "no result: interrupted or not importable", 5: "no result: no such test"}
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """One edit: ``find``, which is in ``file`` exactly once, becomes ``replace``; then ``test`` must fail."""
+    """One edit: ``find``, which is in ``file`` exactly once, is replaced by ``replace``; then ``test`` must fail."""
 
     id: str
     rows: tuple[str, ...]
@@ -68,7 +68,7 @@ class Mutation:
     text: str = field(default="", compare=False)
 
     def problem(self) -> str | None:
-        """Why it cannot be applied, or None."""
+        """The reason why it cannot be applied, or None."""
         path = ROOT / self.file
         if not path.is_file():
             return f"{self.file} does not exist"
@@ -86,7 +86,7 @@ class Mutation:
 
     @property
     def node(self) -> str:
-        """``test`` as pytest names it: with the class that the function is in, if there is one."""
+        """``test`` as pytest names it: with the class of the function, if there is one."""
         path, _, function = self.test.partition("::")
         name = function.partition("[")[0]
         for item in ast.parse((ROOT / path).read_text(encoding="utf-8")).body:
@@ -108,7 +108,7 @@ def load(path: Path = LIST) -> list[Mutation]:
     """All edits, in the order of the file."""
     try:
         import tomllib
-    except ModuleNotFoundError:  # Python 3.10: pytest brings it
+    except ModuleNotFoundError:  # Python 3.10: installed by pytest
         import tomli as tomllib  # type: ignore[import-not-found,no-redef]
     tables = tomllib.loads(path.read_text(encoding="utf-8")).get("mutation", [])
     return [Mutation(**{**table, "rows": tuple(table["rows"])}) for table in tables]
@@ -139,7 +139,7 @@ def tree_copy(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def applied(mutation: Mutation, folder: Path) -> Iterator[None]:
-    """The edit is in the copy while the block runs."""
+    """Apply the edit to the copy inside the block."""
     path = folder / mutation.file
     source = path.read_text(encoding="utf-8")
     path.write_text(source.replace(mutation.find, mutation.replace), encoding="utf-8")
@@ -166,7 +166,7 @@ class Child:
         return cls(process, time.monotonic() + timeout_s)
 
     def poll(self) -> tuple[bool, int | None]:
-        """Whether it has ended, and pytest's exit status; None where it had to be killed."""
+        """Whether it has ended, and pytest's exit status; None if it had to be killed."""
         done, status = os.waitpid(self.process, os.WNOHANG)
         if done:
             return True, os.waitstatus_to_exitcode(status)
@@ -179,7 +179,7 @@ class Child:
 
 
 def _child(folder: Path, test: str) -> None:
-    """Never returns. The copy comes first on the path, for processes that the test starts, too."""
+    """Never returns. The copy is first on the path, also for processes that the test starts."""
     status = 3
     try:
         os.setsid()
@@ -189,7 +189,7 @@ def _child(folder: Path, test: str) -> None:
         os.dup2(stream, 2)
         os.environ["PYTHONPATH"] = str(folder)
         os.environ["ENGINE_JOBS"] = "needed"  # tests/engines/launch.py
-        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # two edits within a second have the same time stamp
+        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # two edits within a second have the same timestamp
         sys.dont_write_bytecode = True
         sys.path[:] = [str(folder), *(entry for entry in sys.path if entry not in ("", str(ROOT)))]
         for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
@@ -208,14 +208,14 @@ def _log(folder: Path) -> Path:
 
 
 def outcome_of(status: int | None) -> str:
-    """``detected``, ``survived``, or why neither can be stated, of pytest's exit status."""
+    """``detected``, ``survived``, or the reason for no result, from pytest's exit status."""
     if status is None:
-        return f"not judged: no end within {TIMEOUT_S:.0f} s"
-    return _PYTEST.get(status, f"not judged: exit status {status}")
+        return f"no result: no end within {TIMEOUT_S:.0f} s"
+    return _PYTEST.get(status, f"no result: exit status {status}")
 
 
 def known_results(path: Path) -> dict[str, str]:
-    """Outcome by key, of a run that was stopped."""
+    """Outcome by key, of an earlier run."""
     if not path.is_file():
         return {}
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
@@ -223,7 +223,7 @@ def known_results(path: Path) -> dict[str, str]:
 
 
 class Campaign:
-    """Judges edits in ``jobs`` copies of the tree at a time and records each outcome."""
+    """Tests edits in ``jobs`` copies of the tree at a time and records each outcome."""
 
     def __init__(self, results: Path, *, jobs: int, minutes: float | None, check_tests: bool) -> None:
         self.results, self.jobs, self.check_tests = results, jobs, check_tests
@@ -260,11 +260,11 @@ class Campaign:
                     waiting.clear()
 
     def _steps(self, group: Sequence[Mutation], folder: Path) -> Steps:
-        """Yields a test to run, receives its exit status, until the edits of a test are judged."""
+        """Yields a test to run and receives its exit status, until all edits of the test have an outcome."""
         status = (yield group[0].node) if self.check_tests else 0
         if status != 0:
             for mutation in group:
-                self._record(mutation, f"not judged: the test without the edit: {outcome_of(status)}", folder, 0.0)
+                self._record(mutation, f"no result: the test without the edit: {outcome_of(status)}", folder, 0.0)
             return
         for mutation in group:
             if time.monotonic() > self.until:
@@ -288,12 +288,12 @@ class Campaign:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutate", description="See tests/mutate.py.")
     parser.add_argument("--part", default="1/1", help="K/N: only this part of the edits")
-    parser.add_argument("--minutes", type=float, help="begin no further edit after so many minutes")
+    parser.add_argument("--minutes", type=float, help="start no further edit after this number of minutes")
     parser.add_argument("--only", nargs="+", metavar="ID", help="only these edits")
     parser.add_argument("--list", type=Path, default=LIST, help="the edits; default %(default)s")
     parser.add_argument("--results", type=Path, default=RESULTS, help="JSON lines; default %(default)s")
     parser.add_argument("--jobs", type=int, default=2, help="edits at a time; default %(default)s")
-    parser.add_argument("--again", action="store_true", help="judge edits again that were detected before")
+    parser.add_argument("--again", action="store_true", help="also run edits that were detected before")
     parser.add_argument("--tests-passed", action="store_true", help="the tests are known to pass without an edit")
     given = parser.parse_args(arguments)
     listed = load(given.list)
@@ -301,7 +301,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.only:
         unknown = sorted(set(given.only) - {m.id for m in listed})
         if unknown:
-            parser.error(f"no edit is named {', '.join(unknown)}")
+            parser.error(f"there is no edit {', '.join(unknown)}")
         chosen = [m for m in chosen if m.id in given.only]
     os.environ["OMP_NUM_THREADS"] = "1"
     for name in SHARED_IMPORTS:
@@ -319,11 +319,11 @@ def report(chosen: Sequence[Mutation], outcomes: dict[str, str]) -> int:
     waiting = [m.id for m in chosen if m.id not in outcomes]
     wrong = [f"{name}: {outcome}" for name, outcome in outcomes.items() if outcome != "detected"]
     if waiting:
-        print(f"\nNot run for lack of time ({len(waiting)}): {', '.join(waiting)}")
+        print(f"\nNot run because of --minutes ({len(waiting)}): {', '.join(waiting)}")
     if wrong:
         print("\nNot detected:\n  " + "\n  ".join(wrong))
     counts = Counter(outcome.partition(":")[0] for outcome in outcomes.values())
-    print(f"\n{counts['detected']} detected, {counts['survived']} survived, {counts['not judged']} not judged, "
+    print(f"\n{counts['detected']} detected, {counts['survived']} survived, {counts['no result']} without a result, "
           f"{len(waiting)} not run")  # fmt: skip
     return 1 if wrong else 0
 

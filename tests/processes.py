@@ -1,6 +1,6 @@
-"""Real processes that run at the same time: the ranks of one job, without a launcher that would end all when one fails.
+"""Real processes that run at the same time: the ranks of one job, without a launcher that ends all when one fails.
 
-Their output is read at the same time, too: a rank whose pipe is full would wait for its reader, and the others for it.
+Their output is also read at the same time: a rank whose pipe is full would wait for its reader, and the others for it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in _LAUNCHER} | {
     "CUDA_VISIBLE_DEVICES": "",
     "PYTHONPATH": str(ROOT),
 }
-"""What a process of a test inherits: no variable of a launcher, no GPU."""
+"""The environment of a test's process: no variable of a launcher, no GPU."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Ended:
 
     @property
     def text(self) -> str:
-        """All that it printed."""
+        """Its whole output."""
         return self.out + self.err
 
     @property
@@ -48,9 +48,9 @@ class Ended:
 def together(
     commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]], *, timeout_s: float = 240.0
 ) -> list[Ended]:
-    """Run commands at the same time, each with further variables; those that are late are killed.
+    """Run commands at the same time, each with additional variables; after ``timeout_s`` they are killed.
 
-    Raises ``AssertionError`` with the output of all, if one has not ended after ``timeout_s``.
+    Raises ``AssertionError`` with the output of all, if one had to be killed.
     """
     started: list[subprocess.Popen[str]] = []
     end = time.monotonic() + timeout_s
@@ -79,7 +79,7 @@ def together(
 
 
 def ranks(command: Sequence[str], *, world_size: int = 2, timeout_s: float = 240.0, **environment: str) -> list[Ended]:
-    """The same command in every rank of one job, as torchrun starts it on one node, but without torchrun."""
+    """The same command in every rank of one job, started as by torchrun on one node, but without torchrun."""
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
     return together(
         [command] * world_size,
@@ -89,7 +89,7 @@ def ranks(command: Sequence[str], *, world_size: int = 2, timeout_s: float = 240
 
 
 def _wait(started: Sequence[subprocess.Popen[str]], end: float) -> list[int]:
-    """The numbers of those that have not ended in time. Another thread reads them, and so waits for them."""
+    """The numbers of those that have not ended in time. Another thread reads their output and waits for them."""
     while (running := [n for n, process in enumerate(started) if process.poll() is None]) and time.monotonic() < end:
         time.sleep(0.02)
     return running

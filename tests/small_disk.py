@@ -1,4 +1,4 @@
-"""A small file system of its own (tmpfs), where the kernel lets this process mount one. Needs no test framework."""
+"""A small separate file system (tmpfs), if this process may mount one. Independent of the test framework."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 
 NO_PERMISSION = "this process has no permission to mount a small disk"
 MOUNTED = "mounted.json"
-"""Where a process that mounts for others records on the disk, or in its place, whether it could: true or false."""
+"""File in which a process that mounts for others records whether it could: true or false."""
 _MNT_DETACH = 2
 
 
 def mount(folder: Path, *, kib: int) -> bool:
-    """Mount an empty tmpfs of ``kib`` KiB on ``folder``; False where this process has no permission to mount.
+    """Mount an empty tmpfs of ``kib`` KiB on ``folder``; False if this process has no permission to mount.
 
-    Any other failure raises ``OSError``: a test may skip itself for the permission alone.
+    Any other failure raises ``OSError``: a test may be skipped only for a missing permission.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", ctypes.c_ulong(0), f"size={kib}k".encode()) == 0:
@@ -29,7 +29,7 @@ def mount(folder: Path, *, kib: int) -> bool:
 
 
 def unmount(folder: Path) -> None:
-    """Let go of it, also while files on it are open."""
+    """Unmount it, also while files on it are open."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.umount2(os.fsencode(folder), _MNT_DETACH):
         number = ctypes.get_errno()
@@ -37,7 +37,7 @@ def unmount(folder: Path) -> None:
 
 
 def fill(disk: Path) -> None:
-    """Use up every byte."""
+    """Fill it completely."""
     with (disk / "ballast").open("wb", buffering=0) as stream, contextlib.suppress(OSError):
         while stream.write(bytes(4096)):
             pass

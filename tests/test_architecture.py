@@ -1,7 +1,7 @@
-"""The house: imports run downwards, files and functions stay small, and no engine is named outside its wing.
+"""The architecture: imports of lower layers only, small files and functions, engines named in ``backends`` only.
 
-The floors are those of ``docs/architecture.md``. A module may import its own package, and packages on lower floors; a
-wing of floor 2 imports ``core`` alone. Imports inside functions count as well: they hide a dependency, not end it.
+The layers are those of ``docs/architecture.md``. A module may import its own package, and packages of lower layers; a
+package of layer 2 imports only ``core``. Imports inside functions count as well: they are dependencies, too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FLOORS = {
+LAYERS = {
     "core": 1, "configs": 1,
     "backends": 2, "models": 2, "data": 2, "schedule": 2, "optim": 2, "tracking": 2,
     "inference": 3,
@@ -52,7 +52,7 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
 
-def wing(module: str) -> str:
+def package_of(module: str) -> str:
     """``unigen_ds.data.order`` -> ``data``; a tool -> ``tools``; the package itself -> ``''``."""
     parts = module.split(".")
     if parts[0] in ("tools", "unigen_ds_tools"):
@@ -94,19 +94,21 @@ def test_imports_run_downwards(path: Path) -> None:
             if isinstance(statement, (ast.Import, ast.ImportFrom)):
                 assert not list(imported(path, within=statement)), "the package itself imports lazily, in a function"
         return
-    here = wing(module_of(path))
-    assert here in FLOORS, f"{label(path)} is on no floor: {sorted(FLOORS)}"
+    here = package_of(module_of(path))
+    assert here in LAYERS, f"{label(path)} is in no layer: {sorted(LAYERS)}"
     for name, line in imported(path):
-        there = wing(name)
+        there = package_of(name)
         if there == here:
             continue
         if there == "":
             assert here in ("tools", "runner", "checkpoint"), f"{label(path)}:{line} imports the package itself"
             continue
-        assert there in FLOORS, f"{label(path)}:{line} imports {name}, which is on no floor"
-        assert FLOORS[there] < FLOORS[here], f"{label(path)}:{line} imports {name}: floor {FLOORS[there]} from below"
-        if FLOORS[here] == 2:
-            assert there == "core", f"{label(path)}:{line} imports {name}: a wing of floor 2 imports core alone"
+        assert there in LAYERS, f"{label(path)}:{line} imports {name}, which is in no layer"
+        assert LAYERS[there] < LAYERS[here], (
+            f"{label(path)}:{line} imports {name} of layer {LAYERS[there]}, which is not lower"
+        )
+        if LAYERS[here] == 2:
+            assert there == "core", f"{label(path)}:{line} imports {name}: a package of layer 2 imports only core"
 
 
 def test_no_circles_among_modules() -> None:
@@ -149,7 +151,7 @@ def branches_on_engines(source: ast.AST) -> list[int]:
 
 @pytest.mark.parametrize("path", SOURCES, ids=label)
 def test_no_branch_on_an_engines_name(path: Path) -> None:
-    if wing(module_of(path)) == "backends" or label(path) == "unigen_ds/runner/build.py":
+    if package_of(module_of(path)) == "backends" or label(path) == "unigen_ds/runner/build.py":
         return
     lines = branches_on_engines(tree(path))
     assert not lines, f"{label(path)}:{lines} branches on an engine's name; ask the backend, or use a registry"
@@ -195,7 +197,7 @@ def twice(names: Iterable[str]) -> list[str]:
 def test_modules_and_classes_have_one_name_each() -> None:
     """One name for one concept, over the whole package."""
     paths = [path for path in SOURCES if path.is_relative_to(ROOT / "unigen_ds")]
-    paths = [path for path in paths if wing(module_of(path)) not in PER_FOLDER]
+    paths = [path for path in paths if package_of(module_of(path)) not in PER_FOLDER]
     assert twice(path.stem for path in paths if path.stem not in SAME_NAME) == []
     classes = [node.name for path in paths for node in tree(path).body if isinstance(node, ast.ClassDef)]
     imported_as = [
@@ -212,7 +214,7 @@ def test_modules_and_classes_have_one_name_each() -> None:
 
 
 def test_every_package_has_an_init() -> None:
-    """Without one the wheel would leave it out; ``configs`` is data, and an init there would be listed as a config."""
+    """Without one it would not be in the wheel; ``configs`` is data, and an init would be listed as a config."""
     folders = {path.parent for path in SOURCES if path.is_relative_to(ROOT / "unigen_ds")}
     missing = [label(f) for f in sorted(folders) if f.name != "configs" and not (f / "__init__.py").exists()]
     assert not missing, missing

@@ -1,4 +1,4 @@
-"""The documentation says what the code does: every key and argument with its default, every requirement, every link."""
+"""The documentation agrees with the code: every key and argument with its default, every requirement, every link."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 REQUIREMENTS = (ROOT / "docs" / "requirements.md").read_text(encoding="utf-8")
 COUNTS = {"S0.": 33, "S1.": 37, "S2.": 34, "S3.": 34, "S4.": 68, "B": 12, "N": 30}
 INJECTED = {"processor", "writers"}
-"""Arguments that ``build`` gives; a config cannot."""
+"""Arguments that ``build`` passes; a config cannot set them."""
 
 
 def label(path: Path) -> str:
@@ -45,7 +45,7 @@ def label(path: Path) -> str:
 
 
 def schema_keys() -> Iterator[str]:
-    """Every valid key, two floors deep and deeper. ``val_dataloader`` refers to ``train_dataloader``."""
+    """Every valid key, at every depth. ``val_dataloader`` refers to ``train_dataloader``."""
 
     def walk(prefix: str, level: Mapping[str, Any]) -> Iterator[str]:
         for key, inner in level.items():
@@ -78,7 +78,7 @@ def test_no_key_is_explained_that_is_not_there() -> None:
 
 
 def components() -> dict[str, type]:
-    """Every class of this package that a config may name."""
+    """Every class of this package that a config can name."""
     named = [value for value in vars(registry).values() if isinstance(value, Registry)]
     registries = [kind for kind in named if kind not in (registry.LAYOUTS, registry.FAMILIES)]
     found = {name: cls for kind in registries for name, cls in kind.module_dict.items()}
@@ -86,15 +86,15 @@ def components() -> dict[str, type]:
 
 
 def table(heading: str) -> dict[str, str]:
-    """Argument -> default, as the table under a heading has them."""
+    """Argument -> default, from the table below a heading."""
     body = re.split(rf"^### `{heading}`$", CONFIGS, flags=re.MULTILINE)
     assert len(body) == 2, f"docs/configs.md has {len(body) - 1} sections `{heading}`"
     body[1] = re.split(r"^##", body[1], flags=re.MULTILINE)[0]
     return dict(re.findall(r"^\| `(\w+)` \| (.+?) \| ", body[1], re.MULTILINE))
 
 
-def says(cell: str, default: Any) -> bool:
-    """Whether a cell of the table is that default."""
+def is_default(cell: str, default: Any) -> bool:
+    """Whether a cell of the table is this default."""
     if default is inspect.Parameter.empty:
         return cell == "required"
     text = cell.strip("`").replace("\\|", "|")
@@ -111,20 +111,28 @@ def test_every_argument_is_explained_with_its_default(name: str) -> None:
     expected = {p.name: p.default for p in parameters if p.name not in INJECTED | shared}
     found = table(name)
     assert set(found) == set(expected)
-    wrong = {key: (found[key], default) for key, default in expected.items() if not says(found[key], default)}
+    wrong = {key: (found[key], default) for key, default in expected.items() if not is_default(found[key], default)}
     assert not wrong, wrong
 
 
-def test_what_every_curve_takes_is_explained() -> None:
+def test_the_arguments_of_every_curve_are_explained() -> None:
     section = CONFIGS.split("Every curve takes:")[1].split("\n### ")[0]
     found = dict(re.findall(r"^\| `(\w+)` \| (.+?) \| ", section, re.MULTILINE))
     assert set(found) == {field.name for field in fields(Curve)}
-    assert all(says(found[field.name], field.default) for field in fields(Curve))
+    assert all(is_default(found[field.name], field.default) for field in fields(Curve))
 
 
 def test_a_wrong_default_would_be_noticed() -> None:
-    assert says("`1/3`", 1.0 / 3) and says("`'a\\|b'`", "a|b") and says("required", inspect.Parameter.empty)
-    assert not says("`1/4`", 1.0 / 3) and not says("`3`", 4) and not says("`None`", inspect.Parameter.empty)
+    assert (
+        is_default("`1/3`", 1.0 / 3)
+        and is_default("`'a\\|b'`", "a|b")
+        and is_default("required", inspect.Parameter.empty)
+    )
+    assert (
+        not is_default("`1/4`", 1.0 / 3)
+        and not is_default("`3`", 4)
+        and not is_default("`None`", inspect.Parameter.empty)
+    )
 
 
 def test_every_deepspeed_preset_is_named_and_leaves_to_the_config_what_is_the_configs() -> None:
@@ -143,7 +151,7 @@ def test_every_deepspeed_preset_is_named_and_leaves_to_the_config_what_is_the_co
 
 def requirement_rows() -> dict[str, str]:
     rows = re.findall(r"^\| ((?:S\d\.|B|N)\d+) \| .+? \| (.+) \|$", REQUIREMENTS, re.MULTILINE)
-    assert len(rows) == len(dict(rows)), "an id comes twice"
+    assert len(rows) == len(dict(rows)), "an id occurs twice"
     return dict(rows)
 
 
@@ -177,7 +185,7 @@ def test_what_shows_a_requirement_exists(row: tuple[str, str]) -> None:
 
 
 def anchors(path: Path) -> set[str]:
-    """The anchors of a page's headings, as they are made on the web."""
+    """The anchors of a page's headings, as on the web."""
     headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -197,7 +205,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=label)
 def test_commands_and_files_exist(page: Path) -> None:
-    """Tools, modules and tests that a page names."""
+    """Tools, modules and tests named on a page."""
     for name in re.findall(r"\b((?:tools|unigen_ds|tests|docs)/[\w/]+\.\w+)\b", page.read_text(encoding="utf-8")):
         assert (ROOT / name).exists(), f"{label(page)} names {name}"
 
@@ -224,7 +232,7 @@ def test_architecture_names_no_file_that_is_not_there() -> None:
 
 
 def listed_modules() -> list[tuple[str, str]]:
-    """(package, module) of the plan of the layers: single words between commas, what is in brackets left out."""
+    """(package, module) of the plan of the layers: single words between commas, without text in brackets."""
     block = ARCHITECTURE.split("```\n9  tools/")[1].split("```")[0]
     found, package, text = [], "tools", ""
     for line in [*block.splitlines(), "0  end/"]:
@@ -249,7 +257,7 @@ def test_the_plan_of_the_layers_names_modules_that_are_there() -> None:
 
 
 def test_every_exit_status_is_that_of_the_code() -> None:
-    """The table: each error class in the row of its status, and no error class left out."""
+    """The table: each error class in the row of its status, and no error class is missing."""
     table = ARCHITECTURE.split("## Exit statuses")[1].split("\n## ")[0]
     rows = [(int(status), set(re.findall(r"`(\w+Error|ResumeBlocked)`", raised)))
             for status, raised in re.findall(r"^\| (\d+) \| .+? \| (.*?) ?\|$", table, re.MULTILINE)]  # fmt: skip

@@ -1,4 +1,4 @@
-"""``tests/mutations.toml`` fits the tree, covers every row that is not open, and ``tests/mutate.py`` judges rightly."""
+"""``tests/mutations.toml`` fits the tree and covers every row that is not open; ``tests/mutate.py`` works."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_every_row_that_is_not_open_has_an_edit() -> None:
     covered = {row for mutation in MUTATIONS for row in mutation.rows}
     assert [row for row in DONE if row not in covered] == []
     unknown = {row for row in covered if not row.startswith(("10.", "11."))} - set(SHOWN)
-    assert not unknown, "rows that docs/requirements.md does not have"
+    assert not unknown, "rows that are not in docs/requirements.md"
 
 
 def test_parts_are_a_partition_that_keeps_tests_together() -> None:
@@ -74,11 +74,11 @@ rows = []
 file = "unigen_ds/core/progress.py"
 find = "epoch=epoch,"
 replace = "epoch=0,"
-test = "tests/core/test_progress.py::test_that_is_not_there"
+test = "tests/core/test_progress.py::test_that_does_not_exist"
 """
 
 
-def test_a_caught_edit_a_survivor_and_one_that_cannot_be_judged(tmp_path: Path) -> None:
+def test_a_detected_edit_a_survivor_and_one_without_a_result(tmp_path: Path) -> None:
     listed, results = tmp_path / "edits.toml", tmp_path / "results.jsonl"
     listed.write_text(EDITS)
     command = [sys.executable, "-m", "tests.mutate", "--list", str(listed), "--results", str(results)]
@@ -86,9 +86,9 @@ def test_a_caught_edit_a_survivor_and_one_that_cannot_be_judged(tmp_path: Path) 
     outcomes = {line["id"]: line["outcome"] for line in map(json.loads, results.read_text().splitlines())}
     assert first.returncode == 1, first.stdout + first.stderr
     assert outcomes["caught"] == "detected" and outcomes["harmless"] == "survived"
-    assert outcomes["of-no-test"].startswith("not judged")
-    assert "1 detected, 1 survived, 1 not judged, 0 not run" in first.stdout
+    assert outcomes["of-no-test"].startswith("no result")
+    assert "1 detected, 1 survived, 1 without a result, 0 not run" in first.stdout
 
     again = subprocess.run([*command, "--only", "caught", "--minutes", "0"], cwd=ROOT, capture_output=True, text=True)
-    assert again.returncode == 0 and "1 detected" in again.stdout, "what was judged before is not run again"
+    assert again.returncode == 0 and "1 detected" in again.stdout, "an edit with a result is not run again"
     assert len(results.read_text().splitlines()) == 3

@@ -1,4 +1,4 @@
-"""What a user installs: a wheel holds the package, the configs and the tools, and they work away from a checkout."""
+"""The installation of a user: a wheel has the package, the configs and the tools, and they work without a checkout."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOOLS = sorted(path.stem for path in (ROOT / "tools").glob("*.py") if not path.s
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel of this checkout, built offline from a copy (setuptools leaves a ``build`` folder where it works)."""
+    """A wheel of this checkout, built offline from a copy (setuptools leaves a ``build`` folder in its source)."""
     pytest.importorskip("setuptools")
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     names = ["setup.py", "pyproject.toml", "README.md", "unigen_ds", "tools", "ds_configs"]
@@ -64,7 +64,7 @@ def test_every_tool_is_a_command_with_a_main(wheel: Path) -> None:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the wheel's contents, as site-packages has them."""
+    """A folder with the wheel's contents, as in site-packages."""
     folder = tmp_path_factory.mktemp("site")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)

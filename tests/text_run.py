@@ -1,4 +1,4 @@
-"""A tiny ``DecoderLM`` on a few documents, as a config, with a hook that keeps what the model is given."""
+"""A tiny ``DecoderLM`` on a few documents, as a config, with a hook that keeps the model's inputs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class KeepBatches(Hook):
 
 
 def text_config(folder: Path, records: list[Any], **overrides: Any) -> Any:
-    """``overrides``: dotted paths with ``__`` for the dots."""
+    """``overrides``: dotted paths with ``__`` instead of dots."""
     data = write_jsonl(folder / "train.jsonl", records)
     body = CONFIG.format(words=list(WORDS), data=str(data), work_dir=str(folder / "run"))
     (folder / "config.py").write_text(body, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A tiny unified model on the real digits, as a config: what tests train when they need a whole run."""
+"""A tiny unified model on the real digits, as a config, for tests that need a whole run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TINY: dict[str, Any] = {
 
 
 def tiny_config(work_dir: Path, data_root: Path, **overrides: Any) -> Any:
-    """The shipped digits config in a tiny size; ``overrides`` are dotted paths with ``__`` for the dots."""
+    """The shipped digits config in a tiny size; ``overrides`` are dotted paths with ``__`` instead of dots."""
     dotted = {key.replace("__", "."): value for key, value in overrides.items()}
     paths = {"work_dir": str(work_dir), "train_dataloader.dataset.root": str(data_root)}
     return load_config("unified_digits", {**TINY, **paths, **dotted})

@@ -99,7 +99,7 @@ def test_its_files_too(plain, tmp_path, case, arguments):
 
 
 @pytest.mark.parametrize("case", [*ZERO, "zero0"])
-def test_the_model_takes_it(plain, tmp_path, case):
+def test_the_model_loads_it(plain, tmp_path, case):
     """Strictly: tied names, buffers, frozen parameters; tied parameters are still one tensor."""
     merge(source_of(plain, case), tmp_path / "out")
     state = torch.load(tmp_path / "out" / "pytorch_model.bin")

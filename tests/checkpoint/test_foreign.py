@@ -73,14 +73,14 @@ def test_what_the_files_tell(written, case):
     if stage:
         assert {name for name, row in rows.items() if not row["trainable"]} == {"frozen.weight", "frozen.bias"}
         assert {name for name, row in rows.items() if row["group"] == "1"} == {"norm.weight", "norm.bias"}
-    said = " ".join(found.unknown)
+    message = " ".join(found.unknown)
     for word in ("order of its data", "schedule", "EMA", "random generators"):
-        assert word in said
-    assert ("epoch" in said) == (case != "mmengine") and ("Moments" in said) == (stage == 0)
+        assert word in message
+    assert ("epoch" in message) == (case != "mmengine") and ("Moments" in message) == (stage == 0)
 
 
 @pytest.mark.parametrize("case", ["zero1-bf16", "zero3", "mmengine"])
-def test_another_engine_takes_it(written, case):
+def test_another_engine_loads_it(written, case):
     """Weights, moments and Adam step are loaded into the ``single`` engine: a later resume depends on this."""
     found = open_foreign(written / case, tag="iter_6.pth" if case == "mmengine" else None)
     held = load_safetensors(written / f"{case}.safetensors")
@@ -141,12 +141,12 @@ def test_an_assumption_may_not_contradict_the_files(copy):
     assert open_foreign(copy, assume={"batch_size": MICRO}).geometry == Geometry(MICRO, ACCUMULATE, 2)
 
 
-@pytest.mark.parametrize(("text", "said"), [
+@pytest.mark.parametrize(("text", "message"), [
     ("batchsize=4", "did you mean 'batch_size'"), ("dp_size=0", "an integer N of at least 1"),
     ("dp_size", "an integer N of at least 1"), ("dp_size=two", "an integer N of at least 1"),
 ])  # fmt: skip
-def test_a_wrong_assumption_is_named(text, said):
-    with pytest.raises(ConfigError, match=said):
+def test_a_wrong_assumption_is_named(text, message):
+    with pytest.raises(ConfigError, match=message):
         parse_assume(text)
 
 
@@ -171,7 +171,7 @@ def test_a_folder_without_weights_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["mp_rank_01_model_states.pt", "layer_00-model_states.pt"])
-def test_a_model_that_was_cut_otherwise_is_refused(copy, name):
+def test_a_model_of_another_parallelism_is_refused(copy, name):
     (copy / name).write_bytes(b"")
     with pytest.raises(CheckpointError, match=f"{name} is a part of a model that was cut by tensor"):
         open_foreign(copy)

@@ -42,7 +42,7 @@ class Evil:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_reader_gives_what_the_engine_held(name):
+def test_the_reader_returns_the_engines_tensors(name):
     run = run_of(name)
     reader = DCPReader(run.checkpoints[-1])
     held = {key: value for key, value in run.held.items() if key != "head.weight"}  # tied to the embedding
@@ -57,7 +57,7 @@ def test_the_reader_gives_what_the_engine_held(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_torchs_own_reader_gives_the_same(name, tmp_path):
+def test_torchs_own_reader_returns_the_same(name, tmp_path):
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     directory = run_of(name).checkpoints[-1]

@@ -57,7 +57,7 @@ class Evil:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_reader_gives_what_the_engine_held(name):
+def test_the_reader_returns_the_engines_tensors(name):
     """Every parameter (split at any element, frozen, tied) and buffer, bit by bit."""
     run = run_of(name)
     reader = DeepSpeedReader(run.checkpoints[-1])
@@ -97,7 +97,7 @@ def test_any_range_may_be_read(name):
 
 
 @pytest.mark.parametrize("name", ["zero1@2-fp32", "zero2@2-fp32", "zero2@2-bf16", "zero3@2-fp32", "zero3@2-bf16"])
-def test_deepspeeds_own_script_gives_the_same(name):
+def test_deepspeeds_own_script_writes_the_same(name):
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     directory = run_of(name).checkpoints[-1]

@@ -36,7 +36,7 @@ def holder(tmp_path):
     process.wait()
 
 
-def test_a_second_process_is_refused_and_told_by_whom(tmp_path, holder):
+def test_a_second_process_is_refused_and_the_first_is_named(tmp_path, holder):
     with pytest.raises(ConfigError, match=rf"another process trains in .*\(process {holder.pid} on ") as caught:
         WorkDirLock(tmp_path)
     assert caught.value.exit_status == 2

@@ -40,7 +40,7 @@ def test_missing(tmp_path):
 
 
 @pytest.mark.parametrize("keep", [0, 1, 0.5, 0.99])
-def test_cut_short(tmp_path, keep):
+def test_a_truncated_manifest(tmp_path, keep):
     path = write(tmp_path)
     text = path.read_text()
     path.write_text(text[: int(len(text) * keep)] if keep < 1 else text[:1])

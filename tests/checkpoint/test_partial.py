@@ -75,7 +75,7 @@ def test_two_names_that_become_one_are_refused(tmp_path):
         compare(reader, rows("a.w", "b.w"), rows("w"), revise_keys=[(r"^[ab]\.", "")], allow=["unexpected"])
 
 
-def test_tied_weights_fill_a_model_that_does_not_tie_them_and_the_other_way_round_is_told(tmp_path):
+def test_tied_weights_fill_a_model_that_does_not_tie_them_and_the_opposite_case_is_reported(tmp_path):
     reader = stored(tmp_path, {EMBEDDING: numbers(2, 3)})
     found = compare(reader, rows(EMBEDDING, tied={EMBEDDING: HEAD}), rows(EMBEDDING, HEAD))
     found.check(LoadConfig())
@@ -111,7 +111,7 @@ def test_tied_weights_that_are_stored_twice_are_taken_where_they_are_equal(tmp_p
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_new_rows_are_the_mean_wherever_the_range_is_cut(tmp_path, monkeypatch, dtype):
+def test_new_rows_are_the_mean_for_any_division_into_ranges(tmp_path, monkeypatch, dtype):
     """Also if the stored rows are summed in several pieces, of which the last is shorter."""
     monkeypatch.setattr(partial, "_PIECE", 7)
     old = numbers(5, 3).to(dtype)
@@ -133,7 +133,7 @@ def test_old_rows_alone_need_no_mean(tmp_path):
     assert reader.asked == [(HEAD, 4, 15)]
 
 
-def test_rows_are_cut_off_only_where_that_is_asked(tmp_path):
+def test_rows_are_removed_only_if_requested(tmp_path):
     old = numbers(5, 3)
     reader = stored(tmp_path, {HEAD: old})
     tables = rows(**{HEAD: (5, 3)}), rows(**{HEAD: (4, 3)})
@@ -161,9 +161,9 @@ def test_each_difference_is_refused_by_name_until_it_is_allowed(tmp_path):
     found = compare(reader, *tables)
     assert (found.missing, found.unexpected, found.reshaped) == (["new"], ["old"], {"turned": ((2, 3), (3, 2))})
     assert found.kept == {"new", "turned"}
-    for left_out, said in (("missing", "new"), ("unexpected", "old"), ("reshaped", r"was \[2, 3\] and is \[3, 2\]")):
+    for left_out, message in (("missing", "new"), ("unexpected", "old"), ("reshaped", r"was \[2, 3\] and is \[3, 2\]")):
         allowed = {"missing", "unexpected", "reshaped"} - {left_out}
-        with pytest.raises(CheckpointError, match=rf"{said}.*load_cfg\.allow=\['{left_out}'\]"):
+        with pytest.raises(CheckpointError, match=rf"{message}.*load_cfg\.allow=\['{left_out}'\]"):
             found.check(LoadConfig(allow=frozenset(allowed)))
     everything = LoadConfig.from_cfg({"allow": ["missing", "unexpected", "reshaped"]})
     found.check(everything)
@@ -172,7 +172,7 @@ def test_each_difference_is_refused_by_name_until_it_is_allowed(tmp_path):
         nothing.check(everything)
 
 
-def test_a_long_list_is_cut_in_the_message_and_whole_in_the_report(tmp_path):
+def test_a_long_list_is_shortened_in_the_message_and_complete_in_the_report(tmp_path):
     names = [f"layer_{i}" for i in range(11)]
     found = compare(stored(tmp_path, {"w": numbers(2, 3)}), rows("w"), rows("w", *names))
     assert list(found.lines()) == [("missing", f"11 missing in the checkpoint: {'; '.join(names[:8])}; and 3 more")]
@@ -199,7 +199,7 @@ def test_what_is_kept_stays_and_the_rest_is_loaded(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"revise_keys": [("(", "")]}, "revise_keys: missing"),
         ({"revise_keys": ["^module"]}, "revise_keys"),
@@ -208,8 +208,8 @@ def test_what_is_kept_stays_and_the_rest_is_loaded(tmp_path):
         ({"resize_vocab": "grow"}, "resize_vocab is 'grow'.*'shrink'"),
     ],
 )
-def test_a_setting_that_cannot_work_is_refused(given, said):
-    with pytest.raises(ConfigError, match=f"load_cfg.{said}"):
+def test_a_setting_that_cannot_work_is_refused(given, message):
+    with pytest.raises(ConfigError, match=f"load_cfg.{message}"):
         LoadConfig.from_cfg(given)
 
 

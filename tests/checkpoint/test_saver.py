@@ -121,7 +121,7 @@ def fill(disk: Path, *, leave: int) -> Path:
     return ballast
 
 
-def room(error: SaveError) -> tuple[int, int]:
+def bytes_of(error: SaveError) -> tuple[int, int]:
     """The needed and the free bytes of the message."""
     found = re.search(r"it needs .* MiB \(([\d,]+) bytes\) and .* MiB \(([\d,]+) bytes\) are free", str(error))
     assert found, error
@@ -139,7 +139,7 @@ def test_a_disk_that_fills_up_during_the_save(small_disk, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(SaveError, match=r"Errno 28.* Remedy: free disk") as caught:
         patch.setattr(saver, "_lacks_room", lambda work_dir, needed: False)
         save(small_disk, backend=backend)
-    needed, free = room(caught.value)
+    needed, free = bytes_of(caught.value)
     assert free == 600 * 1024 < needed and os.listdir(small_disk) == ["ballast"]
     ballast.unlink()
     assert store.newest(small_disk)[0] is None
@@ -155,7 +155,7 @@ def test_a_disk_that_is_too_full_is_refused_before_anything_is_written(small_dis
     monkeypatch.setattr(saver, "_write", None)  # not reached
     with pytest.raises(SaveError, match="the disk has too little room") as caught:
         save(small_disk, "iter_24.pth", backend=backend)
-    needed, free = room(caught.value)
+    needed, free = bytes_of(caught.value)
     assert free < size - 60000 <= needed == size and str(small_disk / "iter_24.pth") in str(caught.value)
     assert tree(small_disk) == before
     monkeypatch.undo()
@@ -171,7 +171,7 @@ def test_a_smaller_checkpoint_than_the_last_is_not_refused(small_disk):
     assert save(small_disk, "iter_24.pth", backend=backend, hook_shards={})
 
 
-def test_training_goes_on_over_a_full_disk(small_disk, tmp_path, caplog):
+def test_training_continues_after_a_full_disk(small_disk, tmp_path, caplog):
     """Update 2 saves, 4 fails, space is freed, 6 saves; the run is the same as on a large disk."""
     options = dict(
         default_hooks__checkpoint__interval=2,

@@ -88,7 +88,7 @@ def test_none_usable(tmp_path):
     assert found is None and sorted(names(rejected)) == ["iter_12.pth", "iter_24.pth"]
 
 
-def test_what_a_resume_left_behind_is_not_returned_to(tmp_path):
+def test_checkpoints_that_a_resume_abandoned_are_not_used_again(tmp_path):
     """Back to 12 after a loss spike; a kill before the next save must not lead back to 36."""
     paths = save_chain(tmp_path, 12, 24, 36)
     store.go_on_from(tmp_path, paths[0])
@@ -103,7 +103,7 @@ def test_what_a_resume_left_behind_is_not_returned_to(tmp_path):
     assert newest_name(tmp_path) == "iter_12.pth"  # not 36
 
 
-def test_one_can_return_to_what_was_left_behind(tmp_path):
+def test_an_abandoned_checkpoint_can_be_resumed_by_name(tmp_path):
     paths = save_chain(tmp_path, 12, 24, 36)
     store.go_on_from(tmp_path, paths[0])
     save(tmp_path, "iter_18.pth", parent="iter_12.pth")
@@ -129,7 +129,7 @@ def test_ancestors_survive_a_gap_in_the_chain(tmp_path):
     assert newest_name(tmp_path) == "iter_12.pth"
 
 
-def test_going_on_from_elsewhere(tmp_path):
+def test_continuing_from_another_folder(tmp_path):
     """Before its first own save, the run's newest checkpoint is the one in the other folder."""
     here, there = tmp_path / "here", tmp_path / "there"
     stale = save(here, "iter_99.pth")
@@ -156,7 +156,7 @@ def test_commit_numbers_are_never_given_twice(tmp_path):
     assert newest_name(tmp_path) == "iter_18.pth"
 
 
-def test_a_damaged_lineage_is_an_error_that_says_what_to_do(tmp_path):
+def test_a_damaged_lineage_is_an_error_with_a_remedy(tmp_path):
     save(tmp_path)
     (tmp_path / lineage.FILE_NAME).write_text("{")
     with pytest.raises(CheckpointError, match=r"lineage.json is damaged.*Remedy: remove it"):
@@ -205,7 +205,7 @@ def test_retention_does_not_let_damaged_ones_push_out_good_ones(tmp_path):
     assert newest_name(tmp_path) == "iter_12.pth"
 
 
-def test_retention_takes_what_was_left_behind_first(tmp_path):
+def test_retention_deletes_abandoned_ones_first(tmp_path):
     paths = save_chain(tmp_path, 12, 24, 36)
     store.go_on_from(tmp_path, paths[0])
     save(tmp_path, "iter_18.pth", parent="iter_12.pth")
@@ -217,7 +217,7 @@ def test_protected_ones_stay_and_do_not_count(tmp_path):
     assert store.retain(tmp_path, max_keep=2, protected=[paths[0]]) == [paths[1]]
 
 
-def test_a_deletion_that_is_cut_short_leaves_nothing_that_looks_complete(tmp_path, monkeypatch):
+def test_an_interrupted_deletion_leaves_nothing_that_looks_complete(tmp_path, monkeypatch):
     """Every system call of a deletion fails once: the rest is either the unchanged checkpoint or not a checkpoint."""
     original = save(tmp_path / "original")
     calls = ("rename", "fsync", "unlink", "rmdir")

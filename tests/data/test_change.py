@@ -130,7 +130,7 @@ def test_append_in_mid_epoch_is_exactly_once(sources: Sources, window: int | Non
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-def test_a_resume_after_the_change_gives_the_same_rows_from_any_cursor(sources: Sources, window: int | None) -> None:
+def test_a_resume_after_the_change_has_the_same_rows_from_any_cursor(sources: Sources, window: int | None) -> None:
     old = make_stream(sources(a=17, b=9), window=window)
     _, cursor = mid_epoch(old, 1, 3)
     make_stream(sources(a=20, b=12), window=window)  # a separate run, which must not use the other's cached plan
@@ -261,7 +261,7 @@ def test_what_was_not_only_appended_is_refused(
         continued(stored(old, cursor), present)
 
 
-def test_a_record_that_takes_another_length_of_text_or_image_is_another(folder: Path, records: list[Any]) -> None:
+def test_a_record_with_another_length_of_text_or_image_is_another(folder: Path, records: list[Any]) -> None:
     class Other(ByteTokenizer):
         fingerprint = "other"
 
@@ -317,10 +317,10 @@ def test_restart_begins_a_new_epoch_of_any_data(sources: Sources, was: int | Non
         assert by_epoch(rows) == dict.fromkeys((2, 3, 4), once(12, 5))
     assert set(Counter(epoch for epoch, _, _ in rows)) == {2, 3, 4}
     assert not set(ids(old, before)) & set(ids(new, rows))
-    for i, (_, _, place) in enumerate(rows[:20], start=1):
-        again, found = continued(stored(new, place), present)
-        assert found == place and take(again, 3, place) == take(new, 3, place)
-        assert again.seek(cursor.sequences + i) == place
+    for i, (_, _, position) in enumerate(rows[:20], start=1):
+        again, found = continued(stored(new, position), present)
+        assert found == position and take(again, 3, position) == take(new, 3, position)
+        assert again.seek(cursor.sequences + i) == position
     for lost in (lambda: new.seek(cursor.sequences - 1), lambda: next(new.rows(Cursor(1, 0, 0, 30)))):
         with pytest.raises(DataError, match="before the data was replaced"):
             lost()
@@ -349,7 +349,7 @@ def test_restart_needs_data_for_one_iteration(sources: Sources) -> None:
         continued(stored(old, Cursor(0, 0, 3, 3)), present, on_change="restart")
 
 
-def test_differences_in_words(sources: Sources) -> None:
+def test_the_text_of_differences(sources: Sources) -> None:
     old = make_stream(sources(a=17, b=9), window=6)
     was = stored(old, Cursor(0, 1, 0, 3))
 

@@ -20,17 +20,17 @@ def messages_of(text: str) -> list[dict[str, str]]:
     return [{"role": role, "content": content} for role, content in found]
 
 
-def shown(tokenizer: Any, ids: list[int], said: list[bool]) -> str:
+def shown(tokenizer: Any, ids: list[int], from_assistant: list[bool]) -> str:
     """The text that the mask attributes to the assistant."""
-    return tokenizer.decode([i for i, own in zip(ids, said, strict=True) if own])
+    return tokenizer.decode([i for i, own in zip(ids, from_assistant, strict=True) if own])
 
 
 @pytest.mark.parametrize("sample", META["samples"], ids=lambda sample: sample["label_text"][:9])
 def test_ids_and_labels_of_the_public_code(sample: dict[str, Any]) -> None:
     messages = messages_of("".join(golden_text(sample["text"])))
-    ids, said = chat_ids(character_tokenizer(), messages)
+    ids, from_assistant = chat_ids(character_tokenizer(), messages)
     assert ids == sample["input_ids"]
-    assert next_token_labels(ids, said) == sample["labels"]
+    assert next_token_labels(ids, from_assistant) == sample["labels"]
 
 
 def test_golden_template() -> None:
@@ -46,9 +46,11 @@ def test_golden_template() -> None:
 def test_a_default_system_prompt_moves_the_mask_along() -> None:
     template = "{% if messages and messages[0].role != 'system' %}SYS{% endif %}" + CONFIG["lm_chat_template"]
     tokenizer = character_tokenizer(template)
-    ids, said = chat_ids(tokenizer, [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}])
+    ids, from_assistant = chat_ids(
+        tokenizer, [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}]
+    )
     assert tokenizer.decode(ids[:3]) == "SYS"
-    assert shown(tokenizer, ids, said) == "bc<|im_end|>\n"
+    assert shown(tokenizer, ids, from_assistant) == "bc<|im_end|>\n"
 
 
 def test_a_template_that_rewrites_what_came_before_is_refused() -> None:
@@ -58,8 +60,8 @@ def test_a_template_that_rewrites_what_came_before_is_refused() -> None:
         chat_ids(character_tokenizer(template), messages)
 
 
-def test_nothing_said() -> None:
+def test_a_conversation_without_an_answer() -> None:
     assert chat_ids(character_tokenizer(), []) == ([], [])
     assert next_token_labels([], []) == []
-    _, said = chat_ids(character_tokenizer(), [{"role": "user", "content": "a"}])
-    assert said and not any(said)
+    _, from_assistant = chat_ids(character_tokenizer(), [{"role": "user", "content": "a"}])
+    assert from_assistant and not any(from_assistant)

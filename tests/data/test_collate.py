@@ -289,7 +289,7 @@ def test_empty_rows_are_one_padding_token(tmp_path: Path) -> None:
     assert processor.vit_channels == 3
 
 
-def test_documents_and_splits_number_on_over_sequences(tmp_path: Path) -> None:
+def test_documents_and_splits_are_numbered_over_all_sequences(tmp_path: Path) -> None:
     dataset = mixed_dataset(tmp_path, 8)
     rows = [tuple(Draw(0, i, 0) for i in (0, 1)), (Draw(0, 1, 0),), tuple(Draw(0, i, 0) for i in (2, 3))]
     batch = collate(rows, [dataset], dataset.processor, seq_length=99)
@@ -298,8 +298,8 @@ def test_documents_and_splits_number_on_over_sequences(tmp_path: Path) -> None:
     assert len(batch.split_modes) == int(batch.split_ids.max()) + 1
     starts = torch.searchsorted(batch.document_ids, torch.arange(5))
     assert batch.position_ids[starts].eq(0).all()
-    places = torch.cat([batch.text_index, batch.vit_index, batch.latent_index]).sort().values
-    assert torch.equal(places, torch.arange(batch.num_tokens))
+    indices = torch.cat([batch.text_index, batch.vit_index, batch.latent_index]).sort().values
+    assert torch.equal(indices, torch.arange(batch.num_tokens))
     parts = [collate([row], [dataset], dataset.processor, seq_length=99) for row in rows]
     assert torch.equal(batch.text_ids, torch.cat([part.text_ids for part in parts]))
     assert torch.equal(batch.flow_noise, torch.cat([part.flow_noise for part in parts]))

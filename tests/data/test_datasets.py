@@ -187,9 +187,9 @@ def test_digits_are_the_real_ones(digits: Path) -> None:
     lines = [json.loads(line) for line in (digits / "train_caption.jsonl").read_text().splitlines()]
     words = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
     for line in lines[:50]:
-        shown, said = line["conversations"]
+        shown, answer = line["conversations"]
         number = int(Path(shown["image_path"]).stem)
-        assert said["content"] == f"this is a {words[real.target[number]]}"
+        assert answer["content"] == f"this is a {words[real.target[number]]}"
         with Image.open(digits / shown["image_path"]) as png:
             assert png.mode == "L" and png.size == (8, 8)
             assert np.abs(np.asarray(png) - real.images[number] * 255 / 16).max() <= 0.5

@@ -80,8 +80,8 @@ def outcomes(path: Path, root: Path) -> dict[str, int]:
     content = path.read_bytes()
     for offset, length in zip(*(array.tolist() for array in scan(path)), strict=True):
         try:
-            place = Place(path, offset)
-            processor.plan(record_turns(content[offset : offset + length], place, root), place)
+            position = Place(path, offset)
+            processor.plan(record_turns(content[offset : offset + length], position, root), position)
             found["read"] += 1
         except DataError as error:
             found["named"] += 1

@@ -74,8 +74,10 @@ def test_every_sequence_once_over_ranks(data: Any, window: int | None, batch: in
             for i, row in enumerate(micro[0].rows):
                 expected = [draw.sample_id(stream.names) for draw in row]
                 ids += expected
-                rank, place = i % ranks, i // ranks
-                row_ids = [d.sample_id(stream.names) for r in micro[0].rows[rank::ranks][place : place + 1] for d in r]
+                rank, column = i % ranks, i // ranks
+                row_ids = [
+                    d.sample_id(stream.names) for r in micro[0].rows[rank::ranks][column : column + 1] for d in r
+                ]
                 assert row_ids == expected and set(expected) <= set(micro[rank].batch.sample_ids)
             assert Counter(i for m in micro for i in m.batch.sample_ids) == Counter(
                 d.sample_id(stream.names) for row in micro[0].rows for d in row

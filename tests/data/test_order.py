@@ -21,10 +21,10 @@ def test_permutation_is_a_bijection_and_both_forms_agree(size: int) -> None:
 
 def test_large_sizes_need_no_memory() -> None:
     size = 10**12 + 7
-    places = [0, 1, 2, 10**6, size - 1]
-    got = [permute(i, size, 99) for i in places]
-    assert len(set(got)) == len(places) and all(0 <= g < size for g in got)
-    assert permute_many(np.asarray(places), size, 99).tolist() == got
+    indices = [0, 1, 2, 10**6, size - 1]
+    got = [permute(i, size, 99) for i in indices]
+    assert len(set(got)) == len(indices) and all(0 <= g < size for g in got)
+    assert permute_many(np.asarray(indices), size, 99).tolist() == got
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 8, 17])
@@ -39,7 +39,7 @@ def test_shuffles_are_even_over_keys(size: int) -> None:
     assert chi < 4.0, chi
 
 
-def test_neighbours_are_torn_apart() -> None:
+def test_neighbours_are_separated() -> None:
     shuffled = permute_many(np.arange(10_000), 10_000, 1)
     assert abs(np.corrcoef(np.arange(10_000), shuffled)[0, 1]) < 0.05
     assert abs(np.corrcoef(shuffled[:-1], shuffled[1:])[0, 1]) < 0.05

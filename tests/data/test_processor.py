@@ -94,7 +94,7 @@ def test_models_without_one_of_the_towers(folder: Path) -> None:
         plan(folder, image("user", "a.png"), text("assistant", "x"), vit_transform=None)
 
 
-def test_truncation_never_cuts_an_image(folder: Path) -> None:
+def test_truncation_never_divides_an_image(folder: Path) -> None:
     sample = plan(folder, image("user", "a.png"), text("user", "what"), text("assistant", "that"))
     lengths = [split.num_tokens for split in sample.splits]
     assert lengths == [10, 6, 6]
@@ -102,9 +102,9 @@ def test_truncation_never_cuts_an_image(folder: Path) -> None:
     assert sample.truncated(21).splits[2] == TextSplit(tuple(b"that"), loss=True, following=IGNORED)
     assert sample.truncated(21, version=0).splits[2] == TextSplit(tuple(b"tha"), loss=True)
     assert len(sample.truncated(17).splits) == 2 and len(sample.truncated(9).splits) == 0
-    cut = Sample((TokenSplit((1, 2, 3), (2, 3, -100)),))
-    assert cut.truncated(2).splits == (TokenSplit((1, 2), (2, IGNORED)),)
-    assert cut.truncated(2, version=0).splits == (TokenSplit((1, 2), (2, 3)),)
+    sample = Sample((TokenSplit((1, 2, 3), (2, 3, -100)),))
+    assert sample.truncated(2).splits == (TokenSplit((1, 2), (2, IGNORED)),)
+    assert sample.truncated(2, version=0).splits == (TokenSplit((1, 2), (2, 3)),)
 
 
 def test_fingerprint_follows_what_changes_a_plan() -> None:

@@ -154,7 +154,7 @@ def test_words_and_tokens_that_are_not_marked_special(tmp_path: Path) -> None:
     assert stop.eos_id not in ids and len(ids) == 10
 
 
-def test_an_image_stays_an_image_beside_a_forged_one(tmp_path: Path) -> None:
+def test_an_image_remains_an_image_next_to_a_forged_one(tmp_path: Path) -> None:
     character_tokenizer().save_pretrained(tmp_path)
     picture(tmp_path / "a.png", 10, 10)
     made = processor(tmp_path)

@@ -38,7 +38,7 @@ def epoch_rows(stream: SequenceStream, epoch: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("window", [None, 1, 7, 16, 41, 1000])
-def test_going_on_from_every_cursor(data: Any, window: int | None) -> None:
+def test_continuing_from_every_cursor(data: Any, window: int | None) -> None:
     stream = make_stream([data], window=window)
     rows = take(stream, 70)
     assert rows[-1][1].epoch >= 1  # across the end of an epoch

@@ -48,7 +48,7 @@ def test_names_of_the_tokens() -> None:
     assert list(TILE_TOKENS) == [v for k, v in config["vlm_extra_tokens"].items() if not k.endswith("image_token")]
 
 
-def test_any_size_gives_as_many_tiles_as_planned() -> None:
+def test_any_size_has_as_many_tiles_as_planned() -> None:
     draw = random.Random(0)
     for _ in range(40):
         tiling = Tiling(8, 8 * draw.randint(1, 8), draw.random() < 0.5)
@@ -59,6 +59,6 @@ def test_any_size_gives_as_many_tiles_as_planned() -> None:
 
 
 @pytest.mark.parametrize("sizes", [(16, 24), (16, 0), (16, 144), (0, 16)])
-def test_sizes_that_cannot_be_cut(sizes: tuple[int, int]) -> None:
+def test_sizes_that_cannot_be_divided(sizes: tuple[int, int]) -> None:
     with pytest.raises(ConfigError, match="multiple of the tile"):
         Tiling(*sizes)

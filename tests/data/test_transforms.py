@@ -101,11 +101,11 @@ def test_transparency_becomes_white() -> None:
 def test_broken_images_are_named(tmp_path: Path) -> None:
     good = picture(tmp_path / "good.png", 40, 40)
     assert image_size(good) == (40, 40)
-    cut = tmp_path / "cut.png"
-    cut.write_bytes(good.read_bytes()[:600])
-    assert image_size(cut) == (40, 40)  # the header is complete
-    with pytest.raises(UnreadableImage, match=r"cut\.png cannot be decoded"):
-        open_image(cut)
+    truncated = tmp_path / "truncated.png"
+    truncated.write_bytes(good.read_bytes()[:600])
+    assert image_size(truncated) == (40, 40)  # the header is complete
+    with pytest.raises(UnreadableImage, match=r"truncated\.png cannot be decoded"):
+        open_image(truncated)
     noise = tmp_path / "noise.png"
     noise.write_bytes(b"no picture")
     for bad in (noise, tmp_path / "missing.png"):

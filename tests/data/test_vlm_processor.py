@@ -62,16 +62,16 @@ def test_a_batch_of_a_text_and_two_pictures(tmp_path, tokenizer) -> None:
     rows = [[Draw(0, 0, 0), Draw(0, 1, 0)]]
     batch = collate(rows, [data], processor, seq_length=400)
     assert list(batch.document_lengths) == data.lengths()[0].tolist()
-    places = [torch.arange(n) for n in batch.document_lengths]
-    assert torch.equal(batch.position_ids, torch.cat(places)) and (batch.split_modes == CAUSAL).all()
+    positions = [torch.arange(n) for n in batch.document_lengths]
+    assert torch.equal(batch.position_ids, torch.cat(positions)) and (batch.split_modes == CAUSAL).all()
     expected = [processor.tiling(open_image(path)) for path in (wide, small)]
     assert torch.equal(batch.vit_patches, torch.cat([patchify(tile, PATCH) for tiles in expected for tile in tiles]))
     assert batch.vit_lengths == ((TILE // PATCH) ** 2,) * 8
     assert batch.vit_index.numel() == 8 * PER_TILE
     ids = torch.full((batch.num_tokens,), tokenizer.image_id)
     ids[batch.text_index] = batch.text_ids
-    said = tokenizer.chat.decode(ids[batch.text_target_index + 1])
-    assert said == "yo<|im_end|>\nok<|im_end|>\n"
+    targets = tokenizer.chat.decode(ids[batch.text_target_index + 1])
+    assert targets == "yo<|im_end|>\nok<|im_end|>\n"
     assert torch.equal(ids[batch.text_target_index + 1], batch.text_target_ids)
     shown = tokenizer.chat.decode(ids[batch.document_lengths[0] :])
     first = "".join(["<|image|>"] * PER_TILE)
@@ -106,9 +106,9 @@ def test_an_image_that_does_not_fit_goes_with_all_that_follows(tmp_path, tokeniz
     picture(tmp_path / "a.png", 40, 40)
     data = dataset(tmp_path, make(tokenizer), talk(image("user", "a.png"), text("assistant", "no")))
     whole = data.sample(0)
-    cut = whole.truncated(whole.num_tokens - 40)
+    shortened = whole.truncated(whole.num_tokens - 40)
     assert any(isinstance(split, TiledSplit) for split in whole.splits)
-    assert not any(isinstance(split, TiledSplit) for split in cut.splits) and cut.num_tokens < 10
+    assert not any(isinstance(split, TiledSplit) for split in shortened.splits) and shortened.num_tokens < 10
 
 
 def test_a_broken_picture_is_a_named_skip(tmp_path, tokenizer) -> None:

@@ -26,7 +26,7 @@ def picture(folder: Path, lines: list[dict[str, Any]]) -> np.ndarray:
     return np.asarray(Image.open(folder / "curves.png"))
 
 
-def test_a_resume_voids_what_lies_beyond_it(tmp_path: Path) -> None:
+def test_a_resume_invalidates_later_lines(tmp_path: Path) -> None:
     kept = [line(n, 5.0 / n) for n in (1, 2, 3)]
     void = [line(4, 90.0), line(5, 80.0)]
     again = [line(4, 1.2), line(5, None), line(6, 0.8)]

@@ -51,7 +51,7 @@ def test_the_recorded_losses_come_again_to_the_bit(folder):
         assert str(value) in line  # the value found is printed in full
 
 
-def test_another_cut_gives_them_to_rounding(folder):
+def test_another_split_reproduces_them_up_to_rounding(folder):
     line = resumed(folder, "cut", train_dataloader__batch_size=2, optim_wrapper__accumulative_counts=6)
     assert "are the recorded ones" in line
 
@@ -70,7 +70,7 @@ class DamageHook(Hook):
                 shard.data.mul_(2.0)
 
 
-def test_other_weights_are_told(folder):
+def test_other_weights_are_reported(folder):
     line = resumed(folder, "warned", custom_hooks=[{"type": "DamageHook"}])
     assert "WARNING" in line and "are not the recorded ones" in line
 
@@ -82,7 +82,7 @@ def test_or_stop_the_run(folder):
     assert [path.name for path in (folder / "halted").glob("iter_*")] == ["iter_9.pth"]
 
 
-def test_a_batch_that_cannot_cut_the_update_is_said(folder):
+def test_a_batch_size_that_does_not_divide_the_update_is_reported(folder):
     line = resumed(folder, "indivisible", train_dataloader__batch_size=5, optim_wrapper__accumulative_counts=1,
                    on_batch_change="keep-lr")  # fmt: skip
     assert "not checked" in line

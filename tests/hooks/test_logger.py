@@ -104,7 +104,7 @@ def hooks() -> list[Hook]:
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "ledger.jsonl"])
-def test_a_resume_voids_what_runs_again(tmp_path: Path, name: str) -> None:
+def test_a_resume_invalidates_lines_of_repeated_updates(tmp_path: Path, name: str) -> None:
     first = TinyRun(tmp_path, hooks())
     first.start()
     saved = Progress()
@@ -127,7 +127,7 @@ def test_a_resume_voids_what_runs_again(tmp_path: Path, name: str) -> None:
     assert events[0]["checkpoint"] == "work/iter_4.pth"
 
 
-def test_a_fresh_start_in_a_used_folder_voids_all_of_it(tmp_path: Path) -> None:
+def test_a_fresh_start_in_a_used_folder_invalidates_all_lines(tmp_path: Path) -> None:
     for text in (3.0, 9.0):
         run = TinyRun(tmp_path, hooks())
         run.start()

@@ -65,7 +65,7 @@ def test_a_line_holds_operations_counted_one_by_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this device has a peak")
-def test_without_a_peak_nothing_is_said_of_mfu(tmp_path: Path) -> None:
+def test_without_a_peak_mfu_is_not_logged(tmp_path: Path) -> None:
     train(tmp_path, train_cfg={"max_updates": 1})
     (line,) = (line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "loss" in line)
     assert line["tflops"] > 0 and "mfu" not in line

@@ -124,8 +124,8 @@ def test_siglip(seed: int) -> None:
     prefix = "vision_model." if any(name.startswith("vision_model.") for name in theirs.state_dict()) else ""
     theirs.load_state_dict({prefix + name: tensor for name, tensor in state.items()})
     images = torch.randn(2, channels, side * patch, side * patch)
-    cut = images.unflatten(3, (side, patch)).unflatten(2, (side, patch))  # [N, C, row, y, column, x]
-    patches = cut.permute(0, 2, 4, 3, 5, 1).reshape(2 * side**2, -1)
+    split = images.unflatten(3, (side, patch)).unflatten(2, (side, patch))  # [N, C, row, y, column, x]
+    patches = split.permute(0, 2, 4, 3, 5, 1).reshape(2 * side**2, -1)
     with torch.no_grad():
         found = ours(patches, torch.arange(side**2).repeat(2), (side**2, side**2))
         assert_close(found, theirs(images).last_hidden_state.flatten(0, 1))

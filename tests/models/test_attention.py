@@ -96,12 +96,12 @@ def assert_same(plan: AttentionPlan, tensors: list[Tensor], mask: Tensor) -> Non
 @pytest.mark.parametrize("case", CASES)
 def test_outputs_and_gradients_are_those_of_the_rules(case: str, moved: bool, use_flex: bool) -> None:
     batch = packed(CASES[case])
-    place_of = shuffled(batch.num_tokens) if moved else None
-    plan = plan_attention(batch, place_of, use_flex=use_flex)
+    index_of = shuffled(batch.num_tokens) if moved else None
+    plan = plan_attention(batch, index_of, use_flex=use_flex)
     assert isinstance(plan, FlexPlan if use_flex else SDPAPlan)
     mask = seen(batch)
-    if place_of is not None:
-        token = torch.argsort(place_of)
+    if index_of is not None:
+        token = torch.argsort(index_of)
         mask = mask[token][:, token]
     assert_same(plan, inputs(batch.num_tokens), mask)
 
@@ -143,8 +143,8 @@ def test_blocks_that_flex_attention_computes(number: int, longest: int, moved: b
     """
     batch = packed(random_documents(number, number, longest=longest))
     generated = batch.split_modes[batch.split_ids] == NOISE
-    place_of = torch.argsort(torch.argsort(generated.int(), stable=True)) if moved else None
-    plan = plan_attention(batch, place_of, use_flex=True)
+    index_of = torch.argsort(torch.argsort(generated.int(), stable=True)) if moved else None
+    plan = plan_attention(batch, index_of, use_flex=True)
     assert isinstance(plan, FlexPlan)
     mask = plan.block_mask
     exact = create_block_mask(mask.mask_mod, None, None, *mask.shape[-2:], device="cpu", BLOCK_SIZE=BLOCK)
@@ -245,9 +245,9 @@ def test_the_compiled_kernel_on_cuda(heads: Heads, dtype: torch.dtype) -> None:
     bound = 2e-2 if dtype == torch.bfloat16 else 2e-3
     for number in (30, 7, 61, 0):
         batch = packed(random_documents(number, number, longest=60)).to("cuda")
-        place_of = shuffled(batch.num_tokens).cuda()
+        index_of = shuffled(batch.num_tokens).cuda()
         tensors = [x.detach().to("cuda", dtype).requires_grad_() for x in inputs(batch.num_tokens, heads)]
-        flex, sdpa = (plan_attention(batch, place_of, use_flex=choice) for choice in (None, False))
+        flex, sdpa = (plan_attention(batch, index_of, use_flex=choice) for choice in (None, False))
         assert isinstance(flex, FlexPlan)
         for ours, theirs in zip(outcome(flex, tensors), outcome(sdpa, tensors), strict=True):
             assert (ours - theirs).float().norm() <= bound * theirs.float().norm()

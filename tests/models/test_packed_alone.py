@@ -58,8 +58,8 @@ def inside(model: UnifiedModel, batch: PackedBatch) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
         clean = encode_by_size(model.vae, batch, model.latent_patch_size)
         t_L = flow.training_timesteps(batch.timesteps, model.timestep_shift)
-        hidden, place_of = model.hidden_states(batch, flow.interpolate(clean, batch.flow_noise, t_L), t_L)
-    return clean, hidden[place_of]
+        hidden, index_of = model.hidden_states(batch, flow.interpolate(clean, batch.flow_noise, t_L), t_L)
+    return clean, hidden[index_of]
 
 
 def test_the_samples_are_of_many_kinds(batches) -> None:

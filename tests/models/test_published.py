@@ -55,7 +55,7 @@ def test_every_size_is_read_from_the_files(model: UnifiedModel) -> None:
     assert sizes["vae_downsample"] == vae["downsample"] * other["latent_patch_size"]
 
 
-def test_scale_and_shift_are_given_beside_the_directory() -> None:
+def test_scale_and_shift_are_set_in_addition_to_the_directory() -> None:
     """No published file contains them: ``model.vae`` overrides FLUX's values; all sizes are read from the files."""
     golden = load_file(BAGEL / "vae.safetensors")
     given = {"pretrained": str(BAGEL), "vae": BAGEL_VAE}
@@ -81,7 +81,7 @@ def test_round_trip_is_bit_equal(model: UnifiedModel, directory: Path, tmp_path:
 def test_configs_are_written_where_there_is_no_source(model: UnifiedModel, tmp_path: Path) -> None:
     write_published(model, tmp_path / "out", dtype=torch.bfloat16)
     for name in CONFIGS:
-        written, read = (json.loads((place / name).read_text()) for place in (tmp_path / "out", BAGEL))
+        written, read = (json.loads((folder / name).read_text()) for folder in (tmp_path / "out", BAGEL))
         assert {key: read[key] for key in written} == written
     again = UnifiedModel(pretrained=str(tmp_path / "out"))
     assert again.sizes == model.sizes
@@ -131,9 +131,9 @@ def parts(tmp_path: Path) -> dict[str, str]:
     """The golden weights as three directories: a plain Qwen2 with a tied head, a whole SigLIP, an autoencoder."""
     weights = load_file(BAGEL / FILES[2])
     llm, vit = tmp_path / "llm", tmp_path / "vit"
-    for place, name in ((llm, CONFIGS[0]), (vit, CONFIGS[1])):
-        place.mkdir()
-        shutil.copyfile(BAGEL / name, place / "config.json")
+    for folder, name in ((llm, CONFIGS[0]), (vit, CONFIGS[1])):
+        folder.mkdir()
+        shutil.copyfile(BAGEL / name, folder / "config.json")
     plain = {
         name.removeprefix("language_model."): tensor
         for name, tensor in weights.items()
@@ -199,7 +199,7 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "stated", "said"),
+    ("file", "stated", "message"),
     [
         (CONFIGS[0], {"hidden_act": "gelu"}, r"llm_config\.json: hidden_act is 'gelu'"),
         (CONFIGS[0], {"use_sliding_window": True}, "use_sliding_window is True"),
@@ -209,11 +209,11 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_a_config_that_means_other_numbers_is_refused(
-    directory: Path, file: str, stated: dict[str, object], said: str
+    directory: Path, file: str, stated: dict[str, object], message: str
 ) -> None:
     config = json.loads((directory / file).read_text())
     (directory / file).write_text(json.dumps(config | stated))
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         UnifiedModel(pretrained=str(directory))
 
 
@@ -250,13 +250,13 @@ def test_a_layer_that_the_directory_does_not_have_is_refused() -> None:
 
 def test_all_layers_of_a_vision_tower_of_others(tmp_path: Path, model: UnifiedModel) -> None:
     """A SigLIP directory has every layer that its config counts."""
-    place, prefix = tmp_path / "vit", "vit_model."
-    place.mkdir()
+    folder, prefix = tmp_path / "vit", "vit_model."
+    folder.mkdir()
     state = {n.removeprefix(prefix): t for n, t in model.state_dict().items() if n.startswith(prefix)}
-    save_file({name: tensor.contiguous() for name, tensor in state.items()}, place / "model.safetensors")
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / "model.safetensors")
     stored = json.loads((BAGEL / "vit_config.json").read_text())
-    (place / "config.json").write_text(json.dumps({**stored, "num_hidden_layers": 2}))
-    given = {"llm": model.sizes["llm"], "vae": model.sizes["vae"], "pretrained": {"vit": str(place)}}
+    (folder / "config.json").write_text(json.dumps({**stored, "num_hidden_layers": 2}))
+    given = {"llm": model.sizes["llm"], "vae": model.sizes["vae"], "pretrained": {"vit": str(folder)}}
     whole, less = UnifiedModel(**given, vit_select_layer=-1), UnifiedModel(**given)
     assert [len(m.vit_model.vision_model.encoder.layers) for m in (whole, less)] == [2, 1]
     layer = "vit_model.vision_model.encoder.layers.1.mlp.fc1.weight"

@@ -118,7 +118,7 @@ def saved_bytes(layer: nn.Module, x: Tensor) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         layer(x).sum()
-    return sum(size for place, size in kept.items() if place not in own)
+    return sum(size for address, size in kept.items() if address not in own)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -194,7 +194,7 @@ def test_a_model_without_memory_has_the_same_buffers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         ({"quantize": {"connector": "nf4"}}, "add 'connector' to model.freeze"),
         ({"quantize": {"llm": "nf3"}}, "Allowed: nf4, int8"),
@@ -203,8 +203,8 @@ def test_a_model_without_memory_has_the_same_buffers() -> None:
     ],
 )
 @pytest.mark.parametrize("build", [unified, vlm])
-def test_what_cannot_work_is_refused(build: Any, arguments: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_what_cannot_work_is_refused(build: Any, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         build(**arguments)
 
 
@@ -324,14 +324,14 @@ def test_a_resumed_run_is_bit_equal(straight: tuple[Runner, Path], data: Path, t
 
 
 @pytest.mark.parametrize(
-    ("quantize", "told"),
+    ("quantize", "message"),
     [({"vit": "int8"}, r"layers.0.self_attn.q_proj.weight is new"), ({**QUANTIZE, "llm": "int8"}, "llm was nf4")],
 )
 def test_other_packing_is_refused(
-    straight: tuple[Runner, Path], data: Path, tmp_path: Path, quantize: dict[str, str], told: str
+    straight: tuple[Runner, Path], data: Path, tmp_path: Path, quantize: dict[str, str], message: str
 ) -> None:
     _, folder = straight
-    with pytest.raises(ResumeBlocked, match=told):
+    with pytest.raises(ResumeBlocked, match=message):
         train(config(folder, data, model__quantize=quantize, resume=True), 6)
     with pytest.raises(CheckpointError, match="does not fit the model"):
         train(config(tmp_path, data, model__quantize=quantize, load_from=str(folder / "iter_4.pth")), 6)

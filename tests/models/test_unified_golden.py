@@ -126,15 +126,15 @@ def test_hidden_states_of_every_layer(model, batch, golden, tolerance):
         for layer in model.language_model.model.layers
     ]
     embedded, _order, _num_und = model._embed(batch, noisy, t_L)
-    hidden, place_of = model.hidden_states(batch, noisy, t_L)
+    hidden, index_of = model.hidden_states(batch, noisy, t_L)
     for handle in handles:
         handle.remove()
-    _close(embedded[place_of], golden["mid.packed_sequence"], tolerance["mid.packed_sequence"])
+    _close(embedded[index_of], golden["mid.packed_sequence"], tolerance["mid.packed_sequence"])
     assert len(outputs) > 0
     for number, output in enumerate(outputs):
         name = f"mid.layer_{number}_out"
-        _close(output[place_of], golden[name], tolerance[name])
-    _close(hidden[place_of], golden["out.last_hidden_state"], tolerance["out.last_hidden_state"])
+        _close(output[index_of], golden[name], tolerance[name])
+    _close(hidden[index_of], golden["out.last_hidden_state"], tolerance["out.last_hidden_state"])
 
 
 def test_losses_and_gradients(model, batch, golden, tolerance):
@@ -166,13 +166,13 @@ def test_packed_equals_alone(model, batch, golden, tolerance):
     """A sample's hidden states do not change when the others of the pack are perturbed."""
     t_L = flow.training_timesteps(batch.timesteps, model.timestep_shift)
     noisy = flow.interpolate(_clean(model, batch, golden), batch.flow_noise, t_L)
-    base, place_of = model.hidden_states(batch, noisy, t_L)
+    base, index_of = model.hidden_states(batch, noisy, t_L)
     first = batch.document_ids == 0
     changed_ids = torch.where(batch.document_ids[batch.text_index] == 0, batch.text_ids, batch.text_ids.flip(0) % 7)
     other, _ = model.hidden_states(dataclasses.replace(batch, text_ids=changed_ids), noisy, t_L)
     atol = tolerance["out.last_hidden_state"]
-    _close(other[place_of][first], base[place_of][first], atol)
-    assert not torch.allclose(other[place_of][~first], base[place_of][~first], atol=50 * atol)
+    _close(other[index_of][first], base[index_of][first], atol)
+    assert not torch.allclose(other[index_of][~first], base[index_of][~first], atol=50 * atol)
 
 
 def test_an_image_is_encoded_as_if_it_were_alone(batch, golden, tolerance):

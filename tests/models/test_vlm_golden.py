@@ -78,11 +78,11 @@ def documents(
         gap: Document = []
         labels = (targets if targets is not None else torch.full_like(ids, -100))[row].tolist()
         pieces = torch.split(torch.arange(ids.shape[1]), run_lengths(mask[row]))
-        for places in (piece.tolist() for piece in pieces):
-            if not mask[row, places[0]]:
-                gap = [DroppedImage()] * len(places)
+        for indices in (piece.tolist() for piece in pieces):
+            if not mask[row, indices[0]]:
+                gap = [DroppedImage()] * len(indices)
                 continue
-            samples.append([*gap, *splits(ids[row, places].tolist(), [labels[p] for p in places], left, processor)])
+            samples.append([*gap, *splits(ids[row, indices].tolist(), [labels[p] for p in indices], left, processor)])
         rows.append(samples)
     assert not left, "tiles without an image token"
     return rows
@@ -94,11 +94,11 @@ def run_lengths(mask: Tensor) -> list[int]:
 
 def splits(ids: list[int], labels: list[int], left: list[Tensor], processor: VLMProcessor) -> Document:
     """Text before the image, all its tiles (removed from ``left``), text after it."""
-    places = [i for i, token in enumerate(ids) if token == Ids.image_id]
-    if not places:
+    indices = [i for i, token in enumerate(ids) if token == Ids.image_id]
+    if not indices:
         return [TokenSplit(tuple(ids), tuple(labels))]
-    first, last = places[0] - 1, places[-1] + 1
-    number = len(places) // processor.tokens_per_tile
+    first, last = indices[0] - 1, indices[-1] + 1
+    number = len(indices) // processor.tokens_per_tile
     taken, left[:number] = left[:number], []
     patches = torch.cat([patchify(tile, processor.vit_patch_size) for tile in taken])
     return [
@@ -171,8 +171,8 @@ def test_greedy_generation(model, processor, golden, tolerance, case):
     name, settings = f"gen_{case}", META["generate"][case]
     ids, mask = golden[f"{name}.input_ids"], golden[f"{name}.attention_mask"]
     prompts = [row[0] for row in documents(ids, mask, golden.get(f"{name}.images"), processor)]
-    said = generate(model, processor, prompts, max_new_tokens=settings["max_new_tokens"])
-    for row, (ours, theirs) in enumerate(zip(said, golden[f"{name}.generated_ids"].tolist(), strict=True)):
+    generated = generate(model, processor, prompts, max_new_tokens=settings["max_new_tokens"])
+    for row, (ours, theirs) in enumerate(zip(generated, golden[f"{name}.generated_ids"].tolist(), strict=True)):
         end = theirs.index(Ids.eos_id) + 1 if Ids.eos_id in theirs else len(theirs)
         assert ours == theirs[:end]
         longer = [prompts[row] + [TokenSplit(tuple(ours[:n]), (-100,) * n)] for n in range(len(ours))]
@@ -283,9 +283,9 @@ def test_from_a_vision_tower_and_a_language_model(tmp_path, caplog, monkeypatch)
         elif not name.startswith("connector."):
             assert torch.equal(tensor, state[name]), name
     assert made.language_model.lm_head.weight is made.language_model.model.embed_tokens.weight
-    for told in ("more rows than stored: language_model.model.embed_tokens.weight", "initialised: connector.proj",
+    for line in ("more rows than stored: language_model.model.embed_tokens.weight", "initialised: connector.proj",
                  "not used: logit_scale"):  # fmt: skip
-        assert told in caplog.text
+        assert line in caplog.text
     with pytest.raises(CheckpointError, match=r"reshaped: .*embed_tokens"):
         VLM(pretrained=given, **{**settings, "llm": {"vocab_size": CONFIG["lm_base_vocab_size"] - 1}})
     (parts["llm"] / "config.json").write_text(json.dumps({**llm, "rope_scaling": {"rope_type": "llama3"}}))
@@ -316,6 +316,6 @@ def test_wrong_sizes_are_refused() -> None:
         ({"pixel_shuffle_factor": 5}, "pixel_shuffle_factor 5"),
         ({"freeze": ["vae"]}, "'vae'"),
     ]
-    for arguments, said in cases:
-        with torch.device("meta"), pytest.raises(ConfigError, match=said):
+    for arguments, message in cases:
+        with torch.device("meta"), pytest.raises(ConfigError, match=message):
             VLM(**arguments)

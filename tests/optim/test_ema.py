@@ -89,7 +89,7 @@ def shard(name: str, whole: torch.Tensor, start: int, stop: int) -> Shard:
     return Shard(name, tuple(whole.shape), start, whole.reshape(-1)[start:stop].clone())
 
 
-def test_it_loads_by_name_however_it_was_cut(tmp_path):
+def test_it_loads_by_name_from_any_shards(tmp_path):
     whole = torch.randn(4, 5)
     for rank, (start, stop) in enumerate([(0, 9), (9, 20)]):
         piece = {shard_key(EMA, "w", start): whole.reshape(-1)[start:stop].clone()}

@@ -68,7 +68,7 @@ def test_it_learns_and_resumes_bit_equal(tmp_path: Path, data: Path) -> None:
             assert torch.equal(value, state(resumed)[name][kind]), (kind, name)
 
 
-def test_a_matrix_that_changes_hands_on_a_resume_is_named(tmp_path: Path, data: Path) -> None:
+def test_a_matrix_that_changes_its_optimizer_on_a_resume_is_named(tmp_path: Path, data: Path) -> None:
     train(tmp_path, data, updates=1)
     other = {**MUON, "adamw": {**ADAMW, "patterns": ["llm2vae"]}}
     with pytest.raises(CheckpointError, match=r"of exp_avg: missing: .*llm2vae\.weight"):
@@ -84,7 +84,7 @@ def test_zero_refuses_it_by_name(tmp_path: Path, data: Path, stage: str) -> None
     assert not tmp_path.exists() or not any(tmp_path.iterdir()), "before anything was started"
 
 
-def test_its_class_stands_for_its_name(tmp_path: Path, data: Path) -> None:
+def test_its_class_means_its_name(tmp_path: Path, data: Path) -> None:
     config = tiny_config(tmp_path, data)
     config.optim_wrapper.optimizer = {**MUON, "type": torch.optim.Muon}
     assert Runner.from_cfg(config, max_updates=1).backend.trainable_sizes()

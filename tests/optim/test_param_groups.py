@@ -154,7 +154,7 @@ class TestErrors:
         with pytest.raises(ConfigError, match=r"'conector' matches no parameter.*vision\.0\.weight.*\(15 in all\)"):
             build(dict(groups=[dict(pattern="conector", lr=1.0)]))
 
-    def test_a_pattern_behind_a_wider_one(self) -> None:
+    def test_a_pattern_after_a_wider_one(self) -> None:
         with pytest.raises(ConfigError, match=r"earlier pattern took \(layers\.0.*more special pattern first"):
             build(dict(groups=[dict(pattern="layers", lr=1.0), dict(pattern="layers.0", lr=2.0)]))
 

@@ -247,7 +247,7 @@ class TestErrors:
             make(None, base=[{"name": "a", "lr": -1.0}])
 
 
-def test_a_class_of_mmengine_stands_for_the_curve_of_its_name(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_class_of_mmengine_means_the_curve_of_its_name(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="unigen_ds"):
         by_class = make(dict(type=MmengineCosine, by_epoch=False, end=50))
     assert by_class == make(dict(type="CosineAnnealingLR", by_epoch=False, end=50))
