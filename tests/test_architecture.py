@@ -254,3 +254,80 @@ def test_the_search_for_machine_paths_finds_them() -> None:
         assert any(pattern.search(text) for pattern in FORBIDDEN.values()), text
     for text in (b"a/work/x", b"./opt/x", b"network/x", b"https://a.org/home/me/x"):
         assert not any(pattern.search(text) for pattern in FORBIDDEN.values()), text
+
+
+# ---- wording ---------------------------------------------------------------------------------------------------------
+# Everything from here on contains the words itself and is not searched.
+
+PLAIN_TEXT = (
+    "README.md", "docs/*.md", "benchmarks/*.md", "benchmarks/**/*.py", "tools/*.py", "tests/*.py", "tests/golden/*.md",
+    "tests/checkpoint/*.py", "tests/data/*.py", "tests/evaluation/*.py", "tests/hooks/*.py", "tests/models/*.py",
+    "tests/optim/*.py", "tests/schedule/*.py",
+)  # fmt: skip
+"""Files in which the words must not occur."""
+NOT_YET = {"docs/architecture.md", "docs/configs.md", "docs/extending.md", "docs/inference.md"}
+"""They describe the package's own words and follow with ``unigen_ds``."""
+BANNED = {
+    r"(?i)(?<![.\w])floors?\b(?!\()|\bwings?\b": "layer, package",
+    r"(?i)\brooms?\b|\bhouse\b": "space, memory, package",
+    r"(?i)\b(?:said|told|tells?|says)\b": "reported, stated, has the message",
+    r"(?i)\b(?:lies|stands?|stood)\b": "is",
+    r"(?i)\bin front of\b|\bbehind\b": "before, after",
+    r"(?i)\bbecom(?:es?|ing) of\b": "how ... changes",
+    r"(?i)\b(?:go|goes|going|went|gone) on\b": "continue, resume",
+    r"(?i)\bhand(?:s|ed|ing)?[ -](?:it |them )?(?:over|back)\b": "pass, return",
+    r"(?i)\bjudg(?:e|es|ed|ing)\b|\boracles?\b": "reference, classifier, check",
+    r"(?<!in )(?<!in-)\bplaces?\b": "position, index, folder",
+    r"(?i)\b(?:a|an|the|any|each|every|another|its) cuts?\b|\bcuts? of\b": "split, part, truncation",
+    r"(?i)\b(?:gives|gave)\b": "returns, has",
+    r"(?i)\b(?:takes|took)\b(?! effect| part)": "accepts, needs, loads",
+}  # fmt: skip
+"""Regular expression -> what to write instead."""
+MESSAGES = {
+    "docs/resume.md": ("or say what becomes of the learning rate:", "resume=True takes the newest, resume=CKPT"),
+    "tests/checkpoint/test_saver.py": ("the disk has too little room",),
+    "tests/checkpoint/test_store.py": ("left it behind",),
+    "tests/data/test_datasets.py": ("have 3, 2 and 3 places",),
+    "tests/data/test_stream.py": ("cursor stands",),
+    "tests/models/test_vlm_golden.py": ("image places",),
+    "tests/optim/test_param_groups.py": (r"earlier pattern took \(",),
+    "tests/test_docs.py": ("Every curve takes:",),
+}  # fmt: skip
+"""File -> messages and headings of ``unigen_ds`` that it quotes: each goes when the message is rewritten."""
+
+
+def banned_words(text: str) -> Iterator[str]:
+    """``line: word (what to write instead)`` for each."""
+    for number, line in enumerate(text.splitlines(), start=1):
+        for pattern, instead in BANNED.items():
+            for found in re.finditer(pattern, line):
+                yield f"{number}: {found[0]!r} (write: {instead})"
+
+
+def test_no_banned_word_occurs() -> None:
+    paths = {path for pattern in PLAIN_TEXT for path in ROOT.glob(pattern) if label(path) not in NOT_YET}
+    assert len(paths) > 100
+    problems = []
+    for path in sorted(paths):
+        text = path.read_text(encoding="utf-8")
+        if path == Path(__file__).resolve():
+            text = text.partition("# ---- wording")[0]
+        for message in MESSAGES.get(label(path), ()):
+            assert message in text, f"{label(path)} no longer quotes {message!r}: delete it from MESSAGES"
+            text = text.replace(message, "")
+        problems += [f"{label(path)}:{problem}" for problem in banned_words(text)]
+    assert not problems, "\n".join(problems)
+
+
+def test_the_search_for_banned_words_finds_them() -> None:
+    wrong = (
+        "the Floor above", "a room for it", "as said", "it lies in", "before and behind", "what becomes of it",
+        "it goes on", "a hand-over", "handed over", "an oracle", "two places", "another cut", "it gives 3", "it takes 3",
+    )  # fmt: skip
+    assert all(list(banned_words(text)) for text in wrong), wrong
+    right = (
+        "torch.floor(x)", "in place", "in-place", "it takes effect", "test_it_goes_on", "understands", "a short cut",
+        "Place",
+    )  # fmt: skip
+    assert not [word for text in right for word in banned_words(text)]
+    assert list(banned_words("one\ntold")) == ["2: 'told' (write: reported, stated, has the message)"]

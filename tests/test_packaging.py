@@ -47,8 +47,8 @@ def test_pip_installs_a_deepspeed_that_a_run_accepts(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (n for n in archive.namelist() if n.endswith("METADATA"))
         lines = archive.read(name).decode().splitlines()
-    asked = [Requirement(line.partition(": ")[2]) for line in lines if line.startswith("Requires-Dist: deepspeed")]
-    assert [one.specifier for one in asked] == [SpecifierSet(ALLOWED_VERSIONS)]
+    required = [Requirement(line.partition(": ")[2]) for line in lines if line.startswith("Requires-Dist: deepspeed")]
+    assert [one.specifier for one in required] == [SpecifierSet(ALLOWED_VERSIONS)]
     assert f"`{ALLOWED_VERSIONS}`" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 

@@ -58,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--understand", action="store_true", help="answer in text, generate no image")
     p.add_argument("--think", action="store_true", help="generate a reasoning text first")
     p.add_argument("--max-parts", type=int, default=0, metavar="N",
-                   help="texts and pictures by turns, up to N; default: one answer")  # fmt: skip
+                   help="up to N alternating texts and images; default: one answer")  # fmt: skip
     p.add_argument("--size", type=int, nargs=2, metavar=("HEIGHT", "WIDTH"), help="size of the image, in pixels")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--max-length", type=int, default=1000, metavar="N", help="maximum tokens of a text; default: 1000")

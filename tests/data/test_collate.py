@@ -237,15 +237,15 @@ def test_targets_are_never_dropped(tmp_path: Path) -> None:
 
 
 def test_unreadable_images_become_padding_of_the_planned_length(tmp_path: Path) -> None:
-    for name in ("whole", "cut", "replaced", "gone"):
+    for name in ("whole", "truncated", "replaced", "gone"):
         picture(tmp_path / f"{name}.png", 16, 16)
     (tmp_path / "never.png").write_bytes(b"no picture")
-    names = ["cut", "replaced", "gone", "never", "whole"]
+    names = ["truncated", "replaced", "gone", "never", "whole"]
     records: list[Any] = [{"text_prompt": "p", "image_path": f"{name}.png"} for name in names]
     dataset = UnifiedGenerationDataset(write_jsonl(tmp_path / "t.jsonl", records), make_processor(), name="t")
     lengths = dataset.lengths()[0].tolist()
     assert lengths[3] < lengths[4]  # never readable: planned with the smallest size
-    (tmp_path / "cut.png").write_bytes((tmp_path / "cut.png").read_bytes()[:100])
+    (tmp_path / "truncated.png").write_bytes((tmp_path / "truncated.png").read_bytes()[:100])
     picture(tmp_path / "replaced.png", 32, 16)
     (tmp_path / "gone.png").unlink()
     picture(tmp_path / "never.png", 16, 16)  # repaired after indexing: the length of the plan, and still skipped

@@ -80,7 +80,7 @@ def test_cache_is_used_and_keyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert Index.build(path, make_processor()).digest != first.digest
 
 
-@pytest.mark.parametrize("damage", ["cut", "flip", "empty", "text"])
+@pytest.mark.parametrize("damage", ["truncate", "flip", "empty", "text"])
 def test_damaged_cache_is_rebuilt_with_a_warning(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,7 +90,7 @@ def test_damaged_cache_is_rebuilt_with_a_warning(
     (cache,) = caches(tmp_path)
     content = bytearray(cache.read_bytes())
     content[len(content) // 2] ^= 0xFF
-    broken = {"cut": content[: len(content) // 2], "flip": content, "empty": b"", "text": b"hello"}[damage]
+    broken = {"truncate": content[: len(content) // 2], "flip": content, "empty": b"", "text": b"hello"}[damage]
     cache.write_bytes(bytes(broken))
     with caplog.at_level(logging.WARNING):
         again = Index.build(path, make_processor())

@@ -52,7 +52,7 @@ def test_the_recorded_losses_come_again_to_the_bit(folder):
 
 
 def test_another_split_reproduces_them_up_to_rounding(folder):
-    line = resumed(folder, "cut", train_dataloader__batch_size=2, optim_wrapper__accumulative_counts=6)
+    line = resumed(folder, "split", train_dataloader__batch_size=2, optim_wrapper__accumulative_counts=6)
     assert "are the recorded ones" in line
 
 

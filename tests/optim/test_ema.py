@@ -117,7 +117,7 @@ def test_two_beginnings_are_refused():
 
 
 class Watch(Hook):
-    """Keeps the weights after every update, and which updates were applied. Makes one gradient infinite if asked."""
+    """Keeps the weights after every update, and which updates were applied. Makes one gradient infinite on request."""
 
     def __init__(self, *, spoil: int | None = None) -> None:
         self.weights: list[torch.Tensor] = []

@@ -141,7 +141,7 @@ class TestUnits:
         assert lrs(schedules, 1008)[0] == pytest.approx(1e-5)
 
     def test_training_may_stop_inside_an_epoch(self) -> None:
-        """An ``end`` left out with plain ``by_epoch`` covers the epoch in which training stops."""
+        """A missing ``end`` with plain ``by_epoch`` includes the epoch in which training stops."""
         curve = make(dict(type="PolyLR"), per_epoch=800, total=1700).curves[0]
         assert curve.end == 2400
 
