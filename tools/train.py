@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
         "--cfg-options", nargs="+", action="extend", default=[], metavar="K=V", help="override config values"
     )
     p.add_argument("--print-config", action="store_true",
-                   help="print every key with its value and where it comes from, and train nothing")  # fmt: skip
+                   help="print every key with its value and its origin, without training")  # fmt: skip
     p.add_argument("--seed", type=int, help="randomness.seed")
     p.add_argument("--launcher", choices=LAUNCHERS, help="how the processes were started")
     p.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher adds it

@@ -220,7 +220,7 @@ def test_protected_ones_stay_and_do_not_count(tmp_path):
 def test_an_interrupted_deletion_leaves_nothing_that_looks_complete(tmp_path, monkeypatch):
     """Every system call of a deletion fails once: the rest is either the unchanged checkpoint or not a checkpoint."""
     original = save(tmp_path / "original")
-    calls = ("rename", "fsync", "unlink", "rmdir")
+    calls = ("replace", "fsync", "unlink", "rmdir")
     for number, name in enumerate(calls):
         work_dir = tmp_path / str(number)
         path = Path(shutil.copytree(original, work_dir / "iter_12.pth"))

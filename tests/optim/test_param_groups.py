@@ -213,7 +213,7 @@ CUSTOM_KEYS = [
 
 
 class Rooted(Model):
-    """With a parameter of its own beside its modules."""
+    """With a parameter of its own in addition to its modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ class Rooted(Model):
 
 @pytest.mark.parametrize("custom_keys", CUSTOM_KEYS, ids=lambda keys: "+".join(keys))
 def test_custom_keys_are_those_of_mmengines_own_constructor(custom_keys: dict) -> None:
-    """Learning rate and weight decay of every parameter, with the multipliers of norms and biases beside them."""
+    """Learning rate and weight decay of every parameter, with the multipliers of norms and biases."""
     from mmengine.optim import DefaultOptimWrapperConstructor
 
     paramwise = {"custom_keys": custom_keys, "norm_decay_mult": 0.5, "bias_decay_mult": 0.25}
