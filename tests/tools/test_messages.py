@@ -460,7 +460,7 @@ def test_a_model_of_the_hub_is_not_downloaded(
 ) -> None:
     (tmp_path / "data.jsonl").write_text(LINES)
     changes = {"model": {"type": model, "pretrained": "organisation/name"}, "work_dir": str(tmp_path / "run")}
-    changes |= {"processor": None} if model == "DecoderLM" else {}
+    changes |= {"processor": None, "loss_weights": None}
     said = words(capsys, write(tmp_path, "json", on_file(plain, tmp_path / "data.jsonl", **changes)))
     assert "model.pretrained names 'organisation/name', and there is no such file or folder" in said
     assert "a name on the hub is not downloaded" in said and "hf download organisation/name --local-dir FOLDER" in said
