@@ -97,8 +97,8 @@ def test_overrides_may_be_a_mapping(config_file: Path) -> None:
     [
         ("train_dataloader.batchsize=3", "did you mean 'batch_size'"),
         ("optim_wraper.accumulative_counts=3", "did you mean 'optim_wrapper'"),
-        ("param_scheduler.2.end=9", "no place in a list of 2"),
-        ("param_scheduler.x=9", "no place in a list of 2"),
+        ("param_scheduler.2.end=9", "not an index of a list of 2"),
+        ("param_scheduler.x=9", "not an index of a list of 2"),
         ("train_dataloader.packing.window=9", "None and has no keys"),
         ("optim_wrapper.clip_grad={'maxnorm': 1}", "did you mean 'max_norm'"),
         ("batch_size=8", "would have no effect"),

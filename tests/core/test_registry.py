@@ -45,7 +45,7 @@ def test_a_class_of_mmengine_and_a_path_stand_for_the_class_of_that_name(
 ) -> None:
     with caplog.at_level(logging.INFO):
         assert resolve(HOOKS, {"type": kind, "interval": 3}, where="w") == (LoggerHook, {"interval": 3})
-    assert "stands for the class of that name here" in caplog.text
+    assert "is read as the class of that name in unigen_ds" in caplog.text
     assert registered_name(kind) == registered_name(LoggerHook) == "LoggerHook"
 
 

@@ -35,7 +35,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
 
 def test_frozen_backbones_under_zero_2(run: tuple[Path, list[str]]) -> None:
     folder, printed = run
-    assert "checkpoint_hook.CheckpointHook'> stands for the class of that name here" in printed[0]
+    assert "checkpoint_hook.CheckpointHook'> is read as the class of that name in unigen_ds" in printed[0]
     assert [line["update"] for line in read_lines(folder / "metrics.jsonl") if "loss" in line] == [1, 2, 3, 4, 5, 6]
     assert "Auto resumed from the latest checkpoint" in printed[1]
     found = [tensors(c.path) for c in store.list_checkpoints(folder)]

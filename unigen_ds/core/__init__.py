@@ -1,1 +1,1 @@
-"""Floor 1: values and small tools that every wing shares. Imports nothing of the project but itself."""
+"""Layer 1: values and small tools that every package uses. Of the project, it imports only itself."""

@@ -1,4 +1,4 @@
-"""The values that cross between data, models and runner: a ``Batch`` in, ``LossTerms`` out.
+"""The values that pass between data, models and runner: a ``Batch`` in, ``LossTerms`` out.
 
 ``PackedBatch`` is the batch of models of texts and images. It is flat: the tokens of all its sequences follow each
 other, ``T`` in all, without padding. Samples never see each other, because attention is described per token by
@@ -85,18 +85,18 @@ class PackedBatch(Batch):
     text_ids: Tensor
     """[X] token ids, begin, end, image-start and image-end ids included."""
     text_index: Tensor
-    """[X] their places."""
+    """[X] their token indices."""
     text_target_ids: Tensor
-    """[C] the id to be predicted at each place of ``text_target_index`` (already shifted)."""
+    """[C] the id to be predicted at each index in ``text_target_index`` (already shifted)."""
     text_target_index: Tensor
-    """[C] places whose hidden state predicts a label."""
+    """[C] indices of the tokens whose hidden state predicts a label."""
     text_target_weight: Tensor
     """[C] float32 weight of each target; all ones unless re-weighted."""
 
     vit_patches: Tensor
     """[V, channels * p * p] float32, (row, column, channel) inside a patch."""
     vit_index: Tensor
-    """[V] their places; where patches are shuffled into fewer tokens, one place a token."""
+    """[V] their token indices; where patches are shuffled into fewer tokens, one index per token."""
     vit_position_ids: Tensor
     """[V] row * max_patches_per_side + column."""
     vit_lengths: tuple[int, ...]
@@ -105,11 +105,11 @@ class PackedBatch(Batch):
     vae_images: Tensor
     """[K, channels, H, W] float32 in [-1, 1], zero-padded at right and bottom to the largest of the micro-batch."""
     vae_noise: Tensor
-    """[K, z, H / downsample, W / downsample] standard normal; what the VAE samples its latent with."""
+    """[K, z, H / downsample, W / downsample] standard normal; the VAE samples its latent with it."""
     latent_shapes: tuple[tuple[int, int], ...]
     """(rows, columns) of latent patches of each VAE image, padding excluded."""
     latent_index: Tensor
-    """[L] places of the latent patches (clean ones too)."""
+    """[L] token indices of the latent patches (clean ones too)."""
     latent_position_ids: Tensor
     """[L] row * max_latent_size + column."""
     timesteps: Tensor
@@ -117,7 +117,7 @@ class PackedBatch(Batch):
     flow_noise: Tensor
     """[L, z * p * p] float32 standard normal; (row, column, channel) inside a patch."""
     image_target_index: Tensor
-    """[M] places of the noisy latent patches: the rows of ``latent_index`` with a finite time step."""
+    """[M] token indices of the noisy latent patches: the rows of ``latent_index`` with a finite time step."""
 
     document_lengths: tuple[int, ...] = field(default=())
     """Tokens of each document, on the host, so that attention can be planned without a device sync. Derived."""
@@ -148,7 +148,7 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
 class LossTerms:
     """Sums over the targets of one micro-batch, by term (``text`` and ``image`` here). Scalars that carry gradients.
 
-    They are sums, not means: the mean is over the whole update, whose counts only the loop knows.
+    They are sums, not means: the mean is over the whole update, whose counts only the loop has.
     """
 
     sums: Mapping[str, Tensor]

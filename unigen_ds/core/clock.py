@@ -15,8 +15,8 @@ DEVICE_SECTIONS = ("forward_backward", "step")
 class Clock:
     """``with clock('data'): ...`` adds to a section. The rest of the wall time is ``other``.
 
-    On a CPU this is host time. On CUDA the host runs ahead of the device and waits for it where it first reads a value,
-    in ``step``; host time would give all of the waiting to that section. So ``DEVICE_SECTIONS`` are measured by events
+    On a CPU this is host time. On CUDA the host is ahead of the device and waits for it where it first reads a value,
+    in ``step``; host time would count all of the waiting in that section. So ``DEVICE_SECTIONS`` are measured by events
     that the device itself records. They are read once it has passed them, so nothing waits for them: what is not yet
     passed counts at the next read.
     """

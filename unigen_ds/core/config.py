@@ -113,7 +113,7 @@ def overrides_of(given: Iterable[str] | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def apply_overrides(config: Config, overrides: Mapping[str, Any], schema: Mapping[str, Any]) -> list[ConfigError]:
-    """Set each value in its place. Returns an error for each path that does not exist."""
+    """Set each value at its path. Returns an error for each path that does not exist."""
     errors: list[ConfigError] = []
     for dotted, value in overrides.items():
         try:
@@ -165,7 +165,7 @@ def _step(node: Any, key: str, path: list[str], dotted: str) -> Any:
 
 def _list_index(node: list[Any], key: str, dotted: str) -> int:
     if not key.isdigit() or int(key) >= len(node):
-        raise ConfigError(f"override {dotted!r}: {key!r} is no place in a list of {len(node)}")
+        raise ConfigError(f"override {dotted!r}: {key!r} is not an index of a list of {len(node)}")
     return int(key)
 
 

@@ -81,14 +81,14 @@ def _from_file(path: Path) -> Config:
     except RuntimeError as error:
         if str(error):
             raise
-        # mmengine takes a file with imports for one of its lazy style, where calling what is imported raises a bare
+        # mmengine treats a file with imports as one of its lazy style, where calling what is imported raises a bare
         # RuntimeError; such a file is ordinary Python.
         return Config.fromfile(str(path), lazy_import=False)
 
 
 @dataclass(frozen=True)
 class _Names:
-    """What one Python file says of names."""
+    """How one Python file uses names."""
 
     bound: set[str]
     read: set[str]
@@ -97,7 +97,7 @@ class _Names:
 
 
 def unread_names(path: Path, *, read_above: frozenset[str] = frozenset()) -> set[str]:
-    """Names that a config file or one of its bases gives at its top and nothing reads.
+    """Names that a config file or one of its bases defines at its top level and nothing reads.
 
     A name of a base counts as read where a file above it has ``_base_.name``. In YAML and JSON nothing can read a name.
 
@@ -168,7 +168,7 @@ def _bound(statements: list[ast.stmt]) -> set[str]:
 
 
 def _paths(value: ast.expr, folder: Path) -> list[Path]:
-    """The files that ``_base_ = ...`` names, as far as they are plain texts."""
+    """The files that ``_base_ = ...`` names, as far as they are string literals."""
     try:
         given = ast.literal_eval(value)
     except ValueError:

@@ -1,4 +1,4 @@
-"""What to do about names that other trainers have and this one has not, or has at another place.
+"""What to do about names that other trainers have and this one does not have, or has under another path.
 
 In: an unknown key of a config with its path. Out: one sentence for the error, or None. Only tables; nothing is read.
 """
@@ -39,7 +39,7 @@ MMENGINE: dict[str, str] = {
     "train_dataloader.persistent_workers": "delete it, workers live as long as the run",
     "default_hooks.param_scheduler": "delete it, param_scheduler acts by itself",
     "default_hooks.sampler_seed": "delete it, the order follows from randomness.seed alone",
-    "default_hooks.runtime_info": "delete it, the logger sees everything",
+    "default_hooks.runtime_info": "delete it, the logger has all of it",
     "randomness.deterministic": "delete it, a run is deterministic as far as its kernels are",
     "randomness.diff_rank_seed": "delete it, every sample has a seed of its own",
 }
@@ -58,7 +58,7 @@ ANYWHERE: dict[str, str] = {
     "test_evaluator": _NO_VALIDATION,
     "max_steps": "train_cfg.max_updates counts optimizer steps, train_cfg.max_iters forward and backward passes",
 }
-"""The same at any place of a config."""
+"""The same, at any path of a config."""
 
 ALIASES: dict[str, str] = {
     "lr": "optim_wrapper.optimizer.lr",
@@ -92,14 +92,14 @@ ALIASES: dict[str, str] = {
     "resume_from": "resume='CKPT'",
     "resume_from_checkpoint": "resume='CKPT'",
 }
-"""Names by which other trainers call a setting, and where it is here."""
+"""Names of settings in other trainers, and the path of each in this one."""
 
 _SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")
 _ENGINES = {"ddp": "fsdp:NO_SHARD", "fsdp2": "fsdp:FULL_SHARD", "fsdp1": "fsdp:FULL_SHARD", "zero": "deepspeed:zero2"}
 
 
 def backend_hint(given: Any) -> str | None:
-    """The ``--backend`` that ``zero2`` or ``full_shard`` is meant to be; None where it may be a user's own."""
+    """The ``--backend`` that ``zero2`` or ``full_shard`` probably means; None where it may be a user's own."""
     text = given.strip().lower() if isinstance(given, str) else ""
     if re.fullmatch(r"zero_?-?[123](_offload)?", text):
         return "deepspeed:" + re.sub(r"zero_?-?", "zero", text)
@@ -120,7 +120,7 @@ def backend_spec(text: str) -> dict[str, str]:
     return {"type": kind} | ({option: detail} if option and detail else {})
 
 
-def places(schema: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def key_paths(schema: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     """(last name, whole path) of every key of a schema below its top."""
     for key, inner in schema.items():
         if key == "val_dataloader":
@@ -128,7 +128,7 @@ def places(schema: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, s
         if prefix:
             yield key, f"{prefix}.{key}"
         if isinstance(inner, Mapping):
-            yield from places(inner, f"{prefix}.{key}" if prefix else key)
+            yield from key_paths(inner, f"{prefix}.{key}" if prefix else key)
 
 
 def hint(path: str, schema: Mapping[str, Any]) -> str | None:
@@ -137,9 +137,9 @@ def hint(path: str, schema: Mapping[str, Any]) -> str | None:
     known = MMENGINE.get(path) or ANYWHERE.get(name)
     if known is not None:
         return known
-    where = dict(reversed([*places(schema)])) | ALIASES
-    place = where.get(name)
-    return f"write {place}" if place and place != path else None
+    path_of = dict(reversed([*key_paths(schema)])) | ALIASES
+    known = path_of.get(name)
+    return f"write {known}" if known and known != path else None
 
 
 def is_setting(name: str, schema: Mapping[str, Any]) -> bool:

@@ -109,7 +109,7 @@ def group(ranks: Sequence[int]) -> td.ProcessGroup:
 
 
 def ensure_initialized() -> None:
-    """Have a process group even for one plain process: sharding engines need one."""
+    """Create a process group even for one plain process: sharding engines need one."""
     if td.is_initialized():
         return
     if env_world_size() == 1:
@@ -157,7 +157,7 @@ def is_main() -> bool:
 
 
 def barrier() -> None:
-    """Wait for all ranks, over gloo: the device goes on working. Collective."""
+    """Wait for all ranks, over gloo: the device continues to work. Collective."""
     sum_floats([0.0])
 
 
@@ -171,7 +171,7 @@ def sum_floats(values: Sequence[float]) -> list[float]:
 
 
 class PendingSum:
-    """``sum_floats`` that goes on in the background. Every rank makes and waits for them in the same order."""
+    """``sum_floats`` in the background. Every rank creates these, and waits for them, in the same order."""
 
     def __init__(self, values: Sequence[float]) -> None:
         self._tensor = torch.tensor(values, dtype=torch.float64)
@@ -252,8 +252,8 @@ def shutdown(*, after_error: bool = False) -> None:
 def leave(status: int) -> None:
     """End the process here if it is one of several; what was registered with ``atexit`` is done first.
 
-    Threads that gloo and DeepSpeed leave behind abort an ordinary exit now and then ("terminate called without an
-    active exception"): all is saved by then, but a launcher takes it for a failure and ends the other processes.
+    Threads that gloo and DeepSpeed leave running sometimes abort an ordinary exit ("terminate called without an
+    active exception"): all is saved by then, but a launcher sees a failure and ends the other processes.
     """
     if env_world_size() > 1:
         atexit._run_exitfuncs()

@@ -1,4 +1,4 @@
-"""Errors a user can act on: each says what was given, what is allowed, and the remedy.
+"""Errors a user can act on: each states what was given, what is allowed, and the remedy.
 
 ``assert`` is for our own bugs; everything a user, a file or a machine can cause raises one of these.
 """
@@ -32,14 +32,14 @@ class ConfigError(UnigenError, ValueError):
     exit_status = 2
 
     def at(self, where: str) -> ConfigError:
-        """The same error, with the place in the config where it does not name it."""
+        """The same error, with the path in the config where it does not name it."""
         if self.problem.startswith(where):
             return self
         return ConfigError(f"{where}: {self.problem}", allowed=self.allowed, remedy=self.remedy)
 
 
 class DataError(UnigenError, ValueError):
-    """A record or an image is not what its format promises; names file, line and field."""
+    """A record or an image does not follow its format; names file, line and field."""
 
 
 class CheckpointError(UnigenError, RuntimeError):
@@ -47,7 +47,7 @@ class CheckpointError(UnigenError, RuntimeError):
 
 
 class ResumeBlocked(CheckpointError):
-    """The run may not go on as asked; nothing was changed. The command line tools exit with 3."""
+    """The run cannot continue as requested; nothing was changed. The command line tools exit with 3."""
 
     exit_status = 3
 
@@ -64,7 +64,7 @@ class SaveError(CheckpointError):
 
 
 class TrainingError(UnigenError, RuntimeError):
-    """Training cannot go on: too many non-finite updates, or too many unreadable samples."""
+    """Training cannot continue: too many non-finite updates, or too many unreadable samples."""
 
 
 class UnknownKey(ConfigError):

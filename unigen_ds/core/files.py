@@ -35,7 +35,7 @@ def fsync_path(path: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Make a folder with its missing parents; the entry of each one that is made is on disk in its own parent."""
+    """Make a folder with its missing parents; the entry of each new one is on disk in its own parent."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     for folder in reversed(missing):
         with contextlib.suppress(FileExistsError):  # another process was faster
@@ -89,7 +89,7 @@ def _left(path: Path, match: re.Match[str]) -> bool:
         return False
     except PermissionError:
         return False
-    return process == os.getpid() and path.name not in _MADE  # an earlier process had our number
+    return process == os.getpid() and path.name not in _MADE  # an earlier process had the same number
 
 
 def rename_into_place(made: Path, final: Path, *, durable: bool = True) -> None:
@@ -104,7 +104,7 @@ def rename_into_place(made: Path, final: Path, *, durable: bool = True) -> None:
 
 
 def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
-    """Let ``write`` fill a temporary file beside ``path``, make it durable, then rename it into place.
+    """Call ``write`` with a temporary file beside ``path``, make it durable, then rename it to ``path``.
 
     On any error ``path`` keeps what it held and the temporary file is removed.
     """

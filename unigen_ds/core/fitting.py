@@ -1,4 +1,4 @@
-"""What of stored tensors fits a model, by name and shape: the one comparison that every way of loading uses.
+"""Which stored tensors fit a model, by name and shape: the one comparison that every way of loading uses.
 
 Loading a checkpoint into an engine, the check of a resume, ``load_cfg``, published weights, an average and a model that
 is only to be used differ in what they allow, not in how they compare or name what differs.

@@ -1,8 +1,8 @@
 """Module paths and component names of former versions, and what they are now: the one table of both.
 
 Imports of a former path work, and so do configs and checkpoints that name a former component; each is one line in the
-log. ``unigen_ds/__init__.py`` asks ``spec_of`` for every module of the package that Python does not find; the registry
-asks ``component`` for every type that nothing has registered. Whoever moves or renames something adds rows here.
+log. ``unigen_ds/__init__.py`` calls ``spec_of`` for every module of the package that Python does not find; the registry
+calls ``component`` for every type that nothing has registered. Whoever moves or renames something adds rows here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MODULES: Mapping[str, str] = MappingProxyType({
     "unigen_ds.data.digits": "unigen_ds.examples.digits.dataset",
     "unigen_ds.data.vlm_processor": "unigen_ds.families.nanovlm.processor",
     "unigen_ds.evaluation.curves": "unigen_ds.evaluation.plots",
-    "unigen_ds.evaluation.digits": "unigen_ds.examples.digits.judge",
+    "unigen_ds.evaluation.digits": "unigen_ds.examples.digits.scores",
     "unigen_ds.hooks.digits_report": "unigen_ds.examples.digits.report_hook",
     "unigen_ds.hooks.writers": "unigen_ds.tracking.writer",
     "unigen_ds.inference.chat": "unigen_ds.families.nanovlm.inference",
@@ -43,6 +43,8 @@ MODULES: Mapping[str, str] = MappingProxyType({
 
 NAMES: Mapping[str, str] = MappingProxyType({
     "unigen_ds.backends.sharded.ShardedBackend": "unigen_ds.backends.base.Backend",
+    "unigen_ds.evaluation.digits.Verdict": "unigen_ds.examples.digits.scores.Scores",
+    "unigen_ds.evaluation.digits.train_judge": "unigen_ds.examples.digits.scores.train_classifier",
     "unigen_ds.hooks.writers.ALIASES": "unigen_ds.tracking.wandb.ALIASES",
     "unigen_ds.hooks.writers.TensorboardVisBackend": "unigen_ds.tracking.tensorboard.TensorboardVisBackend",
     "unigen_ds.hooks.writers.WandbVisBackend": "unigen_ds.tracking.wandb.WandbVisBackend",
@@ -65,7 +67,7 @@ MOVED: Mapping[str, str] = MappingProxyType({
     "unigen_ds.models.UnifiedModel": "unigen_ds.families.bagel.model",
     "unigen_ds.models.VLM": "unigen_ds.families.nanovlm.model",
 })  # fmt: skip
-"""Names that a module had which is still there -> the module that has them now (``moved``)."""
+"""Names that left a module which still exists -> the module that has them now (``moved``)."""
 
 COMPONENTS: Mapping[str, str] = MappingProxyType({
     "DigitsDataset": "unigen_ds.examples.digits.DigitsDataset",
@@ -114,7 +116,7 @@ def _find(former: str, name: str) -> Any:
 
 
 def moved(module: str, name: str) -> Any:
-    """A name that ``module``, which is still there, had; for its ``__getattr__``."""
+    """A former name of ``module``, which still exists; for its ``__getattr__``."""
     path = f"{module}.{name}"
     if path not in MOVED:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
@@ -123,7 +125,7 @@ def moved(module: str, name: str) -> Any:
 
 
 def component(name: str, *, where: str = "") -> type | None:
-    """The class that a registered name of a former version stands for; None where the table does not have it.
+    """The present class of a registered name of a former version; None where the table does not have it.
 
     Its module is imported, which registers it. ``where`` is the config path shown in the log; where it is not
     known yet, ``report`` logs the line later.
@@ -140,7 +142,7 @@ def component(name: str, *, where: str = "") -> type | None:
 
 
 _unreported: set[str] = set()
-"""Former names of components that were looked up without a place."""
+"""Former names of components that were looked up without a config path."""
 
 
 def report(name: str, *, where: str) -> None:

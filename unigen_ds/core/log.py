@@ -41,7 +41,7 @@ _shown: set[str] = set()
 
 
 def notice(text: str) -> None:
-    """Log a line about the config or an import, once. What comes before ``setup`` is repeated there, for its file."""
+    """Log a line about the config or an import, once. ``setup`` repeats the earlier ones, for its file."""
     if not logger().handlers:
         _waiting[text] = None
     if text not in _shown:
@@ -66,7 +66,7 @@ def quiet_libraries(rank: int) -> None:
 
 
 def setup(*, rank: int, log_file: Path | None = None, level: int | str = logging.INFO) -> logging.Logger:
-    """Attach handlers once per process. Rank 0 writes to the console and appends to ``log_file``, which can be tailed.
+    """Attach handlers once per process. Rank 0 writes to the console and appends to ``log_file`` (for ``tail -f``).
 
     Other ranks print warnings and errors only, prefixed with their rank.
     """

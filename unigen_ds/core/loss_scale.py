@@ -14,7 +14,7 @@ class LossScale:
     growth_interval: int = 1000
 
     def record(self, *, applied: bool) -> None:
-        """Tell it how an update went; equal on all ranks, so the scale stays equal."""
+        """Record whether an update was applied; equal on all ranks, so the scale stays equal."""
         if not applied:
             self.scale, self.good_updates = max(self.scale / 2.0, 1.0), 0
             return

@@ -1,7 +1,7 @@
 """Append-only JSON lines that survive kills: ``metrics.jsonl``, ``ledger.jsonl``, ``skipped_samples.jsonl``.
 
 A file is never rewritten. A resume appends ``{"event": "resume", "updates": n, ...}``; that line voids every earlier
-line of an update beyond ``n``, because those updates run again. ``read_lines`` is the one place that applies the rule.
+line of an update beyond ``n``, because those updates run again. Only ``read_lines`` applies the rule.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class JsonLines:
         return len(self._pending)
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write one record; non-finite floats become null, which JSON has no word for.
+        """Write one record; non-finite floats, which JSON does not have, become null.
 
         Raises ``OSError`` where it cannot be written now; it is then pending.
         """
@@ -74,7 +74,7 @@ class JsonLines:
             torn = self.path.exists() and self.path.stat().st_size > 0 and not _ends_with_newline(self.path)
             descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
             self._descriptor = descriptor
-            if torn:  # a kill cut the last line: end it, so that the next line is a line of its own
+            if torn:  # a kill truncated the last line: end it, so that the next line is a line of its own
                 self._pending[0] = b"\n" + self._pending[0]
         return self._descriptor
 

@@ -1,6 +1,6 @@
-"""The optimizer settings of a config, as every engine takes them: groups by name, one config, one torch optimizer.
+"""The optimizer settings of a config, as every engine accepts them: groups by name, one config, one torch optimizer.
 
-On floor 1, because an engine builds its optimizer after it has sharded the model, and a wing imports ``core`` alone.
+In layer 1, because an engine builds its optimizer after it has sharded the model, and layer 2 imports only ``core``.
 
 An optimizer is a subclass of ``torch.optim.Optimizer`` in the registry ``OPTIMIZERS``. It declares ``element_wise``:
 True where the update of an element depends on nothing but this element's gradient and state, so that it can be
@@ -43,7 +43,7 @@ class ParamGroup:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """What ``optim_wrapper`` asks for, apart from groups and accumulation."""
+    """What ``optim_wrapper`` sets, apart from groups and accumulation."""
 
     type: OptimizerKind = "AdamW"
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -133,7 +133,7 @@ def step_tensor(step: float, parameter: torch.Tensor, options: Mapping[str, Any]
 
 
 def default_weight_decay(kind: OptimizerKind) -> float:
-    """The class's own default, where the config gives none: 0.01 for AdamW, 0.1 for Muon, 0 for Adam and SGD."""
+    """The class's own default, where the config has none: 0.01 for AdamW, 0.1 for Muon, 0 for Adam and SGD."""
     parameter = inspect.signature(optimizer_class(kind)).parameters.get("weight_decay")
     number = parameter is not None and isinstance(parameter.default, (int, float))
     return float(parameter.default) if parameter is not None and number else 0.0

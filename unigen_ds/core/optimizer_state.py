@@ -1,4 +1,4 @@
-"""What an optimizer keeps for each parameter, found by letting it train two small matrices on the CPU.
+"""What an optimizer keeps for each parameter, found by training two small matrices with it on the CPU.
 
 A checkpoint stores an optimizer's state under the names of the parameters, so that every engine can continue it. This
 works where the state of a parameter is fp32 tensors of its shape and a count named ``step``, made in the first update
@@ -89,7 +89,7 @@ def _close(a: Tensor, b: Tensor) -> bool:
 def _train(
     cls: type[torch.optim.Optimizer], cfg: OptimizerConfig, weights: Sequence[Tensor]
 ) -> tuple[list[Tensor], OptimizerState]:
-    """A few updates of copies of ``weights``: what they become, and what is kept for the first."""
+    """A few updates of copies of ``weights``: the results, and what is kept for the first."""
     parameters = [Parameter(weight.clone()) for weight in weights]
     optimizer = construct(cls, [{"params": parameters, "lr": 0.01, "weight_decay": 0.0}], cfg.arguments)
     if optimizer.state:
@@ -99,7 +99,7 @@ def _train(
         )
     settings = _settings(optimizer)
     for number in range(1, _UPDATES + 1):
-        for parameter in parameters:  # of an element its own value alone: parts get the gradients of the whole
+        for parameter in parameters:  # of an element its own value alone: parts have the gradients of the whole
             parameter.grad = torch.sin(17.0 * number * parameter.detach())
         try:
             optimizer.step()

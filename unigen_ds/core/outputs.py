@@ -44,7 +44,7 @@ class Output:
     nbytes: int
     """Size; where the format's overhead is not known, the tensors' bytes."""
     write: Callable[[HashedFile], Any]
-    """Write the content. Not collective; may run in a thread. ``StateFiles.index`` gets what it returns but None."""
+    """Write the content. Not collective; may run in a thread. What it returns is passed to ``StateFiles.index``."""
 
 
 def _no_index(results: Sequence[Sequence[Any]]) -> Sequence[Output]:
@@ -65,7 +65,7 @@ class StateFiles:
 class HashedFile:
     """A new file, written in order; ``digest`` is that of all bytes written. Small writes are collected.
 
-    It has no ``fileno`` on purpose: ``torch.save`` would write to that behind the hash.
+    It has no ``fileno`` on purpose: ``torch.save`` would write to that without the hash.
     """
 
     def __init__(self, path: Path) -> None:
@@ -93,7 +93,7 @@ class HashedFile:
             view = view[os.write(self._descriptor, view[:_PIECE]) :]
 
     def flush(self) -> None:
-        """Give the collected bytes to the system."""
+        """Write the collected bytes to the file."""
         collected, self._buffer = self._buffer, bytearray()
         self._put(memoryview(collected))
 

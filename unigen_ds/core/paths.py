@@ -1,6 +1,6 @@
-"""Where the project's data files and tools lie: the same call works from a checkout and from an installed wheel.
+"""Where the project's data files and tools are: the same call works from a checkout and from an installed wheel.
 
-``ds_configs/`` stands beside the package in a checkout, where users edit it; the wheel carries it inside the package.
+``ds_configs/`` is beside the package in a checkout, where users edit it; in the wheel it is inside the package.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def expand(path: str, *, where: str) -> str:
 
 
 def expand_paths(config: Any, *, where: str = "", is_path: bool = False) -> None:
-    """``expand`` every path of a config, in place: the one place where it is done."""
+    """``expand`` every path of a config, in place; nothing else does."""
     pairs = config.items() if hasattr(config, "items") else enumerate(config)
     for key, value in [*pairs]:
         name = f"{where}.{key}" if where else str(key)

@@ -3,7 +3,7 @@
 ``Progress`` is what a checkpoint stores and what schedules are functions of. An iteration is only a view of it,
 because its size depends on the geometry, which may change on resume. ``Ruler`` turns what a user writes (epochs,
 iterations, updates) into sequences, once, with the geometry of the first start; it is stored and never re-made,
-so an interval of "100 iterations" goes on meaning the same amount of data.
+so an interval of "100 iterations" keeps meaning the same amount of data.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ UNITS: tuple[str, ...] = ("epoch", "iteration", "update", "sequence", "sample", 
 
 @dataclass(frozen=True)
 class Geometry:
-    """How one update is cut: sequences per device per iteration, iterations per update, data-parallel ranks."""
+    """How one update is split: sequences per device per iteration, iterations per update, data-parallel ranks."""
 
     batch_size: int
     accumulative_counts: int = 1

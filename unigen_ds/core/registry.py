@@ -47,11 +47,11 @@ _INTERFACES: dict[Registry, tuple[tuple[str, ...], str]] = {
 }  # fmt: skip
 """Methods that a class of each kind has, looked up before anything of it is called, and what to write instead."""
 FOREIGN = ("mmengine", "xtuner")
-"""Packages for whose classes ours of the same name stand: configs of theirs import them."""
+"""Packages whose classes are replaced by ours of the same name: their configs import them."""
 
 
 def registered_name(kind: Any) -> str | None:
-    """The name that stands for a class, or for ``'package.Class'``: its own or its counterpart's. None: it has none."""
+    """The registered name of a class or of ``'package.Class'``: its own or its counterpart's. None: it has none."""
     own = [name for registry in REGISTRIES for name, cls in registry.module_dict.items() if cls is kind]
     return own[0] if own else next((_last(kind) for r in REGISTRIES if counterpart(r, kind)), None)
 
@@ -85,7 +85,7 @@ def find(registry: Registry, spec: Mapping[str, Any], *, where: str) -> type:
     kind = spec["type"]
     cls = counterpart(registry, kind)
     if cls is None and registry is CURVES and isinstance(kind, type) and kind.__name__ in CURVES.module_dict:
-        cls = CURVES.module_dict[kind.__name__]  # a scheduler of torch's stands for the curve of its name
+        cls = CURVES.module_dict[kind.__name__]  # a scheduler of torch means the curve of its name
     if cls is None and isinstance(kind, str):
         cls = registry.module_dict.get(kind) or former.component(_own_name(kind), where=where)
         if cls is None:
@@ -128,7 +128,7 @@ def resolve(registry: Registry, spec: Mapping[str, Any], *, where: str) -> tuple
     """
     cls = find(registry, spec, where=where)
     if counterpart(registry, spec["type"]) is not None:
-        logger().info("%s: %s stands for the class of that name here", where, spec["type"])
+        logger().info("%s: %s is read as the class of that name in unigen_ds", where, spec["type"])
     arguments = {key: value for key, value in spec.items() if key != "type"}
     check_arguments(cls, arguments, where=where)
     return cls, arguments
@@ -137,7 +137,7 @@ def resolve(registry: Registry, spec: Mapping[str, Any], *, where: str) -> tuple
 def component_problems(
     registry: Registry, spec: Mapping[str, Any], *, where: str, provided: Collection[str] = ()
 ) -> list[ConfigError]:
-    """What is wrong with a component, without calling anything of it. ``provided``: arguments that the run gives."""
+    """What is wrong with a component, without calling anything of it. ``provided``: arguments that the run sets."""
     try:
         cls = find(registry, spec, where=where)
     except ConfigError as error:
@@ -160,7 +160,7 @@ def check_arguments(cls: Any, arguments: Mapping[str, Any], *, where: str) -> No
 
 
 def argument_problems(cls: Any, arguments: Mapping[str, Any], *, where: str) -> list[ConfigError]:
-    """An error for each argument that ``cls`` does not have, or that is of another type than its hint says.
+    """An error for each argument that ``cls`` does not have, or that is of another type than its hint.
 
     Classes that take ``**kwargs`` accept all.
     """

@@ -1,6 +1,6 @@
 """Typed settings: a config's mapping -> one frozen tree of sections, or all that is wrong with it.
 
-A ``Section`` is a pydantic model. Its fields are the only place for a key's default, unit, limits and description; the
+A ``Section`` is a pydantic model. Its fields alone have a key's default, unit, limits and description; the
 class is beside the code that uses it (``data/settings.py``, ``optim/settings.py``, ...), and ``runner/settings.py``
 combines them. A field of type ``Component`` is ``dict(type=..., **arguments)``: the class is looked up in the registry
 of the field's ``Of``, and the arguments are checked by the annotations of its constructor.
@@ -44,7 +44,7 @@ class Component:
     """Its dotted path in the config."""
     registry: Registry | None = field(default=None, repr=False, compare=False)
     provided: tuple[str, ...] = field(default=(), repr=False, compare=False)
-    """Arguments that the run gives."""
+    """Arguments that the run sets."""
 
     @property
     def name(self) -> str:
@@ -58,9 +58,9 @@ class Component:
         return argument_defaults(self.cls).get(argument, default)
 
     def build(self, **extra: Any) -> Any:
-        """An object, with ``extra`` arguments that no config gives. Raises what its constructor raises."""
+        """An object, with ``extra`` arguments that no config sets. Raises what its constructor raises."""
         if self.registry is not None and self.given is not None and counterpart(self.registry, self.given) is not None:
-            logger().info("%s: %s stands for the class of that name here", self.where, self.given)
+            logger().info("%s: %s is read as the class of that name in unigen_ds", self.where, self.given)
         try:
             return self.cls(**_attributes(self.arguments), **extra)
         except TypeError as error:
@@ -96,7 +96,7 @@ class Of:
     default: type | None = None
     """The class where the config has no ``type``."""
     provided: tuple[str, ...] = ()
-    """Arguments that the run gives: a config cannot."""
+    """Arguments that the run sets: a config cannot."""
     trial: bool = False
     """Whether the constructor has no side effect: then it is called once to find what only it can refuse."""
 
@@ -139,7 +139,7 @@ class Of:
         }
 
     def _tried(self, spec: Mapping[str, Any], where: str) -> list[ConfigError]:
-        """What a constructor of this package alone can refuse; a user's own is called once, when it is needed."""
+        """Errors that only a constructor finds, of classes of this package; a user's own is called once, later."""
         cls = find(self.registry, spec, where=where)
         if not self.trial or not cls.__module__.startswith("unigen_ds."):
             return []
@@ -196,7 +196,7 @@ class Section(BaseModel):
         except ValidationError as error:
             return None, _explained(cls, given, error, where, whole=whole)
         for component, path in _components(found, where):
-            object.__setattr__(component, "where", path)  # just made, and known to nobody else yet
+            object.__setattr__(component, "where", path)  # just created, and not yet used elsewhere
             if component.registry is not None and component.given is not None:
                 former.report(str(component.given).rpartition(".")[2], where=path)
         return found, []
@@ -208,7 +208,7 @@ class Section(BaseModel):
     @classmethod
     def completed(cls, given: Any) -> Any:
         """A config's plain values with the default of every key that is left out. Nothing is checked: what the section
-        does not know stays as it is, so that a config of another version can be compared.
+        does not have stays as it is, so that a config of another version can be compared.
         """
         if not isinstance(given, Mapping | None):
             return given
@@ -297,7 +297,7 @@ class SettingErrors(ValueError):
 
 
 def _explained(cls: type[Section], given: Any, error: ValidationError, where: str, *, whole: bool) -> list[ConfigError]:
-    """Pydantic's errors in the words of ours, in the order of the config; a value that fails in several ways once."""
+    """Pydantic's errors as ours, in the order of the config; a value that fails in several ways only once."""
     found: dict[tuple[str, str], ConfigError] = {}
     missing: list[str] = []
     for one in error.errors():

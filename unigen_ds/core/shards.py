@@ -1,6 +1,6 @@
-"""A named flat range of a tensor: what backends, EMA and checkpoint layouts speak to each other.
+"""A named flat range of a tensor: what backends, EMA and checkpoint layouts exchange.
 
-ZeRO-1/2 may cut a tensor anywhere and FSDP2's ``Shard(0)`` is one flat range, so one type serves every engine.
+ZeRO-1/2 may split a tensor anywhere and FSDP2's ``Shard(0)`` is one flat range, so one type serves every engine.
 On disk a shard is one safetensors entry ``kind|name|flat_start`` (``shard_key``), 1-D.
 """
 

@@ -1,7 +1,7 @@
 """Runtime keys of mmengine and xtuner configs with an obvious meaning -> keys of this project, each with a line.
 
 In: a config as plain values, which is changed in place. Out: lines for the log, and errors where such a key contradicts
-another one. A key that would change the training has no translation: ``config_hints.py`` says what to do about it.
+another one. A key that would change the training has no translation: ``config_hints.py`` has the advice.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DROPPED: dict[str, str] = {
     "optim_wrapper.loss_scale": "the scale of fp16 is dynamic, and other precisions have none",
     "default_hooks.param_scheduler": "param_scheduler acts by itself",
     "default_hooks.sampler_seed": _ORDER,
-    "default_hooks.runtime_info": "the logger sees everything",
+    "default_hooks.runtime_info": "the logger has all of it",
     "train_dataloader.persistent_workers": "workers live as long as the run",
 }
 """Keys without a counterpart whose removal changes no number, and why."""

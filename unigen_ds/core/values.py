@@ -37,7 +37,7 @@ _STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True)
 
 
 class Allowed(str):
-    """Metadata of a field: what is allowed, in words, where its hint does not tell."""
+    """Metadata of a field: what is allowed, in words, where its hint does not state it."""
 
 
 def number_of(value: Any) -> Any:
@@ -86,7 +86,7 @@ def strict(hint: Any) -> Any:
 def _adapter(hint: Any) -> TypeAdapter[Any]:
     try:
         return TypeAdapter(hint) if _is_model(hint) else TypeAdapter(strict(hint), config=_STRICT)
-    except Exception:  # a hint that pydantic does not know: it accepts everything
+    except Exception:  # a hint that pydantic does not support: it accepts everything
         return TypeAdapter(Any)
 
 
