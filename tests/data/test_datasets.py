@@ -127,7 +127,7 @@ def test_adapter_from_config_and_its_errors() -> None:
     ("change", "message"),
     [
         ({"labels": None}, r"list\[0\]\.labels is missing"),
-        ({"labels": [1, 2]}, "have 3, 2 and 3 places"),
+        ({"labels": [1, 2]}, "have 3, 2 and 3 positions"),
         ({"input_ids": "abc"}, r"list\[0\]\.input_ids is str"),
         ({"padded_images": torch.zeros(1, 8, 8)}, r"padded_images\[0\] is a tensor of shape \(1, 8, 8\)"),
         ({"padded_images": torch.zeros(3, 8, 12)}, "multiples of 8, at most 32"),

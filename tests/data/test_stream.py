@@ -147,7 +147,7 @@ def test_going_to_a_cursor_plans_one_window(data: Any, monkeypatch: pytest.Monke
 def test_foreign_cursors_are_refused(data: Any) -> None:
     packed, single = make_stream([data], window=16), make_stream([data])
     for stream, cursor in ((packed, Cursor(0, 3)), (packed, Cursor(0, 0, 99)), (single, Cursor(0, 0, 41))):
-        with pytest.raises(CheckpointError, match="cursor stands"):
+        with pytest.raises(CheckpointError, match="the data cursor is"):
             next(stream.rows(cursor))
     with pytest.raises(CheckpointError, match="without epoch, row"):
         Cursor.from_state_dict({"window": 0, "sequences": 1})

@@ -42,7 +42,7 @@ def test_a_change_in_place_in_a_large_file_is_noticed(tmp_path: Path) -> None:
         stream.write(line.replace(text, b" ".join(text.split()[::-1]), 1))
     assert quick_digest(path) == quick and path.stat().st_size == len(content)
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-    with pytest.raises(ResumeBlocked, match="the records of train, their places or their processor changed"):
+    with pytest.raises(ResumeBlocked, match="the records of train, their byte ranges or their processor changed"):
         Runner.from_cfg(text_config(tmp_path, resume=True))
     path.write_bytes(content)
     again = Runner.from_cfg(text_config(tmp_path, resume=True), max_updates=3)

@@ -450,7 +450,7 @@ def test_a_tokenizer_of_the_hub_that_cannot_be_downloaded(plain: dict[str, Any],
     for ended in together([command, command], [{**nowhere, "HF_HUB_OFFLINE": flag} for flag in "01"], timeout_s=100):
         line = ended.err.strip().splitlines()[-1]
         assert ended.status == 2 and "Traceback" not in ended.err
-        assert "tokenizer.path 'organisation/name' is no folder here, and the hub does not give it: " in line
+        assert "tokenizer.path 'organisation/name' is no folder here, and it cannot be loaded from the hub: " in line
         assert "Remedy: where there is a network: hf download organisation/name --local-dir FOLDER" in line
 
 

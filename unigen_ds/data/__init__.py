@@ -1,1 +1,1 @@
-"""Records -> samples -> a global order -> packed sequences -> micro-batches. Imports ``core`` alone."""
+"""Records -> samples -> a global order -> packed sequences -> micro-batches. Imports only ``core``."""

@@ -26,7 +26,7 @@ def fingerprint(*facts: object) -> str:
 def cache_folder(path: Path, cache_dir: Path | None) -> Path | None:
     """The folder for cached arrays of a data file: beside it, else ``cache_dir``, else none (with a warning).
 
-    A folder beside it that is there but read-only is the last choice: it may hold what somebody else prepared.
+    An existing read-only folder beside it is the last choice: it may hold what somebody else prepared.
     """
     beside = path.parent / FOLDER
     for folder in (beside, cache_dir):

@@ -1,6 +1,6 @@
-"""Random changes of training images that are understood, keyed by sample: the same wherever a sample is loaded.
+"""Random changes of training images that the model reads, keyed by sample: the same wherever a sample is loaded.
 
-An augmentation takes ``[C, H, W]`` and a generator and returns the same shape. Generated images are never augmented:
+An augmentation accepts ``[C, H, W]`` and a generator and returns the same shape. Generated images are never augmented:
 they are what the model is to learn.
 """
 

@@ -1,17 +1,17 @@
-"""Changed data on resume: what differs, and how the run goes on: refused, with appended records, or with new data.
+"""Changed data on resume: what differs, and how the run continues: refused, with appended records, or with new data.
 
 In: the data's identity of a checkpoint (``SequenceStream.identity`` and the cursor, plain values) and the stream of the
-present config. Out: the stream in its phases, and the cursor to go on at. A later checkpoint keeps both, so nothing is
-asked twice.
+present config. Out: the stream in its phases, and the cursor to continue at. A later checkpoint keeps both, so no
+choice is needed twice.
 
-* ``append``: each source begins with its old records, unchanged (their digests are compared, nobody is believed), and
-  new sources stand behind the old ones. The epoch in which the checkpoint stands is finished with the old records in
-  the old order; from the next on all take part.
-* ``restart``: anything may differ. A new epoch of the new data begins; the rest of the old one is given up.
+* ``append``: each source begins with its old records, unchanged (their digests are compared), and
+  new sources follow the old ones. The epoch of the checkpoint is finished with the old records in
+  the old order; from the next epoch on all are used.
+* ``restart``: anything may differ. A new epoch of the new data begins; the rest of the old one is not used.
 
 A new phase numbers its passes above all earlier ones, so no sample id (source:index:pass) comes twice in a run, with or
-without weights. In a weighted mixture the sources are cut in mid-pass: each begins a new pass with the new phase, and
-what its cut pass had not reached comes with that one.
+without weights. In a weighted mixture the sources are stopped in mid-pass: each begins a new pass with the new phase,
+and what its unfinished pass had not reached comes with that one.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ OnDataChange = Literal["refuse", "append", "restart"]
 
 @dataclass(frozen=True)
 class DataChange:
-    """Sentences for people. False where the data is the same."""
+    """Differences, as sentences. False where the data is the same."""
 
     differences: tuple[tuple[str, str], ...] = ()
     """(fact, what it was and is); facts: format, seed, packing, seq_length, overflow, rules, names, sizes, weights,
     content."""
     obstacles: tuple[str, ...] = ()
-    """Why the new data is more than the old data with records appended; none where it is just that."""
+    """Why the new data is more than the old data with records appended; empty where it is just that."""
 
     def __bool__(self) -> bool:
         return bool(self.differences)
@@ -75,7 +75,7 @@ def _settings(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[
 
 def _overflow(actions: Mapping[str, str] | None) -> str:
     if actions is None:
-        return "that of version 0 (every long record is cut)"
+        return "that of version 0 (every long record is truncated)"
     return ", ".join(f"{kind}: {action}" for kind, action in actions.items())
 
 
@@ -92,11 +92,11 @@ def _differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tup
         if size != old_size:
             yield "sizes", f"{name} had {old_size} records and has {size}"
         elif digest != old_digest or old_record not in (None, record):
-            yield "content", f"the records of {name}, their places or their processor changed"
+            yield "content", f"the records of {name}, their byte ranges or their processor changed"
 
 
 def _not_appended(was: Mapping[str, Any], stream: SequenceStream) -> Iterator[str]:
-    """Every source that is not its old self with records behind it."""
+    """Every source that is not the old one with records appended."""
     number, weights = len(was["names"]), stream.facts["weights"]
     if list(stream.names[:number]) != was["names"]:
         yield f"the sources were {', '.join(was['names'])} and are {', '.join(stream.names)}: new ones may only follow"
@@ -140,7 +140,7 @@ def append(stored: Mapping[str, Any], stream: SequenceStream) -> tuple[Phase, ..
 
 
 def restart(stored: Mapping[str, Any], stream: SequenceStream) -> tuple[tuple[Phase, ...], Cursor]:
-    """The only phase of a run that goes on with other data, and the cursor at its beginning."""
+    """The only phase of a run that continues with other data, and the cursor at its beginning."""
     cursor, phases = Cursor.from_state_dict(stored["cursor"]), stored_phases(stored, stream)
     first = cursor.epoch + 1
     used = [phase for phase in phases if phase.first_epoch < first]
@@ -152,13 +152,13 @@ def restart(stored: Mapping[str, Any], stream: SequenceStream) -> tuple[tuple[Ph
 def continued(
     stored: Mapping[str, Any], stream: SequenceStream, *, on_change: OnDataChange = "refuse"
 ) -> tuple[SequenceStream, Cursor]:
-    """The stream in the phases of the run, and the cursor to go on at.
+    """The stream in the phases of the run, and the cursor to continue at.
 
     Args:
         stored: the ``loader`` of a manifest: ``SequenceStream.identity`` and ``cursor``.
         stream: of the present config, built with the run's ``sequences_per_epoch`` and the
             ``sequences_per_iteration`` of its first start.
-        on_change: what to do where the data differs. Without a difference it is of no account.
+        on_change: what to do where the data differs. Without a difference it has no effect.
 
     Raises ``ResumeBlocked`` where the data differs and the choice does not allow it.
     """

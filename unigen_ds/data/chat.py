@@ -1,8 +1,8 @@
-"""A conversation -> token ids and the places that the assistant said, by the tokenizer's own chat template.
+"""A conversation -> token ids and which of them are the assistant's, by the tokenizer's own chat template.
 
 The template is rendered to text (where transformers 4 and 5 agree; with ``tokenize=True`` they return different types,
-and a length taken of the wrong one masks the wrong places), growing by one message a time: what a message adds
-behind its generation prompt is the assistant's, its end token and what follows included. The whole text is tokenised
+and the length of the wrong one masks the wrong tokens), growing by one message at a time: what a message adds
+after its generation prompt is the assistant's, its end token and what follows included. The whole text is tokenised
 once, and a token is the assistant's where it begins inside such a part.
 """
 
@@ -22,7 +22,7 @@ Encoded = tuple[list[int], list[int]]
 
 @dataclass(frozen=True)
 class RenderedChat:
-    """A conversation as text, and which parts of it the assistant said."""
+    """A conversation as text, and which parts of it are the assistant's."""
 
     text: str
     bounds: tuple[int, ...]
@@ -33,8 +33,8 @@ class RenderedChat:
         """By the chat template of a fast tokenizer of transformers.
 
         Args:
-            messages: ``{"role": ..., "content": ...}``, as the template takes them.
-            reply: end with what invites the assistant to speak.
+            messages: ``{"role": ..., "content": ...}``, as the template accepts them.
+            reply: end with the template's generation prompt.
 
         Raises ``DataError`` where the template changes what came before when a message is added: then no mask is right.
         """
@@ -52,8 +52,8 @@ class RenderedChat:
                 bounds += (len(before), len(after))
         return cls(text, tuple(bounds))
 
-    def said(self, starts: Sequence[int]) -> list[bool]:
-        """Of tokens by where each begins: whether the assistant said it."""
+    def from_assistant(self, starts: Sequence[int]) -> list[bool]:
+        """Of tokens by where each begins: whether it is the assistant's."""
         return [bool(bisect_right(self.bounds, start) % 2) for start in starts]
 
 
@@ -69,21 +69,21 @@ def encode_rendered(tokenizer: Any, texts: Sequence[str]) -> list[Encoded]:
 def chat_ids(
     tokenizer: Any, messages: Sequence[Mapping[str, str]], *, reply: bool = False
 ) -> tuple[list[int], list[bool]]:
-    """Ids of one conversation and, for each, whether the assistant said it (``RenderedChat``)."""
+    """Ids of one conversation and, for each, whether it is the assistant's (``RenderedChat``)."""
     chat = RenderedChat.of(tokenizer, messages, reply=reply)
     ((ids, starts),) = encode_rendered(tokenizer, [chat.text])
-    return ids, chat.said(starts)
+    return ids, chat.from_assistant(starts)
 
 
-def next_token_labels(ids: Sequence[int], said: Sequence[bool]) -> list[int]:
-    """What each place predicts: the next id where the assistant said it, else -100."""
-    return [i if by_assistant else IGNORED for i, by_assistant in zip(ids[1:], said[1:], strict=True)] + [
+def next_token_labels(ids: Sequence[int], from_assistant: Sequence[bool]) -> list[int]:
+    """What each position predicts: the next id where it is the assistant's, else -100."""
+    return [i if learned else IGNORED for i, learned in zip(ids[1:], from_assistant[1:], strict=True)] + [
         IGNORED
     ] * bool(ids)
 
 
 def _opening(tokenizer: Any, text: str) -> str:
-    """What a chat that the assistant begins has before its words. A template is given no empty conversation."""
+    """The text before the assistant's words in a chat that it begins. Templates render no empty conversation."""
     asked = [{"role": "user", "content": "?"}]
     prompt = _render(tokenizer, asked, reply=True).removeprefix(_render(tokenizer, asked))
     before, found, _ = text.partition(prompt)

@@ -1,6 +1,6 @@
-"""Rows (which samples make which sequences) -> one batch: read, decode, place, draw noise.
+"""Rows (which samples make which sequences) -> one batch: read, decode, add to the batch, draw noise.
 
-What a batch is, is the processor's: its ``builder`` collects the documents, and each split loads and places itself.
+The processor defines the batch: its ``builder`` collects the documents, and each split loads and adds itself.
 Everything random is keyed by (seed, pass, sample id, purpose, number of the split in its sample), so a sample is the
 same wherever it is loaded. A sample that cannot be loaded, or whose length is no longer the one it was planned with,
 becomes a document of padding of the planned length and is named in ``skipped``. A row without any token becomes one
@@ -40,7 +40,7 @@ def collate(
     """One micro-batch.
 
     Args:
-        rows: the sequences, as ``SequenceStream`` gives them.
+        rows: the sequences, as ``SequenceStream`` returns them.
         datasets: the sources that the draws point into.
         processor: sizes and ids; ``seed`` and ``names`` default to the processor's and the data sets' own.
         seq_length: each sample is truncated to it.

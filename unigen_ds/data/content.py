@@ -1,8 +1,9 @@
 """A data file -> the digest of its whole content, remembered beside its index so that it is read once per change.
 
-Every byte counts (XXH3-128, about 4 GiB/s from memory): a digest of samples of a file misses a change in place between
+Every byte counts (XXH3-128, about 4 GiB/s from memory): a digest of parts of a file misses a change in place between
 them. The result is kept with the file's size, times of change and inode number. The time of the last status change
-(``ctime``) cannot be set by a program, so a file rewritten in place and given its old modification time is read again.
+(``ctime``) cannot be set by a program, so a file rewritten in place whose old modification time was restored is read
+again.
 """
 
 from __future__ import annotations

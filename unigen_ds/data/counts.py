@@ -1,4 +1,4 @@
-"""What packing, truncation and statistics need to know of a record: one row of numbers, and a digest of its content."""
+"""What packing, truncation and statistics need of a record: one row of numbers, and a digest of its content."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Counts:
     touched: Array
     """``TOUCH_BITS`` of the data rules that change the record in one of their versions."""
     unknown: Array
-    """Text tokens that are the tokenizer's unknown word."""
+    """Text tokens that are the tokenizer's unknown token."""
     empty_texts: Array
     """Texts (captions, questions, answers) without any character but white space."""
     largest_image: Array

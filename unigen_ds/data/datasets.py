@@ -1,7 +1,7 @@
 """Map-style data sets that plan before they decode: ``lengths()`` of all records at once, ``sample(index)`` for one.
 
-``UnifiedGenerationDataset`` reads a JSON or JSONL file through its index. ``DatasetAdapter`` puts a user's own
-map-style data set (pre-tokenised ids, ready tensors) behind the same face, so that order, packing, resume and ledger
+``UnifiedGenerationDataset`` reads a JSON or JSONL file through its index. ``DatasetAdapter`` adds to a user's own
+map-style data set (pre-tokenised ids, ready tensors) the same interface, so that order, packing, resume and ledger
 work for it too; its price is one pass over the data set at the start, for the lengths.
 """
 
@@ -35,7 +35,7 @@ _SHOWN = 5
 
 
 class PlannedDataset(Protocol):
-    """What the stream and the collating code ask of a source."""
+    """The interface of a source that the stream and the collating code use."""
 
     name: str
     """The first part of a sample id."""
@@ -53,7 +53,7 @@ class PlannedDataset(Protocol):
     def sample(self, index: int, *, pass_number: int = 0) -> Sample: ...
     @property
     def fingerprint(self) -> str:
-        """Changes whenever a record, its place or its length may change. Holds no path: data may be moved."""
+        """Changes whenever a record, its byte range or its length may change. Contains no path: data may be moved."""
         ...
 
     def prefix_digest(self, number: int) -> str:
@@ -106,8 +106,8 @@ class UnifiedGenerationDataset:
 
     def sample(self, index: int, *, pass_number: int = 0) -> Sample:
         """The record as splits; reads the record and the files of its images, and decodes nothing."""
-        raw, place = self.index.read(self.path, index, self.processor.rules)
-        return self.processor.plan(record_turns(raw, place, self.image_root), place, keep_images=True)
+        raw, location = self.index.read(self.path, index, self.processor.rules)
+        return self.processor.plan(record_turns(raw, location, self.image_root), location, keep_images=True)
 
     @property
     def fingerprint(self) -> str:
@@ -169,13 +169,13 @@ class ScannedDataset:
 class DatasetAdapter(ScannedDataset):
     """A user's map-style data set of ``dict(input_ids, attention_mask, labels, padded_images)``.
 
-    ``labels`` follow the Hugging Face convention: aligned with ``input_ids``, -100 ignored, shifted here. Places where
-    ``attention_mask`` is 0 are dropped. ``padded_images``: None, [C, H, W] or [n, C, H, W] in [-1, 1].
-    The data set's own random numbers are keyed by (index, pass), so they depend on no worker.
+    ``labels`` follow the Hugging Face convention: aligned with ``input_ids``, -100 ignored, shifted here. Positions
+    where ``attention_mask`` is 0 are dropped. ``padded_images``: None, [C, H, W] or [n, C, H, W] in [-1, 1]. The data
+    set's own random numbers are keyed by (index, pass), so they depend on no worker.
 
     Args:
         dataset: the object, or ``dict(type=<class or 'module.Class'>, **arguments)``.
-        processor: gives patch sizes and the image ids.
+        processor: has the patch sizes and the image ids.
         images: ``generate``: each image is a target after the text; ``understand``: a condition before it.
         weight, name: as for ``UnifiedGenerationDataset``.
     """
@@ -238,7 +238,7 @@ def _make(spec: Mapping[str, Any]) -> Any:
 
 @contextmanager
 def _keyed_random(seed: int) -> Iterator[None]:
-    """Foreign code inside draws from generators seeded here; outside nothing of it is seen."""
+    """Foreign code inside draws from generators seeded here; the generators outside are not changed."""
     python, numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         random.seed(seed)
@@ -257,7 +257,7 @@ def _token_split(item: Mapping[str, Any], where: str) -> TokenSplit:
     mask = _numbers(item, "attention_mask", where) if item.get("attention_mask") is not None else [1] * len(ids)
     if not len(ids) == len(labels) == len(mask):
         raise DataError(
-            f"{where}: input_ids, labels and attention_mask have {len(ids)}, {len(labels)} and {len(mask)} places",
+            f"{where}: input_ids, labels and attention_mask have {len(ids)}, {len(labels)} and {len(mask)} positions",
             allowed="the same length",
         )
     kept = [i for i, seen in enumerate(mask) if seen]
@@ -316,7 +316,7 @@ def dataset_weights(datasets: Sequence[PlannedDataset]) -> list[float] | None:
 
 
 def source_names(datasets: Sequence[PlannedDataset]) -> tuple[str, ...]:
-    """Names for sample ids; a name that comes again gets its number behind it."""
+    """Names for sample ids; a name that occurs again is followed by its number."""
     names: list[str] = []
     for dataset in datasets:
         name = dataset.name

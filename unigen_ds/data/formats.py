@@ -8,7 +8,7 @@ Four record formats, also mixed in one file::
     {"text": "..."}                                               (a document: all of it is learnt)
     {"image": "images/1.png", "conversations": [{"from": "human", "value": "<image>\\nWhat?"}, {"from": "gpt", ...}]}
 
-The last is LLaVA's: each ``<image>`` of a human turn stands for the next of the record's images. In the others it is
+The last is LLaVA's: each ``<image>`` of a human turn means the next of the record's images. In the others it is
 text like any other.
 
 A file is scanned once for the byte range of each record; afterwards one record is one seek and one read, so a file
@@ -44,7 +44,7 @@ _BOM = b"\xef\xbb\xbf"
 _BLOCK = 1 << 20
 _NEWLINE, _SPACE = 10, 32
 _TOKENS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{},]', re.DOTALL)
-"""All that matters for the outline of a JSON text: whole strings (to be passed over), brackets and commas."""
+"""All that determines the structure of a JSON text: whole strings (to be skipped), brackets and commas."""
 
 
 class Turn(NamedTuple):
@@ -74,7 +74,7 @@ class Place(NamedTuple):
 def scan(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Byte offset and byte length of every record of a JSONL file (blank lines skipped) or a JSON array.
 
-    Which of the two it is, is told by the first character, not by the name of the file.
+    The first character decides which of the two it is, not the name of the file.
     """
     check_data_file(path)
     if path.stat().st_size and _is_array(path):
@@ -169,7 +169,7 @@ def _element(path: Path, data: mmap.mmap, start: int, stop: int) -> tuple[int, i
 
 
 def read_bytes(path: Path, offset: int, length: int) -> bytes:
-    """That byte range, during a run. Raises ``DataError`` where the file has gone since its index was made."""
+    """That byte range, during a run. Raises ``DataError`` where the file was removed after its index was made."""
     try:
         with path.open("rb") as stream:
             stream.seek(offset)
@@ -186,17 +186,17 @@ def read_record(path: Path, offset: int, length: int) -> dict[str, Any]:
     return load_record(read_bytes(path, offset, length), Place(path, offset))
 
 
-def load_record(raw: bytes, place: Place) -> dict[str, Any]:
+def load_record(raw: bytes, location: Place) -> dict[str, Any]:
     """Parse the bytes of one record. Raises ``DataError`` where it is no JSON object."""
     try:
         # bytes that begin otherwise: json looks for another encoding itself
         record = json.loads(raw.decode("utf-8", "surrogatepass") if raw.startswith(b"{") else raw)
     except (ValueError, RecursionError) as error:  # ValueError: of the JSON, its encoding, or a number of 4,300 digits
         raise DataError(
-            f"{place}: no valid JSON: {error}", allowed="one object a line, or one array of objects"
+            f"{location}: no valid JSON: {error}", allowed="one object a line, or one array of objects"
         ) from error
     if not isinstance(record, dict):
-        raise DataError(f"{place}: the record is {_shown(record)}", allowed="a JSON object")
+        raise DataError(f"{location}: the record is {_shown(record)}", allowed="a JSON object")
     return record
 
 
@@ -270,7 +270,7 @@ def _text(record: Mapping[str, Any], key: str, field: str, where: object) -> str
     if not isinstance(value, str):
         raise _wrong(where, field, value, "a text")
     try:
-        value.encode()  # JSON can spell half of a character, which no tokenizer takes
+        value.encode()  # JSON can spell half of a character, which no tokenizer accepts
     except UnicodeEncodeError as error:
         half = f"{field}, character {error.start}"
         raise _wrong(where, half, value[error.start], "a text without unpaired surrogates") from error

@@ -1,6 +1,6 @@
 """Every record planned once -> arrays of byte ranges, lengths and counts, cached beside the data file.
 
-What packing, truncation and statistics need to know of a record without reading it again. The cache is an ``.npz`` in
+What packing, truncation and statistics need of a record without reading it again. The cache is an ``.npz`` in
 ``.unigen_index/`` beside the data file (or in ``cache_dir`` where that folder cannot be written), named after a
 fingerprint of data file, processor and format. Trade-off: the first start plans every record (two cores do about
 40,000 texts of 20 words a second; an image costs one header read), every later start reads 120 bytes a record.
@@ -93,7 +93,7 @@ class Index:
         if cache is not None and counts.no_image_readable:  # a wrong folder, most likely: look again next time
             cache.unlink(missing_ok=True)
         _report(path, counts, cache)
-        # not of the key: the same data at another place is the same data, and so is what no rule changes; and of a
+        # not of the key: the same data in another folder is the same data, and so is what no rule changes; and of a
         # quick digest, as older checkpoints keep it: a change that it misses shows in the digests of the records
         marks = rules.marks(counts.all_touched)
         digest = fingerprint(quick_digest(path), processor.fingerprint, _FORMAT, counts.digest, *marks)
@@ -101,13 +101,13 @@ class Index:
 
 
 def prefix_digest(records: Array, number: int, *facts: object) -> str:
-    """Of the first ``number`` record digests and of ``facts``: a longer file that begins with them gives it as well."""
+    """Of the first ``number`` record digests and of ``facts``: the same for a longer file that begins with them."""
     first = np.ascontiguousarray(records[:number], dtype="<i8")
     return fingerprint(number, hashlib.blake2b(first.tobytes(), digest_size=16).hexdigest(), *facts)
 
 
 def _report(path: Path, counts: Counts, cache: Path | None) -> None:
-    """What of the data will not be learned as meant, in numbers."""
+    """How much of the data will not be learned as intended."""
     if dist.env_rank() != 0:
         return
     empty, unknown = int((counts.empty_texts > 0).sum()), int(counts.unknown.sum())

@@ -1,12 +1,12 @@
 """Rows -> micro-batches of one rank, update by update, with worker processes and prefetching.
 
 In: a ``SequenceStream`` and a cursor. Out: per update ``accumulative_counts`` micro-batches, endlessly, each with the
-cursor behind its iteration. Iteration i takes the next ``batch_size * dp_size`` rows of the stream; rank r takes rows
-r, r + dp_size, ... of them. Workers get the rows themselves (a few numbers), so they share no state, and 0, 1 or many
-give the same batches. How far they ran ahead is of no account: the cursor comes with the micro-batch that is used.
+cursor after its iteration. Iteration i has the next ``batch_size * dp_size`` rows of the stream; rank r has rows r, r +
+dp_size, ... of them. Workers receive the rows themselves (a few numbers), so they share no state, and 0, 1 or many
+return the same batches. How far ahead they are has no effect: the cursor comes with the micro-batch that is used.
 
-A batch travels from its worker as one block of bytes: 20 tensors a batch would use up file descriptors at large
-accumulation. A small block goes through the pipe itself: a shared-memory file costs a socket connection for each batch.
+A worker sends a batch as one block of bytes: 20 tensors a batch would use up file descriptors at large accumulation. A
+small block is sent through the pipe itself: a shared-memory file costs a socket connection for each batch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from unigen_ds.data.stream import Cursor, Row, SequenceStream
 _ALIGN = 64
 _PARENT_CHECK_S = 2.0
 _BY_VALUE = 256 * 1024
-"""Bytes up to which a block goes through the pipe."""
+"""Bytes up to which a block is sent through the pipe."""
 _LOST = re.compile(r"DataLoader (worker \(pid.*?\)( is| exited).*|timed out after .*)", re.DOTALL)
 """torch's messages of workers that ended or hang; raised by its handler of SIGCHLD too, so anywhere in the loop."""
 
@@ -50,7 +50,7 @@ class MicroBatch:
     batch: Batch
     """This rank's part, on the CPU."""
     cursor: Cursor
-    """Global place after the whole iteration."""
+    """Global position after the whole iteration."""
     rows: list[Row]
     """Rows of the iteration over all ranks, in global order."""
 
@@ -63,7 +63,7 @@ class UpdateLoader:
         processor: turns records into tensors.
         geometry: batch size, accumulation and ranks; changes nothing about the order.
         dp_rank: which of the ranks.
-        cursor: the place to go on at.
+        cursor: where to continue.
         seed: of noise and condition dropout; the processor's by default.
         num_workers: worker processes; 0 loads in this one.
         prefetch_factor: micro-batches that each worker keeps ready.
@@ -118,7 +118,7 @@ class UpdateLoader:
     def _next(self) -> MicroBatch:
         assert self._iterator is not None, "the loader is closed"
         loaded = next(self._iterator)
-        if isinstance(loaded, UnigenError):  # raised in a worker, whose traceback is of no use to anybody
+        if isinstance(loaded, UnigenError):  # raised in a worker, whose traceback does not help
             raise loaded
         cursor, rows = self._iterations.pending.popleft()
         return MicroBatch(loaded.unpacked() if isinstance(loaded, Packet) else loaded, cursor, rows)
@@ -143,7 +143,7 @@ def lost_worker(error: BaseException) -> TrainingError | None:
         remedy = (
             "set a larger train_dataloader.timeout (0: none), or find what the workers wait for; continue with --resume"
         )
-        return TrainingError(f"the data loader {what}: no worker process gave a batch", remedy=remedy)
+        return TrainingError(f"the data loader {what}: no worker process returned a batch", remedy=remedy)
     return TrainingError(
         f"a worker process of the data loader ended: {what}",
         remedy="the system kills processes when memory (or /dev/shm) is full (see dmesg): lower "
@@ -168,7 +168,7 @@ class _Iterations(Sampler[list[Row]]):
 
 
 class _Rows(Dataset["Batch | Packet | UnigenError"]):
-    """A list of rows is the index, a micro-batch the item: as a packet where it ``travels`` to another place."""
+    """A list of rows is the index, a micro-batch the item: as a packet where it ``travels`` to another process."""
 
     def __init__(self, stream: SequenceStream, processor: Processor, seed: int | None, *, travels: bool) -> None:
         self._datasets, self._names, self._seq_length = stream.datasets, stream.names, stream.seq_length
@@ -202,14 +202,14 @@ class Packet:
     def packed(cls, batch: Batch) -> Packet:
         values = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
         tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-        places, offset = [], 0
+        entries, offset = [], 0
         for name, tensor in tensors.items():
-            places.append((name, tensor.dtype, tuple(tensor.shape), offset))
+            entries.append((name, tensor.dtype, tuple(tensor.shape), offset))
             offset += -(-tensor.nbytes // _ALIGN) * _ALIGN
         block = torch.empty(offset, dtype=torch.uint8)  # not zeros: fresh pages cost more than the copy
-        for (_, _, _, start), tensor in zip(places, tensors.values(), strict=True):
+        for (_, _, _, start), tensor in zip(entries, tensors.values(), strict=True):
             block[start : start + tensor.nbytes] = tensor.contiguous().reshape(-1).view(torch.uint8)
-        return cls(block, tuple(places), {name: v for name, v in values.items() if name not in tensors}, type(batch))
+        return cls(block, tuple(entries), {name: v for name, v in values.items() if name not in tensors}, type(batch))
 
     def by_value(self) -> Packet:
         """The same, to be pickled whole."""
@@ -243,7 +243,7 @@ def _start_worker(worker_id: int) -> None:
     """One thread a worker; and a signal to the job must not end workers before the run has saved its checkpoint.
 
     Schedulers and launchers signal every process of a job. The main process decides what a signal means; a worker ends
-    when the main process tells it to (or is gone, which the loader's own watchdog notices).
+    when the main process ends it (or has ended itself, which the loader's own watchdog notices).
     """
     torch.set_num_threads(1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -259,7 +259,7 @@ def _start_worker(worker_id: int) -> None:
 def _end_for(parent: int) -> None:
     """Obey SIGTERM from the main process (the loader's way to end a worker that hangs), and from nobody else.
 
-    Where the main process is gone (SIGKILL), end at once: a worker may wait for ever to hand over a batch.
+    Where the main process has ended (SIGKILL), end at once: a worker may wait for ever to send a batch.
     """
     while os.getppid() == parent:
         received = signal.sigtimedwait({signal.SIGTERM}, _PARENT_CHECK_S)

@@ -1,9 +1,9 @@
 """(seed, epoch, mixture weights) -> the global order of draws, without a list of indices.
 
-In: the sizes of the sources. Out: for any range of places of any epoch, which record of which source stands there.
-A shuffle is a keyed bijection (a Feistel network that walks its cycle until it lands inside the range), so a place is
-looked up in O(1) memory and on its own. The trade-off: about 6 microseconds a place (0.15 in the
-vectorised form) instead of one array read, against 8 GB for a list of a billion indices.
+In: the sizes of the sources. Out: for any range of positions of any epoch, the source and the record drawn there.
+A shuffle is a keyed bijection (a Feistel network, applied again until the result is in the range), so a position is
+looked up in O(1) memory and on its own. The trade-off: about 6 microseconds a position (0.15 in the vectorised form)
+instead of one array read, against 8 GB for a list of a billion indices.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _half_bits(size: int) -> int:
 
 
 def permute(index: int, size: int, key: int) -> int:
-    """The place of ``index`` in the shuffle of ``range(size)`` keyed by the 64-bit ``key``: a bijection."""
+    """The position of ``index`` in the shuffle of ``range(size)`` keyed by the 64-bit ``key``: a bijection."""
     assert 0 <= index < size, (index, size)
     half = _half_bits(size)
     low = (1 << half) - 1
@@ -79,7 +79,7 @@ def _mix_many(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 class Draw(NamedTuple):
-    """One record, drawn. ``pass_number`` counts how often the source was gone through before."""
+    """One record, drawn. ``pass_number`` counts the earlier passes over the source."""
 
     source: int
     index: int  # type: ignore[assignment]  # hides tuple.index, which nothing here needs
@@ -104,11 +104,11 @@ def shares(total: int, weights: Sequence[float]) -> list[int]:
     exact = [total * w / sum(weights) for w in weights]
     counts = [max(1, int(e)) for e in exact]
     by_remainder = sorted(range(len(exact)), key=lambda k: (int(exact[k]) - exact[k], k))
-    place = 0
+    position = 0
     while sum(counts) < total:
-        counts[by_remainder[place % len(counts)]] += 1
-        place += 1
-    while sum(counts) > total:  # shares below one were lifted to one: the largest gives way
+        counts[by_remainder[position % len(counts)]] += 1
+        position += 1
+    while sum(counts) > total:  # shares below one were raised to one: the largest is reduced
         counts[max(range(len(counts)), key=lambda k: counts[k])] -= 1
     return counts
 
@@ -116,9 +116,9 @@ def shares(total: int, weights: Sequence[float]) -> list[int]:
 class GlobalOrder:
     """An endless order over one or several sources; a pure function of (sizes, weights, seed).
 
-    Without weights every record comes once in each epoch. With weights (positive, relative) source k gives a fixed
-    number ``n_k`` of draws to each epoch, taken from an endless stream of passes over its records: a small source
-    repeats only after all its records came, and a large one goes on in the next epoch where it stopped.
+    Without weights every record comes once in each epoch. With weights (positive, relative) source k adds a fixed
+    number ``n_k`` of draws to each epoch, from an endless stream of passes over its records: a small source
+    repeats only after all its records came, and a large one continues in the next epoch where it stopped.
 
     An order may begin in mid-run (changed data): its first epoch and its first passes then have the given numbers.
     """
@@ -155,7 +155,7 @@ class GlobalOrder:
         )
 
     def draws(self, epoch: int, start: int, stop: int) -> list[Draw]:
-        """The draws at places ``start .. stop`` of ``epoch``."""
+        """The draws at positions ``start .. stop`` of ``epoch``."""
         rows = zip(*(column.tolist() for column in self.columns(epoch, start, stop)), strict=True)
         return [Draw(*row) for row in rows]
 
@@ -163,11 +163,11 @@ class GlobalOrder:
         """``draws`` as three arrays: source, index, pass_number."""
         assert epoch >= self.first_epoch, (epoch, self.first_epoch)
         assert 0 <= start <= stop <= self.epoch_size, (start, stop, self.epoch_size)
-        places = np.arange(start, stop, dtype=np.int64)
-        shuffled = permute_many(places, self.epoch_size, derive_seed(self.seed, "epoch", epoch))
+        positions = np.arange(start, stop, dtype=np.int64)
+        shuffled = permute_many(positions, self.epoch_size, derive_seed(self.seed, "epoch", epoch))
         sources = np.searchsorted(self._bounds, shuffled, side="right")
-        records = np.empty_like(places)
-        passes = np.empty_like(places)
+        records = np.empty_like(positions)
+        passes = np.empty_like(positions)
         for k in np.unique(sources).tolist():
             here = np.flatnonzero(sources == k)
             begun = (epoch - self.first_epoch) * self.counts[k]

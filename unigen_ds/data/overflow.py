@@ -2,10 +2,12 @@
 
 In: the counts of a source (from its index) and the settings. Out: the units of the source that the global order draws
 (a record, or one piece of it), their lengths, and what is not trained on. Without a setting a plain text is split into
-pieces that together have every token and every target once, and any other record is left out, because a cut separates
-an answer from its question or an image from its prompt. What is too long follows from the index alone: nothing is read.
+pieces that together have every token and every target once, and any other record is left out, because truncation
+separates an answer from its question or an image from its prompt. The index alone shows what is too long: nothing is
+read.
 
-Version 0 of the rule (checkpoints of before): every long record is cut to ``seq_length``; its text gets an end token.
+Version 0 of the rule (checkpoints of before): every long record is truncated to ``seq_length``; its text gets an end
+token.
 """
 
 from __future__ import annotations
@@ -124,7 +126,7 @@ class Fitted:
         return Counts(*np.ascontiguousarray(table.T))
 
     def _truncated(self, records: Array) -> Array:
-        """Rows of ``Counts`` of records after the cut."""
+        """Rows of ``Counts`` of truncated records."""
         overflow, folder = self.overflow, self.dataset.cache_folder
         key = fingerprint(self.dataset.fingerprint, overflow.seq_length, overflow.version, overflow.actions, COLUMNS)
 
@@ -160,7 +162,7 @@ _DONE: dict[Action, str] = {"split": "split", "truncate": "truncated", "skip": "
 
 
 def part_of(sample: Sample, piece: int, seq_length: int, *, version: int) -> Sample:
-    """What a drawn unit is of its record."""
+    """The part of its record that a drawn unit is."""
     if piece < 0:
         return sample.truncated(seq_length, version=version)
     start, stop = piece_bounds(sample.num_tokens, seq_length, piece)

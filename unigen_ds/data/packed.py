@@ -15,7 +15,7 @@ from unigen_ds.data.samples import IGNORED, Loaded, TextTokenizer
 
 
 class PackedSizes(Protocol):
-    """What the batch asks of the processor."""
+    """What the batch needs of the processor."""
 
     tokenizer: TextTokenizer
     ce_reweight: bool

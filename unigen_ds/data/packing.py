@@ -3,11 +3,11 @@
 Two limits at once is vector bin packing. Plain best-fit-decreasing leaves the short samples for the end, where a
 sequence of short samples hits the image limit half empty (96.7 % on long-tailed data). So the larger half of the
 samples is first spread over as many sequences as the sums demand (each to the emptiest), and the smaller half then
-fills the gaps (each to the fullest that takes it): 99.8 % on the same data. O(n log seq_length): about 65 ms a
+fills the gaps (each to the fullest that has space for it): 99.8 % on the same data. O(n log seq_length): about 65 ms a
 window of 8,192 samples.
 
-How many sequences a window gives is counted without planning it where no image limits it: which of two sequences with
-equal space takes a sample is then of no account, so samples of one length are placed together (1 to 10 ms a window).
+How many sequences a window needs is counted without planning it where no image limits it: which of two sequences with
+equal space gets a sample then does not matter, so samples of one length are packed together (1 to 10 ms a window).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class WindowPacking:
 
     @property
     def fingerprint(self) -> str:
-        """Changes whenever ``plan`` may give another plan."""
+        """Changes whenever ``plan`` may return another plan."""
         return f"WindowPacking-1/{self.window}/{self.max_tiles}"
 
     def plan(self, lengths: Sequence[int], tiles: Sequence[int], seq_length: int, key: int) -> list[list[int]]:
@@ -68,7 +68,7 @@ class WindowPacking:
         return [groups[i] for i in shuffled]
 
     def count(self, lengths: Sequence[int], tiles: Sequence[int], seq_length: int) -> int:
-        """The number of sequences that ``plan`` gives."""
+        """The number of sequences that ``plan`` returns."""
         sizes, images, limit = self._clipped(lengths, tiles, seq_length)
         if images.any():
             return len(self._groups(sizes, images, limit, seq_length))
@@ -130,21 +130,22 @@ def _pack(
     bound: int,
 ) -> list[list[int]]:
     """One plan. ``bound``: sequences to begin with, which no plan can have fewer of."""
-    room = _Room(seq_length)
+    open_sequences = _OpenSequences(seq_length)
     groups: list[list[int]] = []
     for _ in range(bound):
-        room.put(seq_length, limit, len(groups))
+        open_sequences.put(seq_length, limit, len(groups))
         groups.append([])
-    for place, i in enumerate(ranked):
+    for rank, i in enumerate(ranked):
         size, count = sizes[i], counts[i]
-        tokens = room.emptiest(size, count) if place < num_spread else room.fullest(size, count)
+        find = open_sequences.emptiest if rank < num_spread else open_sequences.fullest
+        tokens = find(size, count)
         if tokens < 0:
             tokens, left, group = seq_length, limit, len(groups)
             groups.append([])
         else:
-            left, group = room.take(tokens)
+            left, group = open_sequences.take(tokens)
         groups[group].append(i)
-        room.put(tokens - size, left - count, group)
+        open_sequences.put(tokens - size, left - count, group)
     return [group for group in groups if group]
 
 
@@ -184,10 +185,10 @@ class _Levels:
     def fill(self, size: int, number: int) -> None:
         """Put samples of one size each to the fullest sequence that accepts it."""
         while number:
-            place = bisect_left(self._levels, size)
-            if place == len(self._levels):
+            index = bisect_left(self._levels, size)
+            if index == len(self._levels):
                 self._move(None, self._width, 1)
-            level = self._levels[place]
+            level = self._levels[index]
             each = min(number, level // size)  # after the first one it is still the fullest that accepts more
             moved = min(self._numbers[level], number // each)
             self._move(level, level - each * size, moved)
@@ -208,7 +209,7 @@ class _Levels:
         self._numbers[to] += number
 
 
-class _Room:
+class _OpenSequences:
     """Open sequences by tokens left. A segment tree over 0 .. seq_length holds the most images left at each."""
 
     def __init__(self, seq_length: int) -> None:

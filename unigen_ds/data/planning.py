@@ -26,7 +26,7 @@ _CHUNK = 2048
 _BATCH = 256
 """Records that are read and tokenized together: enough for the speed, few enough for memory."""
 _THREADS = 4
-"""Threads that plan records at most: what is not tokenizing, about a fifth of the work, is done by one at a time."""
+"""Threads that plan records at most: the work beside tokenizing, about a fifth, is done by one thread at a time."""
 _TOUCHED = COLUMNS.index("touched")
 _Chunk = tuple[Path, Path, Array, Array]
 """Data file, folder of the images, offsets and lengths of some records."""
@@ -84,7 +84,7 @@ def _plan_in_threads(processor: ConversationProcessor, chunks: Sequence[_Chunk])
 
 @contextmanager
 def _no_collections() -> Iterator[None]:
-    """Planning leaves no cycles; looking for them among all objects of the process takes a third of its time."""
+    """Planning leaves no cycles; looking for them among all objects of the process needs a third of its time."""
     on = gc.isenabled()
     gc.disable()
     try:
@@ -117,20 +117,20 @@ def _plan_chunk(processor: ConversationProcessor, chunk: _Chunk) -> tuple[Array,
         for first in range(0, len(spans), _BATCH):
             batch = spans[first : first + _BATCH]
             raws = _read(stream, batch)
-            places = [Place(path, offset) for offset, _ in batch]
-            for row, digest in _plan_batch(raws, places, processor, root):
+            locations = [Place(path, offset) for offset, _ in batch]
+            for row, digest in _plan_batch(raws, locations, processor, root):
                 rows.append(row)
                 digests.append(digest)
     return np.asarray(rows, dtype=np.int64), np.asarray(digests, dtype=np.int64)
 
 
 def _plan_batch(
-    raws: Sequence[bytes], places: Sequence[Place], processor: ConversationProcessor, root: Path
+    raws: Sequence[bytes], locations: Sequence[Place], processor: ConversationProcessor, root: Path
 ) -> Iterator[tuple[tuple[int, ...], int]]:
     """Counts and digest of each of some records; their texts are tokenized in one call."""
     unk_id = getattr(processor.tokenizer, "unk_id", None)
-    records = [record_turns(raw, place, root) for raw, place in zip(raws, places, strict=True)]
-    samples = processor.plan_many(zip(records, places, strict=True))
+    records = [record_turns(raw, location, root) for raw, location in zip(raws, locations, strict=True)]
+    samples = processor.plan_many(zip(records, locations, strict=True))
     for raw, turns, sample in zip(raws, records, samples, strict=True):
         empty = 0
         for turn in turns:
@@ -148,11 +148,11 @@ def _read(stream: BinaryIO, spans: Sequence[tuple[int, int]]) -> list[bytes]:
     return [block[offset - start : offset - start + length] for offset, length in spans]
 
 
-def record_turns(raw: bytes, place: Place, root: Path) -> list[Turn]:
+def record_turns(raw: bytes, location: Place, root: Path) -> list[Turn]:
     """The turns of one record. Raises ``DataError`` with file and line where it is malformed."""
-    record = load_record(raw, place)
-    turns = parse_record(record, place, image_root=root)
+    record = load_record(raw, location)
+    turns = parse_record(record, location, image_root=root)
     for turn in turns:
         if turn.role == "assistant":
             return turns
-    raise DataError(f"{place}: conversations has no assistant turn: nothing to learn from")
+    raise DataError(f"{location}: conversations has no assistant turn: nothing to learn from")

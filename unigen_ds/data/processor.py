@@ -45,7 +45,7 @@ class BatchBuilder(Protocol):
 
 
 class Processor(Protocol):
-    """What loading a batch asks of a processor; it is copied to each loader process."""
+    """What loading a batch needs of a processor; it is copied to each loader process."""
 
     seed: int
     """Of dropout and noise."""
@@ -65,7 +65,7 @@ class ConversationProcessor:
     """
 
     on_white: ClassVar[bool] = True
-    """Transparent parts become white, as in BAGEL; else what is under them is seen."""
+    """Transparent parts become white, as in BAGEL; else the colours under them are visible."""
     dropout: Mapping[str, float] = {}
     vit_transform: Any = None
     vae_transform: ImageTransform | None = None

@@ -5,7 +5,7 @@ manifest; the fingerprints of the data contain a version only where its rule cha
 that no rule touches keeps its fingerprint. A resume reads with the checkpoint's versions: bit-equal.
 
 =================  ===  ===========================================================================================
-overflow           0    every record longer than ``seq_length`` is cut, without a message
+overflow           0    every record longer than ``seq_length`` is truncated, without a message
 images             0    as PIL decodes: EXIF orientation ignored, 16-bit grey clipped, transparency on white
                    1    upright by EXIF, 16-bit grey by its upper 8 bits, transparency as the model's family reads it
 special_tokens     0    a text that spells a special token becomes that token
@@ -36,7 +36,7 @@ class DataRules:
     def stored(cls, facts: Mapping[str, Any]) -> DataRules:
         """Those of a checkpoint (``facts`` of its manifest's ``loader``): version 0 of each where it has none.
 
-        Raises ``CheckpointError`` for a version that this package does not know.
+        Raises ``CheckpointError`` for a version that this package does not have.
         """
         given, current = facts.get("rules") or {}, CURRENT
         names = [field.name for field in fields(cls)]

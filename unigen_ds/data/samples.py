@@ -1,7 +1,7 @@
-"""A sample as splits, before any tensor exists: enough to know its length, shorten it, drop parts of it, and pack it.
+"""A sample as splits, before any tensor exists: enough to compute its length, shorten it, drop parts, and pack it.
 
-A split is one text, one image, one row of numbers: whatever a kind of model reads or learns as a unit. It knows its
-own length, its targets, how it is shortened, how it is loaded, and where it goes in a batch (``Split``). Splits of
+A split is one text, one image, one row of numbers: whatever a kind of model reads or learns as a unit. It has its
+own length and targets, and methods that shorten it, load it and add it to a batch (``Split``). Splits of
 texts and images are in ``splits.py``; a family may have others (``families/nanovlm/splits.py``), or none of these.
 """
 
@@ -48,8 +48,8 @@ class Loaded(Protocol):
 class Split:
     """One unit of a sample: an immutable value, small enough to keep for every sample of a window.
 
-    Subclass it as a frozen dataclass. ``data`` calls these methods and knows no subclass. The first four are called
-    while the records are counted, for every record.
+    Subclass it as a frozen dataclass. ``data`` calls these methods and depends on no subclass. The first four are
+    called while the records are counted, for every record.
     """
 
     error: Any = ""
@@ -76,8 +76,8 @@ class Split:
         return ""
 
     def shortened(self, num_tokens: int, *, version: int) -> Split | None:
-        """At most its first ``num_tokens``, fewer than it has, its last target left out where that is cut off. None:
-        it cannot be cut, and is left out. ``version``: of the rule ``overflow``.
+        """At most its first ``num_tokens``, fewer than it has, without its last target where that is not in them. None:
+        it cannot be shortened, and is left out. ``version``: of the rule ``overflow``.
         """
         return None
 
@@ -93,11 +93,11 @@ class Split:
         return None
 
     def dropped(self) -> Loaded | None:
-        """What condition dropout leaves of it."""
+        """What replaces it where condition dropout removes it."""
         return None
 
     def load(self, processor: Any, key: tuple[object, ...] | None) -> Loaded:
-        """It with its tensors: decoded, with its noise drawn. Every random number is keyed by ``key``; None: for
+        """The split with its tensors: decoded, with its noise drawn. Every random number is keyed by ``key``; None: for
         inference, where nothing is random.
 
         Raises ``UnreadableImage`` where its sample must be left out.
@@ -135,9 +135,9 @@ class Sample:
         return sum(split.num_encoded for split in self.splits)
 
     def truncated(self, seq_length: int, *, version: int = CURRENT.overflow) -> Sample:
-        """Cut to ``seq_length`` tokens: a text is shortened, an image stays whole or goes with all that follows.
+        """Truncated to ``seq_length`` tokens: a text is shortened, an image is kept whole or removed with all after it.
 
-        The last token before the cut predicts nothing; in ``version`` 0 of the rule a text gets an end token there.
+        The last token that is kept predicts nothing; in ``version`` 0 of the rule a text gets an end token there.
         """
         kept: list[Split] = []
         left = seq_length
@@ -206,7 +206,7 @@ class TextTokenizer(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Changes whenever ``encode`` may give other ids."""
+        """Changes whenever ``encode`` may return other ids."""
         ...
 
 

@@ -18,7 +18,7 @@ Packer = Annotated[Component, Of(PACKERS, trial=True)]
 
 
 class TrainDataloader(Section):
-    """What is trained on, and how it is cut into sequences."""
+    """What is trained on, and how it is split into sequences."""
 
     batch_size: int | None = Field(
         default=None,
@@ -61,7 +61,7 @@ class TrainDataloader(Section):
     max_skipped_fraction: Number = Field(
         default=0.01,
         ge=0,
-        description="share of samples that may be undecodable before the run stops; judged from 100 samples on",
+        description="share of samples that may be undecodable before the run stops; checked from 100 samples on",
     )
 
     @model_validator(mode="after")

@@ -52,9 +52,9 @@ class Special:
         ids = list(encoded["input_ids"])
         if self._forbidden.isdisjoint(ids):
             return ids, [start for start, _ in encoded["offset_mapping"]]
-        # the vocabulary itself, or an added token that is not marked special, has the spelling: cut it to characters
-        places = {p for match in self._pattern.finditer(text) for p in range(match.start(), match.end() + 1)}
-        bounds = sorted({0, len(text), *places})
+        # the vocabulary itself, or an added token that is not marked special, has the spelling: split into characters
+        edges = {p for match in self._pattern.finditer(text) for p in range(match.start(), match.end() + 1)}
+        bounds = sorted({0, len(text), *edges})
         ids, starts = [], []
         for first, last in zip(bounds, bounds[1:], strict=False):
             found = self._tokenizer(text[first:last], add_special_tokens=False, split_special_tokens=True)["input_ids"]
@@ -84,10 +84,10 @@ class Special:
             segment = text[done : match.start() if match else len(text)]
             if segment:
                 widths = [len(signs.get(character, " ")) for character in segment]
-                places = [0, *accumulate(widths)]
+                offsets = [0, *accumulate(widths)]
                 found, begins = self._ordinary("".join(signs.get(character, character) for character in segment))
                 ids += found
-                starts += [done + min(bisect_right(places, begin), len(segment)) - 1 for begin in begins]
+                starts += [done + min(bisect_right(offsets, begin), len(segment)) - 1 for begin in begins]
             if match:
                 ids.append(self._ids[match.group()])
                 starts.append(match.start())

@@ -1,4 +1,4 @@
-"""Splits of texts, of ready token ids and of whole images: how each is counted, shortened, loaded and placed.
+"""Splits of texts, of ready token ids and of whole images: how each is counted, shortened, loaded and added to a batch.
 
 Token layout of a split, as in BAGEL's public packing code:
 
@@ -6,7 +6,7 @@ Token layout of a split, as in BAGEL's public packing code:
   nothing. Causal.
 * image: ``[image_start, patches..., image_end]``, one rotary position for all of it. ``vit`` (understanding) and
   ``vae`` (clean latent) are FULL and advance the position by one; ``noise`` (generation target) does not advance it.
-* tokens: ids as a user's own data set gives them, with explicit labels. Causal.
+* tokens: ids as a user's own data set returns them, with explicit labels. Causal.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ END = -1
 
 
 class ImageProcessor(Protocol):
-    """What an image asks of the processor that it is loaded for."""
+    """What an image needs of the processor that it is loaded for."""
 
     vit_transform: ImageTransform | None
     vae_transform: ImageTransform | None
@@ -99,7 +99,7 @@ class TextSplit(Split):
 
 @dataclass(frozen=True)
 class TokenSplit(Split):
-    """Ids from a user's own data set; nothing is added. ``labels[i]`` is what place i predicts (-100: nothing)."""
+    """Ids from a user's own data set; nothing is added. ``labels[i]`` is what position i predicts (-100: nothing)."""
 
     ids: tuple[int, ...]
     labels: tuple[int, ...]
@@ -149,7 +149,7 @@ class ImageSplit(Split):
     touched: bool = field(default=False, compare=False, repr=False)
     """Whether the rule ``images`` (``rules.py``) decodes it differently in one of its versions."""
     tensor: Tensor | None = field(default=None, compare=False, repr=False)
-    """The image itself, [C, H, W] in [-1, 1], where a user's own data set gave it; ``path`` then only names it."""
+    """The image itself, [C, H, W] in [-1, 1], where a user's own data set returned it; ``path`` then only names it."""
     content: ImageContent | None = field(default=None, compare=False, repr=False)
     """The file, where planning has read all of it."""
 

@@ -115,7 +115,7 @@ def derive(
 ) -> list[list[str]]:
     """The sample ids of each of the global sequences ``start_sequence .. stop_sequence``, in the stream's order.
 
-    ``near``: a cursor known to lie at or before the start (of a checkpoint, say); otherwise the place is found from
+    ``near``: a cursor at or before the start (of a checkpoint, for example); otherwise the position is found from
     the number of sequences of each window, which plans the windows between epoch 0 and it.
     """
     if near is not None and near.sequences <= start_sequence:

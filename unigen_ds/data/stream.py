@@ -1,11 +1,11 @@
 """The cursor: where a run is in the global order of packed sequences, and what comes next.
 
 In: data sets (their lengths), the global order, a packer. Out: an endless sequence of rows (the draws that make one
-sequence), each with the cursor behind it. A row is a pure function of (data, seed, place), so ranks, workers, batch
-sizes and kills change nothing: whoever continues from a cursor gets the rows that nobody got before.
+sequence), each with the cursor after it. A row is a pure function of (data, seed, position), so ranks, workers, batch
+sizes and kills change nothing: a run that continues from a cursor gets exactly the rows that were not used before.
 
-Packed: an epoch is cut into windows of the global order, each planned from lengths alone; going to a cursor plans one
-window (0.1 s at 8,192 samples), wherever it lies. Unpacked: one draw a row.
+Packed: an epoch is split into windows of the global order, each planned from lengths alone; seeking a cursor plans one
+window (0.1 s at 8,192 samples), wherever it is. Unpacked: one draw a row.
 
 A run whose data was changed on a resume (``change.py``) has several phases, each with an order of its own. An epoch
 here is always one of the stream: ``sequences_per_epoch``, by which schedules and limits measure the run, stays that of
@@ -50,7 +50,7 @@ class Packer(Protocol):
 
 @dataclass(frozen=True)
 class Cursor:
-    """The place of the next sequence. The same on all ranks; independent of the geometry."""
+    """The position of the next sequence. The same on all ranks; independent of the geometry."""
 
     epoch: int = 0
     window: int = 0
@@ -73,15 +73,15 @@ class Cursor:
 
 @dataclass(frozen=True)
 class Phase:
-    """Epochs over the same data. A run has one phase until its data is changed; the last one goes on for ever."""
+    """Epochs over the same data. A run has one phase until its data is changed; the last one has no end."""
 
     first_epoch: int
     first_pass: int
     """Pass number that every source begins the phase with: higher than any before, so no sample id comes twice."""
     first_sequence: int | None
-    """Sequences of the run before it; None: only planning tells (data was appended in the middle of an epoch)."""
+    """Sequences of the run before it; None: only planning can count them (data appended in the middle of an epoch)."""
     sizes: tuple[int, ...]
-    """Units of each source that take part: records, or pieces of them."""
+    """Units of each source that are used: records, or pieces of them."""
     weights: tuple[float, ...] | None
     rows_per_epoch: int | None
     """Unpacked: rows of each of its epochs. Packed: None, they follow from the plan."""
@@ -229,7 +229,7 @@ class SequenceStream:
 
     @cached_property
     def facts(self) -> dict[str, Any]:
-        """The data by name, so that a resume can say what changed. Plain values."""
+        """The data by name, so that a resume can report what changed. Plain values."""
         records = [dataset.prefix_digest(len(dataset)) for dataset in self.datasets]
         return {
             **self._fingerprinted,
@@ -285,7 +285,7 @@ class SequenceStream:
         return self.fitted[unit.source].record(unit)
 
     def _window_range(self, epoch: int, window: int) -> tuple[int, int]:
-        """Places of the epoch's order."""
+        """Positions in the epoch's order."""
         assert self.packer is not None
         start = window * self.packer.window
         return start, min(start + self.packer.window, self.epoch_order(epoch).epoch_size)
@@ -328,7 +328,7 @@ class SequenceStream:
         return cached(cache, key, make)["counts"].tolist()
 
     def rows(self, cursor: Cursor | None = None) -> Iterator[tuple[Row, Cursor]]:
-        """Every row from ``cursor`` on, over all epochs, each with the cursor behind it. Endless."""
+        """Every row from ``cursor`` on, over all epochs, each with the cursor after it. Endless."""
         cursor = cursor or Cursor()
         return self._single_rows(cursor) if self.packer is None else self._packed_rows(cursor)
 
@@ -337,14 +337,14 @@ class SequenceStream:
         windows = self.num_windows(epoch)
         if window >= windows:
             raise CheckpointError(
-                f"the data cursor stands in window {window} of an epoch of {windows}",
+                f"the data cursor is in window {window} of an epoch of {windows}",
                 remedy="the data or the packing differs from that of the checkpoint",
             )
         while True:
             rows = self.window_rows(epoch, window)
             if first >= len(rows):
                 raise CheckpointError(
-                    f"the data cursor stands at row {first} of a window of {len(rows)}",
+                    f"the data cursor is at row {first} of a window of {len(rows)}",
                     remedy="the data or the packing differs from that of the checkpoint",
                 )
             after = self._next_window(epoch, window)
@@ -359,7 +359,7 @@ class SequenceStream:
         length = self._rows_per_epoch(epoch)
         if row >= length:
             raise CheckpointError(
-                f"the data cursor stands at row {row} of an epoch of {length}",
+                f"the data cursor is at row {row} of an epoch of {length}",
                 remedy="sequences_per_epoch is not that of the checkpoint",
             )
         while True:
@@ -405,6 +405,6 @@ class SequenceStream:
 
 def _replaced(what: str) -> DataError:
     return DataError(
-        f"{what} lies before the data was replaced (--on-data-change restart)",
+        f"{what} is from before the data was replaced (--on-data-change restart)",
         remedy="the data of that time, with a checkpoint of that time",
     )

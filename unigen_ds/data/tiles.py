@@ -1,8 +1,8 @@
 """A picture -> a grid of square tiles, and the tokens around them: nanoVLM's image splitting.
 
 The longer side becomes a multiple of ``tile_size``, at most ``max_size``; the shorter one is scaled alike, then rounded
-up to a multiple. A picture of more than one tile gets a small copy of the whole in front, the global tile. Pixels are
-in [0, 1]. Only ``grid`` is needed to plan a sequence, and it needs the picture's size alone.
+up to a multiple. A picture of more than one tile gets a small copy of the whole before them, the global tile. Pixels
+are in [0, 1]. Only ``grid`` is needed to plan a sequence, and it needs the picture's size alone.
 
 Source: huggingface/nanoVLM (``custom_transforms.py``, ``processors.py``).
 """
@@ -24,7 +24,7 @@ from unigen_ds.data.transforms import ImageTransform, on_white
 
 IMAGE_TOKEN, GLOBAL_TOKEN = "<|image|>", "<|global_image|>"
 MAX_TILES_PER_SIDE = 8
-"""nanoVLM has a token for each place of a grid of 8 x 8."""
+"""nanoVLM has a token for each position in a grid of 8 x 8."""
 
 
 def tile_token(row: int, column: int) -> str:
@@ -37,7 +37,7 @@ TILE_TOKENS = tuple(tile_token(r, c) for r in range(MAX_TILES_PER_SIDE) for c in
 
 @dataclass(frozen=True)
 class Tiling:
-    """How pictures are cut.
+    """How pictures are split into tiles.
 
     Args:
         tile_size: pixels of a side of a tile.
@@ -134,7 +134,7 @@ def num_tiles(grid: tuple[int, int]) -> int:
 
 
 def image_string(grids: Sequence[tuple[int, int]], *, tokens_per_tile: int) -> str:
-    """What stands for the images of a message; several images are numbered."""
+    """The text for the images of a message; several images are numbered."""
     parts = []
     for number, (rows, columns) in enumerate(grids):
         if len(grids) > 1:

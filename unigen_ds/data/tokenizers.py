@@ -1,4 +1,4 @@
-"""Tokenizers behind the five ids that the sequence rules need (``samples.TextTokenizer``)."""
+"""Tokenizers with the five ids that the sequence rules need (``samples.TextTokenizer``)."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class PretrainedTokenizer(_Tokenizer):
 
     Args:
         path: directory or hub name.
-        bos, eos, image_start, image_end: the tokens that stand for begin, end, image start and image end; None, of the
+        bos, eos, image_start, image_end: the tokens of begin, end, image start and image end; None, of the
             last two: there are no images.
     """
 
@@ -142,7 +142,7 @@ class ChatTokenizer(_Tokenizer):
     Args:
         path: directory or hub name.
         chat_template: Jinja text; None: the tokenizer's own.
-        bos, eos: the tokens that stand for the begin and the end of a message.
+        bos, eos: the tokens of the begin and the end of a message.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ def _pretrained(path: str, tokens: Sequence[str]) -> Any:
         if folder.is_dir():
             raise ConfigError(f"tokenizer.path {path!r} cannot be read: {why}", remedy=_OWN_CODE) from error
         raise ConfigError(
-            f"tokenizer.path {path!r} is no folder here, and the hub does not give it: {why}",
+            f"tokenizer.path {path!r} is no folder here, and it cannot be loaded from the hub: {why}",
             remedy=download_remedy(path),
         ) from error
     present = tokenizer.get_vocab()
@@ -189,7 +189,7 @@ _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.j
 
 
 def _check_folder(path: str, folder: Path) -> None:
-    """Refuse a folder that is not there, before the hub is asked for it, and one without a tokenizer."""
+    """Refuse a folder that is not there, before it is looked up on the hub, and one without a tokenizer."""
     allowed = "a folder with tokenizer.json, or a name on the hub: organisation/name"
     if folder.is_dir():
         if not any((folder / name).is_file() for name in _FILES):

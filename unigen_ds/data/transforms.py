@@ -116,9 +116,9 @@ def image_size(path: str | Path) -> tuple[int, int]:
 
 
 def open_image(path: str | Path | ImageContent, *, rule: int = CURRENT.images) -> Image.Image:
-    """The decoded picture, upright, grey in 8 bits (by version 1 of the rule ``images``; version 0: as PIL gives it).
+    """The decoded picture, upright, grey in 8 bits (by version 1 of the rule ``images``; version 0: as PIL returns it).
 
-    Raises ``UnreadableImage`` naming the path; a cut-off file is refused, not greyed out.
+    Raises ``UnreadableImage`` naming the path; a truncated file is refused, not greyed out.
     """
     if not isinstance(path, ImageContent):
         return _decoded(path, rule)
@@ -229,14 +229,14 @@ def flattened(image: Image.Image, *, white: bool) -> Image.Image:
         return on_white(image, "RGB")
     if image.mode not in ("RGB", "L"):
         image = image.convert("RGB")
-    if "transparency" in image.info:  # a colour that the next step would take for transparent
+    if "transparency" in image.info:  # a colour that the next step would treat as transparent
         image = image.copy()
         del image.info["transparency"]
     return image
 
 
 def on_white(image: Image.Image, mode: str) -> Image.Image:
-    """``image`` in ``mode``; transparent places become white."""
+    """``image`` in ``mode``; transparent pixels become white."""
     if image.mode in _ALPHA or "transparency" in image.info:
         rgba = image.convert("RGBA")
         background = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
@@ -271,7 +271,7 @@ class ImageTransform:
 
     @property
     def largest_side(self) -> int:
-        """The longest side that ``size`` can give."""
+        """The longest side that ``size`` can return."""
         return self._rounded(self.max_size)
 
     @property
