@@ -15,7 +15,7 @@ from PIL import Image
 from tests.tiny import tiny_config
 from unigen_ds.evaluation import digits
 from unigen_ds.examples.digits.dataset import WORDS, caption, read_split, write_digits
-from unigen_ds.examples.digits.judge import Verdict, evaluate, plot_samples, to_unit, train_judge
+from unigen_ds.examples.digits.scores import Scores, evaluate, plot_samples, to_unit, train_classifier
 from unigen_ds.families.bagel.flow_settings import FlowSettings
 from unigen_ds.families.bagel.sampler import read
 from unigen_ds.runner import Runner
@@ -34,12 +34,12 @@ def splits(root: Path) -> tuple[Split, Split]:
 
 
 @pytest.fixture(scope="module")
-def judge(splits: tuple[Split, Split]) -> Any:
-    return train_judge(*splits[0])
+def classifier(splits: tuple[Split, Split]) -> Any:
+    return train_classifier(*splits[0])
 
 
 @pytest.fixture(scope="module")
-def verdict(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Verdict:
+def scores(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Scores:
     """Of a model that has hardly learnt anything."""
     runner = Runner.from_cfg(tiny_config(tmp_path_factory.mktemp("run"), root), max_updates=3)
     runner.train()
@@ -47,31 +47,31 @@ def verdict(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Verdict:
     return evaluate(runner.backend.model.eval(), runner.processor, root, flow=flow, seed=0)
 
 
-def test_the_judge_knows_real_digits(judge: Any, splits: tuple[Split, Split]) -> None:
+def test_the_classifier_reads_real_digits(classifier: Any, splits: tuple[Split, Split]) -> None:
     images, labels = splits[1]
-    assert len(images) == 297 and judge.score(images.reshape(len(images), -1), labels) >= 0.95
+    assert len(images) == 297 and classifier.score(images.reshape(len(images), -1), labels) >= 0.95
 
 
-def test_the_judge_says_no(judge: Any, splits: tuple[Split, Split]) -> None:
+def test_the_classifier_refuses_wrong_digits(classifier: Any, splits: tuple[Split, Split]) -> None:
     """Real digits against a shuffled list of prompts: about one in ten. Pure noise: no better than that."""
     images, labels = splits[1]
-    seen = judge.predict(images.reshape(len(images), -1))
+    seen = classifier.predict(images.reshape(len(images), -1))
     shuffled = np.random.default_rng(0).permutation(labels)
     assert 0.03 < (seen == shuffled).mean() < 0.2
     noise = np.random.default_rng(1).random((500, 64))
     asked = np.arange(500) % 10
-    assert (judge.predict(noise) == asked).mean() < 0.2
+    assert (classifier.predict(noise) == asked).mean() < 0.2
 
 
-def test_an_untrained_model_fails(verdict: Verdict) -> None:
-    results = verdict.results
+def test_an_untrained_model_fails(scores: Scores) -> None:
+    results = scores.results
     assert results["drawn"] == 200 and results["captioned"] == 297
     assert results["prompt_accuracy"] < 0.3 and results["caption_accuracy"] < 0.3
     assert results["judge_accuracy"] >= 0.95 and results["flow_steps"] == 2
-    assert results["prompt_accuracy"] == (verdict.judged == verdict.asked).mean()
-    assert verdict.asked.tolist() == [digit for digit in range(10) for _ in range(20)]
-    assert verdict.drawn.shape == (200, 8, 8)
-    assert np.array_equal(verdict.drawn * 16, np.round(verdict.drawn * 16)), "in the grey levels of the scans"
+    assert results["prompt_accuracy"] == (scores.classified == scores.requested).mean()
+    assert scores.requested.tolist() == [digit for digit in range(10) for _ in range(20)]
+    assert scores.drawn.shape == (200, 8, 8)
+    assert np.array_equal(scores.drawn * 16, np.round(scores.drawn * 16)), "in the grey levels of the scans"
 
 
 @contextmanager
@@ -126,10 +126,10 @@ def test_to_unit_has_the_grey_levels_of_the_scans() -> None:
     assert len(np.unique(to_unit(torch.linspace(-1, 1, 1000)))) == 17
 
 
-def test_the_picture_marks_what_the_judge_refused(verdict: Verdict, root: Path, tmp_path: Path) -> None:
+def test_the_picture_marks_what_the_classifier_refused(scores: Scores, root: Path, tmp_path: Path) -> None:
     """A red frame around each refused drawing, and only there: ten of each digit are shown."""
-    right = Verdict(verdict.results, verdict.drawn, verdict.asked, verdict.asked)
-    wrong = Verdict(verdict.results, verdict.drawn, verdict.asked, (verdict.asked + 1) % 10)
+    right = Scores(scores.results, scores.drawn, scores.requested, scores.requested)
+    wrong = Scores(scores.results, scores.drawn, scores.requested, (scores.requested + 1) % 10)
     red = []
     for name, shown in (("right", right), ("wrong", wrong)):
         plot_samples(shown, root, tmp_path / f"{name}.png")

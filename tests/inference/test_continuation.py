@@ -15,7 +15,7 @@ from unigen_ds.families.nanovlm.model import VLM
 from unigen_ds.families.nanovlm.processor import VLMProcessor
 from unigen_ds.families.nanovlm.published import vlm_arguments
 from unigen_ds.families.nanovlm.splits import LoadedTiles, TiledSplit
-from unigen_ds.inference.continuation import likeliest, write_on
+from unigen_ds.inference.continuation import continue_prompts, likeliest
 
 NEW, NEVER = 6, 10**6
 
@@ -65,7 +65,7 @@ def written(
         seen.append(logits)
         return likeliest(logits)
 
-    ids = write_on(model, processor, prompts, max_new_tokens=NEW, max_positions=max_positions, choose=choose)
+    ids = continue_prompts(model, processor, prompts, max_new_tokens=NEW, max_positions=max_positions, choose=choose)
     return ids, seen
 
 

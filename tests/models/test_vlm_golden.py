@@ -214,7 +214,7 @@ def test_tiles_of_another_size_are_refused(model, rows, processor):
     with pytest.raises(DataError, match="patches"):
         model(dataclasses.replace(batch, vit_lengths=(1, *batch.vit_lengths)))
     one_less = dataclasses.replace(batch, vit_index=batch.vit_index[1:])
-    with pytest.raises(DataError, match="image places"):
+    with pytest.raises(DataError, match="image positions"):
         model(one_less)
 
 

@@ -75,7 +75,7 @@ def test_as_transformers_does_from_the_export(run: Runner, tmp_path: Path) -> No
     drawn = {tuple(inferencer.write(begin, 12, temperature=5.0, seed=seed)) for seed in (0, 0, 1)}
     assert len(drawn) == 2
     assert len(inferencer.write(begin, 99, temperature=5.0)) <= 46
-    with pytest.raises(ConfigError, match="images, size: this model goes on with a text"):
+    with pytest.raises(ConfigError, match="images, size: this model continues a text"):
         inferencer.unified_generate("one", images=["x.png"], size=(8, 8))
 
 

@@ -1,1 +1,1 @@
-"""Measures of a run that hold for any task."""
+"""Measures of a run that apply to any task."""

@@ -1,4 +1,4 @@
-"""Draw what ``metrics.jsonl`` says: losses, learning rate, gradient norm and time over the data consumed."""
+"""Plot ``metrics.jsonl``: losses, learning rate, gradient norm and time over the data consumed."""
 
 from __future__ import annotations
 

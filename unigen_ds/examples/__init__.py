@@ -1,1 +1,1 @@
-"""Tasks that show the package at work. Their configs load them through ``custom_imports``, as users load their own."""
+"""Example tasks. Their configs load them through ``custom_imports``, as users load their own."""

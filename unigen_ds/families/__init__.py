@@ -1,4 +1,4 @@
-"""Kinds of models, one folder each: the model, its processor, its published directories, its inference.
+"""Kinds of models, one package each: the model, its processor, its published directories, its inference.
 
 ``models/`` has the layers that several share.
 """

@@ -27,7 +27,7 @@ class PublishedFormat:
     pretrained: ClassVar[bool] = True
     """Whether ``model.pretrained`` of ``config`` reads the weights; otherwise they are read as a checkpoint's."""
     complete: ClassVar[bool] = False
-    """Whether the directory has all that a config would tell: one that is given beside it is not used."""
+    """Whether the directory has all that a config would have: a config that is passed beside it is not used."""
 
     def recognises(self, folder: Path) -> bool:
         """Whether the folder is one. Called for any path; reads at most its small files."""
@@ -58,7 +58,7 @@ class PublishedFormat:
 class Family:
     """One kind of model. Subclass it, set the attributes, register it in ``FAMILIES``; it has no state.
 
-    What the engines ask is asked of the model itself: ``shard_units() -> list of layers``, to shard them one by one,
+    The engines call methods of the model itself: ``shard_units() -> list of layers``, to shard them one by one,
     and optionally ``flops(batch) -> float``.
     """
 
@@ -73,7 +73,7 @@ class Family:
     needs_tokenizer: ClassVar[bool] = True
     """Whether a config must have a ``tokenizer``."""
     settings: ClassVar[type | None] = None
-    """Class of the section ``model``; None: the model's constructor says what the section may hold."""
+    """Class of the section ``model``; None: the model's constructor defines the keys of the section."""
 
     def build(self, spec: Mapping[str, Any], *, vocab_size: int | None) -> nn.Module:
         """The model of the section ``model``. ``vocab_size``: the tokenizer's, where there is one.
@@ -84,7 +84,7 @@ class Family:
         return made
 
     def processor_arguments(self) -> Any:
-        """The callable whose arguments the section ``processor`` sets: its annotations say what is allowed."""
+        """The callable whose arguments the section ``processor`` sets: its annotations define what is allowed."""
         return self.processor_type
 
     def processor(

@@ -1,1 +1,1 @@
-"""Floor 3: pictures and text out of a trained model."""
+"""Layer 3: pictures and text from a trained model."""

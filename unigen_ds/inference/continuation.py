@@ -1,8 +1,8 @@
 """What a model of text writes after each of several prompts, all in one forward pass a token.
 
-In: prompts as the collator takes them. Out: token ids. Each prompt has a key/value cache, so a new token costs its own
-row of attention; where a document may grow beyond the model's positions, which are then squeezed by its length (all of
-them, again for each token), the documents are computed anew instead.
+In: prompts as the collator accepts them. Out: token ids. Each prompt has a key/value cache, so a new token costs its
+own row of attention; where a document may become longer than the model's positions, which are then squeezed by its
+length (all of them, again for each token), the documents are computed anew instead.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def likeliest(logits: Tensor) -> Sequence[int]:
 
 
 @torch.no_grad()
-def write_on(
+def continue_prompts(
     model: Any,
     processor: Any,
     prompts: Sequence[Sequence[Loaded]],
@@ -48,7 +48,7 @@ def write_on(
         choose: picks the tokens.
     """
     device = next(model.parameters()).device
-    said: list[list[int]] = [[] for _ in prompts]
+    written: list[list[int]] = [[] for _ in prompts]
     caches, begin = [KVCache() for _ in prompts], torch.zeros(len(prompts), dtype=torch.int64)
     unread: list[list[Loaded]] = [[*prompt] for prompt in prompts]
     open_ones, cached = list(range(len(prompts))), True
@@ -65,9 +65,9 @@ def write_on(
             attend = CachedDocuments([caches[i] for i in open_ones], lengths)
         chosen = choose(model.next_token_logits(batch.to(device), attend=attend))
         for i, token in zip(open_ones, chosen, strict=True):
-            said[i].append(int(token))
+            written[i].append(int(token))
             unread[i] = ([] if cached else unread[i]) + [TokenSplit((int(token),), (-100,))]
-        open_ones = [i for i in open_ones if said[i][-1] != processor.tokenizer.eos_id]
+        open_ones = [i for i in open_ones if written[i][-1] != processor.tokenizer.eos_id]
         if not open_ones:
             break
-    return said
+    return written

@@ -9,9 +9,9 @@ from PIL import Image
 
 @dataclass(frozen=True)
 class Generated:
-    """What came out: the text (the thoughts, before a picture; '' if none) and the pictures."""
+    """The results: the text (the thoughts, before a picture; '' if none) and the pictures."""
 
     text: str
     images: list[Image.Image]
     parts: list[str | Image.Image] = field(default_factory=list)
-    """Texts and pictures in the order in which they were made, where several were asked for (``max_parts``)."""
+    """Texts and pictures in the order in which they were made, where several were requested (``max_parts``)."""

@@ -1,4 +1,4 @@
-"""Floor 2: layers, attention, losses and weights that several families share. They know no engine and no data file."""
+"""Layer 2: network layers, attention, losses and weights that several families share; no engine, no data file."""
 
 from unigen_ds.core import former
 from unigen_ds.models.flux_vae import FluxAutoencoder as FluxAutoencoder

@@ -4,10 +4,10 @@
 CUDA the plan is FlexAttention (``flex.py``). Elsewhere it is SDPA, bucket by bucket: documents of similar length are
 padded into one batch, so the cost follows the documents (sum of length squared), not the square of the micro-batch: 64
 samples of 25 tokens cost 40 k scores per head instead of 2.6 M. Text alone needs no mask: it is causal, and padding
-stands behind it.
+follows it.
 
-Who sees whom inside a document (BAGEL's rules): earlier places always; all places of the same image split; but a
-place of a NOISE split is seen by its own split alone.
+What a token attends to inside a document (BAGEL's rules): all earlier positions; all positions of its own image split;
+but positions of a NOISE split only where it is its own split.
 
 Shape suffixes: T tokens, H heads, E head width, B documents of a bucket, N their padded length.
 """
@@ -37,7 +37,7 @@ class Bucket:
 
     shape: tuple[int, ...]
     mask: Tensor | None = None
-    """[B, 1, N, N] bool, true where a row may look; None: a row sees all, or with ``is_causal`` what is not behind."""
+    """[B, 1, N, N] bool, true where a row may look; None: a row sees all; with ``is_causal``, not what follows."""
     is_causal: bool = False
 
 
@@ -47,7 +47,7 @@ class SDPAPlan:
 
     buckets: tuple[Bucket, ...]
     slot_T: Tensor | None
-    """Where each token stands in the buckets, laid one behind the other; None: they are the tokens as they stand."""
+    """Index of each token in the concatenated buckets; None: the buckets have the tokens in their order."""
 
     def __call__(self, q_THE: Tensor, k_THE: Tensor, v_THE: Tensor) -> Tensor:
         """``[T, H, E]`` each (k and v may have fewer heads, a divisor) -> ``[T, H, E]``."""
@@ -66,8 +66,8 @@ class SDPAPlan:
     def _padded(self, x_THE: Tensor) -> Tensor:
         if self.slot_T is None:
             return x_THE
-        places = sum(rows * length for rows, length in (bucket.shape for bucket in self.buckets))
-        return x_THE.new_zeros((places, *x_THE.shape[1:])).index_copy(0, self.slot_T, x_THE)
+        num_slots = sum(rows * length for rows, length in (bucket.shape for bucket in self.buckets))
+        return x_THE.new_zeros((num_slots, *x_THE.shape[1:])).index_copy(0, self.slot_T, x_THE)
 
 
 AttentionPlan = SDPAPlan | FlexPlan
@@ -82,21 +82,19 @@ def _attend(bucket: Bucket, q: Tensor, k: Tensor, v: Tensor, *, groups: int) -> 
     return out.transpose(1, 2).flatten(0, 1)
 
 
-def plan_attention(
-    batch: PackedBatch, place_of: Tensor | None = None, *, use_flex: bool | None = None
-) -> AttentionPlan:
+def plan_attention(batch: PackedBatch, row_of: Tensor | None = None, *, use_flex: bool | None = None) -> AttentionPlan:
     """Plan for the language model.
 
     Args:
-        batch: says who sees whom.
-        place_of: ``place_of[t]`` is where token ``t`` stands in the hidden states; None: at ``t``.
+        batch: defines what each token attends to.
+        row_of: ``row_of[t]`` is the row of token ``t`` in the hidden states; None: row ``t``.
         use_flex: FlexAttention or SDPA; None: by the batch's device.
     """
     modes_T = batch.split_modes[batch.split_ids]
     device = batch.document_ids.device
     if device.type == "cuda" if use_flex is None else use_flex:
         number = torch.arange(batch.num_tokens, device=device)
-        token = number if place_of is None else torch.empty_like(number).index_copy(0, place_of, number)
+        token = number if row_of is None else torch.empty_like(number).index_copy(0, row_of, number)
         image_T = batch.split_ids.masked_fill(modes_T == CAUSAL, -1)
         return plan_flex(
             batch.document_ids[token],
@@ -119,11 +117,11 @@ def plan_attention(
         alone = torch.eye(length, dtype=torch.bool, device=device)  # padding rows: something to look at
         return Bucket(tuple(tokens.shape), ((seen & ~hidden & valid[:, None, :]) | alone)[:, None])
 
-    return _plan_sdpa(batch.document_lengths, device, place_of, bucket)
+    return _plan_sdpa(batch.document_lengths, device, row_of, bucket)
 
 
 def plan_full_attention(lengths: Sequence[int], device: torch.device, *, use_flex: bool | None = None) -> AttentionPlan:
-    """Plan where all places of a document see each other: the ViT, one document per image."""
+    """Plan where all positions of a document attend to each other: the ViT, one document per image."""
     if device.type == "cuda" if use_flex is None else use_flex:
         number = torch.arange(sum(lengths), device=device)
         on_host = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
@@ -144,27 +142,27 @@ _BucketOf = Callable[[Tensor, Tensor], Bucket]
 """(token numbers [B, N], which of them are real [B, N]) -> the bucket."""
 
 
-def _plan_sdpa(lengths: Sequence[int], device: torch.device, place_of: Tensor | None, bucket_of: _BucketOf) -> SDPAPlan:
+def _plan_sdpa(lengths: Sequence[int], device: torch.device, row_of: Tensor | None, bucket_of: _BucketOf) -> SDPAPlan:
     starts = [0, *accumulate(lengths)]
-    buckets, slots, num_places = [], torch.empty(starts[-1], dtype=torch.int64, device=device), 0
+    buckets, slots, num_slots = [], torch.empty(starts[-1], dtype=torch.int64, device=device), 0
     for members in _group(lengths):
         longest = lengths[members[0]]
         start = torch.tensor([starts[m] for m in members], device=device)[:, None]
         size = torch.tensor([lengths[m] for m in members], device=device)[:, None]
-        place = torch.arange(longest, device=device)[None]
-        valid = place < size  # [B, N]
-        tokens = torch.where(valid, start + place, start)
+        offset = torch.arange(longest, device=device)[None]
+        valid = offset < size  # [B, N]
+        tokens = torch.where(valid, start + offset, start)
         buckets.append(bucket_of(tokens, valid))
-        slots[tokens[valid]] = num_places + valid.flatten().nonzero().squeeze(1)
-        num_places += valid.numel()
-    if place_of is not None:
-        slots = torch.empty_like(slots).index_copy(0, place_of, slots)
-    as_they_stand = num_places == len(slots) and bool((slots[1:] > slots[:-1]).all())
-    return SDPAPlan(tuple(buckets), None if as_they_stand else slots)
+        slots[tokens[valid]] = num_slots + valid.flatten().nonzero().squeeze(1)
+        num_slots += valid.numel()
+    if row_of is not None:
+        slots = torch.empty_like(slots).index_copy(0, row_of, slots)
+    in_order = num_slots == len(slots) and bool((slots[1:] > slots[:-1]).all())
+    return SDPAPlan(tuple(buckets), None if in_order else slots)
 
 
 def _group(lengths: Sequence[int]) -> list[list[int]]:
-    """Document numbers, longest first, cut where padding would waste too much."""
+    """Document numbers, longest first, in groups split where padding would waste too much."""
     groups: list[list[int]] = []
     for number in sorted(range(len(lengths)), key=lambda n: (-lengths[n], n)):
         if groups and lengths[number] >= _MIN_FILL * lengths[groups[-1][0]]:

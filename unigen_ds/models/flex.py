@@ -1,11 +1,11 @@
-"""FlexAttention over a whole micro-batch, from three numbers of every place: for CUDA, where it is one fused kernel.
+"""FlexAttention over a whole micro-batch, from three numbers of every position: for CUDA, where it is one fused kernel.
 
-Blocks of 128 x 128 places without a visible pair are never computed, and those without a hidden one skip the mask, so
-the cost follows the documents. Which blocks these are is told from the documents and images that occur in each (two
-small products of tables; the mask of 32 k tokens would have a billion places), without waiting for the device. Places
-may stand in any order.
+Blocks of 128 x 128 positions without a visible pair are never computed, and those without a hidden one skip the mask,
+so the cost follows the documents. The documents and images in each block decide which blocks these are (two small
+products of tables; the mask of 32 k tokens would have a billion entries), without waiting for the device. Positions may
+be in any order.
 
-Shape suffixes: P places, padded to whole blocks, H heads, E head width.
+Shape suffixes: P positions, padded to whole blocks, H heads, E head width.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 BLOCK = 128
-"""Places of a side of a block, FlexAttention's default. Padding to whole ones also spares the kernels bounds checks."""
+"""Positions of a side of a block, FlexAttention's default. Padding to whole ones also saves bounds checks."""
 _MIN_HEAD_WIDTH = 16
 """The kernels' lower limit; narrower heads are filled up with zeros."""
 
@@ -50,19 +50,20 @@ class FlexPlan:
 def plan_flex(
     document: Tensor, number: Tensor, image: Tensor, noise: Tensor, *, num_documents: int, num_images: int
 ) -> FlexPlan:
-    """Plan from what stands at each of the ``T`` places.
+    """Plan from what is at each of the ``T`` positions.
 
     Args:
         document: which document, from 0 to ``num_documents`` - 1.
-        number: the token's number; a place sees lower ones of its document, and itself.
-        image: which split, below ``num_images``, where all of its places see each other; -1 elsewhere.
-        noise: whether only its own split sees it.
+        number: the token's number; a position attends to lower ones of its document, and to itself.
+        image: which split, below ``num_images``, where all of its positions attend to each other; -1 elsewhere.
+        noise: whether only its own split attends to it.
     """
     padding = -len(document) % BLOCK or BLOCK * (not len(document))
     document = F.pad(document.int(), (0, padding), value=num_documents)  # padding is a document of its own
     number = F.pad(number.int(), (0, padding))
     image = F.pad(image.int(), (0, padding), value=-1)
-    seen_by = document.masked_fill(F.pad(noise, (0, padding)), -1)  # the document that sees a place by its number
+    # the document whose tokens attend to a position by its number
+    seen_by = document.masked_fill(F.pad(noise, (0, padding)), -1)
 
     def visible(_batch: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
         causal = (document[q] == seen_by[k]) & (number[q] >= number[k])
@@ -79,7 +80,7 @@ def plan_flex(
 
 @dataclass(frozen=True)
 class _Blocks:
-    """Which of the values from 0 on occur in each block; negative ones stand for nothing."""
+    """Which of the values from 0 on occur in each block; negative ones are ignored."""
 
     table: Tensor
     """[blocks, values] 1 where it occurs."""
@@ -94,7 +95,7 @@ class _Blocks:
         return cls(table[:, 1:], low.where(low == high, -1))
 
     def meets(self, other: _Blocks) -> Tensor:
-        """A row for each block of ``self``, a column for each of ``other``: have they a value in common."""
+        """A row for each block of ``self``, a column for each of ``other``: whether they have a value in common."""
         return self.table @ other.table.T > 0
 
     def equals(self, other: _Blocks) -> Tensor:
@@ -103,7 +104,7 @@ class _Blocks:
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """A table of blocks as FlexAttention takes it: how many each row has, and their columns, those first."""
+    """A table of blocks as FlexAttention accepts it: how many each row has, and their columns, those first."""
     columns = blocks.int().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[None, None], columns.int()[None, None]
 

@@ -3,7 +3,7 @@
 A linear layer costs 2 a weight and row forward, as much for the gradient of its input and as much for that of its
 weight, each where it is needed: 6 where all is trained, 2 for a frozen vision tower. Attention counts whole squares of
 document lengths (it may compute half of that where it is causal), and nothing counts twice that is computed again in
-the backward pass. So a rate says how fast the training goes, not how busy the device is (Chowdhery et al., 2022).
+the backward pass. So a rate measures how fast the training is, not how busy the device is (Chowdhery et al., 2022).
 
 Sizes are those of the modules, not of the parameters: an engine may have left a rank an empty shard of these.
 """
@@ -27,9 +27,9 @@ def trains(module: nn.Module) -> bool:
 
 
 def linear_flops(module: nn.Module, *, input_grad: bool) -> float:
-    """Operations a row, forward and backward, of all linear layers of ``module``, which stand in forward order.
+    """Operations a row, forward and backward, of all linear layers of ``module``, which are in forward order.
 
-    ``input_grad``: whether what goes in gets a gradient. Inside, inputs do once anything before them trains.
+    ``input_grad``: whether the input gets a gradient. Inner inputs do where anything before them trains.
     """
     total = 0.0
     for each in module.modules():

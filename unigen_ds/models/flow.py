@@ -17,7 +17,7 @@ def shift_timesteps(t: Tensor, shift: float) -> Tensor:
 
 
 def training_timesteps(raw: Tensor, shift: float) -> Tensor:
-    """Raw normal draws -> t in [0, 1]: sigmoid, then shift. ``-inf`` gives 0, a clean image."""
+    """Raw normal draws -> t in [0, 1]: sigmoid, then shift. ``-inf`` becomes 0, a clean image."""
     return shift_timesteps(torch.sigmoid(raw), shift)
 
 

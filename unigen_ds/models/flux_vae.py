@@ -183,7 +183,7 @@ class FluxAutoencoder(nn.Module):
     def encode(self, images: Tensor, noise: Tensor) -> Tensor:
         """Latents sampled with ``noise``, in fp32.
 
-        Padding changes them, far from the border too (through the group norms and the attention): give images of one
+        Padding changes them, far from the border too (through the group norms and the attention): pass images of one
         size, without padding, if they are not to depend on what else is in the batch.
         """
         mean, logvar = (part.float() for part in self.posterior(images))

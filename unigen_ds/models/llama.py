@@ -87,7 +87,7 @@ def _squeezed_positions(batch: PackedBatch, limit: int) -> Tensor:
 
 
 class LlamaLM(nn.Module):
-    """Gives the published names ``model.*`` and ``lm_head``; both embeddings are one where ``tie_word_embeddings``."""
+    """Wrapper with the published names ``model.*`` and ``lm_head``; one embedding where ``tie_word_embeddings``."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()

@@ -145,7 +145,7 @@ def _linears(part: nn.Module) -> dict[str, nn.Linear]:
 
 def _import_bitsandbytes() -> None:
     """Its import registers ``torch.ops.bitsandbytes``."""
-    # else every process would be told of a package for a kernel of inference, which is not used here
+    # else every process would warn about a package for a kernel of inference, which is not used here
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
         import bitsandbytes  # noqa: F401

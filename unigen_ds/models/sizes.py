@@ -1,4 +1,4 @@
-"""Sizes in a config's ``model.llm`` and ``model.vit``: what is wrong with them is said before anything is built."""
+"""Sizes in a config's ``model.llm`` and ``model.vit``: what is wrong with them is reported before anything is built."""
 
 from __future__ import annotations
 

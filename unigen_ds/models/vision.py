@@ -105,7 +105,7 @@ class VisionTransformer(nn.Module):
 
 
 class VisionModel(nn.Module):
-    """Wrapper that gives the published names ``vit_model.vision_model.*``."""
+    """Wrapper with the published names ``vit_model.vision_model.*``."""
 
     def __init__(self, **config: int | float) -> None:
         super().__init__()

@@ -107,7 +107,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def check_fixed(config: Mapping[str, Any], fixed: Mapping[str, Any], where: object) -> None:
-    """Raises ``ConfigError`` where ``config`` gives a key of ``fixed`` another value: the numbers would be wrong."""
+    """Raises ``ConfigError`` where ``config`` has another value for a key of ``fixed``: the numbers would be wrong."""
     for key, value in fixed.items():
         if config.get(key, value) != value:
             raise ConfigError(f"{where}: {key} is {config[key]!r}", allowed=repr(value))
@@ -136,7 +136,7 @@ class Pretrained:
 
     where: str
     sizes: Mapping[str, Any]
-    """Arguments of the model, as far as the files tell."""
+    """Arguments of the model, as far as the files have them."""
     tensors: Mapping[str, Stored]
     """By the model's names."""
     may_lack: str = "$^"
@@ -151,7 +151,7 @@ class InitialWeights:
     """A ``ShardReader`` over the files' tensors and, for all else, the initial values of ``initialise``.
 
     Args:
-        model: whole or on the meta device; only names and shapes are taken.
+        model: whole or on the meta device; only names and shapes are used.
         stored: by the model's names. One with fewer rows than the model's tensor fills the first rows of it.
         initialise: makes the initial values of a parameter.
     """
@@ -187,7 +187,7 @@ class InitialWeights:
 
     @torch.no_grad()
     def _draw(self, name: str, shape: Sequence[int]) -> Tensor:
-        """The initial values, flattened; the last made is kept, as shards ask for one tensor several times."""
+        """The initial values, flattened; the last one is kept, as shards read one tensor several times."""
         if self._made is None or self._made[0] != name:
             whole = torch.empty(tuple(shape), device="cpu")
             self._initialise(name, whole, generator(self._seed, "initial", name))
@@ -196,7 +196,7 @@ class InitialWeights:
 
 
 def match(model: nn.Module, source: Pretrained) -> dict[str, Stored]:
-    """The stored tensors that the model takes. Raises ``CheckpointError`` with all names that do not fit."""
+    """The stored tensors that the model accepts. Raises ``CheckpointError`` with all names that do not fit."""
     stored = by_first_name(source.tensors, tied_names(model))
     own = {name: tuple(tensor.shape) for name, tensor in _named_tensors(model).items()}
     found = misfit({name: tensor.shape for name, tensor in stored.items()}, own)
@@ -249,6 +249,6 @@ class PretrainedModel(nn.Module):
         self._stored = {}
 
     def initial_weights(self, *, seed: int) -> InitialWeights:
-        """The weights of a model built on the meta device; the open files are let go of here."""
+        """The weights of a model built on the meta device; the references to the open files are released here."""
         stored, self._stored = self._stored, {}
         return InitialWeights(self, stored, self.initialise, seed=seed)

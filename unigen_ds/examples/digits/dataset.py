@@ -1,6 +1,6 @@
 """Scikit-learn's 1,797 real handwritten digits as a data set: 8 x 8 grey PNG files and conversations about them.
 
-A real task that fits in every test and every first run: draw a named digit, and name a drawn one. The files are
+A real task, small enough for every test and every first run: draw a named digit, and name a drawn one. The files are
 written once, in about a second, through the same formats as a user's own data.
 """
 
@@ -30,12 +30,12 @@ _TASKS = {"both": "", "draw": "_draw", "caption": "_caption"}
 
 
 def draw_prompt(digit: int) -> str:
-    """What a user asks for: ``draw a handwritten seven``."""
+    """The user's request: ``draw a handwritten seven``."""
     return f"draw a handwritten {WORDS[digit]}"
 
 
 def caption(digit: int) -> str:
-    """What an assistant says of an image: ``this is a seven``."""
+    """The assistant's answer about an image: ``this is a seven``."""
     return f"this is a {WORDS[digit]}"
 
 
@@ -74,14 +74,15 @@ class DigitsDataset(UnifiedGenerationDataset):
 def write_digits(root: Path) -> Path:
     """Write images and JSONL files under ``root`` unless they are there; returns ``root``.
 
-    Everything is made in a folder beside it, which is renamed: whoever is first wins, and nobody sees half of it.
+    Everything is made in a folder beside it, which is renamed: the first process succeeds, and a partial folder is
+    never visible.
     """
     if (root / _MARKER).exists():
         return root
-    taken = root.exists() and (not root.is_dir() or any(root.iterdir()))
-    if taken and not (root / _MARKER).exists():  # looked at again: another process may have just finished
+    occupied = root.exists() and (not root.is_dir() or any(root.iterdir()))
+    if occupied and not (root / _MARKER).exists():  # checked again: another process may have just finished
         raise ConfigError(f"DigitsDataset.root {root} holds something else", remedy="name a folder that does not exist")
-    if taken:
+    if occupied:
         return root
     data = _load()
     root.parent.mkdir(parents=True, exist_ok=True)

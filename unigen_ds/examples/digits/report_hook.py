@@ -14,7 +14,7 @@ from unigen_ds.core.log import logger
 from unigen_ds.core.metrics import METRICS_FILE
 from unigen_ds.core.registry import HOOKS
 from unigen_ds.evaluation.plots import plot_curves
-from unigen_ds.examples.digits.judge import evaluate, plot_samples
+from unigen_ds.examples.digits.scores import evaluate, plot_samples
 from unigen_ds.families.bagel.flow_settings import FlowSettings
 from unigen_ds.hooks.base import Hook, Run
 from unigen_ds.hooks.ema import ema_of
@@ -22,7 +22,7 @@ from unigen_ds.hooks.ema import ema_of
 
 @HOOKS.register_module()
 class DigitsReportHook(Hook):
-    """Runs once the training is complete (a run that is merely stopped has nothing to report), with the EMA weights.
+    """Runs once the training is complete (a run that was only stopped has nothing to report), with the EMA weights.
 
     Args:
         num_timesteps: times of the sampler, one more than its steps.
@@ -44,23 +44,23 @@ class DigitsReportHook(Hook):
         model.eval()
         try:
             with ema.swapped(run) if ema else nullcontext(), torch.no_grad():
-                verdict = evaluate(model, run.processor, root, flow=self.flow, seed=self.seed)
+                scores = evaluate(model, run.processor, root, flow=self.flow, seed=self.seed)
         finally:
             model.train()
         if not dist.is_main():
             return
         work_dir = run.work_dir
-        write_text_atomic(work_dir / "results.json", json.dumps(verdict.results, indent=1) + "\n")
-        plot_samples(verdict, root, work_dir / "samples.png")
+        write_text_atomic(work_dir / "results.json", json.dumps(scores.results, indent=1) + "\n")
+        plot_samples(scores, root, work_dir / "samples.png")
         plot_curves(work_dir / METRICS_FILE, work_dir / "curves.png")
         logger().info(
-            "Of %d drawn digits the judge takes %.1f %% for the digit asked (itself right on %.1f %% of real ones);"
+            "Of %d drawn digits the classifier reads %.1f %% as requested (of real ones it reads %.1f %% correctly);"
             " %.1f %% of %d held-out images read correctly. Pictures: %s, %s; numbers: %s.",
-            verdict.results["drawn"],
-            100 * verdict.results["prompt_accuracy"],
-            100 * verdict.results["judge_accuracy"],
-            100 * verdict.results["caption_accuracy"],
-            verdict.results["captioned"],
+            scores.results["drawn"],
+            100 * scores.results["prompt_accuracy"],
+            100 * scores.results["judge_accuracy"],
+            100 * scores.results["caption_accuracy"],
+            scores.results["captioned"],
             work_dir / "samples.png",
             work_dir / "curves.png",
             work_dir / "results.json",

@@ -1,4 +1,4 @@
-"""``unigen_ds.json`` of an exported directory: what the published form of a model has no place for.
+"""``unigen_ds.json`` of an exported directory: what the published format of a model cannot hold.
 
 In: a model and its processor. Out: plain values, read again where the directory is loaded: the autoencoder's arguments,
 the sizes of the image transforms, the ``timestep_shift`` of the training, and another

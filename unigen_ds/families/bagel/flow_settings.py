@@ -44,13 +44,13 @@ class FlowSettings:
 BAGEL_FLOW = FlowSettings(
     num_timesteps=50, timestep_shift=3.0, text_scale=4.0, image_scale=1.5, interval=(0.4, 1.0), renorm="global"
 )
-"""What the public code draws with."""
+"""The settings of the public code."""
 
 
 def flow_for(model: Any, flow: FlowSettings = BAGEL_FLOW, *, shift: float | None = None) -> tuple[FlowSettings, str]:
     """``flow`` with the ``timestep_shift`` to draw with, and where that comes from, in words.
 
-    ``shift`` where it is given; of a published directory, taken as it is, its family's public default; of weights that
+    ``shift`` where it is given; of an unchanged published directory, its family's public default; of weights that
     were trained or fine-tuned here, the shift of their training.
     """
     if shift is not None:

@@ -1,8 +1,8 @@
 """Texts and pictures in, a text or a picture out, with a KV cache: BAGEL's inference rules, number for number.
 
-Three contexts grow side by side: ``full`` holds everything, ``without_text`` all before the last text, and
-``without_image`` the texts alone; guidance compares what each says of the same noise. One conversation at a time; many
-short drawings at once are ``sampler.draw``'s.
+Three contexts are extended in parallel: ``full`` has everything, ``without_text`` all before the last text, and
+``without_image`` the texts alone; guidance compares their velocities for the same noise. One conversation at a time;
+many short drawings at once are ``sampler.draw``'s.
 
 Shape suffixes: L latent patches, C their width, T tokens, D model width.
 Source: ByteDance-Seed/Bagel (Deng et al., 2025).
@@ -70,7 +70,7 @@ class Contexts:
 
 
 @dataclass(frozen=True)
-class _Manner:
+class _Options:
     """How texts are written and pictures are drawn (``unified_generate``)."""
 
     size: Sequence[int]
@@ -109,20 +109,20 @@ class InterleaveInferencer:
         max_parts: int = 0,
     ) -> Generated:
         """A picture for ``prompt``; with ``images`` an edited one; with ``understand`` a text instead; with
-        ``max_parts`` texts and pictures by turns.
+        ``max_parts`` texts and pictures in alternation.
 
         Args:
             images: pictures or paths, shown before the prompt.
             understand: answer in text, and draw nothing.
-            think: let the model write down its thoughts first, and draw from them, too.
+            think: the model writes its thoughts first, and uses them for the answer, too.
             size: (height, width) of the picture; None: of the last of ``images``, else the largest square.
             flow: how it is drawn; None: as ``flow_for`` decides.
             max_length: tokens of the text at most.
-            temperature: of the text; 0 takes the likeliest token.
+            temperature: of the text; 0 chooses the likeliest token.
             seed: of every random number.
             on_step: called in each Euler step.
             max_parts: 0: one answer, as above. Else a text, a picture, a text, ..., up to so many; each is read again
-                before the next, as if it had been given. It ends earlier where a text is empty.
+                before the next, as if the user had sent it. It ends earlier where a text is empty.
         """
         if max_parts < 0 or (max_parts and understand):
             raise ConfigError(
@@ -142,51 +142,51 @@ class InterleaveInferencer:
             self._add_text(contexts, prompt)
         if not understand:
             size = size or self._largest_square()
-        manner = _Manner(size or (), flow, on_step, max_length, temperature, seed)
+        options = _Options(size or (), flow, on_step, max_length, temperature, seed)
         if max_parts:
-            return self._alternate(contexts, manner, max_parts, shown=len(images))
-        text = self._written(contexts, manner) if think or understand else ""
+            return self._alternate(contexts, options, max_parts, shown=len(images))
+        text = self._written(contexts, options) if think or understand else ""
         if understand:
             return Generated(text, [])
         if think:
             self.extend_text(contexts.full, self.processor.tokenizer.encode(text))
-        return Generated(text, [self._drawn(contexts, manner)])
+        return Generated(text, [self._drawn(contexts, options)])
 
-    def _alternate(self, contexts: Contexts, manner: _Manner, max_parts: int, *, shown: int) -> Generated:
-        """Texts and pictures by turns. ``shown``: images that were given."""
+    def _alternate(self, contexts: Contexts, options: _Options, max_parts: int, *, shown: int) -> Generated:
+        """Texts and pictures in alternation. ``shown``: images that were passed."""
         parts: list[str | Image.Image] = []
         texts: list[str] = []
         images: list[Image.Image] = []
         while len(parts) < max_parts:
             if len(texts) == len(images):
-                text = self._written(contexts, manner, number=len(texts))
+                text = self._written(contexts, options, number=len(texts))
                 if not text.strip():
                     break
                 self._add_text(contexts, text)
                 texts.append(text)
                 parts.append(text)
             else:
-                image = self._drawn(contexts, manner, number=len(images))
+                image = self._drawn(contexts, options, number=len(images))
                 if len(parts) + 1 < max_parts:
-                    key = (manner.seed, shown + len(images), "vae")
+                    key = (options.seed, shown + len(images), "vae")
                     self._show_image(contexts, image, draw=True, noise_key=key)
                 images.append(image)
                 parts.append(image)
         return Generated("\n".join(texts), images, parts)
 
-    def _written(self, contexts: Contexts, manner: _Manner, *, number: int = 0) -> str:
-        """The text of that number, which the contexts do not have yet."""
-        seed = derive_seed(manner.seed, "part", number) if number else manner.seed
-        ids = self.write(contexts.full, max_length=manner.max_length, temperature=manner.temperature, seed=seed)
+    def _written(self, contexts: Contexts, options: _Options, *, number: int = 0) -> str:
+        """The text of that number, which is not yet in the contexts."""
+        seed = derive_seed(options.seed, "part", number) if number else options.seed
+        ids = self.write(contexts.full, max_length=options.max_length, temperature=options.temperature, seed=seed)
         text: str = self.processor.tokenizer.decode(ids)
         return text
 
-    def _drawn(self, contexts: Contexts, manner: _Manner, *, number: int = 0) -> Image.Image:
+    def _drawn(self, contexts: Contexts, options: _Options, *, number: int = 0) -> Image.Image:
         """The picture of that number, from noise of its own."""
-        grid = image_grid(self.processor, manner.size)
+        grid = image_grid(self.processor, options.size)
         width = self.processor.latent_channels * self.processor.latent_patch_size**2
-        noise_LC = torch.randn(grid[0] * grid[1], width, generator=generator(manner.seed, number, "draw"))
-        x_LC = self.denoise(contexts, noise_LC, grid, flow=manner.flow, on_step=manner.on_step)
+        noise_LC = torch.randn(grid[0] * grid[1], width, generator=generator(options.seed, number, "draw"))
+        x_LC = self.denoise(contexts, noise_LC, grid, flow=options.flow, on_step=options.on_step)
         return to_picture(self.decode(x_LC, grid))
 
     # --- contexts ---------------------------------------------------------------------------------------------
@@ -236,9 +236,9 @@ class InterleaveInferencer:
         """Add a clean image ``[C, H, W]`` in [-1, 1], sampled by the autoencoder with ``noise``."""
         stride = self.processor.vae_downsample
         grid = (pixels.shape[1] // stride, pixels.shape[2] // stride)
-        place = noise_image(self.processor, grid)
+        template = noise_image(self.processor, grid)
         split = ImageSplit("", "vae", grid)
-        self._extend(context, replace(place, split=split, vae_image=pixels, vae_noise=noise))
+        self._extend(context, replace(template, split=split, vae_image=pixels, vae_noise=noise))
 
     def _extend(self, context: Context, split: Loaded) -> Tensor:
         """Add one split; returns the hidden state ``[D]`` of its last token."""
@@ -258,8 +258,8 @@ class InterleaveInferencer:
         is_text = not (batch.vit_index.numel() or batch.latent_index.numel())
         t_L = torch.full(batch.timesteps.shape, t, device=latents_LC.device)
         attend = context.cache.attend(causal=is_text, keep=keep)
-        hidden_TD, place_of = self.model.hidden_states(batch, latents_LC, t_L, attend=attend)
-        return hidden_TD[place_of]
+        hidden_TD, row_of = self.model.hidden_states(batch, latents_LC, t_L, attend=attend)
+        return hidden_TD[row_of]
 
     # --- text -------------------------------------------------------------------------------------------------
 
@@ -297,9 +297,9 @@ class InterleaveInferencer:
         on_step: OnStep | None = None,
     ) -> Tensor:
         """Euler steps from noise to latent patches ``[L, C]``."""
-        place = noise_image(self.processor, grid)
+        template = noise_image(self.processor, grid)
         seen = (contexts.full, contexts.without_text, contexts.without_image)
-        batches = [self._pack(context, place) for context in seen]
+        batches = [self._pack(context, template) for context in seen]
 
         def velocity(which: int, x_LC: Tensor, t: float) -> Tensor:
             batch = batches[which]

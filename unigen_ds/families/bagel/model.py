@@ -3,7 +3,7 @@
 Text and ViT tokens run through the "und" experts, latent tokens through the "gen" experts (``*_moe_gen``); all meet in
 joint attention. Text is trained by cross-entropy on the next token, images by flow matching on latent patches.
 
-Inside the model tokens stand in expert order (all und tokens, then all gen tokens), so that routing is a slice and
+Inside the model tokens are in expert order (all und tokens, then all gen tokens), so that routing is a slice and
 not a gather in every layer. Parameter names are those of the published directory.
 
 Shape suffixes: T tokens, D width, H heads, E head width, L latent patches, C text targets, M image targets.
@@ -55,7 +55,7 @@ _INIT_STD = 0.02
 def route(x: Tensor, num_und: int, und: Callable[[Tensor], Tensor], gen: Callable[[Tensor], Tensor]) -> Tensor:
     """The first ``num_und`` rows through ``und``, the rest through ``gen``.
 
-    Both always run, on no row at all if need be: every parameter then takes part in every micro-batch with a zero
+    Both always run, even without a row: every parameter then takes part in every micro-batch with a zero
     gradient, which ZeRO and FSDP need (without it collectives mismatch).
     """
     return torch.cat([und(x[:num_und]), gen(x[num_und:])])
@@ -143,7 +143,7 @@ class MoTBackbone(nn.Module):
 
 
 class MoTForCausalLM(nn.Module):
-    """Wrapper that gives the published names ``language_model.model.*`` and ``language_model.lm_head``."""
+    """Wrapper with the published names ``language_model.model.*`` and ``language_model.lm_head``."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
@@ -166,10 +166,10 @@ class UnifiedModel(PretrainedModel):
         llm: sizes under Qwen2's names, plus ``dropout``. ``vocab_size`` is filled from the tokenizer when absent.
         vit: sizes under SigLIP's names (``hidden_size``, ..., ``image_size``, ``patch_size``, ``num_channels``).
         vae: ``dict(type=...)`` of an autoencoder, always frozen.
-        latent_patch_size: side of a latent patch, in latent pixels; 2 where ``pretrained`` does not tell.
-        max_latent_size: side of the latent position table, in patches; 64 where ``pretrained`` does not tell.
-        vit_max_patches_per_side: side of the table of ViT positions; image_size // patch_size where nothing tells.
-        timestep_shift: of the training time steps; 1 leaves them alone.
+        latent_patch_size: side of a latent patch, in latent pixels; 2 where ``pretrained`` does not have it.
+        max_latent_size: side of the latent position table, in patches; 64 where ``pretrained`` does not have it.
+        vit_max_patches_per_side: side of the table of ViT positions; image_size // patch_size where nothing has it.
+        timestep_shift: of the training time steps; 1 does not change them.
         freeze: any of ``vae``, ``vit``, ``llm``, ``connector``: gets no gradient and stays bit-identical.
         quantize: frozen part -> ``nf4`` or ``int8``: its linear layers keep packed weights (``quantized.py``).
         activation_checkpointing: re-compute each layer of decoder and vision tower in the backward pass.
@@ -288,7 +288,7 @@ class UnifiedModel(PretrainedModel):
         else:
             tensor.fill_(1.0)
         if name == "llm2vae.weight":
-            tensor.zero_()  # drawn all the same, so that a seed gives the others what it always gave them
+            tensor.zero_()  # drawn nevertheless, so that the other parameters keep their values for a seed
 
     def parts(self) -> dict[str, nn.Module]:
         """What ``freeze`` and ``quantize`` name."""
@@ -313,28 +313,28 @@ class UnifiedModel(PretrainedModel):
         """As ``forward``, from clean latent patches ``[L, C]``."""
         t_L = flow.training_timesteps(batch.timesteps, self.timestep_shift)
         noisy_LC = flow.interpolate(clean_LC, batch.flow_noise, t_L)
-        hidden_TD, place_of = self.hidden_states(batch, noisy_LC, t_L)
-        logits = self.language_model.lm_head(hidden_TD[place_of[batch.text_target_index]])
+        hidden_TD, row_of = self.hidden_states(batch, noisy_LC, t_L)
+        logits = self.language_model.lm_head(hidden_TD[row_of[batch.text_target_index]])
         text = text_loss_sum(logits, batch.text_target_ids, batch.text_target_weight)
-        place_M = place_of[batch.image_target_index]
-        velocity = self.llm2vae(hidden_TD[place_M])
+        target_row_M = row_of[batch.image_target_index]
+        velocity = self.llm2vae(hidden_TD[target_row_M])
         # latents are last in expert order, one row each; a mask of the noisy ones would make the host wait for its size
-        row_M = place_M - (batch.num_tokens - batch.latent_index.numel())
+        row_M = target_row_M - (batch.num_tokens - batch.latent_index.numel())
         image = image_loss_sum(velocity, (batch.flow_noise - clean_LC)[row_M])
         return LossTerms({"text": text, "image": image})
 
     def hidden_states(
         self, batch: PackedBatch, latents_LC: Tensor, t_L: Tensor, *, attend: Attend | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Final hidden states in expert order, and where each of the ``T`` tokens stands among them.
+        """Final hidden states in expert order, and the row of each of the ``T`` tokens in them.
 
         ``attend`` replaces the attention within the batch: for inference on top of cached tokens.
         """
         x_TD, order, num_und = self._embed(batch, latents_LC, t_L)
-        place_of = torch.argsort(order)
-        attend = attend or plan_attention(batch, place_of)
+        row_of = torch.argsort(order)
+        attend = attend or plan_attention(batch, row_of)
         backbone = self.language_model.model
-        return backbone(x_TD, num_und, batch.position_ids[order], attend), place_of
+        return backbone(x_TD, num_und, batch.position_ids[order], attend), row_of
 
     def _embed(self, batch: PackedBatch, latents_LC: Tensor, t_L: Tensor) -> tuple[Tensor, Tensor, int]:
         """Input embeddings in expert order, the token number of each row, and the number of und tokens."""
@@ -349,15 +349,15 @@ class UnifiedModel(PretrainedModel):
     def velocity(self, batch: PackedBatch, latents_LC: Tensor, t: float) -> Tensor:
         """Velocity ``[M, z * p * p]`` of the noisy patches, for the sampler; clean patches keep t = 0."""
         t_L = torch.where(torch.isfinite(batch.timesteps), t, 0.0)
-        hidden_TD, place_of = self.hidden_states(batch, latents_LC, t_L)
-        return self.llm2vae(hidden_TD[place_of[batch.image_target_index]])
+        hidden_TD, row_of = self.hidden_states(batch, latents_LC, t_L)
+        return self.llm2vae(hidden_TD[row_of[batch.image_target_index]])
 
     def next_token_logits(self, batch: PackedBatch, latents_LC: Tensor) -> Tensor:
         """Logits ``[documents, vocabulary]`` of the token that follows each document, for the sampler."""
         t_L = torch.zeros(batch.timesteps.shape, device=batch.timesteps.device)
-        hidden_TD, place_of = self.hidden_states(batch, latents_LC, t_L)
+        hidden_TD, row_of = self.hidden_states(batch, latents_LC, t_L)
         last = torch.tensor(batch.document_lengths, device=hidden_TD.device).cumsum(0) - 1
-        return self.language_model.lm_head(hidden_TD[place_of[last]])
+        return self.language_model.lm_head(hidden_TD[row_of[last]])
 
     def shard_units(self) -> list[nn.Module]:
         """Modules an engine may shard and wrap one by one, in forward order; the root holds the rest."""

@@ -1,7 +1,7 @@
 """Turns of a conversation -> a ``Sample`` of splits, by BAGEL's sequence rules. Reads image headers, decodes nothing.
 
 * Only assistant turns carry loss: text predicts itself, an image becomes a ``noise`` split.
-* A user image is a ``vit`` split; where a later assistant turn is an image (editing), a clean ``vae`` split stands
+* A user image is a ``vit`` split; where a later assistant turn is an image (editing), a clean ``vae`` split is
   before it. An assistant image that is followed by further turns is added again in the same way, as a condition.
 * Conditions (user and system text, ``vit``, ``vae``) may be dropped by condition dropout, an image with its position
   kept. Neighbouring texts of the same role are one text, joined by a newline.
@@ -194,7 +194,7 @@ def _check_transform(name: str, transform: ImageTransform | None, stride: int, t
         raise ConfigError(f"{name}.stride is {transform.stride}", allowed=f"a multiple of {stride}")
     if transform.largest_side // stride > table:
         raise ConfigError(
-            f"{name}.max_size {transform.max_size} gives up to {transform.largest_side // stride} patches a side",
+            f"{name}.max_size {transform.max_size} allows up to {transform.largest_side // stride} patches a side",
             allowed=f"at most {table}, the size of the model's position table",
             remedy=f"max_size of at most {table * stride}",
         )

@@ -42,7 +42,7 @@ _VIT_KEYS = (
     "num_channels", "layer_norm_eps",
 )  # fmt: skip
 VIT_SELECT_LAYER = -2
-"""BAGEL reads the last layer but one of its vision tower; a vit_config.json counts the layer that is not there, too."""
+"""BAGEL reads the second to last layer of its vision tower; its vit_config.json counts the missing last layer, too."""
 _DEFAULTS = {"latent_patch_size": 2, "max_latent_size": 64}
 
 
@@ -57,7 +57,7 @@ def open_pretrained(given: str | Mapping[str, str], *, vit_select_layer: int | N
     """``given``: a published directory, or ``dict(llm=..., vit=..., vae=...)`` of some of the three.
 
     ``vit_select_layer``: the layer of the vision tower that is read, counted from its end; None: as exported, or
-    BAGEL's. Weights of the layers after it are left.
+    BAGEL's. Weights of the layers after it are not read.
 
     Raises ``ConfigError`` or ``CheckpointError`` naming the file that is not as it must be.
     """
@@ -98,14 +98,14 @@ def _open_parts(given: Mapping[str, str], select: int) -> Pretrained:
     sizes: dict[str, Any] = {"vit_select_layer": select}
     tensors: dict[str, Stored] = {}
     for part, path in given.items():
-        place = Path(path)
+        source = Path(path)
         if part == "vae":
-            file = place / VAE_WEIGHTS if place.is_dir() else place
+            file = source / VAE_WEIGHTS if source.is_dir() else source
             found = _below(_PREFIX[part], file)
             sizes[part] = _vae_sizes(found, file)
         else:
-            found = _below(_PREFIX[part], place)
-            sizes[part] = _sizes(part, place / "config.json", select)
+            found = _below(_PREFIX[part], source)
+            sizes[part] = _sizes(part, source / "config.json", select)
             embedding = found.get(_PREFIX["llm"] + "model.embed_tokens.weight")
             if part == "llm" and embedding is not None:  # a tied head is not stored
                 found.setdefault(_PREFIX["llm"] + "lm_head.weight", embedding)
@@ -130,7 +130,7 @@ def _sizes(part: str, path: Path, select: int = VIT_SELECT_LAYER) -> dict[str, A
 
 
 def _vae_sizes(tensors: Mapping[str, Stored], path: Path) -> dict[str, Any]:
-    """The published directory has no config of the autoencoder, but the shapes tell all but scale and shift."""
+    """The published directory has no config of the autoencoder, but the shapes determine all but scale and shift."""
     levels = {int(m[1]) for name in tensors if (m := re.match(r"vae\.encoder\.down\.(\d+)\.", name))}
     blocks = {m[1] for name in tensors if (m := re.match(r"vae\.encoder\.down\.0\.block\.(\d+)\.", name))}
     try:
@@ -193,7 +193,7 @@ def write_published(
 
     Args:
         out: a new folder.
-        processor: gives the tokenizer's files where there is no ``source``, and the image transforms.
+        processor: has the tokenizer's files where there is no ``source``, and the image transforms.
         source: a published directory whose other files (configs, tokenizer) are copied byte for byte.
         dtype: of the weights; None: the model's.
 

@@ -1,8 +1,8 @@
 """Draw images from prompts and read images into text, many documents per forward pass.
 
-A document that is drawn is ``[prompt][noise image]``; its unguided twin is ``[noise image]`` alone, which training with
-dropped prompts has taught the model. Each Euler step computes both velocities. Reading is greedy. The whole document is
-recomputed at each step: right for short documents, and the same attention rules as in training.
+A document that is drawn is ``[prompt][noise image]``; its unguided counterpart is ``[noise image]``, which training
+with dropped prompts has taught the model. Each Euler step computes both velocities. Reading is greedy. The whole
+document is recomputed at each step: right for short documents, and the same attention rules as in training.
 """
 
 from __future__ import annotations
@@ -105,25 +105,25 @@ def _velocity(
 def read(
     model: Any, processor: UnifiedProcessor, images: Sequence[Image.Image], *, max_new_tokens: int = 16
 ) -> list[str]:
-    """The text that the model greedily says of each image."""
+    """The model's greedy text for each image."""
     device = model.llm2vae.weight.device
     seen = [vit_image(processor, image) for image in images]
-    said: list[list[int]] = [[] for _ in images]
+    written: list[list[int]] = [[] for _ in images]
     open_ones = list(range(len(images)))
     for _ in range(max_new_tokens):
         documents: list[list[Loaded]] = [
-            [seen[i], TokenSplit((processor.tokenizer.bos_id, *said[i]), (-100,) * (1 + len(said[i])))]
+            [seen[i], TokenSplit((processor.tokenizer.bos_id, *written[i]), (-100,) * (1 + len(written[i])))]
             for i in open_ones
         ]
         batch = pack_documents(documents, processor).to(device)
         latents_LC = batch.flow_noise  # no latent in these documents: an empty tensor of the right width
         chosen = model.next_token_logits(batch, latents_LC).argmax(-1).tolist()
         for i, token in zip(open_ones, chosen, strict=True):
-            said[i].append(token)
-        open_ones = [i for i in open_ones if said[i][-1] != processor.tokenizer.eos_id]
+            written[i].append(token)
+        open_ones = [i for i in open_ones if written[i][-1] != processor.tokenizer.eos_id]
         if not open_ones:
             break
-    return [processor.tokenizer.decode(ids) for ids in said]
+    return [processor.tokenizer.decode(ids) for ids in written]
 
 
 def vit_image(processor: UnifiedProcessor, image: Image.Image | Tensor) -> LoadedImage:
@@ -137,7 +137,7 @@ def vit_image(processor: UnifiedProcessor, image: Image.Image | Tensor) -> Loade
 
 
 def noise_image(processor: UnifiedProcessor, grid: tuple[int, int]) -> LoadedImage:
-    """The place of an image to be drawn; its tensors are replaced by the sampler's own."""
+    """Placeholder for an image to be drawn; the sampler replaces its tensors."""
     side, p = processor.vae_downsample, processor.latent_patch_size
     return LoadedImage(
         ImageSplit("", "noise", grid),

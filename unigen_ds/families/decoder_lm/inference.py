@@ -1,4 +1,4 @@
-"""A text that goes on with a prompt, from a ``DecoderLM``."""
+"""A text that continues a prompt, from a ``DecoderLM``."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from unigen_ds.core.log import logger
 from unigen_ds.core.seeding import generator
 from unigen_ds.data.processor import ConversationProcessor
 from unigen_ds.data.splits import TokenSplit
-from unigen_ds.inference.continuation import likeliest, write_on
+from unigen_ds.inference.continuation import continue_prompts, likeliest
 from unigen_ds.inference.generated import Generated
 
 
 class TextInferencer:
-    """A ``DecoderLM`` in evaluation mode, behind the words of ``InterleaveInferencer``."""
+    """A ``DecoderLM`` in evaluation mode with the interface of ``InterleaveInferencer``."""
 
     def __init__(self, model: Any, processor: ConversationProcessor) -> None:
         self.model, self.processor = model, processor
@@ -36,20 +36,20 @@ class TextInferencer:
         max_parts: int = 0,
         **_: Any,
     ) -> Generated:
-        """What follows ``prompt``. What is said of drawing has no effect.
+        """The continuation of ``prompt``. Arguments for drawing have no effect.
 
         Raises ``ConfigError`` for ``images``, ``think``, ``size`` and ``max_parts``.
         """
         given = {"images": images, "think": think, "size": size, "max_parts": max_parts}
-        asked = [name for name, value in given.items() if value]
-        if asked:
-            raise ConfigError(f"{', '.join(asked)}: this model goes on with a text, and knows nothing else")
+        unsupported = [name for name, value in given.items() if value]
+        if unsupported:
+            raise ConfigError(f"{', '.join(unsupported)}: this model continues a text, and does nothing else")
         tokenizer = self.processor.tokenizer
         ids = self.write([tokenizer.bos_id, *tokenizer.encode(prompt)], max_length, temperature=temperature, seed=seed)
         return Generated(tokenizer.decode(ids), [])
 
     def write(self, ids: Sequence[int], max_length: int, *, temperature: float = 0.0, seed: int = 0) -> list[int]:
-        """At most ``max_length`` ids that follow ``ids``; the end token is left out. 0 takes the likeliest."""
+        """At most ``max_length`` ids that follow ``ids``; the end token is left out. Temperature 0: the likeliest."""
         random = generator(seed, "write")
 
         def drawn(logits: Tensor) -> Sequence[int]:
@@ -62,7 +62,7 @@ class TextInferencer:
             raise DataError(
                 f"the prompt has {len(ids):,} tokens, and the model has {limit:,} positions", remedy="a shorter prompt"
             )
-        [written] = write_on(
+        [written] = continue_prompts(
             self.model,
             self.processor,
             [[TokenSplit(tuple(ids), (-100,) * len(ids))]],
@@ -73,7 +73,7 @@ class TextInferencer:
         found = [token for token in written if token != self.processor.tokenizer.eos_id]
         if len(found) == len(written) == limit - len(ids) + 1 < max_length:
             logger().warning(
-                "the text ends after %d tokens: the model has no more than %d positions, and the prompt takes %d",
+                "the text ends after %d tokens: the model has no more than %d positions, and the prompt needs %d",
                 len(found), limit, len(ids),
             )  # fmt: skip
         return found

@@ -1,7 +1,7 @@
 """A causal language model of transformers' own classes (Llama, Qwen2), trained on packed documents.
 
 ``model`` and ``lm_head`` are transformers' modules with transformers' names, so a merged checkpoint is a state dict of
-``AutoModelForCausalLM``. What is ours is the attention, which transformers finds in its registry: a plan from the
+``AutoModelForCausalLM``. Only the attention is ours, which transformers finds in its registry: a plan from the
 batch's documents instead of a mask, so that samples do not see each other and the cost follows the documents.
 
 Shape suffixes: T tokens, D width, H heads, E head width.
@@ -103,7 +103,7 @@ class DecoderLM(PretrainedModel):
 
     @property
     def max_document_tokens(self) -> int:
-        """Tokens of a document at most: there is no position beyond."""
+        """Tokens of a document at most: the model has no more positions."""
         return int(self.llm_config.max_position_embeddings)
 
     def forward(self, batch: PackedBatch) -> LossTerms:

@@ -28,7 +28,7 @@ _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json"
 
 
 def is_decoder(directory: Path) -> bool:
-    """Whether it is transformers' directory of a model that ``DecoderLM`` knows."""
+    """Whether it is transformers' directory of a model that ``DecoderLM`` supports."""
     config = directory / "config.json"
     return config.is_file() and read_json(config).get("model_type") in MODEL_TYPES
 
@@ -106,7 +106,7 @@ def write_directory(
 
     Args:
         out: a new folder.
-        tokenizer: gives the ids of begin, end and padding, and its own files where there is no ``source``.
+        tokenizer: has the ids of begin, end and padding, and its own files where there is no ``source``.
         source: the directory that the training began with; all its files but config and weights are copied.
         dtype: of the weights.
         max_shard_size: of a file; a larger model is written as several and an index.

@@ -1,10 +1,10 @@
 """A vision-language model as nanoVLM builds it: SigLIP2, pixel shuffle, one projection, a Llama-type language model.
 
 Images come as square tiles of ``vit.image_size``; each becomes ``(image_size / patch_size / pixel_shuffle_factor)**2``
-tokens that take the place of image tokens in a causal text. Text alone is trained, by cross-entropy.
+tokens that replace the image tokens in a causal text. Text alone is trained, by cross-entropy.
 
 By default the trio of nanoVLM: SigLIP2-base-patch16-512, factor 4 and SmolLM2-360M, so 512 x 512 pixels are 64 tokens
-and 768 numbers become 960. Parameter names are those of transformers; ``hf_names`` knows nanoVLM's.
+and 768 numbers become 960. Parameter names are those of transformers; ``published.py`` has nanoVLM's.
 
 Shape suffixes: T tokens, D width, V patches, I image tokens.
 Source: huggingface/nanoVLM.
@@ -80,7 +80,7 @@ class VLM(PretrainedModel):
     Args:
         llm: sizes under Llama's names; what is left out is SmolLM2-360M's.
         vit: sizes under SigLIP's names; what is left out is SigLIP2-base-patch16-512's.
-        pixel_shuffle_factor: sides of a square of patches that become one token; 4 where ``pretrained`` tells none.
+        pixel_shuffle_factor: sides of a square of patches that become one token; 4 where ``pretrained`` has none.
         freeze: any of ``vit``, ``llm``, ``connector``: gets no gradient and stays bit-identical.
         quantize: frozen part -> ``nf4`` or ``int8``: its linear layers keep packed weights (``quantized.py``).
         activation_checkpointing: re-compute each layer of decoder and vision tower in the backward pass.
@@ -178,8 +178,8 @@ class VLM(PretrainedModel):
         return self.language_model.model(self._embed(batch), batch, attend)
 
     def _embed(self, batch: PackedBatch) -> Tensor:
-        """Input embeddings ``[T, D]``. The vision tower runs on no patch at all if need be: every parameter then takes
-        part in every micro-batch with a zero gradient, which ZeRO and FSDP need.
+        """Input embeddings ``[T, D]``. The vision tower runs even without a patch, so that every parameter
+        takes part in every micro-batch with a zero gradient, which ZeRO and FSDP need.
         """
         if any(length != self.patches_per_tile for length in batch.vit_lengths):
             raise DataError(
@@ -190,11 +190,11 @@ class VLM(PretrainedModel):
         image = self.connector(seen)
         if len(image) != batch.vit_index.numel():
             raise DataError(
-                f"{batch.vit_index.numel()} image places for {len(image)} image tokens",
+                f"{batch.vit_index.numel()} image positions for {len(image)} image tokens",
                 remedy="make the batch with a VLMProcessor of the model's sizes",
             )
-        place_of = torch.argsort(torch.cat([batch.text_index, batch.vit_index]))
-        return torch.cat([text, image])[place_of]
+        row_of = torch.argsort(torch.cat([batch.text_index, batch.vit_index]))
+        return torch.cat([text, image])[row_of]
 
     def shard_units(self) -> list[nn.Module]:
         """Modules an engine may shard and wrap one by one, in forward order; the root holds the rest."""

@@ -1,6 +1,6 @@
 """Turns of a conversation -> a ``Sample`` for a vision-language model, by nanoVLM's rules: chat template, tiled images.
 
-The images of a message stand in front of its text. The assistant's text carries loss, its end token included; no image
+The images of a message are before its text. The assistant's text carries loss, its end token included; no image
 does. Everything is causal, every token has a rotary position of its own. Planning reads image headers alone.
 """
 
@@ -59,7 +59,7 @@ class VLMProcessor(ConversationProcessor):
         max_image_size: pixels of the longer side of an image at most; a multiple of ``tile_size``, up to 8 of it.
         resize_to_max_side_len: bring small images to ``max_image_size``, too.
         ce_reweight: weigh each text target by 1 / sqrt(targets of its text) instead of 1.
-        vit_transform: resizes a picture before it is cut into tiles, instead of nanoVLM's rule (the two settings
+        vit_transform: resizes a picture before it is split into tiles, instead of nanoVLM's rule (the two settings
             above); both sides become multiples of ``tile_size``.
         vit_augment: random changes of the resized picture, in training only.
         seed: of the random changes.
@@ -114,7 +114,7 @@ class VLMProcessor(ConversationProcessor):
     def plan(
         self, turns: Sequence[Turn], where: object = "", *, keep_images: bool = False, reply: bool = False
     ) -> Sample:
-        """The splits of a conversation. ``where`` begins errors; with ``reply`` the assistant is to speak next.
+        """The splits of a conversation. ``where`` begins errors; with ``reply`` the next message is the assistant's.
 
         An image whose header cannot be read does not raise: its split carries the reason and one tile.
         """
@@ -134,7 +134,7 @@ class VLMProcessor(ConversationProcessor):
             ids, starts = (
                 self.tokenizer.special.encode_shielded(chat.rendered.text, chat.signs) if chat.signs else next(together)
             )
-            labels = next_token_labels(ids, chat.rendered.said(starts))
+            labels = next_token_labels(ids, chat.rendered.from_assistant(starts))
             splits = tuple(self._tiled_splits(ids, labels, chat.images, chat.where))
             yield Sample(splits, plain=is_document(chat.turns), spells_special=chat.spelled)
 
@@ -160,14 +160,14 @@ class VLMProcessor(ConversationProcessor):
     def _tiled_splits(
         self, ids: Sequence[int], labels: Sequence[int], images: Sequence[_PlannedImage], where: object
     ) -> Iterator[Split]:
-        """The ids cut at images: each from its first tile's own token to its last image token."""
+        """The ids split at images: each from its first tile's own token to its last image token."""
         image_id = self.tokenizer.image_id
-        places = [place for place, token in enumerate(ids) if token == image_id]
-        if len(places) != self.tokens_per_tile * sum(number for _, number, _ in images):
-            raise DataError(f"{where}: the chat template drops or repeats what a message says")
+        indices = [index for index, token in enumerate(ids) if token == image_id]
+        if len(indices) != self.tokens_per_tile * sum(number for _, number, _ in images):
+            raise DataError(f"{where}: the chat template drops or repeats text of a message")
         done, used = 0, 0
         for path, number, header in images:
-            first, last = places[used] - 1, places[used + number * self.tokens_per_tile - 1] + 1
+            first, last = indices[used] - 1, indices[used + number * self.tokens_per_tile - 1] + 1
             if done < first:
                 yield TokenSplit(tuple(ids[done:first]), tuple(labels[done:first]))
             own = tuple(ids[first:last])

@@ -1,8 +1,8 @@
 """Published weights of a ``VLM``: nanoVLM's directory in and out, or its parts (a vision tower, a language model) in.
 
-What differs in nanoVLM's from ours: names; query, key and value stand in one tensor; the patch embedding is a
+What differs in nanoVLM's from ours: names; query, key and value are one tensor; the patch embedding is a
 convolution; the table of positions has a leading 1; the rotary frequencies are stored; of tied embeddings only
-``decoder.head.weight`` is, and the file's metadata says so. Reading and writing again gives the same bytes.
+``decoder.head.weight`` is, and the file's metadata states this. Reading and writing again results in the same bytes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An image of a vision-language model, cut into tiles, with a token before each. Causal, as text is."""
+"""An image of a vision-language model, split into tiles, with a token before each. Causal, as text is."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from unigen_ds.data.transforms import ImageContent, UnreadableImage, patchify
 
 
 class TileProcessor(Protocol):
-    """What a tiled image asks of the processor that it is loaded for."""
+    """What a tiled image needs of the processor that it is loaded for."""
 
     tiling: Tiling | TransformTiling
     vit_augment: Sequence[Augment]
@@ -31,7 +31,7 @@ class TileProcessor(Protocol):
 
 @dataclass(frozen=True)
 class TiledSplit(Split):
-    """An image cut into tiles (``tiles.Tiling``), not yet decoded, with all that is between the tiles."""
+    """An image split into tiles (``tiles.Tiling``), not yet decoded, with all that is between the tiles."""
 
     path: str
     ids: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""A Llama of 300 M parameters, from nothing: ``decoder_lm_90m`` with 20 layers of width 1024, half its learning rate.
+"""A Llama of 300 M parameters, from scratch: ``decoder_lm_90m`` with 20 layers of width 1024, half its learning rate.
 
 Layers are computed again in the backward pass: less memory, more time.
 """

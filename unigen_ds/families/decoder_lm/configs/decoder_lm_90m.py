@@ -1,4 +1,4 @@
-"""A Llama of 90 M parameters, from nothing, on documents: a JSONL of ``{"text": ...}``.
+"""A Llama of 90 M parameters, from scratch, on documents: a JSONL of ``{"text": ...}``.
 
 12 layers of width 640, SmolLM2's vocabulary, embeddings tied. On 8 GPUs an update is 256 sequences of 2048 tokens,
 about half a million tokens; the length is 20 tokens a parameter.

@@ -1,6 +1,6 @@
-"""The main job's verdict: does the model draw the digit it is asked for, and read the digit it is shown?
+"""Scores of a model on the digits: does it draw the requested digit, and read the digit in an image?
 
-Drawn digits are judged by a classifier that never saw the model: a support vector machine trained on the 1,500 real
+A classifier that is independent of the model reads the drawn digits: a support vector machine trained on the 1,500 real
 training images (scikit-learn's own example setting, about 99 % on the 297 held-out images). Captions must match word
 for word.
 """
@@ -28,57 +28,64 @@ _SHOWN = 10
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Scores:
     """Results and the pictures they came from."""
 
     results: dict[str, Any]
     drawn: np.ndarray
     """[200, 8, 8] in 0..1, twenty of each digit in order."""
-    asked: np.ndarray
-    """[200] the digit each was asked for."""
-    judged: np.ndarray
-    """[200] the digit the judge saw."""
+    requested: np.ndarray
+    """[200] the digit of each prompt."""
+    classified: np.ndarray
+    """[200] the digit that the classifier read."""
 
 
 def to_unit(images: Tensor) -> np.ndarray:
-    """[-1, 1] -> 0..1 in the 17 grey levels of the real scans: the judge must not see what they cannot show."""
+    """[-1, 1] -> 0..1 in the 17 grey levels of the real scans: no finer than what they can show."""
     unit = (images.detach().float().cpu().clamp(-1, 1) + 1) / 2
     return (unit * 16).round().div(16).numpy()
 
 
-def evaluate(model: Any, processor: UnifiedProcessor, root: Path, *, flow: FlowSettings, seed: int) -> Verdict:
-    """Draw 20 of each digit, caption the 297 held-out images, judge both. The model is in eval mode, on its device."""
+def evaluate(model: Any, processor: UnifiedProcessor, root: Path, *, flow: FlowSettings, seed: int) -> Scores:
+    """Draw 20 of each digit, caption the 297 held-out images, score both. The model is in eval mode, on its device."""
     train_images, train_labels = read_split(root, "train")
     held_images, held_labels = read_split(root, "val")
-    judge = train_judge(train_images, train_labels)
-    asked = np.repeat(np.arange(10), DRAWN_PER_DIGIT)
+    classifier = train_classifier(train_images, train_labels)
+    requested = np.repeat(np.arange(10), DRAWN_PER_DIGIT)
     pictures = draw(
-        model, processor, [draw_prompt(d) for d in asked.tolist()], size=train_images.shape[1:], flow=flow, seed=seed
+        model,
+        processor,
+        [draw_prompt(d) for d in requested.tolist()],
+        size=train_images.shape[1:],
+        flow=flow,
+        seed=seed,
     )
     drawn = to_unit(torch.stack(pictures)[:, 0])
-    judged = judge.predict(drawn.reshape(len(drawn), -1))
+    classified = classifier.predict(drawn.reshape(len(drawn), -1))
     texts = read(model, processor, [Image.fromarray((image * 255).round().astype(np.uint8)) for image in held_images])
     right = [text == caption(digit) for text, digit in zip(texts, held_labels.tolist(), strict=True)]
     results = {
-        "prompt_accuracy": float((judged == asked).mean()),
+        "prompt_accuracy": float((classified == requested).mean()),
         "caption_accuracy": float(np.mean(right)),
-        "judge_accuracy": float(judge.score(held_images.reshape(len(held_images), -1), held_labels)),
-        "drawn": len(asked),
+        "judge_accuracy": float(classifier.score(held_images.reshape(len(held_images), -1), held_labels)),
+        "drawn": len(requested),
         "captioned": len(right),
         "judge": f"sklearn SVC(gamma=0.256) on {TRAIN_SIZE} real images",
         "guidance": flow.text_scale,
         "flow_steps": flow.num_timesteps - 1,
         "nearest_training_distance": _novelty(drawn, train_images),
     }
-    return Verdict(results, drawn, asked, judged)
+    return Scores(results, drawn, requested, classified)
 
 
-def train_judge(images: np.ndarray, labels: np.ndarray) -> Any:
+def train_classifier(images: np.ndarray, labels: np.ndarray) -> Any:
     """A support vector machine on pixels in 0..1; gamma is scikit-learn's example value 0.001 for pixels in 0..16."""
     try:
         from sklearn.svm import SVC
     except ImportError as error:
-        raise ConfigError("the judge needs scikit-learn", remedy="pip install 'unigen_ds[demo]'") from error
+        raise ConfigError(
+            "the classifier of the digits needs scikit-learn", remedy="pip install 'unigen_ds[demo]'"
+        ) from error
     return SVC(gamma=0.001 * 16**2).fit(images.reshape(len(images), -1), labels)
 
 
@@ -98,8 +105,8 @@ def _novelty(drawn: np.ndarray, real: np.ndarray) -> dict[str, float]:
     return {"drawn": float(distances(flat_drawn).min(1).mean()), "real": float(among_real.min(1).mean())}
 
 
-def plot_samples(verdict: Verdict, root: Path, path: Path) -> None:
-    """A labelled grid: ten drawn digits of each kind beside ten real ones. A red frame: the judge saw another digit."""
+def plot_samples(scores: Scores, root: Path, path: Path) -> None:
+    """A labelled grid: ten drawn digits of each kind beside ten real ones. Red frame: classified as another digit."""
     from matplotlib.figure import Figure
 
     images, labels = read_split(root, "train")
@@ -107,16 +114,16 @@ def plot_samples(verdict: Verdict, root: Path, path: Path) -> None:
     axes = figure.subplots(10, 2 * _SHOWN + 1, gridspec_kw={"wspace": 0.1, "hspace": 0.1})
     figure.subplots_adjust(left=0.01, right=0.99, bottom=0.01, top=0.9)
     for digit, row in enumerate(axes):
-        own = np.flatnonzero(verdict.asked == digit)[:_SHOWN]
-        _fill(row[:_SHOWN], verdict.drawn[own], wrong=verdict.judged[own] != digit)
+        own = np.flatnonzero(scores.requested == digit)[:_SHOWN]
+        _fill(row[:_SHOWN], scores.drawn[own], wrong=scores.classified[own] != digit)
         row[_SHOWN].axis("off")
         row[_SHOWN].text(0.5, 0.5, WORDS[digit], ha="center", va="center", fontsize=11)
         _fill(row[_SHOWN + 1 :], images[labels == digit][:_SHOWN], wrong=[False] * _SHOWN)
-    results = verdict.results
+    results = scores.results
     figure.suptitle(
-        f"Left: drawn by the model when asked for the digit (judge agrees on {results['prompt_accuracy']:.1%} of"
+        f"Left: drawn by the model for the digit (the classifier agrees on {results['prompt_accuracy']:.1%} of"
         f" {results['drawn']}).   Right: real scans.\nReading {results['captioned']} held-out scans:"
-        f" {results['caption_accuracy']:.1%} right.   The judge itself: {results['judge_accuracy']:.1%}.",
+        f" {results['caption_accuracy']:.1%} right.   The classifier on real digits: {results['judge_accuracy']:.1%}.",
         fontsize=11,
     )
     figure.savefig(path, dpi=80)
