@@ -1,4 +1,4 @@
-"""Where the time of an update goes: named sections of time, read and reset once per log line."""
+"""What the time of an update is spent on: named sections, read and reset once per log line."""
 
 from __future__ import annotations
 

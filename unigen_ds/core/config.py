@@ -68,7 +68,7 @@ def plain_values(config: Any) -> Any:
 
 
 def _without_means(config: Config) -> Config:
-    """Without names that a config imports or defines as functions, which are means, not settings."""
+    """Without imported names and functions of a config, which are helpers, not settings."""
     settings = config.to_dict()  # mmengine leaves out what a config of the lazy style imported
     for name in [*config]:
         if name not in settings or isinstance(settings[name], (type, FunctionType)):

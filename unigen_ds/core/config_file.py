@@ -37,7 +37,7 @@ def _tuple(loader: yaml.SafeLoader, node: Any) -> tuple[Any, ...]:
 
 
 _Loader.add_constructor("tag:yaml.org,2002:python/tuple", _tuple)
-# YAML 1.1 wants a point and a sign, and reads 1e-5 as a text
+# YAML 1.1 requires a point and a sign, and reads 1e-5 as a text
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+[eE][-+]?\d+$"), list("-+0123456789"))
 
 

@@ -1,6 +1,6 @@
 """Processes: start, sums, objects. Every helper has a single-process fallback, so callers never branch.
 
-NCCL + gloo on CUDA, gloo on CPU. Object gathers and the loader's counts go over gloo: no device sync.
+NCCL + gloo on CUDA, gloo on CPU. Object gathers and the loader's counts use gloo: no device sync.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def ensure_initialized() -> None:
 
 
 def check_port() -> None:
-    """Raise ``ConfigError`` where somebody else holds MASTER_PORT, which rank 0 opens unless torchrun already has."""
+    """Raise ``ConfigError`` where another job uses MASTER_PORT, which rank 0 opens unless torchrun has."""
     if env_rank() != 0 or "WORLD_SIZE" not in os.environ or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return
     port = int(os.environ.get("MASTER_PORT", "29500"))
@@ -138,7 +138,7 @@ def check_port() -> None:
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nobody listens on just now."""
+    """A TCP port of this machine that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

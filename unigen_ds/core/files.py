@@ -95,8 +95,8 @@ def _left(path: Path, match: re.Match[str]) -> bool:
 def rename_into_place(made: Path, final: Path, *, durable: bool = True) -> None:
     """Give a complete file or folder its final name: one rename, whose entry is then on disk.
 
-    Every name that must not appear before its content does is given here. ``durable=False``: where a power cut may undo
-    it. Raises ``OSError``; where ``made`` is gone by then, the name is given and only may not survive a power cut.
+    Every name that must not appear before its content is set here. ``durable=False``: where a power failure may undo
+    it. Raises ``OSError``; where ``made`` no longer exists then, the name is set, but may not survive a power failure.
     """
     os.replace(made, final)
     if durable:

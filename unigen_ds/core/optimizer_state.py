@@ -61,8 +61,8 @@ def _tried(cls: type[torch.optim.Optimizer], cfg: OptimizerConfig) -> OptimizerS
     weights = [torch.linspace(-1.0, 1.0, numel).view(_SHAPE), torch.linspace(0.5, -2.0, numel).view(_SHAPE)]
     whole, state = _train(cls, cfg, weights)
     if element_wise(cfg.type):
-        flat, cut = weights[0].view(-1), 7
-        parts, _ = _train(cls, cfg, [flat[:cut], flat[cut:]])
+        flat, middle = weights[0].view(-1), 7
+        parts, _ = _train(cls, cfg, [flat[:middle], flat[middle:]])
         if not _close(torch.cat(parts), whole[0].view(-1)):
             raise ConfigError(
                 f"optimizer {cls.__name__} declares element_wise = True, but a matrix that it trains in two parts"

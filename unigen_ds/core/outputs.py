@@ -1,4 +1,4 @@
-"""Files of a checkpoint while they are written: plain streams that hash what goes through them.
+"""Files of a checkpoint while they are written: plain streams that hash what is written to them.
 
 An engine returns what a rank has to write as ``StateFiles`` (no disk access, collectives allowed); the saver then
 writes it (disk access, no collectives). So an error of the disk can leave no rank in a collective. ``HashedFile``

@@ -45,7 +45,7 @@ _INTERFACES: dict[Registry, tuple[tuple[str, ...], str]] = {
     BACKENDS: (("prepare", "load_tensors"), "a subclass of unigen_ds.backends.base.Backend"),
     OPTIMIZERS: (("step", "add_param_group"), "a subclass of torch.optim.Optimizer that declares element_wise"),
 }  # fmt: skip
-"""Methods that a class of each kind has, looked up before anything of it is called, and what to write instead."""
+"""Methods that a class of each kind has, checked before anything of it is called, and what to write instead."""
 FOREIGN = ("mmengine", "xtuner")
 """Packages whose classes are replaced by ours of the same name: their configs import them."""
 
@@ -73,7 +73,7 @@ def _last(kind: Any) -> str:
 
 
 def find(registry: Registry, spec: Mapping[str, Any], *, where: str) -> type:
-    """The class that ``dict(type=..., **arguments)`` names, which is looked at and not called.
+    """The class that ``dict(type=..., **arguments)`` names, which is inspected and not called.
 
     ``type`` is a registered name or a class. ``where`` is the config path shown in errors.
     Raises ``ConfigError`` for an unknown type, a missing type, or a class of another kind.
@@ -162,7 +162,7 @@ def check_arguments(cls: Any, arguments: Mapping[str, Any], *, where: str) -> No
 def argument_problems(cls: Any, arguments: Mapping[str, Any], *, where: str) -> list[ConfigError]:
     """An error for each argument that ``cls`` does not have, or that is of another type than its hint.
 
-    Classes that take ``**kwargs`` accept all.
+    Classes with ``**kwargs`` accept all.
     """
     parameters = inspect.signature(cls).parameters
     errors: list[ConfigError] = []
@@ -180,7 +180,7 @@ def argument_problems(cls: Any, arguments: Mapping[str, Any], *, where: str) -> 
 
 
 def build(registry: Registry, spec: Mapping[str, Any], *, where: str, **extra: Any) -> Any:
-    """Build ``spec`` with ``extra`` arguments that the config does not give. See ``resolve`` for errors."""
+    """Build ``spec`` with ``extra`` arguments that the config does not set. See ``resolve`` for errors."""
     cls, arguments = resolve(registry, spec, where=where)
     for key in arguments.keys() & extra.keys():
         raise ConfigError(f"{where}.{key} cannot be given here: it follows from the rest of the config")

@@ -68,5 +68,5 @@ class ShardReader(Protocol):
         ...
 
     def read(self, kind: str, name: str, start: int, stop: int) -> Tensor:
-        """Elements ``start .. stop`` as a 1-D CPU tensor in the stored dtype; reads only the bytes asked for."""
+        """Elements ``start .. stop`` as a 1-D CPU tensor in the stored dtype; reads only these bytes."""
         ...

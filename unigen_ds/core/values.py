@@ -158,5 +158,5 @@ def argument_hints(cls: Any) -> dict[str, Any]:
     try:
         found = cls.__init__ if isinstance(cls, type) else cls  # type: ignore[misc]
         return typing.get_type_hints(found, include_extras=True)
-    except Exception:  # a name that only a type checker imports, or anything else in somebody's annotations
+    except Exception:  # a name that only a type checker imports, or anything else in a user's annotations
         return {}

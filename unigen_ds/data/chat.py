@@ -36,7 +36,7 @@ class RenderedChat:
             messages: ``{"role": ..., "content": ...}``, as the template accepts them.
             reply: end with the template's generation prompt.
 
-        Raises ``DataError`` where the template changes what came before when a message is added: then no mask is right.
+        Raises ``DataError`` where the template changes earlier text when a message is added: then no mask is correct.
         """
         text = _render(tokenizer, messages, reply=reply)
         bounds: list[int] = []
@@ -84,8 +84,8 @@ def next_token_labels(ids: Sequence[int], from_assistant: Sequence[bool]) -> lis
 
 def _opening(tokenizer: Any, text: str) -> str:
     """The text before the assistant's words in a chat that it begins. Templates render no empty conversation."""
-    asked = [{"role": "user", "content": "?"}]
-    prompt = _render(tokenizer, asked, reply=True).removeprefix(_render(tokenizer, asked))
+    question = [{"role": "user", "content": "?"}]
+    prompt = _render(tokenizer, question, reply=True).removeprefix(_render(tokenizer, question))
     before, found, _ = text.partition(prompt)
     return before + found
 

@@ -82,8 +82,8 @@ def load(
     """Read, truncate, drop conditions, decode. Raises ``UnreadableImage`` where the sample must be skipped."""
     sample = dataset.sample(draw.index, pass_number=draw.pass_number)
     version = processor.rules.overflow
-    cut = sample if draw.piece >= 0 else sample.truncated(seq_length, version=version)
-    for split in cut.splits:
+    kept = sample if draw.piece >= 0 else sample.truncated(seq_length, version=version)
+    for split in kept.splits:
         if split.error:
             raise unreadable(split.source, split.error)
     planned = int(dataset.lengths()[0][draw.index])

@@ -2,7 +2,7 @@
 
 ``UnifiedGenerationDataset`` reads a JSON or JSONL file through its index. ``DatasetAdapter`` adds to a user's own
 map-style data set (pre-tokenised ids, ready tensors) the same interface, so that order, packing, resume and ledger
-work for it too; its price is one pass over the data set at the start, for the lengths.
+work for it too; its cost is one pass over the data set at the start, for the lengths.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class ScannedDataset:
 
     @property
     def fingerprint(self) -> str:
-        """Of the ``repr`` of every sample: of ids, labels and image sizes; pixels are not looked at."""
+        """Of the ``repr`` of every sample: of ids, labels and image sizes; pixels are not read."""
         return fingerprint(len(self), self._scanned[2])
 
     def prefix_digest(self, number: int) -> str:

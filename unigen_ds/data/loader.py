@@ -93,7 +93,7 @@ class UpdateLoader:
         assert 0 <= dp_rank < geometry.dp_size, (dp_rank, geometry)
         self.geometry = geometry
         self._iterations = _Iterations(stream, geometry, dp_rank, cursor or Cursor())
-        pinned = pin_memory and torch.accelerator.is_available()  # as torch's loader asks, which warns where not
+        pinned = pin_memory and torch.accelerator.is_available()  # torch's loader has the same condition, and warns
         self._loader: DataLoader[Any] = DataLoader(
             _Rows(stream, processor, seed, travels=num_workers > 0 or pinned),
             batch_size=None,
@@ -257,7 +257,7 @@ def _start_worker(worker_id: int) -> None:
 
 
 def _end_for(parent: int) -> None:
-    """Obey SIGTERM from the main process (the loader's way to end a worker that hangs), and from nobody else.
+    """End on SIGTERM from the main process (the loader ends a worker that hangs so), and from no other process.
 
     Where the main process has ended (SIGKILL), end at once: a worker may wait for ever to send a batch.
     """

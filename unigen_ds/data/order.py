@@ -118,7 +118,7 @@ class GlobalOrder:
 
     Without weights every record comes once in each epoch. With weights (positive, relative) source k adds a fixed
     number ``n_k`` of draws to each epoch, from an endless stream of passes over its records: a small source
-    repeats only after all its records came, and a large one continues in the next epoch where it stopped.
+    repeats only after all its records were drawn, and a large one continues in the next epoch where it stopped.
 
     An order may begin in mid-run (changed data): its first epoch and its first passes then have the given numbers.
     """

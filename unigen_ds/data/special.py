@@ -1,7 +1,7 @@
 """Texts of users that spell a special token (``<|im_end|>``, ``<image>``): encoded as the ordinary text they are.
 
 Otherwise a record could forge a turn of its conversation, an image, or its own end. Only what users wrote is protected:
-the tokens of a chat template and of an image stay. A text without such a spelling is encoded as ever.
+the tokens of a chat template and of an image stay. A text without such a spelling is encoded as usual.
 """
 
 from __future__ import annotations

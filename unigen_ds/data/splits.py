@@ -124,8 +124,8 @@ class TokenSplit(Split):
     def shortened(self, num_tokens: int, *, version: int) -> TokenSplit | None:
         if num_tokens < 1:
             return None
-        cut = self.part(0, num_tokens)
-        return cut if version == 0 else replace(cut, labels=(*cut.labels[:-1], IGNORED))
+        first = self.part(0, num_tokens)
+        return first if version == 0 else replace(first, labels=(*first.labels[:-1], IGNORED))
 
     def load(self, processor: Any, key: tuple[object, ...] | None) -> TokenSplit:
         return self

@@ -42,7 +42,7 @@ class Tiling:
     Args:
         tile_size: pixels of a side of a tile.
         max_size: pixels of the longer side at most; a multiple of ``tile_size``.
-        enlarge: bring small pictures to ``max_size``, too.
+        enlarge: enlarge small pictures to ``max_size``, too.
     """
 
     tile_size: int
@@ -78,7 +78,7 @@ class Tiling:
 
     def __call__(self, image: Image.Image) -> Tensor:
         """[tiles, 3, tile_size, tile_size] float32 in [0, 1]: the global tile if there is one, then row by row."""
-        return cut(self.pixels(image), self.tile_size)
+        return split_tiles(self.pixels(image), self.tile_size)
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class TransformTiling:
         return self.transform(image)
 
 
-def cut(whole: Tensor, tile: int) -> Tensor:
+def split_tiles(whole: Tensor, tile: int) -> Tensor:
     """[C, H, W] -> [tiles, C, tile, tile]: the global tile if there is more than one, then row by row."""
     channels, rows, columns = whole.shape[0], whole.shape[1] // tile, whole.shape[2] // tile
     tiles = whole.reshape(channels, rows, tile, columns, tile).permute(1, 3, 0, 2, 4).reshape(-1, channels, tile, tile)

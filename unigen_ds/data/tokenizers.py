@@ -29,7 +29,7 @@ class _Tokenizer:
         self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.eos_id
         self.unk_id = _unknown_id(tokenizer)
         self._fingerprint = _digest(tokenizer)
-        # which its file may ask for, and transformers turns off in each call
+        # which its file may turn on, and transformers turns off in each call
         tokenizer.backend_tokenizer.no_truncation()
         tokenizer.backend_tokenizer.no_padding()
         self.special = Special(tokenizer, names)

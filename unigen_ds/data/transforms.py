@@ -167,7 +167,7 @@ os.register_at_fork(after_in_child=_WITHOUT_WARNINGS.__init__)  # type: ignore[m
 
 @contextmanager
 def _opened(path: str | Path | ImageContent, what: str, rule: int) -> Iterator[Image.Image]:
-    """The file, its header read. Raises ``UnreadableImage`` for whatever goes wrong in the block."""
+    """The file, its header read. Raises ``UnreadableImage`` for any error in the block."""
     # by its path PIL maps an uncompressed TIFF into memory, with width and height exchanged where EXIF turns it
     try:
         with _WITHOUT_WARNINGS, ExitStack() as files:

@@ -32,14 +32,14 @@ from unigen_ds.core.errors import ConfigError
 SCHEMES = ("nf4", "int8")
 _BLOCK = 64
 _PIECE = 2**14  # blocks packed at once: bitsandbytes compares each weight with all 16 levels on the CPU, 64 MiB here
-_KEPT = "lm_head"  # as in transformers: its errors would go into the logits directly
+_KEPT = "lm_head"  # as in transformers: its errors would be errors of the logits
 
 
 def quantize(weight: Tensor, scheme: str) -> tuple[Tensor, Tensor]:
     """``[rows, columns]`` -> packed weight and fp32 scales.
 
     ``nf4``: uint8 ``[blocks, 32]`` and ``[blocks]``; row after row, filled up with zeros to whole blocks, because the
-    AVX-512 kernel wants rows of whole blocks. ``int8``: int8 ``[rows, columns]`` and ``[rows]``.
+    AVX-512 kernel requires rows of whole blocks. ``int8``: int8 ``[rows, columns]`` and ``[rows]``.
     """
     if scheme == "int8":
         packed, scales, _ = torch.ops.bitsandbytes.int8_vectorwise_quant(weight)

@@ -2,7 +2,7 @@
 
 Their weights are held as buffers, not as parameters: no engine shards, gathers or rounds them, so the ranks of a step
 may encode different numbers of images of different sizes without a collective going astray, and latents are computed
-in fp32 in every precision. The price is one whole copy on every rank.
+in fp32 in every precision. The cost is one whole copy on every rank.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def encode_by_size(vae: Any, batch: PackedBatch, patch: int) -> Tensor:
 
     BAGEL's own code encodes all images padded to the largest of the pack, and as the padding reaches the latents
     (0.4 to 1.1 of them) its loss depends on which samples share a pack. Here an image is encoded as if alone, so that
-    the loss of a sample is the same however micro-batches are cut.
+    the loss of a sample is the same however a batch is split into micro-batches.
     """
     members: dict[tuple[int, int], list[int]] = {}
     for number, shape in enumerate(batch.latent_shapes):

@@ -116,7 +116,7 @@ def check_fixed(config: Mapping[str, Any], fixed: Mapping[str, Any], where: obje
 def stated_sizes(part: str, path: Path, keys: Iterable[str]) -> dict[str, Any]:
     """Those of ``keys`` that transformers' config of a SigLIP (``vit``), or of a Qwen2 or Llama (``llm``), states.
 
-    Raises ``ConfigError`` where it means other numbers than our modules': another activation, scaled rotary angles, ...
+    Raises ``ConfigError`` where our modules would compute other numbers: another activation, scaled rotary angles, ...
     """
     config = read_json(path)
     if part == "vit":

@@ -29,7 +29,7 @@ _SHOWN = 10
 
 @dataclass(frozen=True)
 class Scores:
-    """Results and the pictures they came from."""
+    """Results and the pictures that they are of."""
 
     results: dict[str, Any]
     drawn: np.ndarray

@@ -57,7 +57,7 @@ class VLMProcessor(ConversationProcessor):
         vit_patch_size: pixels of a side of one ViT patch.
         pixel_shuffle_factor: sides of a square of patches that become one token.
         max_image_size: pixels of the longer side of an image at most; a multiple of ``tile_size``, up to 8 of it.
-        resize_to_max_side_len: bring small images to ``max_image_size``, too.
+        resize_to_max_side_len: enlarge small images to ``max_image_size``, too.
         ce_reweight: weigh each text target by 1 / sqrt(targets of its text) instead of 1.
         vit_transform: resizes a picture before it is split into tiles, instead of nanoVLM's rule (the two settings
             above); both sides become multiples of ``tile_size``.

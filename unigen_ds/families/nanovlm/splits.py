@@ -15,7 +15,7 @@ from unigen_ds.data.augment import Augment
 from unigen_ds.data.packed import PackedBuilder
 from unigen_ds.data.samples import Split, Tally
 from unigen_ds.data.splits import augmented, count_image, unreadable
-from unigen_ds.data.tiles import Tiling, TransformTiling, cut, num_tiles
+from unigen_ds.data.tiles import Tiling, TransformTiling, num_tiles, split_tiles
 from unigen_ds.data.transforms import ImageContent, UnreadableImage, patchify
 
 
@@ -74,7 +74,7 @@ class TiledSplit(Split):
                 f"image {self.path} has {pixels.shape[1]} x {pixels.shape[2]} pixels and {num_tiles(grid)} tiles,"
                 f" {self.num_tiles} when planned",
             )
-        tiles = cut(augmented(pixels, processor.vit_augment, key), tile)
+        tiles = split_tiles(augmented(pixels, processor.vit_augment, key), tile)
         return LoadedTiles(self, torch.cat([patchify(each, processor.vit_patch_size) for each in tiles]))
 
 
