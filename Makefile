@@ -1,6 +1,6 @@
 # make demo    train the small demo on this machine's CPU (3 minutes), check its ledger, say where its pictures are
 # make test    lint, types and all tests
-# make docs    the tables of keys in docs/configs.md, from the settings
+# make docs    the tables of docs/configs.md, from the settings and the docstrings of components
 # make lint    ruff and mypy alone
 # make matrix  every engine, process count, precision and load, as a dated table (make test holds a pairwise part; half an hour)
 # make mutations  small edits of the source, each with the test that must then fail; PART=K/N: a part, MINUTES=M: a limit
@@ -59,7 +59,7 @@ PART ?= 1/1
 mutations: $(VENV)/.stamp-test
 	$(BIN)/python -m tests.mutate --part $(PART) $(if $(MINUTES),--minutes $(MINUTES)) $(MUTATE)
 
-# The tables of keys in docs/configs.md, from the settings.
+# The tables of docs/configs.md, from the settings and the docstrings of components.
 docs: $(VENV)/.stamp-test
 	$(BIN)/python docs/generate.py
 

@@ -1,28 +1,41 @@
-"""Writes the tables of keys in ``docs/configs.md`` from the settings: ``make docs``.
+"""Writes the tables of keys and arguments in ``docs/configs.md`` from the code: ``make docs``.
 
-A table is between ``<!-- keys: PREFIX ... -->`` and ``<!-- end -->``; everything else of the page is written by hand.
+A table is between ``<!-- keys: PREFIX ... -->`` (of settings) or ``<!-- arguments: NAME -->`` (of a component) and
+``<!-- end -->``; everything else of the page is written by hand. The meaning of a component's argument is in the
+section ``Args:`` of its class's docstring, its limits in its annotation.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from fractions import Fraction
 from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from annotated_types import Ge, Gt, Le, Lt  # noqa: E402 - a script runs from a checkout
+from mmengine.registry import Registry  # noqa: E402
 from pydantic.fields import FieldInfo  # noqa: E402
 
+import unigen_ds.examples.digits  # noqa: E402
+import unigen_ds.runner.build  # noqa: E402, F401 - registers everything else
+from unigen_ds.core import registry  # noqa: E402
 from unigen_ds.core.settings import Section, section_of  # noqa: E402
-from unigen_ds.core.values import described  # noqa: E402
+from unigen_ds.core.values import argument_hints, described  # noqa: E402
 from unigen_ds.runner.settings import Settings  # noqa: E402
+from unigen_ds.schedule import Curve  # noqa: E402
 
 LIMITS = (Ge, Gt, Le, Lt)
 PAGE = ROOT / "docs" / "configs.md"
-_TABLE = re.compile(r"(<!-- keys: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+PROVIDED = {"processor", "writers"}
+"""Arguments that a run passes; a config cannot set them."""
+_TABLE = re.compile(r"(<!-- (keys|arguments): (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+_ARGUMENT = re.compile(r"^    (\w+): ?(.*(?:\n     .*)*)", re.MULTILINE)
 
 
 def rows(section: type[Section], prefix: str) -> Iterator[str]:
@@ -57,9 +70,69 @@ def table(keys: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def components() -> dict[str, type]:
+    """Every class of this package that a config can name, and the base of the curves."""
+    named = [value for value in vars(registry).values() if isinstance(value, Registry)]
+    registries = [kind for kind in named if kind not in (registry.LAYOUTS, registry.FAMILIES)]
+    found = {name: cls for kind in registries for name, cls in kind.module_dict.items()}
+    return {name: cls for name, cls in found.items() if cls.__module__.startswith("unigen_ds.")}
+
+
+def arguments(cls: type) -> list[inspect.Parameter]:
+    """The arguments in a component's own table: not those of a run, nor those that every curve has."""
+    shared = inspect.signature(Curve).parameters if issubclass(cls, Curve) and cls is not Curve else {}
+    found = inspect.signature(cls).parameters.values()
+    return [p for p in found if p.name not in PROVIDED and p.name not in shared]
+
+
+def meanings(cls: type) -> dict[str, str]:
+    """Argument -> its text in the section ``Args:`` of the docstring of a class, or of one that it derives from."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        section = re.search(r"^Args:\n((?:(?: .*)?\n)+)", inspect.cleandoc(base.__doc__ or "") + "\n", re.MULTILINE)
+        for name, text in _ARGUMENT.findall(section[1]) if section else ():
+            found[name] = " ".join(text.split())
+    return {name: text for name, text in found.items() if text}
+
+
+def component_table(name: str) -> str:
+    """Of the arguments of a component, by its name."""
+    cls = {**components(), "Curve": Curve}[name]
+    texts, hints = meanings(cls), argument_hints(cls)
+    lines = ["| argument | default | meaning |", "|---|---|---|"]
+    for one in arguments(cls):
+        text = texts.get(one.name, "").removesuffix(".").replace("``", "`").replace("|", "\\|")
+        text = text.replace(f"]({PAGE.name}#", "](#")
+        limits = f" ({described(hints[one.name])})" if limited(hints.get(one.name)) else ""
+        lines.append(f"| `{one.name}` | {default_cell(one)} | {text}{limits} |")
+    return "\n".join(lines) + "\n"
+
+
+def limited(hint: Any) -> bool:
+    """Whether a hint, or a part of it, has the limits of a number."""
+    if get_origin(hint) is Annotated and any(isinstance(one, LIMITS) for one in hint.__metadata__):
+        return True
+    return any(map(limited, get_args(hint)))
+
+
+def default_cell(parameter: inspect.Parameter) -> str:
+    """``required``, or the default as Python writes it; 1/3 as a fraction."""
+    default = parameter.default
+    if default is parameter.empty:
+        return "required"
+    text = repr(default)
+    if isinstance(default, float) and len(text) > 10:
+        fraction = Fraction(default).limit_denominator(10)
+        text = str(fraction) if float(fraction) == default else text
+    return "`" + text.replace("|", "\\|") + "`"
+
+
+WRITERS: Mapping[str, Any] = {"keys": table, "arguments": component_table}
+
+
 def updated(page: str) -> str:
-    """The page with every table as the settings have it."""
-    return _TABLE.sub(lambda found: found[1] + table(found[2]) + found[3], page)
+    """The page with every table as the code has it."""
+    return _TABLE.sub(lambda found: found[1] + WRITERS[found[2]](found[3]) + found[4], page)
 
 
 if __name__ == "__main__":

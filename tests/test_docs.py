@@ -13,15 +13,13 @@ from dataclasses import fields
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
-from mmengine.registry import Registry
 
-import unigen_ds.examples.digits
-import unigen_ds.runner.build  # noqa: F401 - registers everything else
 from tools import train
-from unigen_ds.core import errors, registry
+from unigen_ds.core import errors
 from unigen_ds.core.config import SETTINGS
 from unigen_ds.core.paths import ds_configs_dir
 from unigen_ds.runner.settings import known_keys
@@ -33,8 +31,6 @@ CONFIGS = (ROOT / "docs" / "configs.md").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 REQUIREMENTS = (ROOT / "docs" / "requirements.md").read_text(encoding="utf-8")
 COUNTS = {"S0.": 33, "S1.": 37, "S2.": 34, "S3.": 34, "S4.": 68, "B": 12, "N": 30}
-INJECTED = {"processor", "writers"}
-"""Arguments that ``build`` passes; a config cannot set them."""
 
 
 def label(path: Path) -> str:
@@ -61,15 +57,27 @@ def test_every_key_is_explained(key: str) -> None:
     assert f"`{key}`" in CONFIGS or re.search(rf"^## .*`{re.escape(key)}`", CONFIGS, re.MULTILINE), key
 
 
+@cache
+def generate() -> ModuleType:
+    """``docs/generate.py``."""
+    spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def test_the_tables_of_keys_are_those_of_the_settings() -> None:
     """``make docs`` writes them."""
-    path = ROOT / "docs" / "generate.py"
-    spec = importlib.util.spec_from_file_location("docs_generate", path)
-    assert spec is not None and spec.loader is not None
-    generate = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(generate)
-    assert generate.updated(CONFIGS) == CONFIGS, "run make docs"
+    assert generate().updated(CONFIGS) == CONFIGS, "run make docs"
     assert CONFIGS.count("<!-- keys: ") == 4 and "`train_dataloader.seq_length` | `4096`" in CONFIGS
+
+
+def test_the_table_of_a_component_is_generated() -> None:
+    """Of every one that has arguments, once, below its own heading."""
+    expected = {name for name, cls in components().items() if generate().arguments(cls)}
+    assert sorted(re.findall("<!-- arguments: (.+?) -->", CONFIGS)) == sorted({*expected, "Curve"})
+    assert len(expected) > 25
 
 
 def test_no_key_is_explained_that_is_not_there() -> None:
@@ -79,10 +87,43 @@ def test_no_key_is_explained_that_is_not_there() -> None:
 
 def components() -> dict[str, type]:
     """Every class of this package that a config can name."""
-    named = [value for value in vars(registry).values() if isinstance(value, Registry)]
-    registries = [kind for kind in named if kind not in (registry.LAYOUTS, registry.FAMILIES)]
-    found = {name: cls for kind in registries for name, cls in kind.module_dict.items()}
-    return {name: cls for name, cls in found.items() if cls.__module__.startswith("unigen_ds.")}
+    return dict(generate().components())
+
+
+def undocumented(cls: type) -> set[str]:
+    """Arguments that the docstring's section ``Args:`` does not explain."""
+    return set(inspect.signature(cls).parameters) - set(generate().meanings(cls))
+
+
+@pytest.mark.parametrize("name", sorted(components()))
+def test_every_argument_of_a_component_has_a_meaning(name: str) -> None:
+    missing = undocumented(components()[name])
+    assert not missing, f"the docstring of {name} has no {', '.join(sorted(missing))} in its section Args"
+
+
+def test_an_undocumented_argument_would_be_noticed() -> None:
+    class Half:
+        """Half of it.
+
+        Args:
+            first: is explained
+                on two lines.
+            third:
+
+        other: no argument.
+        """
+
+        def __init__(self, first: int, second: int = 0, third: int = 0, other: int = 0) -> None: ...
+
+    class Derived(Half):
+        """Explains one more.
+
+        Args:
+            second: the second.
+        """
+
+    assert undocumented(Half) == {"second", "third", "other"} and undocumented(Derived) == {"third", "other"}
+    assert generate().meanings(Half) == {"first": "is explained on two lines."}
 
 
 def table(heading: str) -> dict[str, str]:
@@ -105,10 +146,7 @@ def is_default(cell: str, default: Any) -> bool:
 
 @pytest.mark.parametrize("name", sorted(components()))
 def test_every_argument_is_explained_with_its_default(name: str) -> None:
-    cls = components()[name]
-    shared = {field.name for field in fields(Curve)} if issubclass(cls, Curve) else set()
-    parameters = inspect.signature(cls).parameters.values()
-    expected = {p.name: p.default for p in parameters if p.name not in INJECTED | shared}
+    expected = {p.name: p.default for p in generate().arguments(components()[name])}
     found = table(name)
     assert set(found) == set(expected)
     wrong = {key: (found[key], default) for key, default in expected.items() if not is_default(found[key], default)}

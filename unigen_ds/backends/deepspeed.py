@@ -106,7 +106,14 @@ def _pass_over_parts_without_parameters(module: nn.Module) -> None:
 
 @BACKENDS.register_module(name="deepspeed")
 class DeepSpeedBackend(Backend):
-    """``config``: a preset (``zero1``, ``zero2``, ``zero2_offload``, ``zero3``, ...), a JSON file, or a mapping."""
+    """ZeRO stages 1, 2 and 3.
+
+    Args:
+        config: a preset of ``ds_configs/`` (``zero1``, ``zero2``, ``zero2_offload``, ``zero3``, ``zero3_offload``), the
+            path of a ``.json`` file, or the mapping itself. ``"auto"`` is filled in; a contradiction with this config
+            is an error. An ``optimizer`` or ``scheduler`` is accepted where all its values are ``"auto"``, with a line
+            in the log.
+    """
 
     def __init__(self, *, config: str | Mapping[str, Any] = "zero2") -> None:
         self._ds_config = load_ds_config(config)

@@ -55,11 +55,12 @@ class FSDPBackend(TorchOptimizerBackend):
     """See the module docstring.
 
     Args:
-        sharding_strategy: one of ``STRATEGIES``.
-        num_shard: processes that share one copy, for HYBRID_SHARD; default: those of one node.
+        sharding_strategy: ``FULL_SHARD``, ``SHARD_GRAD_OP``, ``HYBRID_SHARD`` or ``NO_SHARD``.
+        num_shard: processes that share one copy, for ``HYBRID_SHARD``; a divisor of the process count; None: the
+            processes of a node, as torchrun, deepspeed, SLURM or MPI report them.
         cpu_offload: keep parameters, gradients and optimizer state in host memory.
-        sync_every_iteration: reduce gradients after every iteration. Default: True where gradients are sharded (no
-            rank ever holds a whole gradient), False for NO_SHARD. False trades memory for one reduction an update.
+        sync_every_iteration: reduce gradients after every iteration; None: True where gradients are sharded (no rank
+            ever holds a whole gradient), False for ``NO_SHARD``. False trades memory for one reduction an update.
     """
 
     model_needs: ClassVar[dict[str, str]] = {

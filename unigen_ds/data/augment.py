@@ -24,7 +24,11 @@ class Augment(Protocol):
 
 @TRANSFORMS.register_module()
 class RandomShift:
-    """Move an image by up to ``max_pixels`` to either side, up or down; its border is repeated where it leaves."""
+    """Move an image by up to ``max_pixels`` to either side, up or down; its border is repeated where it leaves.
+
+    Args:
+        max_pixels: pixels by which an image moves to any side at most, at least 1; its border is repeated.
+    """
 
     def __init__(self, *, max_pixels: int) -> None:
         if max_pixels < 1:

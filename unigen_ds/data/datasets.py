@@ -68,11 +68,11 @@ class UnifiedGenerationDataset:
     Args:
         data_path: the file.
         processor: plans a conversation.
-        image_root: folder that relative image paths begin at; the data file's own folder by default.
-        weight: relative share of an epoch in a mixture (all sources have one, or none has).
-        name: names the source in sample ids; the file's stem by default.
-        cache_dir: folder for the index where the data file's folder cannot be written.
-        index_workers: processes that plan the records when the index is built.
+        image_root: folder of relative image paths; None: the data file's own folder.
+        weight: relative share of an epoch in a mixture; all sources have one, or none has.
+        name: first part of a sample id; None: the file's stem.
+        cache_dir: folder for the index where ``.unigen_index/`` beside the data cannot be written.
+        index_workers: processes that build the index, once.
     """
 
     def __init__(
@@ -174,10 +174,11 @@ class DatasetAdapter(ScannedDataset):
     set's own random numbers are keyed by (index, pass), so they depend on no worker.
 
     Args:
-        dataset: the object, or ``dict(type=<class or 'module.Class'>, **arguments)``.
+        dataset: the object, or ``dict(type='module.Class', ...)``: a class or its path, and its arguments.
         processor: has the patch sizes and the image ids.
         images: ``generate``: each image is a target after the text; ``understand``: a condition before it.
-        weight, name: as for ``UnifiedGenerationDataset``.
+        weight: relative share of an epoch in a mixture; all sources have one, or none has.
+        name: first part of a sample id; None: the class's name.
     """
 
     def __init__(

@@ -42,8 +42,8 @@ class WindowPacking:
     """Packs the global order window by window.
 
     Args:
-        window: samples planned together. A larger one packs tighter and mixes wider; a resume re-plans one window.
-        max_tiles: condition images (of vision tower or VAE) in one sequence, at most; None: no limit.
+        window: samples planned together: larger packs tighter and mixes wider; a resume plans one window again.
+        max_tiles: condition images (of vision tower or VAE) in one sequence at most; None: no limit.
     """
 
     def __init__(self, window: int = 8192, max_tiles: int | None = None) -> None:

@@ -94,7 +94,11 @@ def _digest(tokenizer: Any) -> str:
 
 @TOKENIZERS.register_module()
 class WordTokenizer(_Tokenizer):
-    """One id per word, from a given list: for small closed vocabularies. Unknown words become ``<unk>``."""
+    """One id per word, from a given list: for small closed vocabularies. Unknown words become ``<unk>``.
+
+    Args:
+        words: one id per word of this list; any other word becomes ``<unk>``.
+    """
 
     def __init__(self, *, words: Sequence[str]) -> None:
         from tokenizers import Tokenizer
@@ -117,9 +121,11 @@ class PretrainedTokenizer(_Tokenizer):
     """A tokenizer directory or hub name, as ``AutoTokenizer`` reads it. Tokens it lacks are added as special ones.
 
     Args:
-        path: directory or hub name.
-        bos, eos, image_start, image_end: the tokens of begin, end, image start and image end; None, of the
-            last two: there are no images.
+        path: directory or hub name, as transformers' ``AutoTokenizer`` reads it.
+        bos: token that begins each text.
+        eos: token that ends each text.
+        image_start: token before an image's patches; None: there are no images.
+        image_end: token after them; None as ``image_start``.
     """
 
     def __init__(
@@ -140,9 +146,11 @@ class ChatTokenizer(_Tokenizer):
     """A tokenizer with a chat template, for ``VLM``; tokens for images and their tiles are added in nanoVLM's order.
 
     Args:
-        path: directory or hub name.
-        chat_template: Jinja text; None: the tokenizer's own.
-        bos, eos: the tokens of the begin and the end of a message.
+        path: directory or hub name, as transformers' ``AutoTokenizer`` reads it.
+        chat_template: Jinja text; None: the tokenizer's own. It may only append: no message may change how earlier ones
+            are shown.
+        bos: token that begins each message.
+        eos: token that ends each message, and an answer.
     """
 
     def __init__(

@@ -249,10 +249,11 @@ class ImageTransform:
     """Resize by the rule above and normalise to [-1, 1].
 
     Args:
-        max_size: longest side in pixels.
-        min_size: shortest side in pixels, where ``max_size`` allows it.
-        stride: both sides become multiples of it (a patch size, or the pixels under one latent patch).
-        mode: ``RGB`` (3 channels) or ``L`` (1 channel).
+        max_size: longest side in pixels; within the model's position table.
+        min_size: shortest side in pixels, where ``max_size`` allows it; at most ``max_size``.
+        stride: both sides are multiples of so many pixels; a multiple of the ViT's patch, or of the pixels under one
+            latent patch.
+        mode: ``RGB`` (3 channels) or ``L`` (grey, 1 channel).
     """
 
     def __init__(self, max_size: int, min_size: int, stride: int, mode: Literal["RGB", "L"] = "RGB") -> None:

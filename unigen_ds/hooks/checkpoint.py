@@ -17,9 +17,10 @@ class CheckpointHook(Hook):
     in the name is the true iteration at the save (with accumulation it may lie just above a multiple of the interval).
 
     Args:
-        interval: iterations (``by_epoch=False``) or epochs between saves; -1 saves only at the end.
-        max_keep_ckpts: complete checkpoints to keep, oldest deleted first; -1 keeps all.
-        filename_tmpl: directory name with one ``{}`` for the iteration; must contain ``.pth``.
+        interval: epochs or iterations between saves; -1: only when the run ends or is stopped.
+        by_epoch: whether ``interval`` means epochs.
+        max_keep_ckpts: complete checkpoints to keep, oldest deleted after the new one is durable; -1: all.
+        filename_tmpl: name of the directory, with one ``{}`` for the iteration and the ending ``.pth``.
 
     A periodic save that fails (a full disk) is an error in the log and training continues: the state in memory is worth
     more than the save. The last save of a run, and the one on a signal, raises ``SaveError`` (exit status 4).

@@ -24,9 +24,10 @@ class EMAHook(Hook):
     """mmengine's arguments and convention: ``average = (1 - momentum) * average + momentum * weights``.
 
     Args:
-        momentum: weight of the new value; BAGEL's decay 0.9999 is ``momentum=0.0001``.
-        begin_iter: the average equals the weights until this many iterations are done.
-        begin_epoch: the same in epochs; give one of the two.
+        momentum: weight of the new value, above 0 and below 1; BAGEL's decay of 0.9999 is 0.0001, and a value above 0.5
+            warns.
+        begin_iter: the average equals the weights until so many iterations are done.
+        begin_epoch: the same in epochs; one of the two.
 
     A skipped update (non-finite gradients) does not move it.
     """

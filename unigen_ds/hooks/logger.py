@@ -32,8 +32,10 @@ VERSION = 1
 class LoggerHook(Hook):
     """Logs every ``interval`` iterations, and always the first and the last update of a process.
 
-    ``writers`` are those of ``visualizer.vis_backends`` of the config.
-    ``log_metric_by_epoch`` is mmengine's and has no effect: a line carries update, iteration and epoch.
+    Args:
+        interval: iterations between lines; the first and the last update of a process are always logged.
+        writers: those of ``visualizer.vis_backends`` of the config.
+        log_metric_by_epoch: mmengine's; no effect: a line has update, iteration and epoch.
     """
 
     name = "logger"

@@ -22,7 +22,11 @@ SHOWN_IDS = 20
 
 @HOOKS.register_module()
 class NanGuardHook(Hook):
-    """Raises ``TrainingError`` after ``max_consecutive`` updates in a row were not applied, on all ranks alike."""
+    """Raises ``TrainingError`` after ``max_consecutive`` updates in a row were not applied, on all ranks alike.
+
+    Args:
+        max_consecutive: updates in a row without a finite gradient that stop the run.
+    """
 
     name = "nan_guard"
 

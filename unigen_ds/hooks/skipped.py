@@ -22,6 +22,9 @@ class SkippedSamplesHook(Hook):
     """Appends to ``skipped_samples.jsonl``; above ``max_skipped_fraction`` of all samples it raises ``DataError``.
 
     The runner adds it; ``train_dataloader.max_skipped_fraction`` sets the limit.
+
+    Args:
+        max_skipped_fraction: set by ``train_dataloader.max_skipped_fraction``.
     """
 
     name = "skipped"

@@ -39,7 +39,11 @@ class _Update:
 
 @HOOKS.register_module()
 class IterTimerHook(Hook):
-    """Keeps the last ``window`` updates; ``summary`` is what the logger prints."""
+    """Keeps the last ``window`` updates; ``summary`` is what the logger prints.
+
+    Args:
+        window: updates that rates and time shares are averaged over.
+    """
 
     name = "timer"
 

@@ -147,12 +147,13 @@ class FluxAutoencoder(nn.Module):
     """``encode`` draws from the posterior, as BAGEL always does; latents are shifted and scaled to about N(0, 1).
 
     Args:
-        base_channels: width of the first convolution.
+        base_channels: width of the first convolution; a multiple of 32.
         channel_multipliers: width of each resolution, in ``base_channels``; each but the last halves the sides.
         num_blocks: residual blocks of a resolution (one more in the decoder).
         latent_channels: channels of a latent.
         channels: channels of an image.
-        scale_factor, shift_factor: ``latent = scale_factor * (sample - shift_factor)``.
+        scale_factor: latent = scale_factor * (sample - shift_factor).
+        shift_factor: see ``scale_factor``.
     """
 
     def __init__(

@@ -52,7 +52,11 @@ def encode_by_size(vae: Any, batch: PackedBatch, patch: int) -> Tensor:
 
 @AUTOENCODERS.register_module()
 class PixelAutoencoder(nn.Module):
-    """Latents are the pixels themselves: for images so small that a learned autoencoder has nothing to compress."""
+    """Latents are the pixels themselves: for images so small that a learned autoencoder has nothing to compress.
+
+    Args:
+        channels: channels of the image: 1 for grey.
+    """
 
     def __init__(self, *, channels: int = 3) -> None:
         super().__init__()

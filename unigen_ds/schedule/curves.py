@@ -100,17 +100,22 @@ class PlacedCurve:
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """Arguments every curve takes, mmengine's names. A subclass adds its own and defines ``evaluate``."""
+    """Arguments that every curve has, mmengine's names. A subclass adds its own and defines ``evaluate``.
+
+    Args:
+        by_epoch: True (meant by None): ``begin`` and ``end`` are epochs; False: iterations of the first start.
+        begin: where the curve begins, at least 0.
+        end: where it ends, after ``begin``; None: the end of training.
+        convert_to_iter_based: with epochs: the curve moves with every update and fractions of an epoch are allowed. Its
+            step is one update of the first start (mmengine's iteration, where nothing is accumulated).
+        unit: ``epoch``, ``iteration``, ``update``, ``sequence`` or ``token``; overrides ``by_epoch``.
+    """
 
     by_epoch: bool | None = None
-    """True (the default, as in mmengine): ``begin`` and ``end`` are epochs. False: iterations."""
     begin: float = 0
     end: float | None = None
-    """None: the end of training."""
     convert_to_iter_based: bool = False
-    """With epochs: the curve moves within an epoch, and ``begin`` and ``end`` may be fractions of one."""
     unit: str | None = None
-    """epoch, iteration, update, sequence or token; overrides ``by_epoch``."""
 
     default_unit: ClassVar[str] = "epoch"
 
@@ -243,7 +248,12 @@ class Curve:
 @CURVES.register_module()
 @dataclass(frozen=True, kw_only=True)
 class LinearLR(Curve):
-    """Multiplies by a factor that goes from ``start_factor`` at the first step to ``end_factor`` at the last one."""
+    """Multiplies by a factor that goes from ``start_factor`` at the first step to ``end_factor`` at the last one.
+
+    Args:
+        start_factor: factor at the first step, 0 to 1.
+        end_factor: factor at the last one, 0 to 1.
+    """
 
     start_factor: float = 1.0 / 3
     end_factor: float = 1.0
@@ -263,7 +273,11 @@ class LinearLR(Curve):
 @CURVES.register_module()
 @dataclass(frozen=True, kw_only=True)
 class ConstantLR(Curve):
-    """Multiplies by ``factor`` until the last step before ``end``, which is already free of it (as in mmengine)."""
+    """Multiplies by ``factor`` until the last step before ``end``, which is already free of it (as in mmengine).
+
+    Args:
+        factor: factor until the last step before ``end``, 0 to 1.
+    """
 
     factor: float = 1.0 / 3
 
@@ -286,13 +300,16 @@ class CosineAnnealingLR(Curve):
     """``eta_min + (given - eta_min) * (1 + cos(pi * t / T_max)) / 2``; SGDR, https://arxiv.org/abs/1608.03983.
 
     ``T_max`` (in the unit of ``begin`` and ``end``) is end - begin unless given; beyond it the cosine rises again.
+
+    Args:
+        T_max: half a period, in the curve's unit; None: end - begin.
+        eta_min: smallest learning rate; 0 where neither is given.
+        eta_min_ratio: the same as a fraction of the group's own; one of the two.
     """
 
     T_max: float | None = None
     eta_min: float | None = None
-    """Smallest learning rate; 0 where neither is given."""
     eta_min_ratio: float | None = None
-    """The same as a fraction of the group's learning rate."""
 
     def check_own(self) -> None:
         if self.T_max is not None:
@@ -324,7 +341,12 @@ class CosineAnnealingLR(Curve):
 @CURVES.register_module()
 @dataclass(frozen=True, kw_only=True)
 class PolyLR(Curve):
-    """``eta_min + (given - eta_min) * (1 - t / T) ** power`` with T one step less than end - begin (mmengine)."""
+    """``eta_min + (given - eta_min) * (1 - t / T) ** power`` with T one step less than end - begin (mmengine).
+
+    Args:
+        eta_min: smallest learning rate.
+        power: exponent of the remaining share.
+    """
 
     eta_min: float = 0.0
     power: float = 1.0
@@ -344,7 +366,12 @@ class PolyLR(Curve):
 @CURVES.register_module()
 @dataclass(frozen=True, kw_only=True)
 class MultiStepLR(Curve):
-    """Multiplies by ``gamma`` once for every milestone passed. Milestones count from ``begin`` (mmengine)."""
+    """Multiplies by ``gamma`` once for every milestone passed. Milestones count from ``begin`` (mmengine).
+
+    Args:
+        milestones: list of positions, counted from ``begin``.
+        gamma: factor at each of them.
+    """
 
     milestones: tuple[float, ...]
     gamma: float = 0.1
@@ -378,6 +405,10 @@ class WarmupCosineLR(Curve):
     The warm-up lasts ``warmup_ratio * total`` updates, not rounded, and update ``i`` gets ``(i + 1) / warm-up``.
     So the last one of a warm-up that is no whole number overshoots: 4.76 times the base at 7 updates. It is kept,
     since the aim is that code's own numbers. Counts in updates unless ``unit`` or ``by_epoch`` is given.
+
+    Args:
+        warmup_ratio: share of the whole that warms up; below 1.
+        min_ratio: smallest learning rate as a fraction, 0 to 1.
     """
 
     warmup_ratio: float = 0.03

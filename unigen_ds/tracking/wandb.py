@@ -28,10 +28,14 @@ ALIASES = {
 class WandbVisBackend(Writer):
     """One W&B run per training run: a resume continues the run whose id the checkpoint keeps.
 
-    ``init_kwargs`` are those of ``wandb.init`` (``entity``, ``project``, ``name``, ``mode='offline'``, ...).
-    ``define_metric_cfg`` is a list of arguments of ``wandb.Run.define_metric``. The horizontal axis of everything is
+    The horizontal axis of everything is
     ``update``, not W&B's own step, so an evaluation that ends late still lands where it belongs.
     ``WANDB_MODE=disabled`` switches it off.
+
+    Args:
+        save_dir: folder of local files; None: the work dir.
+        init_kwargs: arguments of ``wandb.init``, such as ``entity``, ``project``, ``name`` and ``mode='offline'``.
+        define_metric_cfg: list of arguments of ``wandb.Run.define_metric``.
     """
 
     package = "wandb"

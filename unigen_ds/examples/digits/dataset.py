@@ -44,11 +44,12 @@ class DigitsDataset(UnifiedGenerationDataset):
     """The digits; 1,500 for training and 297 for validation.
 
     Args:
-        root: folder of the files; written when it does not exist yet. Safe where several processes start together.
+        root: folder of the files, written when it does not exist; safe where several processes start together.
         split: ``train`` or ``val``.
         processor: plans a conversation; its transforms need ``mode='L'`` or ``'RGB'``.
         task: ``draw`` (text to image), ``caption`` (image to text) or ``both`` (two records a digit).
-        weight, name: as for ``UnifiedGenerationDataset``.
+        weight: relative share of an epoch in a mixture; all sources have one, or none has.
+        name: first part of a sample id; None: ``digits_<split>``.
     """
 
     def __init__(

@@ -163,21 +163,30 @@ class UnifiedModel(PretrainedModel):
     """``forward(PackedBatch) -> LossTerms`` with terms ``text`` and ``image``.
 
     Args:
-        llm: sizes under Qwen2's names, plus ``dropout``. ``vocab_size`` is filled from the tokenizer when absent.
-        vit: sizes under SigLIP's names (``hidden_size``, ..., ``image_size``, ``patch_size``, ``num_channels``).
-        vae: ``dict(type=...)`` of an autoencoder, always frozen.
-        latent_patch_size: side of a latent patch, in latent pixels; 2 where ``pretrained`` does not have it.
-        max_latent_size: side of the latent position table, in patches; 64 where ``pretrained`` does not have it.
-        vit_max_patches_per_side: side of the table of ViT positions; image_size // patch_size where nothing has it.
-        timestep_shift: of the training time steps; 1 does not change them.
-        freeze: any of ``vae``, ``vit``, ``llm``, ``connector``: gets no gradient and stays bit-identical.
-        quantize: frozen part -> ``nf4`` or ``int8``: its linear layers keep packed weights (``quantized.py``).
-        activation_checkpointing: re-compute each layer of decoder and vision tower in the backward pass.
+        llm: sizes under Qwen2's names and ``dropout``, [its keys](configs.md#unifiedmodel); those that ``pretrained``
+            does not have.
+        vit: sizes under SigLIP's names, [its keys](configs.md#unifiedmodel); those that ``pretrained`` does not have.
+        vae: component: the autoencoder, always frozen, whole on every process and in fp32; needed where ``pretrained``
+            has none.
+        latent_patch_size: side of a latent patch, in latent pixels; as ``pretrained`` has it, else 2.
+        max_latent_size: rows and columns of the latent position table, in patches: the largest image; as ``pretrained``
+            has it, else 64.
+        vit_max_patches_per_side: rows and columns of the table of ViT positions, in patches: the largest image; as
+            ``pretrained`` has it, else ``image_size // patch_size`` of ``vit``, which is also the most.
+        timestep_shift: moves training times towards the noise above 1; 1 leaves them alone. ``tools/generate.py`` and
+            the inferencer draw with it by default; with a published directory, taken as it is, they use BAGEL's public
+            3.0.
+        freeze: any of ``vae``, ``vit``, ``llm``, ``connector``: no gradient, bit-identical after training; the VAE
+            always is.
+        quantize: packed weights for the linear layers of frozen parts: ``dict(llm='nf4', vit='int8')``, [quantised
+            weights](configs.md#quantised-frozen-weights).
+        activation_checkpointing: compute each layer of decoder and vision tower again in the backward pass: less
+            memory, more time.
         compile: ``torch.compile`` each decoder layer.
-        pretrained: a published directory, or ``dict(llm=..., vit=..., vae=...)`` of directories: initial weights, and
-            every size that is not given.
-        vit_select_layer: the layer of ``pretrained``'s vision tower that is read, counted from its end: -1 its last,
-            -2 the one before, as BAGEL; None: as the directory was exported, or -2. What follows it is not built.
+        pretrained: initial weights and all sizes: a published BAGEL directory, or ``dict(llm='DIR', vit='DIR',
+            vae='DIR')`` of some of the three.
+        vit_select_layer: layer of ``pretrained``'s vision tower that is read, counted from its end: -1 the last, -2 the
+            one before; None: as the directory was exported, else BAGEL's -2. Layers after it are not built.
         copy_init_moe: gen experts that ``pretrained`` lacks start as copies of the und experts.
     """
 

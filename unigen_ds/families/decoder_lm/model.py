@@ -38,12 +38,14 @@ class DecoderLM(PretrainedModel):
     """``forward(PackedBatch) -> LossTerms`` with the term ``text``.
 
     Args:
-        llm: ``model_type`` (``llama`` or ``qwen2``) and keys of its config in transformers, ``attention_dropout``
-            among them. ``vocab_size`` is filled from the tokenizer when absent.
-        pretrained: a directory as transformers writes it: initial weights, and every key that is not given.
-        dropout: on both residual branches of each layer.
-        freeze: any of ``embed``, ``layers``, ``head``: gets no gradient and stays bit-identical.
-        activation_checkpointing: re-compute each decoder layer in the backward pass.
+        llm: ``model_type`` (``llama`` or ``qwen2``) and keys of that kind's config in transformers, under its names and
+            with its defaults; those that ``pretrained`` does not have.
+        pretrained: a directory as transformers writes it (``config.json``, ``*.safetensors``, in one file or many):
+            initial weights, and every key that is not given.
+        dropout: on both residual branches of each layer; that of the scores is ``llm.attention_dropout``.
+        freeze: any of ``embed``, ``layers``, ``head`` (with tied embeddings ``embed`` and ``head`` are one): no
+            gradient, bit-identical after training.
+        activation_checkpointing: compute each decoder layer again in the backward pass: less memory, more time.
         compile: ``torch.compile`` each decoder layer.
     """
 
