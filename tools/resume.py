@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
             print(json.dumps(found.state_dict(), indent=1))
         else:
             report.show(found.findings)
-            print("\n".join(report.plans(found.cuts, found.memory)))
+            print("\n".join(report.plans(found.geometries, found.memory)))
         if arguments.write_config:
             write_config(config, found, arguments.write_config, overrides=overrides)
             print(f"Written: {arguments.write_config}", file=sys.stderr)

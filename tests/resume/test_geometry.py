@@ -9,22 +9,23 @@ from unigen_ds.backends.fsdp import FSDPBackend
 from unigen_ds.backends.single import SingleBackend
 from unigen_ds.core.progress import Geometry
 from unigen_ds.data.settings import TrainDataloader
-from unigen_ds.resume.geometry import cuts_text, equal_cuts, lr_factor, memory_plans
+from unigen_ds.resume.geometry import equal_geometries, geometries_text, lr_factor, memory_plans
 
 
 def test_every_cut_keeps_the_total_and_the_smallest_memory_is_first():
-    cuts = equal_cuts(256, 2)
+    cuts = equal_geometries(256, 2)
     assert [(g.batch_size, g.accumulative_counts) for g in cuts] == [
         (1, 128), (2, 64), (4, 32), (8, 16), (16, 8), (32, 4), (64, 2), (128, 1),
     ]  # fmt: skip
     assert {g.global_batch_size for g in cuts} == {256}
-    assert equal_cuts(256, 3) == []
+    assert equal_geometries(256, 3) == []
 
 
 def test_an_indivisible_total_names_the_nearest():
-    assert "256 cannot be split over 3 processes; the nearest effective batches are 255 and 258" in cuts_text(256, 3)
-    assert "1 x 128, 2 x 64" in cuts_text(256, 2)
-    assert "(9 in all)" in cuts_text(256, 1)
+    text = geometries_text(256, 3)
+    assert "256 cannot be split over 3 processes; the nearest effective batches are 255 and 258" in text
+    assert "1 x 128, 2 x 64" in geometries_text(256, 2)
+    assert "(9 in all)" in geometries_text(256, 1)
 
 
 @pytest.mark.parametrize(("choice", "factor"), [("keep-lr", 1.0), ("linear", 0.5), ("sqrt", 0.5**0.5)])

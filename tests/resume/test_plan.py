@@ -103,7 +103,7 @@ def test_naming_an_older_one_says_what_is_left_behind(tmp_path):
     paths = save_chain(tmp_path, 12, 24, 36)
     plan = plan_resume(tmp_path, resume=True, load_from=str(paths[0]))
     assert plan.checkpoint == paths[0]
-    assert "left behind: iter_24.pth, iter_36.pth" in plan.messages[1] and "--resume alone" in plan.messages[1]
+    assert "not used any more: iter_24.pth, iter_36.pth" in plan.messages[1] and "--resume alone" in plan.messages[1]
     assert len(plan_resume(tmp_path, resume=str(paths[2]), load_from=None).messages) == 1
 
 

@@ -151,8 +151,8 @@ def test_what_would_run_code_is_refused_and_never_run(data: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"optimizer": {"state": {}}, "epoch": 1}, r"holds no weights \(optimizer, epoch\).*state_dict"),
-        (torch.nn.Linear(2, 2), r"is refused: it asks for a call|holds no weights"),
+        ({"optimizer": {"state": {}}, "epoch": 1}, r"contains no weights \(optimizer, epoch\).*state_dict"),
+        (torch.nn.Linear(2, 2), r"is refused: it asks for a call|contains no weights"),
     ],
 )
 def test_a_file_without_weights_is_named(data: Path, tmp_path: Path, content: Any, message: str) -> None:  # noqa: F811

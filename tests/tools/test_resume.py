@@ -156,7 +156,7 @@ def test_a_run_that_began_with_load_from_is_looked_at_where_it_is_now(tmp_path, 
 def test_nothing_to_resume_from(tmp_path, run_dir, capsys):
     arguments = ["unified_digits", "--work-dir", str(tmp_path / "none"), *options(run_dir)]
     assert tool.main(arguments) == 1
-    assert "holds no checkpoint" in capsys.readouterr().err
+    assert "contains no checkpoint" in capsys.readouterr().err
 
 
 def test_only_verify_reads_every_byte(tmp_path, run_dir, capsys):

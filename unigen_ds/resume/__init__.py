@@ -1,1 +1,1 @@
-"""Floor 5: what a resume loads, drops and re-maps, decided before anything is touched."""
+"""Layer 7: what a resume loads, drops and changes, decided before anything is modified."""

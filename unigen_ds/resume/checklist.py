@@ -1,10 +1,11 @@
 """What a resume would change, before anything is started: ``(manifest, proposal) -> findings``. Pure; reads no file.
 
-A finding says what was, what is, why it matters and what to do. ``block``: training would silently be another one, or
-could not go on. ``warn``: it goes on, and its results differ by more than float rounding, or something is lost that a
-user may miss. The ids are stable: scripts may rely on them. ``guide`` is the point of the five-point checklist that a
-finding answers: 1 the checkpoint exists and is complete, 2 ``resume`` and ``load_from`` are set right, 3 batch size and
-accumulation as before or the same effective batch, 4 the learning rate is sensible, 5 the log confirms the resumption.
+A finding states the stored value, the present one, why the difference matters and what to do. ``block``: training would
+be another one without a message, or could not continue. ``warn``: it continues, and its results differ by more than
+float rounding, or something is lost that a user may need. The ids are stable: scripts may rely on them. ``guide`` is
+the point of the five-point checklist that a finding answers: 1 the checkpoint exists and is complete, 2 ``resume`` and
+``load_from`` are set correctly, 3 batch size and accumulation as before or the same effective batch, 4 the learning
+rate is sensible, 5 the log confirms the resumption.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.progress import Geometry, Progress
 from unigen_ds.resume.edited import edited_settings
 from unigen_ds.resume.finding import Finding, Proposal, Status, shown
-from unigen_ds.resume.geometry import cuts_text
+from unigen_ds.resume.geometry import geometries_text
 from unigen_ds.resume.model_check import model_findings
 from unigen_ds.schedule.schedule import Schedules
 
@@ -43,7 +44,7 @@ def check_checkpoint(manifest: Manifest, proposal: Proposal) -> Iterable[Finding
         "ok",
         f"iteration {manifest.iteration}, update {manifest.progress.updates}",
         f"full resume of weights, moments, schedule and data position from {proposal.checkpoint}",
-        why="resume=True takes the newest, resume=CKPT the named one; load_from alone would take weights only",
+        why="resume=True loads the newest, resume=CKPT the named one; load_from alone would load weights only",
         guide=2,
     )
 
@@ -62,7 +63,7 @@ def check_disk(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
     size = sum(entry.size for entry in manifest.files)
     fits = proposal.free_bytes // max(size, 1)
     keep = proposal.saves.max_keep_ckpts
-    needed = 2 if keep == -1 else keep + 1  # the new one is durable before the oldest goes
+    needed = 2 if keep == -1 else keep + 1  # the new one is durable before the oldest is deleted
     status: Status = "ok" if fits >= needed else "warn" if fits else "block"
     yield Finding(
         "disk.free",
@@ -95,8 +96,8 @@ def check_batch(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
             str(was),
             str(now),
             "the effective batch size differs, and the learning rate was chosen for the old one",
-            cuts_text(was.global_batch_size, now.dp_size)
-            + "; or say what becomes of the learning rate: --on-batch-change keep-lr | linear | sqrt",
+            geometries_text(was.global_batch_size, now.dp_size)
+            + "; or choose how the learning rate changes: --on-batch-change keep-lr | linear | sqrt",
             guide=3,
         )
     else:
@@ -115,7 +116,7 @@ def check_batch(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
 def check_position(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
     ends = (Schedules.from_state_dict(manifest.schedule).total_sequences, proposal.schedules.total_sequences)
     was, now = (
-        _place(manifest, geometry, end)
+        _position(manifest, geometry, end)
         for geometry, end in zip((manifest.geometry, proposal.geometry), ends, strict=True)
     )
     why = ""
@@ -137,19 +138,19 @@ def check_position(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
     elif ends[0] != ends[1]:
         yield Finding(
             "progress.left", "warn", f"{ends[0]:,.0f} sequences in all", f"{ends[1]:,.0f}: {left:,.0f} are left",
-            "train_cfg was edited: training ends elsewhere",
+            "train_cfg was edited: training ends at another point",
         )  # fmt: skip
 
 
 def _iterations_per_epoch(manifest: Manifest, geometry: Geometry) -> int:
-    """As a run that began with this geometry would count: unpacked, by samples, the rest dropped."""
+    """As a run that began with this geometry would count them: not packed, by samples, the last partial one dropped."""
     facts = manifest.loader.get("facts") or {}
     unpacked = "sizes" in facts and not facts.get("packing") and not facts.get("weights")
     samples = sum(facts.get("units", facts["sizes"])) if unpacked else manifest.ruler.sequences_per_epoch
     return max(1, samples // geometry.sequences_per_iteration)
 
 
-def _place(manifest: Manifest, geometry: Geometry, end: float) -> str:
+def _position(manifest: Manifest, geometry: Geometry, end: float) -> str:
     size = geometry.sequences_per_iteration
     done, epoch = manifest.progress.sequences, manifest.ruler.sequences_per_epoch
     return (
@@ -197,7 +198,7 @@ def _why_other(stored: Schedules, proposal: Proposal) -> str:
 
 
 def _curve(points: Sequence[tuple[float, Mapping[str, float]]]) -> str:
-    """One number a point where all groups agree on a factor; else those of the first group."""
+    """The learning rate at each point: that of all groups where they are equal, else that of the first group."""
     first = next(iter(points[0][1]))
     return ", ".join(f"{rates[first]:.4g} at {epoch:.2f}" for epoch, rates in points) + f" (epochs; group {first})"
 

@@ -21,7 +21,7 @@ _ELSEWHERE = (
     "model.copy_init_moe", "optim_wrapper.accumulative_counts", "optim_wrapper.precision",
     "optim_wrapper.optimizer.type",
 )  # fmt: skip
-"""Changes no number, or another finding tells of it; so it is with every learning rate."""
+"""Keys that change no number, or that another finding reports, as it does every learning rate."""
 
 
 def other_sizes(stored: Mapping[str, Any], config: Mapping[str, Any], *, hidden: bool = False) -> list[str]:
@@ -66,7 +66,7 @@ def _is_size(key: str) -> bool:
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of all that is no section. A component in a list goes by its type, not by its place."""
+    """(dotted key, value) of all that is no section. A component in a list is named by its type, not by its index."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _leaves(inner, f"{path}.{key}")

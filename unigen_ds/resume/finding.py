@@ -1,4 +1,4 @@
-"""What a check says (``Finding``) and what it is told (``Proposal``): plain values, so checks are pure functions."""
+"""The result of a check (``Finding``) and its input (``Proposal``): plain values, so checks are pure functions."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Saves:
 
 @dataclass(frozen=True)
 class Proposal:
-    """The run as it would go on: whatever a finding depends on, from files alone."""
+    """The run as it would continue: everything that a finding depends on, from files alone."""
 
     checkpoint: str
     config: Mapping[str, Any]
@@ -61,7 +61,7 @@ class Proposal:
     geometry: Geometry
     topology: Mapping[str, Any]
     schedules: Schedules
-    """What would be followed."""
+    """The schedule that would be followed."""
     parameters: Sequence[Mapping[str, Any]]
     """Rows as in the manifest: name, shape, trainable, group."""
     data: DataChange
@@ -80,7 +80,7 @@ class Proposal:
     old_rules: Sequence[OldRule] = ()
     """Those that affect a record."""
     unknown: Sequence[str] = ()
-    """What another trainer's checkpoint could not tell."""
+    """What another trainer's checkpoint does not state."""
 
 
 def refuse(findings: Iterable[Finding]) -> None:

@@ -1,4 +1,4 @@
-"""How an update may be cut: the cuts that keep an effective batch, and what a change of it does to the learning rate.
+"""How an update is split: geometries that keep an effective batch, and how its change affects the learning rate.
 
 In: numbers. Out: geometries, factors, and the three plans for a device that is too small. Nothing here reads a file.
 """
@@ -16,14 +16,14 @@ from unigen_ds.data.settings import TrainDataloader
 
 
 def lr_factor(choice: str, *, was: int, now: int) -> float:
-    """What multiplies the learning rate when the effective batch goes from ``was`` to ``now`` sequences."""
+    """The factor of the learning rate when the effective batch changes from ``was`` to ``now`` sequences."""
     if choice == "linear":
         return now / was
     return math.sqrt(now / was) if choice == "sqrt" else 1.0
 
 
-def equal_cuts(total: int, dp_size: int) -> list[Geometry]:
-    """Every cut of ``total`` sequences over ``dp_size`` ranks, the smallest memory (batch per device) first."""
+def equal_geometries(total: int, dp_size: int) -> list[Geometry]:
+    """Every split of ``total`` sequences over ``dp_size`` ranks, the smallest batch per device (least memory) first."""
     if total % dp_size:
         return []
     share = total // dp_size
@@ -36,12 +36,12 @@ def nearest_totals(total: int, dp_size: int) -> list[int]:
     return [total] if below == total else [value for value in (below, below + dp_size) if value]
 
 
-def cuts_text(total: int, dp_size: int, *, most: int = 8) -> str:
-    """The remedy for a wrong effective batch: what restores it, or the nearest that exist."""
-    cuts = equal_cuts(total, dp_size)
-    if cuts:
-        shown = ", ".join(f"{g.batch_size} x {g.accumulative_counts}" for g in cuts[:most])
-        more = f" ... ({len(cuts)} in all)" if len(cuts) > most else ""
+def geometries_text(total: int, dp_size: int, *, most: int = 8) -> str:
+    """The remedy for a wrong effective batch: the splits that restore it, or the nearest possible batches."""
+    found = equal_geometries(total, dp_size)
+    if found:
+        shown = ", ".join(f"{g.batch_size} x {g.accumulative_counts}" for g in found[:most])
+        more = f" ... ({len(found)} in all)" if len(found) > most else ""
         return f"batch_size x accumulative_counts that keep {total} on {dp_size} process(es): {shown}{more}"
     nearest = " and ".join(map(str, nearest_totals(total, dp_size)))
     return (
@@ -66,19 +66,19 @@ class MemoryPlan:
 def memory_plans(
     geometry: Geometry, *, backend: Backend, loader: TrainDataloader, recomputes: bool | None
 ) -> list[MemoryPlan]:
-    """The three out-of-memory plans: smaller micro-batches (A), more processes (B), less held per device (C).
+    """The three out-of-memory plans: smaller micro-batches (A), more processes (B), less kept on each device (C).
 
     ``recomputes``: ``model.activation_checkpointing``; None: the config does not have it.
-    All keep the effective batch, so the run goes on as the same training. A and B are absent at ``batch_size`` 1.
+    All keep the effective batch, so the run continues as the same training. A and B are absent at ``batch_size`` 1.
     """
     plans = []
     size, counts, ranks = geometry.batch_size, geometry.accumulative_counts, geometry.dp_size
     if size > 1:
         factor = next(f for f in range(2, size + 1) if size % f == 0)
         finer = Geometry(size // factor, counts * factor, ranks)
-        plans.append(MemoryPlan("A", "smaller micro-batches, more of them", finer, cut_keys(finer, loader)))
+        plans.append(MemoryPlan("A", "smaller micro-batches, more of them", finer, geometry_keys(finer, loader)))
         wider = Geometry(size // factor, counts, ranks * factor)
-        plans.append(MemoryPlan("B", "more processes", wider, cut_keys(wider, loader), backend.for_more_processes))
+        plans.append(MemoryPlan("B", "more processes", wider, geometry_keys(wider, loader), backend.for_more_processes))
     overrides: dict[str, Any] = {}
     if recomputes is False:
         overrides["model.activation_checkpointing"] = True
@@ -90,9 +90,13 @@ def memory_plans(
     return plans
 
 
-def cut_keys(geometry: Geometry, loader: TrainDataloader) -> dict[str, Any]:
+def geometry_keys(geometry: Geometry, loader: TrainDataloader) -> dict[str, Any]:
     """The keys that set a geometry. With ``global_batch_size`` the size per device may follow from it."""
     keys: dict[str, Any] = {"optim_wrapper.accumulative_counts": geometry.accumulative_counts}
     if loader.global_batch_size is None or loader.batch_size is not None:
         keys["train_dataloader.batch_size"] = geometry.batch_size
     return keys
+
+
+# Former names, for one release.
+equal_cuts, cuts_text, cut_keys = equal_geometries, geometries_text, geometry_keys

@@ -15,7 +15,7 @@ from unigen_ds.resume.finding import Finding, shown
 def model_findings(
     manifest: Manifest, *, parameters: Sequence[Mapping[str, Any]], config: Mapping[str, Any]
 ) -> list[Finding]:
-    """The model and the optimizer, by parameter names: also asked of the real model once it is built."""
+    """The findings on model and optimizer, by parameter names: computed again for the real model once it is built."""
     number = f"{len(manifest.parameters)} parameters"
     other = other_sizes(manifest.config, config) + _other_packing(manifest.config, config)
     other += other_shapes(manifest.parameters, parameters)
@@ -28,10 +28,10 @@ def model_findings(
         Finding("optimizer.type", "ok", kinds[0], kinds[1]),
         Finding("optimizer.groups", "ok", groups[0], groups[1]),
     ]
-    for place, differences in enumerate((other, frozen)):
+    for index, differences in enumerate((other, frozen)):
         if differences:
-            findings[place] = replace(
-                findings[place],
+            findings[index] = replace(
+                findings[index],
                 status="block",
                 now=shown(differences),
                 why="the model differs from that of the checkpoint",
@@ -41,7 +41,7 @@ def model_findings(
         findings[2] = replace(
             findings[2],
             status="block",
-            why="the optimizer is another, to which the state means nothing",
+            why="the optimizer is another one, which cannot use the stored state",
             remedy=f"set optim_wrapper.optimizer.type back to {kinds[0]}, or start anew with --load-from CKPT",
         )
     if groups[0] != groups[1]:
@@ -89,6 +89,6 @@ def _shapes(rows: Sequence[Mapping[str, Any]]) -> dict[str, Shape]:
 
 
 def optimizer_type(config: Mapping[str, Any]) -> str:
-    """``AdamW``, also where the config gave the class and its text was stored."""
+    """``AdamW``, also where the config had the class and its text was stored."""
     kind = str(((config.get("optim_wrapper") or {}).get("optimizer") or {}).get("type", "AdamW"))
     return kind.removeprefix("<class '").removesuffix("'>").rpartition(".")[2]

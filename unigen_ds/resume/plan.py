@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and whether it may.
+"""Which checkpoint a run resumes from, and whether it may.
 
 =====================  ==================  ==========================================================
 ``resume``             ``load_from``       what happens
@@ -11,9 +11,9 @@ False                  CKPT                weights only, progress from zero; ref
 ``'auto'``             any                 the newest valid checkpoint of the work dir; none: as with False
 =====================  ==================  ==========================================================
 
-``load_cfg`` says what may differ where weights alone are taken; ``True`` and CKPT refuse it. ``'auto'`` is what a bare
-``--resume`` means: the same command begins a run and goes on with it, also one that began with ``load_from``.
-Called on rank 0, which tells the others: a checkpoint is read whole, for its hashes.
+``load_cfg`` lists what may differ where weights alone are loaded; ``True`` and CKPT refuse it. A bare ``--resume`` sets
+``'auto'``: the same command begins a run and continues it, also one that began with ``load_from``.
+Called on rank 0, which sends the result to the others: a checkpoint is read completely, for its hashes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from unigen_ds.core.choices import AUTO
 from unigen_ds.core.errors import CheckpointError, ConfigError
 
 NOT_RESUMED = "Not resumed from"
-"""How a message begins that names a newer checkpoint which cannot be used."""
+"""First words of a message about a newer checkpoint that cannot be used."""
 
 Mode = Literal["fresh", "resume", "weights"]
 
@@ -47,7 +47,7 @@ class ResumePlan:
     """None with a checkpoint: it is of another trainer (``checkpoint/foreign.py``)."""
     messages: Sequence[str] = ()
     load_cfg: LoadConfig = field(default_factory=LoadConfig)
-    """What may differ where weights alone are taken."""
+    """What may differ where weights alone are loaded."""
     seed: int = 0
     """Of the run: the config's; where that is None the checkpoint's on a resume, else one that was drawn."""
 
@@ -73,11 +73,11 @@ def plan_resume(
             return replace(plan, messages=(*plan.messages, *more))
         if load_from is None and not load_cfg:
             return plan
-        resume, begun = False, (f"No checkpoint found in {work_dir}: training begins as load_from says.",)
+        resume, begun = False, (f"No checkpoint found in {work_dir}: training begins from load_from.",)
     if isinstance(resume, str) and load_from is not None:
         raise ConfigError(
             f"both resume={resume!r} and load_from={load_from!r} name a checkpoint",
-            remedy="resume goes on with a run; load_from alone takes weights only",
+            remedy="resume continues a run; load_from alone loads weights only",
         )
     if load_cfg and (resume or load_from is None):
         raise ConfigError(
@@ -91,25 +91,25 @@ def plan_resume(
         names = ", ".join(found.path.name for found in existing[-3:])
         raise ConfigError(
             f"{work_dir} already holds checkpoints ({names}) but resume was not asked for",
-            remedy="--resume goes on with that run; --work-dir NEW starts another beside it",
+            remedy="--resume continues that run; --work-dir NEW starts another one in its own folder",
         )
     named = resume if isinstance(resume, str) else load_from
     if named is None:
         return _newest(work_dir, hashes=hashes) if resume else ResumePlan("fresh")
     if not ((path := checkpoint_directory(named)) / FILE_NAME).is_file():
-        told = f"{path} has no manifest: it is read as another trainer's checkpoint."
-        return ResumePlan("resume" if resume else "weights", path, messages=(*begun, told), load_cfg=partial)
+        message = f"{path} has no manifest: it is read as another trainer's checkpoint."
+        return ResumePlan("resume" if resume else "weights", path, messages=(*begun, message), load_cfg=partial)
     manifest = _verified(path, hashes=hashes)
     if not resume:
-        told = f"Loaded weights only from {path}; progress starts at zero."
-        return ResumePlan("weights", path, manifest, (*begun, told), partial)
+        message = f"Loaded weights only from {path}; progress starts at zero."
+        return ResumePlan("weights", path, manifest, (*begun, message), partial)
     messages = [f"Resumed from the checkpoint {path}."]
     first = manifest.commit if store.is_inside(work_dir, path) else 0
     later = [f.path.name for f in existing if f.manifest and f.manifest.commit > first]
     if later:
         messages.append(
-            f"It was named, so what {work_dir} holds beyond it is left behind: {', '.join(later)}. To go on from the"
-            " newest one, name none (no load_from, --resume alone)."
+            f"It was named, so later checkpoints in {work_dir} are not used any more: {', '.join(later)}. To resume"
+            " from the newest one, name none (no load_from, --resume alone)."
         )
     return ResumePlan("resume", path, manifest, tuple(messages))
 
@@ -120,8 +120,8 @@ def _newest(work_dir: Path, *, hashes: bool) -> ResumePlan:
     if found is None and rejected:
         raise CheckpointError(
             f"{work_dir} holds {len(rejected)} checkpoint(s) and none is usable: " + "; ".join(messages),
-            remedy="repair them, name the one to go on from with --resume CKPT, or remove them; a run never starts from"
-            " scratch behind your back",
+            remedy="repair them, name the one to resume from with --resume CKPT, or remove them; a run never starts"
+            " from scratch without a message",
         )
     if found is None:
         return ResumePlan("fresh", messages=(f"No checkpoint found in {work_dir}: training starts from scratch.",))
@@ -139,7 +139,7 @@ def checkpoint_directory(given: str) -> Path:
     whole = store.STAGING not in path.name and not path.name.endswith(store.DELETING)
     found = locate(path) if whole else path
     inside = [each.path.name for each in store.list_checkpoints(path)] if path.is_dir() else []
-    hinted = found in [path / name for name in inside]  # by our own hint, which a resume without a name follows
+    hinted = found in [path / name for name in inside]  # by our own hint file, which a resume without a name uses
     if whole and not hinted and ((found / FILE_NAME).is_file() or foreign.is_known(found)):
         return found
     if path.is_dir() and not inside:

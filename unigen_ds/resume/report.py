@@ -42,12 +42,13 @@ def _title(finding: Finding) -> str:
     return finding.id + (f" ({finding.guide} of 5)" if finding.guide else "")
 
 
-def plans(cuts: Sequence[Geometry], memory: Sequence[MemoryPlan]) -> Iterator[str]:
-    """The cuts that keep the effective batch, and the plans for a device that is too small."""
-    if cuts:
-        yield f"Cuts that keep {cuts[0].global_batch_size} on {cuts[0].dp_size} process(es), smallest memory first:"
-        yield "  " + ", ".join(f"batch_size {g.batch_size} x {g.accumulative_counts} accumulated" for g in cuts)
+def plans(geometries: Sequence[Geometry], memory: Sequence[MemoryPlan]) -> Iterator[str]:
+    """The splits of the batch that keep the effective batch, and the plans for a device that is too small."""
+    if geometries:
+        total, ranks = geometries[0].global_batch_size, geometries[0].dp_size
+        yield f"Splits of {total} sequences over {ranks} process(es), smallest memory first:"
+        yield "  " + ", ".join(f"batch_size {g.batch_size} x {g.accumulative_counts} accumulated" for g in geometries)
     if memory:
-        yield "Should memory run out (the effective batch stays):"
+        yield "If memory runs out (the effective batch stays):"
         for plan in memory:
             yield f"  plan {plan.name}: {plan.words}: {plan.geometry}"

@@ -1,7 +1,7 @@
-"""A checkpoint of another trainer as if it had a manifest: what its files tell, the config's word for the rest.
+"""A manifest for a checkpoint of another trainer: from its files as far as they state it, else from the config.
 
-The order of its data is not known, so the run goes on behind as many sequences as it had trained on, in the order of
-this project. Everything that could not be known is in ``Foreign.unknown`` and in the checklist.
+The order of its data is not known, so the run continues after as many sequences as the checkpoint was trained on, in
+the order of this project. Everything that could not be determined is in ``Foreign.unknown`` and in the checklist.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ from unigen_ds.schedule.schedule import Schedules
 
 
 def geometry_of(foreign: Foreign) -> Geometry:
-    """The cut it was trained with. Raises ``ResumeBlocked`` saying what to assume, or that it cannot be resumed."""
+    """The geometry it was trained with. Raises ``ResumeBlocked`` naming what to pass with ``--assume``, or stating that
+    it cannot be resumed.
+    """
     if foreign.geometry is None:
         raise ResumeBlocked(
-            f"{foreign.directory} has no manifest, and its files do not tell the whole effective batch size:"
+            f"{foreign.directory} has no manifest, and its files do not state the whole effective batch size:"
             f" {' '.join(line for line in foreign.unknown if '--assume' in line)}"
         )
     if foreign.sequences is None:
         raise ResumeBlocked(
-            f"{foreign.directory} has no manifest, and its files do not tell how far it had trained",
-            remedy="--load-from takes its weights and starts at zero",
+            f"{foreign.directory} has no manifest, and its files do not state how far it was trained",
+            remedy="--load-from loads its weights and starts at zero",
         )
     return foreign.geometry
 
@@ -74,7 +76,7 @@ def adopt(foreign: Foreign, settings: Settings, stream: SequenceStream) -> Manif
 
 
 def planned_tensors(plan: ResumePlan) -> tuple[ShardReader, list[dict[str, Any]], Mapping[str, Any]]:
-    """The tensors of the checkpoint that a plan names, its parameter table, and what is known of its config, with or
+    """The tensors of the checkpoint that a plan names, its parameter table and what is known of its config, with or
     without a manifest.
     """
     assert plan.checkpoint is not None, "nothing to load"

@@ -1,4 +1,4 @@
-"""Config -> objects, one function a piece: the only room that names concrete classes. In: a ``load_config`` result."""
+"""Settings -> objects, one function for each part: the only module that names concrete classes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Data:
 
 
 def build_data(settings: Settings, *, geometry: Geometry, ruler: Ruler | None, rules: DataRules = CURRENT) -> Data:
-    """Tokenizer, processor, data sets, global order, packer, stream. ``ruler`` and ``rules`` are stored ones on a
+    """Tokenizer, processor, data sets, global order, packer, stream. ``ruler`` and ``rules`` are the stored ones on a
     resume: they fix the epoch, and how records are read.
     """
     loader, seed = settings.train_dataloader, settings.seed
@@ -97,7 +97,7 @@ def rules_of(settings: Settings, manifest: Manifest | None) -> DataRules:
 
 
 def build_processor(config: Mapping[str, Any], *, seed: int, rules: DataRules = CURRENT) -> Any:
-    """The tokenizer and the family's processor, with every size that the model fixes taken from the model."""
+    """The tokenizer and the family's processor; every size that the model determines is read from the model."""
     model, given = config["model"], config.get("tokenizer")
     resolve(MODELS, model, where="model")
     tokenizer = None if given is None else build(TOKENIZERS, given, where="tokenizer")
@@ -108,7 +108,7 @@ def build_processor(config: Mapping[str, Any], *, seed: int, rules: DataRules = 
 
 
 def build_limits(train_cfg: TrainCfg, ruler: Ruler) -> list[Duration]:
-    """When training is complete, in data. Any of several limits ends it."""
+    """When training is complete, in amounts of data. The first limit reached ends it."""
     return [ruler.duration(amount, unit) for amount, unit in train_cfg.limits]
 
 
@@ -124,10 +124,10 @@ def total_sequences(limits: Sequence[Duration], geometry: Geometry, tokens_per_s
 
 
 def build_model(config: Mapping[str, Any], processor: Any, *, stream: bool = False) -> nn.Module:
-    """The model on the CPU in fp32: the same weights on every rank and process count.
+    """The model on the CPU in fp32: the same weights on every rank and for every number of processes.
 
     ``stream``: on the meta device if its weights are published ones, which its ``initial_weights`` then reads. A model
-    that is to be quantised is whole first.
+    that is to be quantised is first built whole.
     """
     spec, tokenizer = dict(config["model"]), getattr(processor, "tokenizer", None)
     torch.manual_seed(seed_of(config))
@@ -149,9 +149,9 @@ def seed_of(config: Mapping[str, Any]) -> int:
 
 
 def recorded_fused(settings: Settings, manifest: Manifest | None) -> bool | None:
-    """``optim_wrapper.optimizer.fused`` for the manifest, where the config does not give it; None: no record.
+    """``optim_wrapper.optimizer.fused`` for the manifest, where the config does not set it; None: no record.
 
-    A new run uses torch's fused AdamW; a resumed one what it has always used, which without a record is not fused.
+    A new run uses torch's fused AdamW; a resumed run what it used before, which without a record is not fused.
     """
     optimizer = settings.optim_wrapper.optimizer
     if not default_fused(optimizer.type, optimizer.arguments):
@@ -193,7 +193,7 @@ def build_schedules(
     global_batch_size: int,
 ) -> Schedules:
     """The config's curves. On a resume the stored ones, where the config is the one they came from; an edited config's
-    own at the present progress. A change of the effective batch scales both as ``on_batch_change`` says.
+    own at the present progress. A change of the effective batch scales both as ``on_batch_change`` requires.
     """
     base = [{"name": group.name, "lr": group.lr} for group in groups]
     given = Schedules.from_cfg(settings.param_scheduler, ruler=ruler, base=base, total_sequences=total_sequences)
@@ -229,7 +229,7 @@ def build_loader(
     cursor: Cursor,
     workers: bool = True,
 ) -> UpdateLoader:
-    """Micro-batches of one rank from ``cursor`` on. Without ``workers`` they are made when they are asked for."""
+    """Micro-batches of one rank from ``cursor`` on. Without ``workers`` each is made when it is requested."""
     return UpdateLoader(
         data.stream,
         processor=data.processor,
@@ -244,7 +244,7 @@ def build_loader(
 
 
 def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Every parameter by every name that it has: tied ones come more than once."""
+    """Every parameter under every name that it has: tied ones occur more than once."""
     return list(model.named_parameters(remove_duplicate=False))
 
 

@@ -16,7 +16,7 @@ _ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 
 
 class Environment(Section):
-    """Settings of the process and of torch. What is None stays as torch, or whoever has set it before, has it."""
+    """Settings of the process and of torch. None: not changed."""
 
     dist_timeout_s: Number = Field(default=1800.0, gt=0, description="seconds that a collective may wait")
     num_threads: int | None = Field(
@@ -65,7 +65,7 @@ def apply_environment(env: Environment) -> None:
 
 
 def _set_allocator(wanted: str) -> None:
-    """torch reads it from the environment when it uses CUDA first."""
+    """torch reads the variable when it first uses CUDA."""
     found = os.environ.setdefault(_ALLOCATOR, wanted)
     if found != wanted:
         logger().warning("%s=%s of the environment is used, not env.cuda_allocator=%s.", _ALLOCATOR, found, wanted)

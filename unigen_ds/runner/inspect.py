@@ -1,4 +1,4 @@
-"""A resume, looked at without starting it: for a machine one does not have yet, too. No GPU, no process group."""
+"""Checks a resume without starting it, also for another number of processes. Needs no GPU and no process group."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from unigen_ds.core.files import write_text_atomic
 from unigen_ds.core.paths import tool
 from unigen_ds.core.progress import Geometry
 from unigen_ds.resume.finding import Finding
-from unigen_ds.resume.geometry import MemoryPlan, cut_keys, equal_cuts, memory_plans
+from unigen_ds.resume.geometry import MemoryPlan, equal_geometries, geometry_keys, memory_plans
 from unigen_ds.resume.plan import ResumePlan, plan_resume
 from unigen_ds.runner.build import build_hooks
 from unigen_ds.runner.parts import build_engine
@@ -36,10 +36,10 @@ class Inspection:
     plan: ResumePlan
     geometry: Geometry
     findings: Sequence[Finding]
-    cuts: Sequence[Geometry]
+    geometries: Sequence[Geometry]
     """All that keep the checkpoint's effective batch on this number of processes, smallest memory first."""
     proposed: Geometry | None
-    """The one of them that is nearest to the config's micro-batch."""
+    """The one of ``geometries`` that is nearest to the config's micro-batch."""
     memory: Sequence[MemoryPlan]
 
     @property
@@ -53,7 +53,7 @@ class Inspection:
             "blocked": self.blocked,
             "geometry": asdict(self.geometry),
             "findings": [finding.state_dict() for finding in self.findings],
-            "cuts": [asdict(cut) for cut in self.cuts],
+            "cuts": [asdict(geometry) for geometry in self.geometries],
             "memory_plans": [asdict(plan) for plan in self.memory],
         }
 
@@ -70,7 +70,7 @@ def inspect_resume(config: Any, *, world_size: int | None = None, verify: bool =
     plan = plan_resume(work_dir, resume=resume, load_from=None if named else settings.load_from, hashes=verify)
     if plan.mode != "resume":
         raise CheckpointError(
-            f"{work_dir} holds no checkpoint", remedy="name one with --checkpoint, or the folder with --work-dir"
+            f"{work_dir} contains no checkpoint", remedy="name one with --checkpoint, or the folder with --work-dir"
         )
     saved = plan.manifest.geometry.dp_size if plan.manifest else dist.env_world_size()
     settings = settings.with_seed(settled_seed(settings.randomness.seed, plan))
@@ -79,18 +79,18 @@ def inspect_resume(config: Any, *, world_size: int | None = None, verify: bool =
         build_hooks(settings)
         start, findings = check_resume(settings, plan, backend=backend, geometry=geometry, hashed=verify)
         assert start.manifest is not None, "a resume has a manifest"
-        cuts = equal_cuts(start.manifest.geometry.global_batch_size, geometry.dp_size)
-        proposed = _nearest_cut(cuts, geometry.batch_size)
+        equal = equal_geometries(start.manifest.geometry.global_batch_size, geometry.dp_size)
+        proposed = _nearest_geometry(equal, geometry.batch_size)
         memory = plans_of(settings, proposed or geometry, backend)
-    return Inspection(plan, geometry, findings, cuts, proposed, memory)
+    return Inspection(plan, geometry, findings, equal, proposed, memory)
 
 
 @contextmanager
 def _announced(world_size: int) -> Iterator[None]:
-    """As if a launcher had announced so many processes."""
+    """Inside, the environment is that of a launcher with this many processes."""
     before = {name: os.environ.get(name) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
     os.environ["WORLD_SIZE"] = str(world_size)
-    if dist.env_processes_per_node() is None:  # no launcher reports the nodes: as if there were one
+    if dist.env_processes_per_node() is None:  # no launcher reports the number of nodes: one is assumed
         os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
     try:
         yield
@@ -101,18 +101,21 @@ def _announced(world_size: int) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _nearest_cut(cuts: Sequence[Geometry], batch_size: int) -> Geometry | None:
-    """The one with the largest micro-batch that is no larger than the config's."""
-    fitting = [cut for cut in cuts if cut.batch_size <= batch_size]
-    return fitting[-1] if fitting else cuts[0] if cuts else None
+def _nearest_geometry(geometries: Sequence[Geometry], batch_size: int) -> Geometry | None:
+    """The one with the largest micro-batch that is no larger than the config's; else the first."""
+    fitting = [geometry for geometry in geometries if geometry.batch_size <= batch_size]
+    return fitting[-1] if fitting else geometries[0] if geometries else None
 
 
 def write_config(config: Any, inspection: Inspection, path: Path, *, overrides: Mapping[str, Any]) -> None:
-    """A config that goes on from the checkpoint at its effective batch: ``config`` and what was overridden."""
+    """Write a config that resumes from the checkpoint at its effective batch: ``config`` and the overrides."""
     if inspection.proposed is None:
-        raise CheckpointError("no cut keeps the effective batch on this number of processes", remedy="choose another")
+        raise CheckpointError(
+            "no batch size keeps the effective batch on this number of processes",
+            remedy="choose another number of processes",
+        )
     loader = Settings.from_config(config).train_dataloader
-    keys = {**overrides, **cut_keys(inspection.proposed, loader), "resume": str(inspection.plan.checkpoint)}
+    keys = {**overrides, **geometry_keys(inspection.proposed, loader), "resume": str(inspection.plan.checkpoint)}
     keys |= {key: None for key in ("load_from", "load_cfg") if config.get(key) is not None}
     keys["work_dir"] = str(config["work_dir"])
     nested: dict[str, Any] = {}
@@ -150,28 +153,28 @@ def memory_commands(arguments: Sequence[str], memory: Sequence[MemoryPlan]) -> l
 
 
 def without_resume(arguments: Sequence[str]) -> list[str]:
-    """Arguments of ``tools/train.py`` without what says where to begin: the newest checkpoint is the place."""
+    """Arguments of ``tools/train.py`` without ``--resume`` and ``--load-from`` and their values."""
     kept: list[str] = []
-    names_a_place = False
+    is_value = False
     for argument in arguments:
         if argument in ("--resume", "--load-from"):
-            names_a_place = True
+            is_value = True
             continue
-        if not names_a_place or argument.startswith("-"):
+        if not is_value or argument.startswith("-"):
             kept.append(argument)
-        names_a_place = False
+        is_value = False
     return kept
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """A device's or the host's memory ran out. On the CPU torch raises a plain ``RuntimeError``."""
+    """Whether the memory of a device or of the host ran out. On the CPU torch raises a plain ``RuntimeError``."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 def plans_of(settings: Settings, geometry: Geometry, backend: Backend) -> list[MemoryPlan]:
-    """``memory_plans`` of a config."""
+    """``memory_plans`` for the settings of a run."""
     recomputes = settings.model.arguments.get("activation_checkpointing")
     return memory_plans(geometry, backend=backend, loader=settings.train_dataloader, recomputes=recomputes)
 
@@ -181,5 +184,7 @@ def advice(config: Any, arguments: Sequence[str]) -> str:
     settings = Settings.from_config(config)
     backend, geometry = build_engine(settings)
     plans = plans_of(settings, geometry, backend)
-    lines = [f"Out of memory at {geometry}. These go on from the newest checkpoint at the same effective batch:"]
+    lines = [
+        f"Out of memory at {geometry}. Each of these resumes from the newest checkpoint at the same effective batch:"
+    ]
     return "\n  ".join([*lines, *memory_commands(arguments, plans)])

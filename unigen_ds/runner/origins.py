@@ -35,7 +35,7 @@ class Layer:
         return cls(path, values, [cls.read(base) for base in bases_of(path)])
 
     def origin(self, leaf: Leaf, value: Any, *, top: bool = True) -> str | None:
-        """The file that gives a key this value; None where none does."""
+        """The file that sets a key to this value; None where no file does."""
         if _at(self.values, leaf) != value:
             return None
         below = next((found for base in self.bases if (found := base.origin(leaf, value, top=False))), None)
@@ -77,7 +77,7 @@ def _leaves(value: Any, leaf: Leaf = ()) -> Iterator[tuple[Leaf, Any]]:
 
 
 def _at(values: Any, leaf: Leaf) -> Any:
-    """The value in its place; one member alone counts as a list of it."""
+    """The value at ``leaf``; a single member counts as a list of one."""
     for step in leaf:
         if isinstance(step, int) and isinstance(values, Mapping):
             if step:

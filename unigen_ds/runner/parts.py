@@ -1,8 +1,8 @@
-"""All that the loop runs on, made from a config.
+"""Everything that the loop needs, built from a config.
 
-Order matters twice. What can be refused from files alone (keys, the geometry, the checkpoint, the data) is refused
-before processes join and before the model is built. The random generators are seeded just before the model, so initial
-weights depend on the seed and on nothing that was built earlier.
+The order matters in two respects. What can be refused from files alone (keys, the geometry, the checkpoint, the data)
+is refused before processes join and before the model is built. The random generators are seeded just before the model
+is built, so initial weights depend on the seed and on nothing that was built earlier.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from unigen_ds.schedule.schedule import Schedules
 
 @dataclass(frozen=True)
 class Parts:
-    """One run, built."""
+    """The parts of one run."""
 
     settings: Settings
     plain_config: dict[str, Any]
@@ -60,7 +60,7 @@ class Parts:
     backend: Backend
     loader: UpdateLoader
     loader_at: Callable[[Geometry, Cursor], UpdateLoader]
-    """Another loader of this rank, without workers: to look at data again."""
+    """Makes another loader of this rank, without workers: to read data again."""
     cursor: Cursor
     """Where the loader starts."""
     source_names: Sequence[str]
@@ -74,7 +74,7 @@ class Parts:
     loss_weights: Mapping[str, float]
     plan: ResumePlan
     resumed: Manifest | None
-    """Of the checkpoint that the run goes on from; one made for it where another trainer wrote it."""
+    """Of the checkpoint that the run resumes from; made by ``adopt`` where another trainer wrote it."""
     parameters: list[dict[str, Any]]
     data_identity: dict[str, Any]
     max_updates: int | None = None
@@ -143,7 +143,7 @@ def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
 
 
 def build_engine(settings: Settings) -> tuple[Backend, Geometry]:
-    """The engine, not yet prepared, and the geometry: refused here where they cannot work. Joins no process group."""
+    """The engine, not yet prepared, and the geometry; refused where they cannot work. Joins no process group."""
     backend: Backend = settings.backend.build()
     geometry = build_geometry(settings, dp_size=backend.dp_size)
     backend.check(geometry=geometry, optimizer_cfg=build_optimizer_config(settings))
@@ -151,7 +151,7 @@ def build_engine(settings: Settings) -> tuple[Backend, Geometry]:
 
 
 def _begin(settings: Settings, backend: Backend, geometry: Geometry) -> tuple[ResumePlan, Start, list[Hook]]:
-    """Rank 0 looks at the files and, on a resume, goes through the checklist; then the processes join."""
+    """Rank 0 reads the files and, on a resume, runs the checklist; then the processes join."""
     looked: list[tuple[ResumePlan, Start | None]] = []
 
     def look() -> ResumePlan:
@@ -178,7 +178,7 @@ def _begin(settings: Settings, backend: Backend, geometry: Geometry) -> tuple[Re
 
 
 def config_text(settings: Settings) -> str:
-    """The config as Python text. A class, which mmengine prints as no Python can read it, is given by its name."""
+    """The config as Python text. A class is written as its name: mmengine's text of a class cannot be read back."""
 
     def named(value: Any, key: Any = None) -> Any:
         if isinstance(value, Mapping):

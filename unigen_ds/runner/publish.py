@@ -22,7 +22,7 @@ def publish(
     dtype: torch.dtype,
     max_shard_size: str = "5GB",
 ) -> None:
-    """Write ``model`` into the new folder ``out``: complete, or not at all.
+    """Write ``model`` into the new folder ``out``: completely, or not at all.
 
     Args:
         source: a published directory of the same sizes; its other files are copied byte for byte.

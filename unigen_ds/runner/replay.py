@@ -1,4 +1,4 @@
-"""The last update's data, looked at once more: from memory right after it, read again after a resume."""
+"""The data of the last update, used once more: from memory right after it, read again after a resume."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ class LastUpdate:
 
     @classmethod
     def stored(cls, manifest: Manifest | None, cursor: Cursor) -> LastUpdate:
-        """That of a checkpoint; none where it has none, or where the run goes on at another place, in other data."""
+        """That of a checkpoint; empty where it has none, or where the run continues at another position of the data."""
         state = manifest.loader.get("last") if manifest else None
         if state is None or cursor.state_dict() != manifest.loader["cursor"]:  # type: ignore[union-attr]
             return cls()
         return cls(Cursor.from_state_dict(state["cursor"]), int(state["sequences"]))
 
     def without_data(self) -> LastUpdate:
-        """The same, its memory given back."""
+        """The same without its data, whose memory is freed."""
         return replace(self, update=None)
 
     def read(self, geometry: Geometry, loader_at: Callable[[Geometry, Cursor], UpdateLoader]) -> Update | None:
-        """Its data, under whatever geometry cuts it into whole iterations. Draws no random number. Collective."""
+        """Its data, under any geometry that splits it into whole iterations. Draws no random number. Collective."""
         if self.update is not None or self.cursor is None:
             return self.update
         iterations, rest = divmod(self.sequences, geometry.sequences_per_iteration)

@@ -1,7 +1,7 @@
-"""The state that a run begins with: the weights of a checkpoint and, on a resume, all else that it holds.
+"""The state that a run begins with: the weights of a checkpoint and, on a resume, everything else that it contains.
 
-In: ``Parts``, whose plan names the checkpoint, and the hooks. The engine and the hooks are filled; nothing is returned
-but what the hooks learn of the checkpoint. Collective.
+In: ``Parts``, whose plan names the checkpoint, and the hooks. The state is loaded into the engine and the hooks; only
+the argument of ``after_load_checkpoint`` is returned. Collective.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def restore(parts: Parts, hooks: Sequence[Hook]) -> dict[str, Any] | None:
         seed = derive_seed(parts.data_identity["seed"], "resume", manifest.progress.updates)
         seed_everything(seed, rank=dist.rank())
         logger().warning("The checkpoint is of another number of processes: network dropout is seeded anew.")
-    dist.on_main(lambda: store.go_on_from(parts.work_dir, checkpoint))
+    dist.on_main(lambda: store.continue_from(parts.work_dir, checkpoint))
     return {**manifest.state_dict(), "path": str(checkpoint)}
 
 

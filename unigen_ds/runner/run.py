@@ -1,4 +1,4 @@
-"""One library call per training: build, train, say why it ended."""
+"""One library call for a training run: build, train, return why it ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loop. It sees interfaces only; a feature is a hook or a backend, never an ``if`` in here."""
+"""The training loop. It uses interfaces only; a feature is a hook or a backend, never an ``if`` in this module."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Runner:
     def finished(self) -> bool:
         """Whether the next update would go beyond a limit of ``train_cfg``: a run never trains on more than asked.
 
-        A limit in tokens ends with the update that reaches it: how many the next one has is not known before.
+        A limit in tokens ends with the update that reaches it: how many the next update has is not known in advance.
         """
         ahead = self.progress.sequences + self.geometry.global_batch_size
         return any(
@@ -80,7 +80,7 @@ class Runner:
 
     def train(self) -> Progress:
         """Restore, train until done, clean up. Collective. Returns the final progress."""
-        dist.on_main(self._occupy)
+        dist.on_main(self._lock_work_dir)
         try:
             self._call("before_run")
             restored = restore(self._parts, self.hooks)
@@ -101,7 +101,7 @@ class Runner:
             self._call("after_run")
         except BaseException as error:
             lost = lost_worker(error)
-            self._tell(lost or error)
+            self._report(lost or error)
             if lost is not None:
                 raise lost from error
             if isinstance(error, OSError) and self._lock is not None:
@@ -114,12 +114,12 @@ class Runner:
                 self._lock.release()
         return self.progress
 
-    def _occupy(self) -> None:
-        """On rank 0: keep other runs out of the work dir, and remove what killed ones left unfinished."""
+    def _lock_work_dir(self) -> None:
+        """On rank 0: lock the work dir, and remove unfinished files of runs that were killed."""
         self._lock = WorkDirLock(self.work_dir)
         hour = 3600.0
         for path in store.sweep(self.work_dir, older_than_s=0.0 if self._lock.exclusive else hour):
-            logger().info("Removed %s, left by a save or deletion that was cut short.", path)
+            logger().info("Removed %s, left by an interrupted save or deletion.", path)
 
     def train_update(self, updates: Iterator[Update]) -> None:
         """One optimizer step: ``accumulative_counts`` micro-batches, each target weighing the same in the loss."""
@@ -179,19 +179,19 @@ class Runner:
         for hook in self.hooks:
             getattr(hook, point)(self, *arguments)
 
-    def _tell(self, error: BaseException) -> None:
-        """Tell every hook of an error; one that fails at that must hide neither the error nor it from the others."""
+    def _report(self, error: BaseException) -> None:
+        """Report an error to every hook. If a hook fails here, the others and the caller still get the error."""
         for hook in self.hooks:
             try:
                 hook.on_exception(self, error)
             except Exception:
-                logger().exception("%s failed while it was told of an error:", type(hook).__name__)
+                logger().exception("%s failed in on_exception:", type(hook).__name__)
 
     def save_checkpoint(self, name: str) -> Path:
         """See ``hooks.base.Run``."""
         parts = self._parts
         manifest = Manifest(
-            commit=0,  # given by the saver
+            commit=0,  # set by the saver
             parent=self._parent,
             progress=self.progress,
             geometry=self.geometry,
@@ -227,12 +227,12 @@ class Runner:
 
 
 def write_tokenizer(settings: Component | None, tokenizer: Any) -> Callable[[str], None] | None:
-    """What writes the tokenizer's files, where its config names a folder or a hub's name; else the config is enough."""
+    """A function that writes the tokenizer's files, if its config names a folder or a model of the hub; else None."""
     return getattr(tokenizer, "save_pretrained", None) if settings is not None and settings.get("path") else None
 
 
 def _parent_name(work_dir: Path, checkpoint: Path | None) -> str | None:
-    """What a manifest calls its parent: the name of one in the same work dir, the whole path of one elsewhere."""
+    """The parent in a manifest: the name of a checkpoint of the same work dir, the whole path of any other."""
     if checkpoint is None:
         return None
     return checkpoint.name if store.is_inside(work_dir, checkpoint) else str(checkpoint)

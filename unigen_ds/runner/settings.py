@@ -1,8 +1,8 @@
-"""The whole tree of settings: built once from a config, and the only thing that is passed downwards.
+"""The whole tree of settings: built once from a config, and the only form in which a config is passed to lower layers.
 
 ``Settings.from_config`` accepts what ``load_config`` returns, mmengine's ``Config``, or a mapping. Keys of mmengine and
 xtuner with an obvious meaning are translated first (``core/translate.py``), the modules of ``custom_imports`` are
-imported, and everything that is wrong is one ``ConfigError``.
+imported, and all problems are reported in one ``ConfigError``.
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ def known_keys() -> dict[str, Any]:
 
 
 def family_of_model(kind: type) -> Family:
-    """The family of a model's class; a model that no family has learns from conversations, as a ``UnifiedModel``."""
+    """The family of a model's class; a model that no family has is trained on conversations, as ``UnifiedModel`` is."""
     return family_of(kind) or Bagel()
 
 
@@ -296,7 +296,7 @@ def _translate_file(config: Config) -> list[ConfigError]:
 
 
 def normalised(config: Any) -> tuple[dict[str, Any], list[ConfigError]]:
-    """The sections of a config as plain values, translated, and errors of names that are none."""
+    """The sections of a config as plain values, translated, and an error for each unknown name."""
     given, schema = files.plain_values(config), known_keys()
     if not isinstance(given, dict):
         raise ConfigError(f"the config is {config!r}", allowed="what load_config returns, or a mapping")
@@ -333,7 +333,7 @@ def import_custom(config: Mapping[str, Any]) -> None:
             ) from error
 
 
-# ---- what sections have to do with each other -----------------------------------------------------------------------
+# ---- checks that involve several sections ---------------------------------------------------------------------------
 
 
 def _of_autoencoder(given: Mapping[str, Any]) -> list[ConfigError]:
@@ -383,7 +383,7 @@ def _misfit(settings: Settings) -> list[ConfigError]:
 
 
 def _misfits(settings: Settings) -> Iterator[ConfigError]:
-    """What the engine asks of a model that this one does not have, and images of other channels than it takes."""
+    """Methods that the engine needs and the model does not have, and images of other channels than its input."""
     engine, model = settings.backend, settings.model
     for method, advice in getattr(engine.cls, "model_needs", {}).items():
         if not hasattr(model.cls, method):

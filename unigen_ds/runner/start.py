@@ -1,6 +1,6 @@
-"""Where a run begins, worked out from the config and the checkpoint's manifest alone: every rank finds the same.
+"""Where a run begins, computed from the config and the checkpoint's manifest alone: the same result on every rank.
 
-Rank 0 does so before it joins the others, so that what the checklist blocks costs nobody a started cluster.
+Rank 0 does this before it joins the others, so a resume that the checklist blocks ends before any process waits.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ from unigen_ds.runner.settings import Settings
 
 @dataclass(frozen=True)
 class Start:
-    """The data and the place in it, and the lengths that user units stand for."""
+    """The data, the position in it, and the lengths in data of the units that a config uses."""
 
     manifest: Manifest | None
-    """Of the checkpoint to resume from (made for it where another trainer wrote it); None on a fresh start."""
+    """Of the checkpoint to resume from (made by ``adopt`` where another trainer wrote it); None on a fresh start."""
     unknown: tuple[str, ...]
-    """What its files could not tell."""
+    """What the files of another trainer's checkpoint do not state."""
     data: Data
     change: DataChange
     """What differs from the data of the checkpoint; false where nothing does, and on a fresh start."""
@@ -97,7 +97,7 @@ def settled_seed(given: int | None, plan: ResumePlan) -> int:
 
 
 def build_start(settings: Settings, plan: ResumePlan, *, geometry: Geometry) -> Start:
-    """From the manifest that ``plan`` names, or from what can be known of another trainer's checkpoint."""
+    """From the manifest that ``plan`` names, or from what another trainer's checkpoint states."""
     choice = settings.on_data_change
     manifest = plan.manifest if plan.mode == "resume" else None
     unknown: tuple[str, ...] = ()
@@ -165,7 +165,7 @@ def check_resume(
 
 
 def _saves(hook: Component | None) -> Saves:
-    """The arguments of the checkpoint hook; those of one that never saves where there is none."""
+    """The arguments of the checkpoint hook; without a hook, the defaults, which save nothing."""
     default = Saves()
     return default if hook is None else Saves(**{key: hook.get(key, value) for key, value in asdict(default).items()})
 
@@ -183,12 +183,12 @@ def _old_rules(start: Start) -> list[OldRule]:
 def _parameters(
     settings: Settings, plain: Mapping[str, Any], manifest: Manifest, start: Start
 ) -> tuple[list[dict[str, Any]], list[ParamGroup]]:
-    """Rows and groups of the model: the stored ones where the config's model is the stored one, else of one built
-    without memory. The real model is looked at again once it is there.
+    """Rows and groups of the model: the stored ones where the config's model is the stored one, else those of a model
+    on the meta device. The real model is checked again once it is built.
     """
     same = all(plain.get(key) == manifest.config.get(key) for key in ("model", "tokenizer"))
     if same:
-        named = [pair for row in manifest.parameters for pair in _stand_in(row)]
+        named = [pair for row in manifest.parameters for pair in _without_memory(row)]
     else:
         with torch.device("meta"):
             named = named_parameters(build_model(settings.given, start.data.processor))
@@ -196,8 +196,8 @@ def _parameters(
     return parameter_table(named, groups), groups
 
 
-def _stand_in(row: Mapping[str, Any]) -> list[tuple[str, nn.Parameter]]:
-    """A parameter without memory, by all its names."""
+def _without_memory(row: Mapping[str, Any]) -> list[tuple[str, nn.Parameter]]:
+    """A parameter on the meta device, under all its names."""
     parameter = nn.Parameter(torch.empty(row["shape"], device="meta"), requires_grad=row["trainable"])
     return [(name, parameter) for name in (row["name"], *row.get("tied", ()))]
 
@@ -209,7 +209,7 @@ def _free_bytes(work_dir: Path) -> int | None:
 
 
 def completed(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A stored config with its defaults, if it is a whole one: a default made explicit is no edit."""
+    """A stored config with its defaults, if it is complete: a default made explicit is no edit."""
     found: Mapping[str, Any] = Settings.completed(config) if config.get("model") else config
     return found
 
@@ -223,7 +223,7 @@ def plain_values(settings: Settings, manifest: Manifest | None) -> dict[str, Any
 
 
 def plain_built(model: Any) -> dict[str, Any]:
-    """What a manifest's config holds beside the config: the model's arguments as it was built, without ``pretrained``.
+    """What a manifest's config has in addition: the model's arguments as it was built, without ``pretrained``.
 
     With these a checkpoint needs no other folder to be built again, and sizes that no config states can be compared.
     """
@@ -231,7 +231,7 @@ def plain_built(model: Any) -> dict[str, Any]:
 
 
 def report(findings: list[Finding]) -> None:
-    """Log what is not plain ``ok``, and how many are. Raises ``ResumeBlocked`` where one blocks."""
+    """Log every finding that is not ``ok``, and how many are. Raises ``ResumeBlocked`` where one blocks."""
     logger = log.logger()
     for finding in findings:
         if finding.status == "warn":

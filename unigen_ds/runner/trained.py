@@ -1,4 +1,4 @@
-"""A checkpoint of any layout, or a published directory -> a model that draws and reads. Nothing is merged first."""
+"""A checkpoint of any layout, or a published directory -> a model for inference. Nothing is merged first."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def open_model(
         path: a published directory, a checkpoint, or a work dir.
         raw: the weights themselves, also where there is an average of them (EMA).
         tag: name of the checkpoint's folder below ``path``.
-        config: of the training; None: the one that the checkpoint holds.
+        config: of the training; None: the checkpoint's own.
         allow_custom_imports: import the modules that the checkpoint's config names, which executes them. Those of
             this package need no permission.
 
@@ -96,13 +96,13 @@ def self_contained(config: Mapping[str, Any], checkpoint: Path) -> dict[str, Any
 
 def _stored_config(directory: Path) -> dict[str, Any]:
     if not (directory / FILE_NAME).is_file():
-        raise CheckpointError(f"{directory} does not hold its config", remedy="name it: --config CONFIG")
+        raise CheckpointError(f"{directory} does not contain its config", remedy="name it: --config CONFIG")
     return Manifest.read(directory).config
 
 
 def _refuse_imports(config: Mapping[str, Any], directory: Path) -> None:
-    """A checkpoint may come from anywhere, and an import executes: harmless is what is imported already or is a module
-    of this package, which has its own folder whatever the working directory holds.
+    """A checkpoint may come from anywhere, and an import executes code. Allowed are modules that are imported already
+    and those of this package, which are found in its own folder whatever the working directory contains.
     """
     own = ("unigen_ds.",)
     wanted = [name for name in custom_modules(config) if name not in sys.modules and not name.startswith(own)]
@@ -114,7 +114,7 @@ def _refuse_imports(config: Mapping[str, Any], directory: Path) -> None:
 
 
 def _import_layout(path: Path, tag: str | None, *, config: Mapping[str, Any] | None, allow: bool) -> None:
-    """Import the modules of a checkpoint with a layout that nothing imported so far reads: one of them may register it.
+    """Import the modules of a checkpoint whose layout no imported module reads: one of them may register it.
 
     ``config``: a trusted one, which is used instead of the checkpoint's. Raises as ``open_model`` does.
     """

@@ -2,8 +2,8 @@
 
 In: micro-batches of this rank. Out: per update the micro-batches, the number of targets of each loss term, and tokens,
 samples and skipped samples, over all ranks and iterations. The counts come from labels on the CPU and are summed over
-gloo while the update before is computed, so the loop waits for neither device nor network. With them goes whether this
-process asks the run to stop: all ranks learn it from the same sum, so all stop after the same update.
+gloo while the previous update is computed, so the loop waits for neither device nor network. The same sum contains
+whether this process asks the run to stop, so all ranks stop after the same update.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Update:
     samples: int
     skipped: int
     stops: int = 0
-    """Processes that asked for a stop when this update's counts were taken."""
+    """Processes that had asked for a stop when this update was counted."""
     ahead: _Pending | None = None
-    """The update after this one, whose counts were taken when this one began."""
+    """The next update, which was counted when this one began."""
 
     def stop_wanted(self) -> bool:
         """Whether any process had asked for a stop when this update began. The same on all ranks. Collective.
@@ -42,7 +42,7 @@ class Update:
 
 
 def counted(loader: Iterator[Sequence[MicroBatch]], *, stop: Callable[[], bool] = lambda: False) -> Iterator[Update]:
-    """Look one update ahead, so that its sums are ready when it is its turn. Collective.
+    """Read one update ahead, so that its sums are ready when it begins. Collective.
 
     ``stop``: whether this process asks the run to stop; asked once for each update.
     """
@@ -53,7 +53,7 @@ def counted(loader: Iterator[Sequence[MicroBatch]], *, stop: Callable[[], bool] 
 
 
 def counted_alone(micro_batches: Sequence[MicroBatch]) -> Update:
-    """One update, its sums waited for. Collective."""
+    """One update; waits for its sums. Collective."""
     return _start(micro_batches, stop=False).finished()
 
 
