@@ -122,8 +122,8 @@ def test_auto_is_not_known_until_it_is_assumed(copy):
     found = open_foreign(copy)
     assert found.geometry is None and found.sequences is None and found.iteration is None
     assert [text for text in found.unknown if "--assume" in text] == [
-        "batch_size is not stored; say it with --assume batch_size=N.",
-        "accumulative_counts is not stored; say it with --assume accumulative_counts=N.",
+        "batch_size is not stored; set it with --assume batch_size=N.",
+        "accumulative_counts is not stored; set it with --assume accumulative_counts=N.",
     ]
     found = open_foreign(copy, assume=parse_assume("batch_size=8, accumulative_counts=3"))
     assert found.geometry == Geometry(8, 3, 2) and found.iteration == 9
@@ -164,7 +164,7 @@ def test_the_tag_is_found(written, copy, tmp_path):
 
 
 def test_a_folder_without_weights_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+    with pytest.raises(CheckpointError, match="contains no checkpoint"):
         open_foreign(tmp_path)
     with pytest.raises(CheckpointError, match="is not a directory"):
         open_foreign(tmp_path / "absent")
@@ -173,7 +173,7 @@ def test_a_folder_without_weights_is_refused(tmp_path):
 @pytest.mark.parametrize("name", ["mp_rank_01_model_states.pt", "layer_00-model_states.pt"])
 def test_a_model_of_another_parallelism_is_refused(copy, name):
     (copy / name).write_bytes(b"")
-    with pytest.raises(CheckpointError, match=f"{name} is a part of a model that was cut by tensor"):
+    with pytest.raises(CheckpointError, match=f"{name} is a part of a model that was split by tensor"):
         open_foreign(copy)
 
 

@@ -89,7 +89,7 @@ def test_an_overlap_is_found_in_whatever_order_pieces_are_announced():
 
 
 def test_no_file_and_a_broken_file(tmp_path):
-    with pytest.raises(CheckpointError, match=r"holds no \.safetensors file"):
+    with pytest.raises(CheckpointError, match=r"contains no \.safetensors file"):
         SafetensorsReader(tmp_path)
     (tmp_path / "x.safetensors").write_bytes(b"nothing of the kind")
     with pytest.raises(CheckpointError, match=r"x\.safetensors cannot be read"):

@@ -137,7 +137,7 @@ def test_a_disk_that_fills_up_during_the_save(small_disk, monkeypatch):
     backend = make_backend(width=WIDTH)
     ballast = fill(small_disk, leave=600 * 1024)
     with monkeypatch.context() as patch, pytest.raises(SaveError, match=r"Errno 28.* Remedy: free disk") as caught:
-        patch.setattr(saver, "_lacks_room", lambda work_dir, needed: False)
+        patch.setattr(saver, "_lacks_space", lambda work_dir, needed: False)
         save(small_disk, backend=backend)
     needed, free = bytes_of(caught.value)
     assert free == 600 * 1024 < needed and os.listdir(small_disk) == ["ballast"]
@@ -153,7 +153,7 @@ def test_a_disk_that_is_too_full_is_refused_before_anything_is_written(small_dis
     ballast = fill(small_disk, leave=size - 65536)
     before = tree(small_disk)
     monkeypatch.setattr(saver, "_write", None)  # not reached
-    with pytest.raises(SaveError, match="the disk has too little room") as caught:
+    with pytest.raises(SaveError, match="the disk has too little free space") as caught:
         save(small_disk, "iter_24.pth", backend=backend)
     needed, free = bytes_of(caught.value)
     assert free < size - 60000 <= needed == size and str(small_disk / "iter_24.pth") in str(caught.value)

@@ -91,9 +91,9 @@ def test_none_usable(tmp_path):
 def test_checkpoints_that_a_resume_abandoned_are_not_used_again(tmp_path):
     """Back to 12 after a loss spike; a kill before the next save must not lead back to 36."""
     paths = save_chain(tmp_path, 12, 24, 36)
-    store.go_on_from(tmp_path, paths[0])
+    store.continue_from(tmp_path, paths[0])
     assert newest_name(tmp_path) == "iter_12.pth"
-    assert "left it behind" in str(store.newest(tmp_path)[1][0].problem)
+    assert "abandoned it" in str(store.newest(tmp_path)[1][0].problem)
     assert (tmp_path / store.HINT).read_text() == f"{paths[0]}\n"
 
     later = save(tmp_path, "iter_18.pth", parent="iter_12.pth")
@@ -105,9 +105,9 @@ def test_checkpoints_that_a_resume_abandoned_are_not_used_again(tmp_path):
 
 def test_an_abandoned_checkpoint_can_be_resumed_by_name(tmp_path):
     paths = save_chain(tmp_path, 12, 24, 36)
-    store.go_on_from(tmp_path, paths[0])
+    store.continue_from(tmp_path, paths[0])
     save(tmp_path, "iter_18.pth", parent="iter_12.pth")
-    store.go_on_from(tmp_path, paths[2])
+    store.continue_from(tmp_path, paths[2])
     assert newest_name(tmp_path) == "iter_36.pth"
     flip_byte(paths[2] / "model.safetensors")
     assert newest_name(tmp_path) == "iter_24.pth"  # its ancestor, not 18
@@ -115,7 +115,7 @@ def test_an_abandoned_checkpoint_can_be_resumed_by_name(tmp_path):
 
 def test_an_ordinary_resume_leaves_no_trace(tmp_path):
     paths = save_chain(tmp_path, 12, 24)
-    store.go_on_from(tmp_path, paths[1])
+    store.continue_from(tmp_path, paths[1])
     assert not (tmp_path / lineage.FILE_NAME).exists()
     assert newest_name(tmp_path) == "iter_24.pth"
 
@@ -124,7 +124,7 @@ def test_ancestors_survive_a_gap_in_the_chain(tmp_path):
     """Retention deleted the parent of the resumed checkpoint; a milestone before it still belongs to this run."""
     paths = save_chain(tmp_path, 12, 24, 36)
     store.delete(paths[1])
-    store.go_on_from(tmp_path, paths[2])
+    store.continue_from(tmp_path, paths[2])
     flip_byte(paths[2] / "model.safetensors")
     assert newest_name(tmp_path) == "iter_12.pth"
 
@@ -134,7 +134,7 @@ def test_continuing_from_another_folder(tmp_path):
     here, there = tmp_path / "here", tmp_path / "there"
     stale = save(here, "iter_99.pth")
     start = save(there, "iter_12.pth")
-    store.go_on_from(here, start)
+    store.continue_from(here, start)
     found, rejected = store.newest(here)
     assert found is not None and found.path == start and names(rejected) == [stale.name]
     save(here, "iter_24.pth", parent=str(start))
@@ -148,7 +148,7 @@ def test_continuing_from_another_folder(tmp_path):
 def test_commit_numbers_are_never_given_twice(tmp_path):
     """Otherwise a new checkpoint would have the number of an abandoned one."""
     paths = save_chain(tmp_path, 12, 24, 36)
-    store.go_on_from(tmp_path, paths[0])
+    store.continue_from(tmp_path, paths[0])
     shutil.rmtree(paths[1])
     shutil.rmtree(paths[2])
     assert store.next_commit(tmp_path) == 4
@@ -207,7 +207,7 @@ def test_retention_does_not_let_damaged_ones_push_out_good_ones(tmp_path):
 
 def test_retention_deletes_abandoned_ones_first(tmp_path):
     paths = save_chain(tmp_path, 12, 24, 36)
-    store.go_on_from(tmp_path, paths[0])
+    store.continue_from(tmp_path, paths[0])
     save(tmp_path, "iter_18.pth", parent="iter_12.pth")
     assert [p.name for p in store.retain(tmp_path, max_keep=2)] == ["iter_24.pth", "iter_36.pth"]
 

@@ -99,7 +99,7 @@ def test_a_disk_that_is_really_full(name):
     assert len(errors) == 1, f"one save meets a full disk, and {len(errors)} failed"
     (line,) = errors
     assert re.search(
-        r"could not write checkpoint \S+/iter_8\.pth: rank 0: the disk has too little room; it needs", line
+        r"could not write checkpoint \S+/iter_8\.pth: rank 0: the disk has too little free space; it needs", line
     )
     assert "Training continues without this checkpoint." in line
     assert [Manifest.read(path).progress.updates for path in run.checkpoints] == [2, 6, 8]

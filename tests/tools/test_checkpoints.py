@@ -22,7 +22,7 @@ def lines(capsys) -> list[str]:
 
 def test_list(tmp_path, capsys):
     save_chain(tmp_path, 12, 24, 36, 48)
-    store.go_on_from(tmp_path, tmp_path / "iter_36.pth")
+    store.continue_from(tmp_path, tmp_path / "iter_36.pth")
     (tmp_path / "iter_24.pth" / "model.safetensors").unlink()
     (tmp_path / "iter_12.pth" / FILE_NAME).write_text("{")
     assert main(["list", str(tmp_path)]) == 0
@@ -31,7 +31,7 @@ def test_list(tmp_path, capsys):
     assert [row.split()[0] for row in rows] == ["iter_12.pth", "iter_24.pth", "iter_36.pth", "iter_48.pth"]
     assert "manifest.json is damaged" in rows[0]
     assert rows[1].endswith("model.safetensors is missing")
-    assert rows[2].endswith(listing.NEXT) and rows[3].endswith(listing.LEFT)
+    assert rows[2].endswith(listing.NEXT) and rows[3].endswith(listing.ABANDONED)
     cells = [cell.strip() for cell in rows[2].split("  ") if cell.strip()]
     assert cells[:5] == ["iter_36.pth", "12", "12", "2.40", "12"] or cells[1:5] == ["36", "12", "2.40", "12"]
     assert "KiB" in cells[5] and cells[7] == "iter_24.pth"

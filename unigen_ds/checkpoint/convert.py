@@ -2,11 +2,11 @@
 
 In: a checkpoint of any layout, with or without a manifest. Out: a folder with the files that DeepSpeed's
 ``zero_to_fp32`` would write (one file, or shards of at most ``max_shard_size`` and an index), which
-``model.load_state_dict(torch.load(file))`` takes. Tensors are streamed in bounded pieces (``writers.py``).
+``model.load_state_dict(torch.load(file))`` accepts. Tensors are streamed in bounded pieces (``writers.py``).
 
-The files are written beside ``out`` under a temporary name, flushed to disk, compared with the source if asked, and
-only then renamed: ``out`` appears complete or not at all. Where ``out`` is a folder already, its other files stay, and
-its older weight files are replaced one by one, the index last. What a killed merge leaves is swept by the next one.
+The files are written in the folder of ``out`` under a temporary name, flushed, compared with the source if asked, and
+then renamed: ``out`` appears complete or not at all. If ``out`` is an existing folder, its other files stay, and
+its older weight files are replaced one by one, the index last. The next merge deletes what a killed one left.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Source:
     """The weights of a checkpoint, ready to be read."""
 
     directory: Path
-    """Where its files lie."""
+    """The folder of its files."""
     reader: PieceReader
     average: PieceReader | None
     """The EMA's tensors."""
@@ -98,7 +98,7 @@ def open_source(checkpoint: Path, *, tag: str | None = None) -> Source:
     manifest = Manifest.read(directory)
     problem = store.verify(directory, manifest)
     if problem is not None:
-        raise CheckpointError(problem, remedy="take another checkpoint: unigen-checkpoints list shows them")
+        raise CheckpointError(problem, remedy="choose another checkpoint: unigen-checkpoints list shows them")
     reader = open_reader(directory, manifest)
     files = own_files(manifest, EMA)
     average = SafetensorsReader(directory / EMA, files=files) if files else None
@@ -151,7 +151,7 @@ def merge(
         raise ConfigError(f"the output {out} is {what}", allowed="a folder of its own, new or not")
     entries = source.entries(dtype=dtype, ema=ema, exclude_frozen=exclude_frozen)
     if not entries:
-        raise CheckpointError(f"{source.directory} holds no weights")
+        raise CheckpointError(f"{source.directory} contains no weights")
     form = _SAFETENSORS if safe_serialization else _TORCH
     split = _split(entries, form, max_shard_size)
     by_name = {entry.name: entry for entry in entries}
@@ -267,16 +267,16 @@ def _read_back(path: Path) -> dict[str, tuple[tuple[int, ...], Fetch]]:
 
 @contextmanager
 def _staged(out: Path) -> Iterator[Path]:
-    """A folder on the disk of ``out``, held by a lock and gone at the end unless it was renamed."""
+    """A locked folder on the disk of ``out``, removed at the end unless it was renamed."""
     home = out if out.is_dir() else out.absolute().parent
     home.mkdir(parents=True, exist_ok=True)
     for left in home.glob(f".{out.name}{_STAGING}*"):
-        with _held(left) as free:
+        with _locked(left) as free:
             if free:
                 shutil.rmtree(left, ignore_errors=True)
     staging = home / f".{out.name}{_STAGING}{os.getpid()}"
     staging.mkdir()
-    with _held(staging):
+    with _locked(staging):
         try:
             yield staging
         finally:
@@ -284,8 +284,8 @@ def _staged(out: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _held(folder: Path) -> Iterator[bool]:
-    """Whether this process has got the folder for itself; the kernel lets go when the process dies."""
+def _locked(folder: Path) -> Iterator[bool]:
+    """Lock a folder; yields whether this process has the lock. The kernel releases it when the process dies."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

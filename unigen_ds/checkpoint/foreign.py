@@ -1,4 +1,4 @@
-"""A checkpoint without our manifest: what its files tell, and what they cannot.
+"""A checkpoint without our manifest: what its files state, and what cannot be known.
 
 In: a directory that plain DeepSpeed, mmengine or xtuner wrote. Out: ``Foreign``: a reader of its tensors, the
 parameter table, the geometry of the run from the stored ``ds_config`` (or from ``assume``, for what is not there), how
@@ -31,14 +31,14 @@ ASSUMABLE = ("batch_size", "accumulative_counts", "dp_size")
 
 @dataclass(frozen=True)
 class Foreign:
-    """A checkpoint of another trainer. None, wherever the files do not tell."""
+    """A checkpoint of another trainer. A field is None where the files do not state it."""
 
     directory: Path
-    """Where the files are, the tag followed; or the one file."""
+    """The folder of the files, below that of the tag; or the one file."""
     layout: str
     """As in a manifest: ``deepspeed`` | ``dcp`` | ``safetensors``; or ``nanovlm`` | ``torch``."""
     writer: str
-    """Who wrote it, in words."""
+    """The program that wrote it, as text."""
     reader: PieceReader
     parameters: list[dict[str, Any]]
     """Name, shape, dtype, trainable, group, tied: as in a manifest."""
@@ -92,8 +92,8 @@ def open_foreign(path: Path, *, tag: str | None = None, assume: Mapping[str, int
 
     Args:
         path: the folder with the files, one of the files, or the folder above with a hint (``weight_files.HINTS``).
-        tag: name of the folder below, instead of what ``latest`` says.
-        assume: parts of the geometry that the files do not tell; see ``parse_assume``.
+        tag: name of the folder below, instead of the one that ``latest`` names.
+        assume: parts of the geometry that the files do not state; see ``parse_assume``.
 
     Raises:
         CheckpointError: it is no checkpoint of a known layout, or is incomplete, or wants to run something.
@@ -113,9 +113,9 @@ def open_foreign(path: Path, *, tag: str | None = None, assume: Mapping[str, int
     if files:
         return _bare(folder, "torch", TorchReader(files), dict(assume or {}))
     raise CheckpointError(
-        f"{folder} holds no checkpoint",
+        f"{folder} contains no checkpoint",
         allowed="files of DeepSpeed (*_model_states.pt), PyTorch's DCP (.metadata), safetensors or pytorch_model.bin",
-        remedy="name the folder that holds them, the file of weights itself, or the folder above and its tag (-t)",
+        remedy="name the folder that contains them, the file of weights itself, or the folder above and its tag (-t)",
     )
 
 
@@ -165,7 +165,7 @@ def _precision(header: Mapping[str, Any]) -> str | None:
     for name, sections in (("bf16", ("bf16", "bfloat16")), ("fp16", ("fp16",))):
         found = [config[section].get("enabled") for section in sections if isinstance(config.get(section), dict)]
         if any(found):
-            return name if all(value in (True, False) for value in found) else None  # "auto" does not tell
+            return name if all(value in (True, False) for value in found) else None  # "auto" is no answer
     return "fp32"
 
 
@@ -216,12 +216,12 @@ def _table(reader: PieceReader, *, frozen: set[str], groups: Mapping[str, int]) 
 
 
 def stored_dtype(reader: PieceReader, kind: str, name: str, shape: tuple[int, ...]) -> torch.dtype:
-    """The dtype of a tensor on disk; fp32 where it has no elements."""
+    """The dtype of a tensor on disk; fp32 if it has no elements."""
     return reader.read(kind, name, 0, 1).dtype if math.prod(shape) else torch.float32
 
 
 def _geometry(header: Mapping[str, Any], assume: dict[str, int]) -> tuple[Geometry | None, list[str]]:
-    """From the stored ``ds_config``, then from what is assumed; a sentence for each part that neither tells."""
+    """From the stored ``ds_config``, then from what is assumed; a sentence for each part that neither has."""
     config = header.get("ds_config")
     config = config if isinstance(config, dict) else {}
     found = {
@@ -242,7 +242,7 @@ def _geometry(header: Mapping[str, Any], assume: dict[str, int]) -> tuple[Geomet
                               remedy=f"leave {name} out; the new run may still use another")  # fmt: skip
         found[name] = value
     unknown = [
-        f"{name} is not stored; say it with --assume {name}=N." for name in ASSUMABLE if found[name] is None
+        f"{name} is not stored; set it with --assume {name}=N." for name in ASSUMABLE if found[name] is None
     ]  # fmt: skip
     known = {name: value for name, value in found.items() if value is not None}
     return (Geometry(**known) if not unknown else None), unknown
@@ -254,9 +254,9 @@ def _count(value: Any, *, least: int = 0) -> int | None:
 
 
 def _unknown_everywhere(reader: PieceReader) -> Iterator[str]:
-    yield "The order of its data, and how far in it the run was, is not stored: data begins anew, or where you say."
-    yield "The learning-rate schedule is not stored in a form that is known here: that of the config counts."
-    yield "An average of the weights (EMA) is not stored: one would begin with the weights."
+    yield "The order of its data, and the position in it, are not stored: data begins at its start or where you set it."
+    yield "The learning-rate schedule is not stored in a known form: that of the config is used."
+    yield "An average of the weights (EMA) is not stored: an average would begin with the weights."
     yield "The state of the random generators is not stored."
     if LOSS_SCALE not in reader.kinds():
-        yield "A dynamic loss scale is not stored: it would begin anew."
+        yield "A dynamic loss scale is not stored: it would begin with its initial value."

@@ -1,8 +1,8 @@
-"""Which checkpoints of a work dir the present run has left behind by going back to an earlier one.
+"""Which checkpoints of a work dir the present run has abandoned by going back to an earlier one.
 
-A resume from an earlier checkpoint (a loss spike) or from another work dir leaves later ones on disk, and nothing in
-them tells that they are of the past: only the resume knows. So it writes ``lineage.json`` before the first update; a
-kill before the next save must not lead back to what was left. Most work dirs never have the file: nothing was left.
+A resume from an earlier checkpoint (after a loss spike) or from another work dir leaves later ones on disk, and nothing
+in them shows that they are abandoned: only the resume knows. So it writes ``lineage.json`` before the first update; a
+resume after a kill before the next save must not use them. Most work dirs never have the file: nothing was abandoned.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class Lineage:
     """See the module docstring."""
 
     start: str | None = None
-    """The checkpoint outside the work dir that the run went on from, until it saves its own."""
+    """The checkpoint outside the work dir that the run resumed from, until it saves its own."""
     abandoned: tuple[int, ...] = ()
-    """Commits that were left behind."""
+    """Commits that were abandoned."""
     last_commit: int = 0
-    """The highest commit number given so far: numbers are never given twice, even when checkpoints are removed."""
+    """The highest commit number so far: a number is never used twice, even when checkpoints are removed."""
 
     @classmethod
     def read(cls, work_dir: Path) -> Lineage:
@@ -42,7 +42,7 @@ class Lineage:
         except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
             raise CheckpointError(
                 f"{path} is damaged: {type(error).__name__}: {error}",
-                remedy="remove it; then every checkpoint of the folder counts again, and --resume takes the newest",
+                remedy="remove it; then every checkpoint of the folder is valid again, and --resume uses the newest",
             ) from error
 
     def write(self, work_dir: Path) -> None:

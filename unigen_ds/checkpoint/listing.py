@@ -1,4 +1,4 @@
-"""Checkpoints as text for people: a table of a work dir, what is wrong with each, and one manifest in words.
+"""Checkpoints as text for people: a table of a work dir, what is wrong with each, and one manifest as text.
 
 In: a work dir or a checkpoint directory. Out: lines of text. Only manifests are read, except by ``problems``, which
 reads every byte of every file.
@@ -18,7 +18,7 @@ from unigen_ds.core.errors import CheckpointError
 from unigen_ds.schedule.schedule import Schedules
 
 COLUMNS = ("name", "iteration", "updates", "epoch", "effective batch", "size", "created", "parent", "state")
-COMPLETE, NEXT, LEFT = "complete", "complete, --resume takes it", "complete, left behind by a resume"
+COMPLETE, NEXT, ABANDONED = "complete", "complete, --resume uses it", "complete, abandoned by a resume"
 
 
 def find(directory: Path) -> list[Found]:
@@ -42,19 +42,19 @@ def find(directory: Path) -> list[Found]:
 def table(directory: Path) -> list[str]:
     """One line for each checkpoint, under a heading; sizes are compared, contents are not read."""
     found = find(directory)
-    left = Lineage.read(found[0].path.parent).abandoned
-    good = [f for f in found if f.problem is None and f.manifest and f.manifest.commit not in left]
+    abandoned = Lineage.read(found[0].path.parent).abandoned
+    good = [f for f in found if f.problem is None and f.manifest and f.manifest.commit not in abandoned]
     newest = good[-1].path if good else None
-    rows = [COLUMNS, *(_row(f, left=left, newest=newest) for f in found)]
+    rows = [COLUMNS, *(_row(f, abandoned=abandoned, newest=newest) for f in found)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def _row(found: Found, *, left: Sequence[int], newest: Path | None) -> tuple[str, ...]:
+def _row(found: Found, *, abandoned: Sequence[int], newest: Path | None) -> tuple[str, ...]:
     manifest = found.manifest
     if manifest is None:
         return (found.path.name, *["-"] * (len(COLUMNS) - 2), str(found.problem))
-    state = LEFT if manifest.commit in left else NEXT if found.path == newest else COMPLETE
+    state = ABANDONED if manifest.commit in abandoned else NEXT if found.path == newest else COMPLETE
     return (
         found.path.name,
         str(manifest.iteration),
@@ -76,13 +76,13 @@ def problems(found: Found) -> str | None:
 
 
 def describe(directory: Path) -> list[str]:
-    """The manifest of a checkpoint, or of the newest one of a work dir, in words."""
+    """The manifest of a checkpoint, or of the newest one of a work dir, as text."""
     found = find(directory)
-    left = Lineage.read(found[0].path.parent).abandoned
+    abandoned = Lineage.read(found[0].path.parent).abandoned
     readable = [f for f in found if f.manifest is not None]
     if not readable:
         raise CheckpointError(f"{found[-1].path}: {found[-1].problem}")
-    current = [f for f in readable if f.problem is None and f.manifest and f.manifest.commit not in left]
+    current = [f for f in readable if f.problem is None and f.manifest and f.manifest.commit not in abandoned]
     chosen = (current or readable)[-1]
     assert chosen.manifest is not None
     pairs = list(_facts(chosen, chosen.manifest))
@@ -148,3 +148,7 @@ def size_text(size: float) -> str:
     while (size := size / 1024) >= 1024 and len(units) > 1:
         units.pop(0)
     return f"{size:.1f} {units[0]}"
+
+
+# Former names, for one release.
+LEFT = ABANDONED

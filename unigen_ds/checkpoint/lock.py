@@ -1,7 +1,7 @@
-"""One run at a time in a work dir: two would void each other's metrics, and sweep each other's unfinished saves.
+"""One run at a time in a work dir: two would void each other's metrics, and delete each other's unfinished saves.
 
 A POSIX record lock on ``.lock``: the kernel drops it when the process dies, however it dies, and worker processes do
-not inherit it. Network file systems pass it between machines; where one knows no locks, the run goes on without.
+not inherit it. Network file systems pass it between machines; where one has no locks, the run continues without.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FILE_NAME = ".lock"
 
 
 class WorkDirLock:
-    """Held from construction until ``release``. ``exclusive`` is False where the file system knows no locks.
+    """Held from construction until ``release``. ``exclusive`` is False where the file system has no locks.
 
     Raises ``ConfigError`` when another process holds it or the folder cannot be written.
     """
@@ -48,7 +48,9 @@ class WorkDirLock:
                     f"another process trains in {work_dir} ({owner})",
                     remedy="wait until it has ended, stop it, or choose another --work-dir",
                 ) from error
-            logger().warning("%s knows no file locks (%s): nothing keeps two runs apart there.", work_dir, error)
+            logger().warning(
+                "%s has no file locks (%s): nothing prevents two runs at the same time there.", work_dir, error
+            )
             self.exclusive = False
             return
         try:
@@ -70,7 +72,7 @@ class WorkDirLock:
         if found is None or (found.st_dev, found.st_ino) != (held.st_dev, held.st_ino):
             raise TrainingError(
                 f"work_dir {self._work_dir} was moved or deleted during the run",
-                remedy="move it back: the next save then succeeds; from a folder that was deleted nothing can be"
+                remedy="move it back: the next save then succeeds; from a deleted folder nothing can be"
                 " resumed, so start the run again",
             )
 

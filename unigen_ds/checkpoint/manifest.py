@@ -1,4 +1,4 @@
-"""``manifest.json``: what a checkpoint directory holds and where the run was. Written last, so it marks completeness.
+"""``manifest.json``: content of a checkpoint directory and position of the run. Written last, so it marks completeness.
 
 Schema of ``format_version`` 2 (frozen; a change that old readers cannot accept raises the version). Version 1 differs
 in one point, and is read: an entry of ``files`` has ``blake2b`` (hex) instead of ``digest``.
@@ -7,7 +7,7 @@ in one point, and is read: an entry of ``files`` has ``blake2b`` (hex) instead o
 format_version       2
 layout               ``safetensors`` | ``deepspeed`` | ``dcp``: which reader opens the tensor files
 commit               number of this commit in the work dir: grows by one, whatever happens to ``iter_<n>``
-parent               directory name of the checkpoint this run went on from, or null
+parent               directory name of the checkpoint this run continued from, or null
 created              UTC time, ISO 8601
 progress             ``Progress``: sequences, samples, tokens, updates, skipped_updates, epoch
 iteration            completed iterations under ``geometry``
@@ -43,7 +43,7 @@ from unigen_ds.core.progress import Geometry, Progress, Ruler
 FORMAT_VERSION = 2
 FILE_NAME = "manifest.json"
 _SHOWN = 300
-"""Characters of an error that a message repeats: a damaged file may hold any number of them."""
+"""Characters of an error that a message repeats: the error of a damaged file may be of any length."""
 _KINDS: dict[str, Any] = {
     "commit": int, "parent": str | None, "topology": dict, "schedule": dict, "loader": dict, "parameters": list,
     "config": dict, "versions": dict, "created": str, "layout": str, "files": list, "metrics": dict,
@@ -54,7 +54,7 @@ _PACKAGES = ("unigen_ds", "torch", "transformers", "safetensors", "numpy", "mmen
 
 
 def current_versions() -> dict[str, str]:
-    """Versions of what shapes a run's numbers; absent packages are left out."""
+    """Versions of the packages that a run's numbers depend on; absent ones are left out."""
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:

@@ -1,13 +1,13 @@
 """Weights for a model that is not the checkpoint's: names revised, vocabularies resized, the rest reported by name.
 
-In: a checkpoint (its ``ShardReader`` and parameter table) and what the model holds. Out: a ``Fit``, which says tensor
-by tensor what is taken and what is not, and a reader that answers under the model's names. A range is read when an
-engine asks for it, from whatever layout it lies in, so nothing is converted first and every engine at any number of
-processes gets the same numbers.
+In: a checkpoint (its ``ShardReader`` and parameter table) and the tensors of the model. Out: a ``Fit``, which lists
+tensor by tensor what is loaded and what is not, and a reader under the model's names. A range is read when an engine
+needs it, from any layout, so nothing is converted first and every engine at any number of processes gets the same
+numbers.
 
-New rows of a vocabulary are the mean of all stored rows: a new token then gets about the mean logit, where that of an
-untrained row may lie far above those of trained ones. transformers adds a noise of 1e-9 of their covariance; here new
-rows are equal, and their gradients, which are not, part them.
+New rows of a vocabulary are the mean of all stored rows: a new token then has about the mean logit, while that of an
+untrained row may be far above those of trained ones. transformers adds a noise of 1e-9 of their covariance; here new
+rows are equal at first, and their gradients differ.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True)
 class LoadConfig:
-    """``load_cfg``: what may differ between a checkpoint and the model that takes its weights. Default: nothing."""
+    """``load_cfg``: what may differ between a checkpoint and the model that loads its weights. Default: nothing."""
 
     revise_keys: tuple[tuple[re.Pattern[str], str], ...] = ()
     allow: frozenset[str] = frozenset()
@@ -61,7 +61,7 @@ class LoadConfig:
         return name
 
     def resizes(self, names: Sequence[str], stored: Shape, wanted: Shape) -> bool:
-        """Whether a tensor of these names may go over with more rows, or with fewer."""
+        """Whether a tensor of these names may be loaded with more rows, or with fewer."""
         same_rows = len(stored) == len(wanted) > 1 and stored[1:] == wanted[1:]
         asked = self.resize_vocab == "shrink" or (self.resize_vocab and stored[0] <= wanted[0])
         return same_rows and bool(asked) and any(name.endswith(VOCABULARY) for name in names)
@@ -76,24 +76,24 @@ class _Stored:
 
 @dataclass
 class Fit:
-    """What of a checkpoint goes where in a model."""
+    """Which tensor of a checkpoint is loaded into which tensor of a model."""
 
     taken: dict[Key, Key] = field(default_factory=dict)
     """(kind, name) in the model -> in the checkpoint."""
     missing: list[str] = field(default_factory=list)
     """Names of the model that keep their initial values."""
     unexpected: list[str] = field(default_factory=list)
-    """Names of the checkpoint that are left there."""
+    """Names of the checkpoint that are not loaded."""
     reshaped: dict[str, tuple[Shape, Shape]] = field(default_factory=dict)
     """Names of the model that keep their initial values -> (stored shape, the model's)."""
     resized: dict[str, tuple[Shape, Shape]] = field(default_factory=dict)
-    """The same of vocabularies, which are taken."""
+    """The same of vocabularies, which are loaded."""
     sizes: list[str] = field(default_factory=list)
     """Sizes of the model that differ without changing a shape, in words."""
 
     @property
     def kept(self) -> frozenset[str]:
-        """Names that the checkpoint has nothing for."""
+        """Names without a tensor in the checkpoint."""
         return frozenset((*self.missing, *self.reshaped))
 
     @property
@@ -131,12 +131,12 @@ class Fit:
                 yield kind, f"{len(names)} {what}: {'; '.join(names[:_SHOWN])}{more}"
 
     def check(self, cfg: LoadConfig) -> None:
-        """Raises ``CheckpointError`` for what is not allowed, and where nothing at all would be taken."""
+        """Raises ``CheckpointError`` for what is not allowed, and where nothing at all would be loaded."""
         refused = {kind: line for kind, line in self.lines() if kind in DIFFERENCES and kind not in cfg.allow}
         if refused:
             grown = any(name.endswith(VOCABULARY) for name in self.reshaped)
             remedy = "load_cfg.revise_keys maps stored names to the model's; "
-            remedy += "load_cfg.resize_vocab=True adds rows to a vocabulary, 'shrink' cuts some off; " if grown else ""
+            remedy += "load_cfg.resize_vocab=True adds rows to a vocabulary, 'shrink' removes some; " if grown else ""
             remedy += "the model's config should state the stored sizes; " if self.sizes else ""
             remedy += f"load_cfg.allow={[*refused]} leaves these as they are; {REPORT_FILE} has every name"
             raise CheckpointError(
@@ -222,12 +222,12 @@ def _equal(reader: ShardReader, one: _Stored, other: _Stored) -> bool:
 
 
 def _same_buffer(source: _Stored, kind: str, shape: Shape) -> bool:
-    """Of buffers only the number of elements is known; plain weight files do not tell them from parameters."""
+    """Of buffers only the number of elements is known; plain weight files do not distinguish them from parameters."""
     return BUFFER in (source.kind, kind) and math.prod(source.shape) == math.prod(shape)
 
 
 class FittedReader:
-    """A ``ShardReader`` that answers under the model's names for what a ``Fit`` takes."""
+    """A ``ShardReader`` under the model's names of the tensors that a ``Fit`` loads."""
 
     def __init__(self, reader: ShardReader, fit: Fit) -> None:
         self._reader, self._taken, self._resized = reader, fit.taken, fit.resized

@@ -2,8 +2,8 @@
 
 ::
 
-    hand-over  every rank: the engine names the files of this rank (collectives, no disk)
-               rank 0:     journals on disk, is there room, iter_100.pth.tmp-<commit>/ made
+    announce   every rank: the engine lists the files of this rank (collectives, no disk)
+               rank 0:     journals flushed to disk, free space checked, iter_100.pth.tmp-<commit>/ made
     write      every rank: writes its files with their hashes, flushes each to disk (disk, no collectives)
     commit     rank 0:     index files, manifest.json last, rename: from here on it exists; last_checkpoint, a hint
 
@@ -43,7 +43,7 @@ RNG_DIRECTORY, HOOKS_FILE, CONFIG_FILE, TOKENIZER = "rng", "hooks.json", "config
 _THREADS = 4
 """Files that a rank writes at a time: one is hashed while the system flushes another."""
 _NAMED = 3
-"""Ranks whose errors are given in full."""
+"""Ranks whose errors are in the message."""
 
 
 def save(
@@ -66,20 +66,20 @@ def save(
     files, so that the checkpoint can be used without the folder that its config names.
     """
     attempt = _Attempt(work_dir, name, manifest)
-    handed: list[StateFiles] = []
+    listed: list[StateFiles] = []
 
-    def hand_over() -> tuple[int, set[str]]:
+    def announce() -> tuple[int, set[str]]:
         state = backend.state_files()
         files = [*state.files, _random_state(), *_hook_files(hook_shards)]
         if dist.is_main():
             files.append(bytes_output(HOOKS_FILE, json.dumps(hook_states, indent=1).encode()))
             files.append(bytes_output(CONFIG_FILE, config_text.encode()))
             files += [] if write_tokenizer is None else _tokenizer_files(write_tokenizer)
-        handed.append(StateFiles(state.layout, files, state.index))
+        listed.append(StateFiles(state.layout, files, state.index))
         return sum(file.nbytes for file in files), {os.path.dirname(file.path) for file in files}
 
-    final, staging = _phase(attempt, hand_over, then=lambda announced: attempt.prepare(announced, before))
-    _phase(attempt, lambda: _write(staging, handed[0].files), then=lambda parts: attempt.commit(handed[0], parts))
+    final, staging = _phase(attempt, announce, then=lambda announced: attempt.prepare(announced, before))
+    _phase(attempt, lambda: _write(staging, listed[0].files), then=lambda parts: attempt.commit(listed[0], parts))
     return final
 
 
@@ -133,7 +133,7 @@ class _Problem:
 
 
 class _Attempt:
-    """What rank 0 knows of one save. No method communicates."""
+    """The state of one save on rank 0. No method communicates."""
 
     def __init__(self, work_dir: Path, name: str, manifest: Manifest) -> None:
         self.work_dir, self.manifest = work_dir, manifest
@@ -142,7 +142,7 @@ class _Attempt:
         self.needed: int | None = None
 
     def prepare(self, announced: Sequence[tuple[int, set[str]]], before: Callable[[], None]) -> tuple[Path, Path]:
-        """Make the staging directory, where there is room. A quota shows only when it is reached, as cleanly.
+        """Make the staging directory, if there is space. A quota is found only when it is reached; then the save fails.
 
         ``announced``: by rank, the bytes and the folders of its files.
         """
@@ -151,8 +151,8 @@ class _Attempt:
         make_directory(self.work_dir)
         self.manifest.commit = store.next_commit(self.work_dir)
         self.final = _free_name(self.final)
-        if _lacks_room(self.work_dir, self.needed):
-            raise UnigenError("the disk has too little room")
+        if _lacks_space(self.work_dir, self.needed):
+            raise UnigenError("the disk has too little free space")
         staging = self.final.with_name(f"{self.final.name}{store.STAGING}{self.manifest.commit}")
         if staging.exists():
             shutil.rmtree(staging)
@@ -172,7 +172,7 @@ class _Attempt:
         try:
             rename_into_place(staging, self.final)
         except OSError:
-            if not staging.exists():  # renamed, but a power cut may undo it: better none than one reported as failed
+            if not staging.exists():  # renamed, but not durable: remove it, because the save is reported as failed
                 self.staging = self.final
             raise
         try:
@@ -181,7 +181,7 @@ class _Attempt:
             logger().warning("%s could not be updated: %s", store.HINT, error)
 
     def failure(self, problems: Sequence[_Problem]) -> SaveError:
-        """Remove what was written; what happened, and how much room there is."""
+        """Remove what was written. Returns the error, with its cause and the free space."""
         self.remove()
         parts = [f"rank {problem.rank}: {problem.text}" for problem in problems[:_NAMED]]
         if len(problems) > _NAMED:
@@ -201,12 +201,12 @@ class _Attempt:
 
 
 _REMEDY = (
-    "free disk space (there must be room for one checkpoint more than max_keep_ckpts, because an old one goes only"
+    "free disk space (it must suffice for one checkpoint more than max_keep_ckpts: an old one is deleted only"
     " after the new one is complete) or fix the permission; older checkpoints and the training itself are untouched"
 )
 
 
-def _lacks_room(work_dir: Path, needed: int) -> bool:
+def _lacks_space(work_dir: Path, needed: int) -> bool:
     return shutil.disk_usage(work_dir).free < needed
 
 

@@ -1,4 +1,4 @@
-"""``load_cfg`` of a config: what may differ between a checkpoint and the model that takes its weights."""
+"""``load_cfg`` of a config: what may differ between a checkpoint and the model that loads its weights."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Checkpoints of a work dir: list, verify, the newest that can be trusted, and retention.
 
 "Newest" is the last committed one in the present lineage, never the one with the highest number: after a batch change
-iteration 3000 may become 1500. Manifests decide, and ``lineage.json`` where a resume left some behind;
+iteration 3000 may become 1500. Manifests decide, and ``lineage.json`` where a resume abandoned some;
 ``last_checkpoint`` is a hint for people and other tools.
 """
 
@@ -79,7 +79,7 @@ def _problem(path: Path, entry: FileEntry, *, hashed: bool = False) -> str | Non
 
 
 def newest(work_dir: Path, *, hashes: bool = True) -> tuple[Found | None, list[Found]]:
-    """The newest checkpoint whose files verify, content included, and those that were passed over, with the reason.
+    """The newest checkpoint whose files verify, content included, and those that were rejected, with the reason.
 
     Hashing stops at the first that verifies, so the usual cost is one checkpoint.
     """
@@ -90,7 +90,7 @@ def newest(work_dir: Path, *, hashes: bool = True) -> tuple[Found | None, list[F
         assert candidate.manifest is not None
         problem = candidate.problem
         if problem is None and candidate.manifest.commit in lineage.abandoned:
-            problem = "a later resume went back to an earlier checkpoint and left it behind (name it to return to it)"
+            problem = "a later resume went back to an earlier checkpoint and abandoned it (name it to return to it)"
         if problem is None:
             problem = verify(candidate.path, candidate.manifest, hashes=hashes)
         if problem is None:
@@ -103,7 +103,7 @@ def newest(work_dir: Path, *, hashes: bool = True) -> tuple[Found | None, list[F
 
 
 def _outside(work_dir: Path, lineage: Lineage, *, nothing_found: bool, hashes: bool) -> Found | None:
-    """The checkpoint elsewhere that the run went on from; or what ``last_checkpoint`` names and nobody finds."""
+    """The checkpoint elsewhere that the run resumed from; or a missing one that ``last_checkpoint`` names."""
     hint = read_hint(work_dir)
     if lineage.start is None:
         gone = hint is not None and nothing_found
@@ -116,8 +116,9 @@ def _outside(work_dir: Path, lineage: Lineage, *, nothing_found: bool, hashes: b
         return Found(path, None, str(error))
 
 
-def go_on_from(work_dir: Path, checkpoint: Path) -> None:
-    """Record that training continues from ``checkpoint``: whatever else is newer, or was left before, is left behind.
+def continue_from(work_dir: Path, checkpoint: Path) -> None:
+    """Record that training continues from ``checkpoint``: all others that are newer, or were abandoned before, are
+    abandoned.
 
     Called on rank 0 once the checkpoint is loaded, before the first update.
     """
@@ -130,13 +131,13 @@ def go_on_from(work_dir: Path, checkpoint: Path) -> None:
         ancestors.add(name)
         name = manifests[name].parent if name in manifests else None
     start = manifests[checkpoint.name].commit if inside and checkpoint.name in manifests else 0
-    left = [
+    abandoned = [
         manifest.commit
         for name, manifest in manifests.items()
         if name not in ancestors and (manifest.commit > start or manifest.commit in before.abandoned)
     ]
     last_commit = max([before.last_commit, *(manifest.commit for manifest in manifests.values())])
-    Lineage(None if inside else str(checkpoint), tuple(sorted(left)), last_commit).write(work_dir)
+    Lineage(None if inside else str(checkpoint), tuple(sorted(abandoned)), last_commit).write(work_dir)
     write_hint(work_dir, checkpoint)
 
 
@@ -175,17 +176,17 @@ def delete(directory: Path) -> None:
 
 
 def retain(work_dir: Path, *, max_keep: int, protected: Iterable[Path] = ()) -> list[Path]:
-    """Delete complete checkpoints beyond ``max_keep`` (-1: keep all): those left behind first, then the oldest.
+    """Delete complete checkpoints beyond ``max_keep`` (-1: keep all): the abandoned ones first, then the oldest.
 
-    Called only after a commit. ``protected`` ones are kept and do not count; nor do damaged ones, which would push out
+    Called only after a commit. ``protected`` ones are kept and do not count; nor do damaged ones, which would replace
     good ones. A checkpoint that cannot be deleted is a warning. Returns what was deleted.
     """
     if max_keep < 0:
         return []
     keep = {path.resolve() for path in protected}
-    left = Lineage.read(work_dir).abandoned
+    abandoned = Lineage.read(work_dir).abandoned
     complete = [f for f in list_checkpoints(work_dir) if f.problem is None and f.path.resolve() not in keep]
-    complete.sort(key=lambda f: f.manifest is None or f.manifest.commit not in left)
+    complete.sort(key=lambda f: f.manifest is None or f.manifest.commit not in abandoned)
     deleted = []
     for found in complete[: max(0, len(complete) - max_keep)]:
         try:
@@ -197,9 +198,9 @@ def retain(work_dir: Path, *, max_keep: int, protected: Iterable[Path] = ()) -> 
 
 
 def sweep(work_dir: Path, *, older_than_s: float = 0.0) -> list[Path]:
-    """Remove what a killed save or deletion left behind. Called when a run starts, on rank 0, under the lock.
+    """Remove what a killed save or deletion left. Called when a run starts, on rank 0, under the lock.
 
-    Without a lock (``WorkDirLock.exclusive``) another process may be saving: then only what is old goes.
+    Without a lock (``WorkDirLock.exclusive``) another process may be saving: then only old ones are removed.
     """
     swept = remove_leftovers(work_dir)
     for path in sorted(work_dir.iterdir()) if work_dir.is_dir() else []:
@@ -214,3 +215,7 @@ def sweep(work_dir: Path, *, older_than_s: float = 0.0) -> list[Path]:
         except OSError as error:
             logger().warning("%s, left by an unfinished save, could not be removed: %s", path, error)
     return swept
+
+
+# Former names, for one release.
+go_on_from = continue_from

@@ -1,4 +1,4 @@
-"""Which files a path means: a checkpoint's folder, or files of plain weights; and the sizes stated beside them.
+"""Which files a path means: a checkpoint's folder, or files of plain weights; and the sizes in its configs.
 
 In: what a user names: a folder, a file inside one, a file of weights. Nothing here reads a tensor.
 
@@ -96,7 +96,7 @@ def _fsdp_folder(folder: Path) -> Path | None:
     if not (first / ".metadata").is_file():
         return None
     if second.is_dir():
-        raise CheckpointError(f"{folder} holds several models", remedy=f"name one of them: {first}, {second}, ...")
+        raise CheckpointError(f"{folder} contains several models", remedy=f"name one of them: {first}, {second}, ...")
     return first
 
 
@@ -142,7 +142,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def stated_model(folder: Path) -> dict[str, Any]:
-    """Arguments of a model (``llm``, ``vit``) that configs beside the weights state; none where there are none."""
+    """Arguments of a model (``llm``, ``vit``) that configs in the folder of the weights state, if there are any."""
     if is_nanovlm(folder):
         from unigen_ds.families.nanovlm.published import vlm_arguments  # imported only where it is needed
 
@@ -164,7 +164,7 @@ def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def trainer_state(folder: Path) -> str:
-    """What a Hugging Face Trainer's ``trainer_state.json`` tells of a checkpoint, in words; ``''`` without one."""
+    """What a Hugging Face Trainer's ``trainer_state.json`` states about a checkpoint, as text; ``''`` without one."""
     if not (folder / TRAINER_STATE).is_file():
         return ""
     state = _json(folder / TRAINER_STATE)

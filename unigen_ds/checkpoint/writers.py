@@ -1,9 +1,9 @@
-"""Write named tensors to one file, a piece at a time: what is in memory does not grow with the model.
+"""Write named tensors to one file, a piece at a time: the memory used does not grow with the model.
 
 Two formats: a ``torch.save`` archive (``torch.load(weights_only=True)``, ``mmap=True`` too, reads it; tied names share
-one storage, as torch itself writes them) and safetensors (tied names are written twice: the format knows no sharing).
-Sizes are known beforehand, so the disk space is reserved first: a disk that is too full fails before a byte is written,
-and writing goes faster. Pieces go from the mapped source to the file without a copy, but for a cast of dtypes.
+one storage, as torch itself writes them) and safetensors (tied names are written twice: the format has no sharing).
+Sizes are known in advance, so the disk space is reserved first: a disk that is too full fails before a byte is written,
+and writing is faster. Pieces are written from the mapped source without a copy, except for a cast of dtypes.
 """
 
 from __future__ import annotations
@@ -140,14 +140,14 @@ def _aligned(name: str, size: int, stream: IO[bytes]) -> zipfile.ZipInfo:
 
 
 class _Storage:
-    """What the pickle names instead of a tensor's bytes."""
+    """The pickle's reference to the bytes of a tensor."""
 
     def __init__(self, key: str, entry: Entry) -> None:
         self.key, self.entry = key, entry
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles entries as torch pickles tensors: a rebuild of a view of a storage that lies elsewhere in the archive."""
+    """Pickles entries as torch pickles tensors: a rebuild of a view of a storage in another record."""
 
     def __init__(self, stream: IO[bytes], keys: dict[str, str]) -> None:
         super().__init__(stream, protocol=2)

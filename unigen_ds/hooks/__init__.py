@@ -1,1 +1,1 @@
-"""Floor 5: what happens around the loop. One hook a file; a new one registers itself in ``HOOKS``."""
+"""Layer 7: what happens around the training loop. One hook in each file; a new one registers itself in ``HOOKS``."""

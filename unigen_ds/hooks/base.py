@@ -46,7 +46,7 @@ PRIORITY = {
     "checkpoint": 70,
     "profiler": 90,
 }
-"""The one table of order: lower runs earlier. A custom hook without an entry runs at 55, before the logger."""
+"""The order of hooks: lower runs earlier. A custom hook without an entry runs at 55, before the logger."""
 DEFAULT_PRIORITY = 55
 
 
@@ -80,7 +80,7 @@ class UpdateResult:
 
 
 class Run(Protocol):
-    """What hooks see of a run. Read-only, except ``stop``."""
+    """The part of a run that hooks can use. Read-only, except for ``request_stop``."""
 
     @property
     def progress(self) -> Progress: ...
@@ -102,7 +102,7 @@ class Run(Protocol):
     def backend(self) -> Backend: ...
     @property
     def processor(self) -> Any:
-        """As of ``Family.processor``: what a hook uses of it depends on the family."""
+        """As returned by ``Family.processor``; its attributes depend on the family."""
         ...
 
     @property
@@ -134,7 +134,7 @@ class Run(Protocol):
     def last_losses(self) -> dict[str, float] | None:
         """Mean of each loss term over the last update's data at the present weights, without dropout. Collective.
 
-        None before the first update, and where another effective batch cannot cut it into whole iterations.
+        None before the first update, and where the present batch size cannot split it into whole iterations.
         """
         ...
 
@@ -151,7 +151,7 @@ class Hook:
     """Base: every method does nothing. A hook with state overrides ``state_dict`` and ``load_state_dict``."""
 
     name = ""
-    """Its row in ``PRIORITY``; also the key of its state in a checkpoint."""
+    """Its key in ``PRIORITY``, and the key of its state in a checkpoint."""
 
     @property
     def priority(self) -> int:
@@ -170,8 +170,8 @@ class Hook:
     def after_val(self, run: Run, metrics: Mapping[str, float]) -> None: ...
     def before_save_checkpoint(self, run: Run, metrics: dict[str, float]) -> None: ...
     def sync(self) -> None:
-        """Rank 0 alone, as the first step of each save: have on disk what the hook has written to files of the work
-        dir. Raises ``OSError`` where that cannot be; the save then fails, and training continues."""
+        """Called on rank 0 alone, as the first step of each save: flush to disk what the hook has written to files of
+        the work dir. Raises ``OSError`` where that fails; the save then fails, and training continues."""
 
     def after_train(self, run: Run) -> None: ...
     def after_run(self, run: Run) -> None: ...

@@ -1,4 +1,4 @@
-"""Save every so often, keep the newest few, and save once more when the run ends or is stopped."""
+"""Save at an interval, keep the newest checkpoints, and save once more when the run ends or is stopped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unigen_ds.hooks.base import Hook, Run, UpdateResult
 @HOOKS.register_module()
 class CheckpointHook(Hook):
     """mmengine's arguments, with two differences: it deletes only after the new checkpoint is durable, and the number
-    in the name is the true iteration at the save (with accumulation it may lie just above a multiple of the interval).
+    in the name is the true iteration at the save (with accumulation it may be just above a multiple of the interval).
 
     Args:
         interval: epochs or iterations between saves; -1: only when the run ends or is stopped.
@@ -76,5 +76,5 @@ class CheckpointHook(Hook):
             try:
                 for old in store.retain(run.work_dir, max_keep=self.max_keep_ckpts):
                     logger().info("Deleted old checkpoint %s.", old)
-            except (OSError, UnigenError) as error:  # other ranks know nothing of it: it must not end this one
+            except (OSError, UnigenError) as error:  # happens on this rank alone: it must not end the run
                 logger().warning("Old checkpoints were not deleted: %s", error)

@@ -1,4 +1,4 @@
-"""What a person watches: one live progress line on a terminal, plain log lines everywhere else. Rank 0 only.
+"""Progress for the user: one live progress line on a terminal, plain log lines everywhere else. Rank 0 only.
 
 The live line is redrawn at log time only; warnings of the logger scroll above it.
 """

@@ -1,8 +1,8 @@
-"""After a resume, compute the last update's loss once more: is this the model, and the data, that were saved?
+"""After a resume, compute the last update's losses once more, to check that model and data are the saved ones.
 
 Before each save the losses of the update that has just been made are computed at its new weights, without gradients and
-dropout, and kept in the checkpoint. After a resume, on whatever engine and cut, the same sequences are read again and
-must give the same losses. It costs one forward pass a save and one a resume.
+dropout, and kept in the checkpoint. After a resume, under any engine and geometry, the same sequences are read again
+and must have the same losses. It costs one forward pass for each save and one for each resume.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from unigen_ds.core.registry import HOOKS
 from unigen_ds.hooks.base import Hook, Run
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 5e-3}
-"""Relative. Engines and cuts differ by rounding: 1e-6 in fp32; bf16 has 8 bits, of which a mean loss keeps some."""
+"""Relative. Engines and geometries differ by rounding: 1e-6 in fp32; bf16 has 8 bits of precision."""
 
 
 @HOOKS.register_module()
@@ -48,21 +48,23 @@ class ContinuityHook(Hook):
             return
         found = run.last_losses()
         if found is None:
-            logger().info("Continuity is not checked: the last update cannot be cut into whole iterations of now.")
+            logger().info(
+                "Continuity is not checked: the present batch size cannot split the last update into iterations."
+            )
             return
         precision = run.backend.topology()["precision"]
         bound = TOLERANCE[precision] if self.tolerance is None else self.tolerance
         worst = max(_relative(found.get(name), value) for name, value in self._losses.items())
-        told = ", ".join(f"{name} {value:.6g} -> {found.get(name)}" for name, value in self._losses.items())
+        changes = ", ".join(f"{name} {value:.6g} -> {found.get(name)}" for name, value in self._losses.items())
         if worst <= bound:
-            logger().info("Continuity: the last update's losses are the recorded ones (%s).", told)
+            logger().info("Continuity: the last update's losses are the recorded ones (%s).", changes)
             return
-        problem = f"the last update's losses are not the recorded ones: {told} (relative difference {worst:.1e})"
+        problem = f"the last update's losses are not the recorded ones: {changes} (relative difference {worst:.1e})"
         if self.on_mismatch == "halt":
             raise TrainingError(
                 problem,
                 allowed=f"a difference of {bound:g}",
-                remedy="look for what changed: code, data behind the same names, precision; or set on_mismatch='warn'",
+                remedy="look for what changed: code, data under the same names, precision; or set on_mismatch='warn'",
             )
         if dist.is_main():  # the ranks agree on the losses
             logger().warning("Continuity: %s, more than %g: model or data may not be what was saved.", problem, bound)

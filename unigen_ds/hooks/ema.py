@@ -16,7 +16,7 @@ from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.optim.averaging import ShardEMA, check_momentum
 
 LARGEST_USUAL = 0.5
-"""A momentum above it forgets more than it keeps; decays are 0.9 and more."""
+"""Above it a momentum is probably a decay, written by mistake; decays are 0.9 and more."""
 
 
 @HOOKS.register_module()

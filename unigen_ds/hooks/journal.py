@@ -1,8 +1,8 @@
 """A JSON-lines file of a run, kept by rank 0 over kills and resumes: what ``metrics.jsonl`` and ``ledger.jsonl`` share.
 
-A start writes a resume event wherever older lines exist, so ``core.metrics.read_lines`` can tell which of them still
-count: after a resume, lines beyond its position are void; a fresh start in a used folder voids all. Files are opened at
-the first line, so that a dry run leaves no trace.
+A start writes a resume event wherever older lines exist, so ``core.metrics.read_lines`` can determine which of them are
+valid: after a resume, lines beyond its position are void; a fresh start in a used folder voids all. Files are opened at
+the first line, so a dry run writes nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The ledger: one line per update that says which sequences it consumed, with a digest of their sample ids.
+"""The ledger: one line for each update, with the sequences that it consumed and a digest of their sample ids.
 
 ``tools/inspect_data.py`` re-derives the same digests from the config, so anyone can check that no sequence was
 repeated or skipped over a resume. About 120 bytes per update; no collective.

@@ -66,7 +66,7 @@ class LoggerHook(Hook):
             logger().warning("LoggerHook.log_metric_by_epoch has no effect: each line has update, iteration and epoch")
         if dist.is_main():
             self._console = make_console()
-            for writer in self._writers:  # here, not earlier: a resume has told the run ids by now
+            for writer in self._writers:  # not earlier: a resume has restored the run ids by now
                 writer.open(work_dir=run.work_dir, config=run.config, updates=run.progress.updates)
 
     def after_update(self, run: Run, result: UpdateResult) -> None:
@@ -91,7 +91,7 @@ class LoggerHook(Hook):
         self.log_metrics(run, metrics, update=run.progress.updates)
 
     def log_metrics(self, run: Run, metrics: Mapping[str, Any], *, update: int, event: str = "val") -> None:
-        """Log results that are no training line: validation, or an evaluation of an earlier ``update`` that ended late.
+        """Log results of a validation, or of an evaluation of an earlier ``update`` that ended late.
 
         Writes ``{"event": "val", "update": n, **metrics}``; names are kept as given. Not collective.
         """
@@ -121,7 +121,7 @@ class LoggerHook(Hook):
             writer.run_id = state["run_ids"].get(writer.name)
 
     def _log(self, run: Run, result: UpdateResult) -> None:
-        """Collective. Reads the device: the only place outside the optimizer step that waits for it."""
+        """Collective. Reads the device: the only code outside the optimizer step that waits for it."""
         losses = global_losses(result)
         timer = find_timer(run)
         rates = global_rates(timer) if timer else {}
@@ -181,7 +181,7 @@ def global_rates(timer: IterTimerHook) -> dict[str, float]:
 
 def global_memory() -> dict[str, float]:
     """``memory``: the largest amount so far, MiB, of the process that has most: allocated on its CUDA device, else
-    resident in the process. ``memory_reserved``, on CUDA alone: what the allocator has taken from the device, which is
+    resident in the process. ``memory_reserved``, on CUDA alone: what the allocator has reserved on the device, which is
     what runs out. Collective.
     """
     if torch.cuda.is_available():

@@ -2,7 +2,7 @@
 
 The backend has already left every weight unchanged for such an update; its data counts as consumed. One bad batch is a
 warning; ``max_consecutive`` in a row mean that the model or the data is broken. Dynamic fp16 loss scaling may skip a
-few updates at its start while the scale settles, which the default of 5 leaves room for.
+few updates at its start until the scale fits, which the default of 5 allows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from unigen_ds.hooks.base import Hook, Run, UpdateResult
 
 VERSION = 1
 SHOWN_IDS = 20
-"""Sample ids of each update that the error names; the ledger and inspect_data know all."""
+"""Sample ids of each update that the error names; tools/inspect_data.py shows all."""
 
 
 @HOOKS.register_module()

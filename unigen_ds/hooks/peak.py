@@ -1,4 +1,4 @@
-"""What a device can do at most: dense bf16 operations a second, from its makers' data sheets. MFU is a share of it."""
+"""The peak of a device: dense bf16 operations a second, from the maker's data sheet. MFU is a share of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PEAK_TFLOPS = {
     "V100 PCIE": 112, "V100": 125, "T4": 65, "MI300X": 1307,
 }  # fmt: skip
 """Words of a device's name -> 10**12 dense bf16 operations a second with fp32 sums (V100 and T4 have no bf16: fp16).
-The first that fits is taken."""
+The first that fits is used."""
 
 
 def device_peak_tflops(name: str) -> float | None:

@@ -1,11 +1,11 @@
 """SIGTERM and SIGINT end the run with a checkpoint, and exit status 143; a later second one ends it at once.
 
-One process stops after the present update. Several have to agree: whether any of them has a signal is summed with the
+One process stops after the present update. Several must agree: whether any of them has a signal is summed with the
 counts of the next update, while the present one is computed, so no update waits for it. All stop after the same
 update: the one after the update during which the first signal came.
 
-Later, because one signal often comes twice: a scheduler signals every process of a job, and a launcher passes its own
-on. A repeat within ``REPEAT_S`` seconds must not cost the checkpoint.
+"Later", because one signal often arrives twice: a scheduler signals every process of a job, and a launcher forwards its
+own. A repeat within ``REPEAT_S`` seconds must not prevent the checkpoint.
 """
 
 from __future__ import annotations

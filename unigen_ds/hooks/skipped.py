@@ -1,4 +1,4 @@
-"""Name and count samples that could not be decoded, stop when they are too many; warn of updates without targets."""
+"""Log and count samples that could not be decoded, stop when there are too many; warn of updates without targets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.hooks.journal import Journal
 
 SKIPPED_FILE = "skipped_samples.jsonl"
-_GRACE = 100  # samples seen before the share is judged
+_GRACE = 100  # samples seen before the share is checked
 
 
 @HOOKS.register_module()

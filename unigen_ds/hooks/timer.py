@@ -1,7 +1,7 @@
 """Where the time goes: sections of ``run.clock`` in, window averages, rates and the time to go out.
 
 Time of this rank (``core/clock.py``: on CUDA that of the device), averaged over a window of updates, because one
-update's share of waiting says little. It costs one clock read per update and no synchronisation.
+update's share of waiting varies much. It costs one clock read per update and no synchronisation.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from unigen_ds.hooks.peak import peak_tflops
 
 SECTIONS = ("data", "forward_backward", "step")
 WARM_UP_UPDATES = 50
-"""Updates before a share is judged: compilation, caches and worker start-up are over by then."""
-BANDS = {
+"""Updates before a share is checked: compilation, caches and worker start-up are over by then."""
+BOUNDS = {
     "data": (0.0, 0.10, "raise train_dataloader.num_workers or prefetch_factor"),
     "forward_backward": (0.70, 1.0, "see which other share is large"),
     "other": (0.0, 0.05, "look for slow hooks: evaluation, previews, checkpoints and logging count here"),
@@ -82,7 +82,7 @@ class IterTimerHook(Hook):
         self._seen += 1
         self._sequences_left = max(0.0, run.total_sequences - run.progress.sequences)
         if self._seen > WARM_UP_UPDATES:
-            self._judge()
+            self._check_shares()
 
     def summary(self) -> dict[str, float]:
         """Averages over the window; empty before the first update.
@@ -110,12 +110,12 @@ class IterTimerHook(Hook):
         seconds = sum(update.seconds for update in self._updates)
         return sum(update.flops for update in self._updates) / seconds if seconds else 0.0
 
-    def _judge(self) -> None:
-        """Warn once for each share that has left its band."""
-        if self._warned.issuperset(BANDS):
+    def _check_shares(self) -> None:
+        """Warn once for each share that is outside its bounds."""
+        if self._warned.issuperset(BOUNDS):
             return
         summary = self.summary()
-        for name, (low, high, advice) in BANDS.items():
+        for name, (low, high, advice) in BOUNDS.items():
             share = summary.get(f"share/{name}", low)
             if name not in self._warned and not low <= share <= high:
                 self._warned.add(name)
@@ -126,3 +126,7 @@ class IterTimerHook(Hook):
 def find_timer(run: Run) -> IterTimerHook | None:
     """The timer of a run, if it has one."""
     return next((hook for hook in run.hooks if isinstance(hook, IterTimerHook)), None)
+
+
+# Former names, for one release.
+BANDS = BOUNDS

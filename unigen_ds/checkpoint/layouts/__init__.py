@@ -1,7 +1,7 @@
 """One file per layout on disk. ``open_reader`` picks it by the manifest's name for it, in the registry ``LAYOUTS``.
 
-A new layout adds a file and a row here; one of a user's own registers itself: a class that is called as the readers
-here are, under the name that its backend gives to ``StateFiles``.
+A new layout adds a file and a row here. A user's own layout registers itself: a class with the constructor of the
+readers here, under the name that its backend passes to ``StateFiles``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def open_reader(directory: Path, manifest: Manifest) -> PieceReader:
 def own_files(manifest: Manifest, folder: str) -> list[str]:
     """Names of the files that the save wrote into ``folder`` ('' is the checkpoint itself).
 
-    Others may lie beside them (an export, say); their content was never verified, so no reader may open them.
+    The folder may have others (an export, for example); they were never verified, so no reader may open them.
     """
     paths = (entry.path.rpartition("/") for entry in manifest.files)
     return [name for parent, _, name in paths if parent == folder]

@@ -1,4 +1,4 @@
-"""What every layout's reader is: named flat pieces, each with a way to fetch some of its elements."""
+"""The base of every layout's reader: named flat pieces, each with a function that reads some of its elements."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Piece:
 
 
 class PieceReader:
-    """A ``ShardReader`` over pieces. A layout fills it with ``add`` and is done.
+    """A ``ShardReader`` over pieces. A layout only has to call ``add`` for each piece.
 
     ``unique``: the layout writes every element once, so an overlap means a mix of two checkpoints and is refused.
     """
@@ -36,9 +36,9 @@ class PieceReader:
         self._unique = unique
         self._pieces: dict[tuple[str, str], list[Piece]] = defaultdict(list)
         self.shapes: dict[tuple[str, str], tuple[int, ...]] = {}
-        """(kind, name) -> shape, in the order of the files, as far as the files themselves say it."""
+        """(kind, name) -> shape, in the order of the files, as far as the files themselves state it."""
         self.tied: Mapping[str, str] = {}
-        """Names of the model that share the tensor of another name, as far as the files themselves say it."""
+        """Names of the model that share the tensor of another name, as far as the files themselves state it."""
 
     def add(
         self,
@@ -51,7 +51,7 @@ class PieceReader:
         source: str = "",
         shape: Sequence[int] | None = None,
     ) -> None:
-        """Announce a piece. Replicas of a range may be announced more than once, unless ``unique``; the first is read.
+        """Add a piece. Replicas of a range may be added more than once, unless ``unique``; the first is read.
 
         Raises ``CheckpointError`` naming both sources of an overlap where there must be none.
         """
@@ -85,7 +85,7 @@ class PieceReader:
         return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty(0)
 
     def parts(self, kind: str, name: str, start: int, stop: int) -> Iterator[Tensor]:
-        """What ``read`` gives, in the pieces that lie on disk: nothing is copied to join them."""
+        """What ``read`` returns, in the pieces that are on disk: they are not copied into one tensor."""
         at = start
         for piece in self._found(kind, name):  # by their start
             if at >= stop or piece.start > at:

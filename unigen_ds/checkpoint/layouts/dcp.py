@@ -106,7 +106,7 @@ class DCPReader(PieceReader):
             chunk = _chunk(tensor, index, chunks[index.fqn])
             row = math.prod(tensor.size[1:])
             if tuple(chunk.sizes[1:]) != tuple(tensor.size[1:]):
-                raise CheckpointError(f"{directory}: {index.fqn} is not cut along its first dimension")
+                raise CheckpointError(f"{directory}: {index.fqn} is not split along its first dimension")
             if allowed is not None and info.relative_path not in allowed:
                 raise CheckpointError(f"{directory} names {info.relative_path}, which the save did not write")
             start = chunk.offsets[0] * row if tensor.size else 0
@@ -141,7 +141,7 @@ def _names(metadata: Any) -> dict[str, tuple[str, str]]:
 
 
 def _check_files(directory: Path, entries: Iterable[Any]) -> None:
-    """Raises ``CheckpointError`` naming a file that is missing or shorter than what is said to be in it."""
+    """Raises ``CheckpointError`` naming a file that is missing or shorter than ``.metadata`` states."""
     ends: dict[str, int] = {}
     for info in entries:
         ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
@@ -150,7 +150,7 @@ def _check_files(directory: Path, entries: Iterable[Any]) -> None:
         if not path.is_file():
             raise CheckpointError(f"{path} is missing")
         if path.stat().st_size < end:
-            raise CheckpointError(f"{path} is cut off: it has {path.stat().st_size} bytes of {end}")
+            raise CheckpointError(f"{path} is incomplete: it has {path.stat().st_size} bytes of {end}")
 
 
 def _chunk(tensor: Any, index: Any, by_offset: Mapping[tuple[int, ...], Any]) -> Any:

@@ -6,9 +6,9 @@
 ``[bf16_]zero_pp_rank_R_..optim_states.pt``  rank R's flat fp32 masters and Adam moments
 ========================================  =====================================================================
 
-ZeRO-1/2 cut one flat buffer per group into equal parts; ``param_slice_mappings`` says what of each parameter a part
-holds. ZeRO-3 gives every rank ``ceil(numel / ranks)`` elements of each parameter, padded at the end. Tensors are
-memory-mapped, so only what is asked for is read.
+ZeRO-1/2 split one flat buffer per group into equal parts; ``param_slice_mappings`` lists the slices of parameters in a
+part. Under ZeRO-3 every rank has ``ceil(numel / ranks)`` elements of each parameter, padded at the end. Tensors are
+memory-mapped, so only the requested elements are read.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class DeepSpeedReader(PieceReader):
     Attributes:
         header: what rank 0's model file holds besides tensors: ``ds_config``, counters, the trainer's client state.
         frozen: names of the parameters that were not trained.
-        groups: name -> number of the optimizer's group, where the files tell (ZeRO-3 may cut a group further).
+        groups: name -> number of the optimizer's group, where the files state it (ZeRO-3 may split a group further).
         zero_stage: 0 is DeepSpeed without ZeRO; then the module's own weights are the only ones, in its precision, and
             its optimizer's state is not read.
     """
@@ -94,11 +94,11 @@ class DeepSpeedReader(PieceReader):
         for name, tensor in module.items():
             if (BUFFER, name) in self.shapes:
                 continue
-            place = tensor.data_ptr(), tensor.numel()
-            if tensor.numel() and place in first:
-                self.tied = {**self.tied, name: first[place]}
+            memory = tensor.data_ptr(), tensor.numel()
+            if tensor.numel() and memory in first:
+                self.tied = {**self.tied, name: first[memory]}
                 continue
-            first[place] = name
+            first[memory] = name
             self.add(MASTER, name, 0, tensor.numel(), slices_of(tensor), shape=tensor.shape)
 
     def _add_zero12(self, ranks: Sequence[Mapping[str, Any]]) -> None:
@@ -183,11 +183,11 @@ def _moments(optimizer: Mapping[str, Any], group: int) -> dict[str, Tensor]:
 
 
 def _check_parallel(directory: Path, names: Sequence[str]) -> None:
-    """Raises ``CheckpointError`` where the model was cut by other means than ZeRO."""
+    """Raises ``CheckpointError`` where the model was split by other means than ZeRO."""
     for name in sorted(names):
         if re.match(r"(?:zero_pp_rank_\d+_)?mp_rank_(?!00_)\d+_|layer_\d+|expp?_rank_|.*expert_\d+", name):
             raise CheckpointError(
-                f"{directory / name} is a part of a model that was cut by tensor, pipeline or expert parallelism",
+                f"{directory / name} is a part of a model that was split by tensor, pipeline or expert parallelism",
                 allowed="ZeRO stages 0 to 3",
                 remedy="merge it with the tool of the trainer that wrote it",
             )
@@ -206,7 +206,7 @@ def _by_rank(directory: Path, pattern: re.Pattern[str], names: Iterable[str]) ->
 
 
 def _check_ranks(directory: Path, ranks: Sequence[Mapping[str, Any]]) -> None:
-    """Raises ``CheckpointError`` where files at the end are missing: every file says how many ranks wrote."""
+    """Raises ``CheckpointError`` where files at the end are missing: every file has the number of ranks that wrote."""
     count = ranks[0]["partition_count"]  # ZeRO-1/2: one number for each group
     wanted = max(count) if isinstance(count, (list, tuple)) else int(count)
     if len(ranks) != wanted:

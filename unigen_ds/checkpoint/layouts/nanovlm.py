@@ -1,6 +1,6 @@
-"""nanoVLM's published directory as master weights under our names, so that ``load_from`` takes it.
+"""nanoVLM's published directory as master weights under our names, so that ``load_from`` can read it.
 
-Rows are read when they are asked for.
+Rows are read when they are requested.
 """
 
 from __future__ import annotations

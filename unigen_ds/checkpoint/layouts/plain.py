@@ -19,7 +19,7 @@ from unigen_ds.core.errors import CheckpointError
 from unigen_ds.core.shards import MASTER
 
 WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
-"""Keys under which trainers keep the model's state dict, beside the optimizer's."""
+"""Keys under which trainers keep the model's state dict, next to the optimizer's."""
 PREFIXES = ("module.", "_orig_mod.")
 """What DistributedDataParallel and torch.compile put before every name."""
 
@@ -43,11 +43,11 @@ class TorchReader(PieceReader):
             found |= {name: (tensor, path) for name, tensor in state.items() if isinstance(tensor, Tensor)}
         first: dict[tuple[int, ...], str] = {}
         for name, (tensor, path) in without_prefixes(found).items():
-            place = (tensor.data_ptr(), tensor.numel(), *tensor.stride())
-            if tensor.numel() and place in first:
-                self.tied = {**self.tied, name: first[place]}
+            memory = (tensor.data_ptr(), tensor.numel(), *tensor.stride())
+            if tensor.numel() and memory in first:
+                self.tied = {**self.tied, name: first[memory]}
                 continue
-            first[place] = name
+            first[memory] = name
             self.add(MASTER, name, 0, tensor.numel(), _fetch(tensor, name), source=str(path), shape=tensor.shape)
 
 
@@ -59,7 +59,7 @@ def _state_dict(content: Any, path: Path) -> Mapping[str, Any]:
     if not isinstance(state, Mapping):
         held = ", ".join(map(str, content)) if isinstance(content, Mapping) else f"a {type(content).__name__}"
         raise CheckpointError(
-            f"{path} holds no weights ({held[:200] or 'nothing'})",
+            f"{path} contains no weights ({held[:200] or 'nothing'})",
             allowed=f"a state dict, or one under {', '.join(WRAPPERS)}",
             remedy="save model.state_dict(); a whole model is a pickle of classes, which is not executed",
         )

@@ -1,9 +1,9 @@
 """``torch.save`` files that others wrote, read as data: memory-mapped tensors, and nothing of theirs is executed.
 
-torch's restricted unpickler knows tensors and plain containers. What else a file names (the classes of DeepSpeed,
-mmengine, numpy, of a user's own ``client_state``) is replaced by an inert stand-in that keeps what was stored and does
-nothing; the module is never imported. A stand-in of a class may be *filled*, which is how objects are stored. *Calling*
-a name is how a file would run code, so that is refused, but for the few names below that store objects this way.
+torch's restricted unpickler accepts tensors and plain containers. Every other name in a file (the classes of DeepSpeed,
+mmengine, numpy, of a user's own ``client_state``) is replaced by an inert class that keeps the stored values and does
+nothing; the module is never imported. An inert class may be *filled*, which is how objects are stored. *Calling* a name
+is how a file would run code, so that is refused, except for the few names below that store objects this way.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _FUNCTIONS = {
 }  # fmt: skip
 _DICTS = ("collections.defaultdict", "mmengine.config.config.ConfigDict", "addict.addict.Dict")
 _BLOCKED = ("os", "posix", "nt", "sys")
-"""Modules that torch's unpickler refuses whatever stands in for them."""
+"""Modules that torch's unpickler refuses, whatever replaces them."""
 
 
 class Inert:
-    """Keeps what was stored: ``values`` its constructor would have got, ``state`` its attributes."""
+    """Keeps what was stored: ``values``, the arguments of the constructor, and ``state``, the attributes."""
 
     values: tuple[Any, ...]
     state: Any
@@ -55,12 +55,12 @@ class _NotCalled(Inert):
 
 def _refusal(name: str) -> CheckpointError:
     return CheckpointError(
-        f"it asks for a call of {name}, which is never done: it may have been made to do harm",
-        remedy="if you trust whoever wrote it, take the object out of the file (of DeepSpeed's client_state, mostly)",
+        f"it asks for a call of {name}, which is never executed: it may be harmful",
+        remedy="if you trust the author, remove the object from the file (mostly from DeepSpeed's client_state)",
     )
 
 
-def _stand_in(path: str) -> tuple[type, str]:
+def _inert_class(path: str) -> tuple[type, str]:
     package, name = path.partition(".")[0], path.rpartition(".")[2]
     stored_by_call = path in _FUNCTIONS or (package in _TRAINERS and name[:1].isupper())
     return type(name, (Inert if stored_by_call else _NotCalled,), {"path": path}), path
@@ -75,8 +75,8 @@ def load_file(path: Path) -> Any:
         for name in unknown:
             if name.partition(".")[0] in _BLOCKED:
                 raise _refusal(name)
-        # a mapping instead of a stand-in: torch's unpickler fills nothing else
-        stand_ins: list[Any] = [(_dict_of, name) if name in _DICTS else _stand_in(name) for name in unknown]
+        # a mapping instead of an inert class: torch's unpickler fills nothing else
+        stand_ins: list[Any] = [(_dict_of, name) if name in _DICTS else _inert_class(name) for name in unknown]
         with torch.serialization.safe_globals(stand_ins):
             return torch.load(path, weights_only=True, mmap=True, map_location="cpu")
     except CheckpointError as error:
