@@ -155,7 +155,7 @@ class TestErrors:
             build(dict(groups=[dict(pattern="conector", lr=1.0)]))
 
     def test_a_pattern_after_a_wider_one(self) -> None:
-        with pytest.raises(ConfigError, match=r"earlier pattern took \(layers\.0.*more special pattern first"):
+        with pytest.raises(ConfigError, match=r"earlier pattern matched \(layers\.0.*more specific pattern first"):
             build(dict(groups=[dict(pattern="layers", lr=1.0), dict(pattern="layers.0", lr=2.0)]))
 
     def test_a_pattern_of_frozen_parameters_warns(self, caplog: pytest.LogCaptureFixture) -> None:

@@ -172,14 +172,14 @@ def test_a_folder_that_cannot_be_written_disables_the_writer_once(tmp_path: Path
     (tmp_path / "file").write_text("a file where a folder should be")
     writer = {"type": "TensorboardVisBackend", "save_dir": str(tmp_path / "file")}
     (said,) = trained(tmp_path / "run", data, writer)
-    assert said.startswith("TensorboardVisBackend is disabled, training goes on")
+    assert said.startswith("TensorboardVisBackend is disabled, training continues")
 
 
 def test_wandb_refusing_its_arguments_stops_nothing(tmp_path: Path, data: Path) -> None:
     pytest.importorskip("wandb")
     writer = {"type": "WandbVisBackend", "init_kwargs": {"mode": "no such mode"}}
     (said,) = trained(tmp_path / "run", data, writer)
-    assert said.startswith("WandbVisBackend is disabled, training goes on")
+    assert said.startswith("WandbVisBackend is disabled, training continues")
 
 
 def test_a_missing_package_names_what_to_install(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:

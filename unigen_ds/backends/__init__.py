@@ -1,1 +1,1 @@
-"""Floor 2: engines behind one interface. Imports ``core`` alone; private attributes of an engine stay in its file."""
+"""Layer 2: engines with one interface. Imports only ``core``; an engine's private attributes are used in its file."""

@@ -1,7 +1,7 @@
-"""The base of all engines: the only thing the loop, the hooks and the checkpoint saver know of one.
+"""The base of all engines: the interface that the loop, the hooks and the checkpoint saver use.
 
 A new engine subclasses ``Backend``, registers itself in ``BACKENDS``, and must match ``single`` (one process, plain
-PyTorch: the oracle) in ``tests/backends``. It names its state as flat shards (``master_shards``, ``frozen_shards``,
+PyTorch: the reference) in ``tests/backends``. It lists its state as flat shards (``master_shards``, ``frozen_shards``,
 ``moments``, ``buffers``) and refreshes its low-precision copies; loading, averaging and swapping are written once,
 here. So any layout loads into any engine at any process count.
 """
@@ -44,7 +44,7 @@ class StepResult:
 
 
 class Backend(abc.ABC):
-    """One engine holding one model. Methods are collective (all ranks call them, in the same order) unless noted."""
+    """One engine with one model. Methods are collective (all ranks call them, in the same order) unless noted."""
 
     @abc.abstractmethod
     def prepare(
@@ -58,7 +58,7 @@ class Backend(abc.ABC):
         """Shard the model, then build the optimizer. Called once, by ``build``.
 
         Parameter names stay the model's; initial weights do not depend on the world size. Tensors on the meta
-        device get memory, of which a rank touches its shard alone, and no values: ``load_tensors`` must follow.
+        device get memory, each rank for its own shard, but no values: ``load_tensors`` must follow.
         """
 
     _cfg: OptimizerConfig
@@ -88,7 +88,7 @@ class Backend(abc.ABC):
 
     @property
     def lighter(self) -> str | None:
-        """The ``--backend`` that holds less of this model on each device; None where there is none."""
+        """The ``--backend`` that needs less memory for this model on each device; None where there is none."""
         return None
 
     @property
@@ -98,7 +98,7 @@ class Backend(abc.ABC):
 
     @property
     def dp_rank(self) -> int:
-        """This process's place among the data-parallel ranks."""
+        """This process's index among the data-parallel ranks."""
         return 0
 
     @property

@@ -39,12 +39,12 @@ def dcp_files(state: Mapping[str, Tensor], *, replica: int, replicas: int) -> St
     size = sum(_local(state[item.index.fqn]).nbytes for item in plan.items)
 
     def write(stream: HashedFile) -> Written:
-        places = []
+        infos = []
         for item in plan.items:
             begin = stream.tell()
             torch.save(_alone(_local(state[item.index.fqn])), stream)  # type: ignore[arg-type]
-            places.append(_StorageInfo(name, begin, stream.tell() - begin))
-        return plan, places
+            infos.append(_StorageInfo(name, begin, stream.tell() - begin))
+        return plan, infos
 
     files = [Output(name, size, write)] if plan.items else []
     return StateFiles("dcp", files, _index)
@@ -76,9 +76,9 @@ def _index(results: Sequence[Sequence[Written]]) -> list[Output]:
     written = [one for of_rank in results for one in of_rank]
     _, metadata = create_default_global_save_plan([plan for plan, _ in written])
     items: list[tuple[WriteItem, _StorageInfo]] = [
-        pair for plan, places in written for pair in zip(plan.items, places, strict=True)
+        pair for plan, infos in written for pair in zip(plan.items, infos, strict=True)
     ]
-    metadata.storage_data = {item.index: place for item, place in items}
+    metadata.storage_data = {item.index: info for item, info in items}
     metadata.planner_data = {key: (key,) for key in metadata.state_dict_metadata}
     metadata.storage_meta = StorageMeta()
     metadata.version = CURRENT_DCP_VERSION

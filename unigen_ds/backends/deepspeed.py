@@ -1,6 +1,6 @@
 """DeepSpeed ZeRO stages 1, 2 and 3, optimizer offload included.
 
-DeepSpeed keeps the fp32 masters of a group in one flat buffer that may cut a tensor anywhere; this file alone knows
+DeepSpeed keeps the fp32 masters of a group in one flat buffer that may split a tensor anywhere; only this file knows
 where (``_fragments``), and the test beside it pins the version whose private attributes it reads. The optimizer is
 torch's, built by us, so that every engine computes the same update. Source: DeepSpeed 0.19.8.
 """
@@ -30,9 +30,9 @@ from unigen_ds.backends.deepspeed_config import (
     offloads,
     stage_of,
 )
-from unigen_ds.backends.deepspeed_files import FOLDER, HandOver
+from unigen_ds.backends.deepspeed_files import FOLDER, CapturedSave
 from unigen_ds.backends.deepspeed_op import check_build_tools, load_shared_memory_op
-from unigen_ds.backends.memory import allocate, blocks_given_back, on_meta, place
+from unigen_ds.backends.memory import allocate, blocks_freed_at_once, move_real_tensors, on_meta
 from unigen_ds.core import dist
 from unigen_ds.core.batch import LossTerms
 from unigen_ds.core.errors import CheckpointError, ConfigError
@@ -55,7 +55,7 @@ from unigen_ds.core.shards import Shard
 
 @dataclass(frozen=True)
 class _Fragment:
-    """A local piece of a parameter: where it lies in the flat buffer ``flat``, and in the parameter."""
+    """A local piece of a parameter: its offsets in the flat buffer ``flat`` and in the parameter."""
 
     name: str
     shape: tuple[int, ...]
@@ -66,7 +66,7 @@ class _Fragment:
 
 
 def _choose_accelerator() -> None:
-    """Before DeepSpeed is imported, which takes 2 s: it looks at this then."""
+    """Set the variable before DeepSpeed is imported (about 2 s), which reads it at import."""
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -90,10 +90,11 @@ def _dict_to_terms(module: nn.Module, inputs: Any, output: Any) -> Any:
     return LossTerms(output) if isinstance(output, dict) else None
 
 
-def _pass_over_parts_without_parameters(module: nn.Module) -> None:
+def _skip_modules_without_parameters(module: nn.Module) -> None:
     """ZeRO-3 hooks every module and demands that all ranks run the same ones in the same order.
 
-    An autoencoder of buffers runs once for each size of image, which differs from rank to rank: its inside is hidden.
+    An autoencoder of buffers runs once for each size of image, which differs from rank to rank, so its modules get no
+    hooks.
     """
     from deepspeed.utils import set_z3_leaf_module
 
@@ -101,7 +102,7 @@ def _pass_over_parts_without_parameters(module: nn.Module) -> None:
         if next(child.parameters(), None) is None:
             set_z3_leaf_module(child, True)
         else:
-            _pass_over_parts_without_parameters(child)
+            _skip_modules_without_parameters(child)
 
 
 @BACKENDS.register_module(name="deepspeed")
@@ -151,14 +152,14 @@ class DeepSpeedBackend(Backend):
         _choose_accelerator()
         load_shared_memory_op()
         dist.ensure_initialized()
-        with blocks_given_back():
+        with blocks_freed_at_once():
             self._prepare(model, param_groups, optimizer_cfg, geometry)
         self.log_summary(f"DeepSpeed ZeRO-{self.stage}" + (", optimizer in host memory" * self.offloads_optimizer))
 
     def _prepare(
         self, model: nn.Module, param_groups: Sequence[ParamGroup], optimizer_cfg: OptimizerConfig, geometry: Geometry
     ) -> None:
-        import deepspeed  # 2 s, and it picks its accelerator when imported
+        import deepspeed  # about 2 s, and it chooses its accelerator at import
 
         self._cfg = optimizer_cfg
         parameters = dict(model.named_parameters())
@@ -175,7 +176,7 @@ class DeepSpeedBackend(Backend):
         # ZeRO-3's own hooks on the model look for tensors in dicts, not in LossTerms: theirs run between these two
         model.register_forward_hook(_terms_to_dict)
         if self.stage == 3:
-            _pass_over_parts_without_parameters(model)
+            _skip_modules_without_parameters(model)
         self._engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=build_torch_optimizer(optimizer_cfg, grouped),
@@ -194,14 +195,14 @@ class DeepSpeedBackend(Backend):
             self.refresh_copies()
 
     def _allocate(self, model: nn.Module, ds_config: dict[str, Any]) -> None:
-        """Memory for a model on the meta device; in stage 3 each tensor is cut to this rank's part at once.
+        """Memory for a model on the meta device; in stage 3 each tensor is reduced to this rank's part at once.
 
         ``zero.Init`` itself would broadcast every tensor.
         """
         from deepspeed.accelerator import get_accelerator
 
         device = torch.device(get_accelerator().current_device_name())
-        place(model, device)
+        move_real_tensors(model, device)
         if self.stage != 3:
             allocate(model, lambda tensor: torch.empty_like(tensor, device=device))
             return
@@ -297,7 +298,7 @@ class DeepSpeedBackend(Backend):
         raise AssertionError(f"unknown ZeRO optimizer {type(self._zero).__name__}; tested: DeepSpeed {TESTED_VERSION}")
 
     def _fragments(self) -> list[_Fragment]:
-        """Where the local piece of every trainable parameter lies."""
+        """The offsets of the local piece of every trainable parameter."""
         find = self._fragment_zero3 if self.stage == 3 else self._fragment_zero12
         return [found for name in self._trainable if (found := find(name, self._parameters[name])) is not None]
 
@@ -392,14 +393,14 @@ class DeepSpeedBackend(Backend):
             set_loss_scale(scaler, scale, good_updates)
 
     def state_files(self) -> StateFiles:
-        """DeepSpeed's own files, without the scripts that it copies beside them (ours do their work).
+        """DeepSpeed's own files, without the scripts that it copies into the folder (our tools replace them).
 
-        ``save_checkpoint`` has barriers in it; ``HandOver`` makes it name the files' content instead of writing it.
+        ``save_checkpoint`` has barriers in it; ``CapturedSave`` lists the content of the files instead of writing them.
         """
-        hand_over = HandOver(self._engine.checkpoint_engine)
-        with hand_over.installed(self._engine):
+        captured = CapturedSave(self._engine.checkpoint_engine)
+        with captured.installed(self._engine):
             self._engine.save_checkpoint(FOLDER, tag=".", save_latest=False)
-        return StateFiles("deepspeed", hand_over.outputs)
+        return StateFiles("deepspeed", captured.outputs)
 
     def full_state_dict(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         masters = {shard.name: shard for shard in self.master_shards()}
@@ -420,7 +421,7 @@ class DeepSpeedBackend(Backend):
                 yield name, buffer.detach().to("cpu", dtype if buffer.is_floating_point() else buffer.dtype)
 
     def close(self) -> None:
-        """Let go of the engine, so that another may follow in the same process."""
+        """Release the engine, so that another can be used in the same process."""
         if self._engine is None:
             return
         self._engine.destroy()
@@ -434,6 +435,6 @@ class DeepSpeedBackend(Backend):
 
 
 def set_loss_scale(scaler: Any, scale: float, good_updates: int) -> None:
-    """Let DeepSpeed's scaler stand where ``good_updates`` updates were good since the last that overflowed."""
+    """Set DeepSpeed's scaler to ``scale``, with ``good_updates`` good updates since the last overflow."""
     scaler.cur_scale = scale
     scaler.last_overflow_iter = scaler.cur_iter - good_updates - 1

@@ -1,7 +1,7 @@
-"""A DeepSpeed JSON and our config, made one: ``"auto"`` is filled in, a contradiction is refused.
+"""A DeepSpeed JSON and our config, combined: ``"auto"`` is filled in, a contradiction is refused.
 
 What our config owns (batch, accumulation, clipping, precision, optimizer, learning rate) may be left out of the JSON
-or be ``"auto"``; where both give a value they must agree. Everything else of the JSON goes to DeepSpeed as it is.
+or be ``"auto"``; where both set a value they must agree. Everything else of the JSON is passed to DeepSpeed as it is.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ OWNED = {"scheduler": "param_scheduler", "optimizer": "optim_wrapper.optimizer"}
 
 
 def _only_auto(section: Any) -> bool:
-    """Whether a section gives no value: absent, or, as Hugging Face's Trainer wants it, ``"auto"`` for every one.
+    """Whether a section sets no value: absent, or, as Hugging Face's Trainer wants it, ``"auto"`` for every one.
 
     A ``type`` without any value asks for that type with its defaults, which is a value.
     """
@@ -106,7 +106,7 @@ def _values(section: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def left_to_config(config: Mapping[str, Any]) -> list[str]:
-    """A sentence for each section of the JSON that gives no value, so that our config's counts."""
+    """A sentence for each section of the JSON that sets no value, so that our config's is used."""
     return [
         f'The DeepSpeed config\'s {section} ({config[section].get("type", AUTO)}) has only "auto" values:'
         f" {owner} is used, as under every engine."
@@ -119,14 +119,14 @@ def check_ds_config(config: Mapping[str, Any]) -> None:
     """Refuse what cannot work, from the file alone. Raises ``ConfigError``."""
     for section in ("zero_optimization", "bf16", "fp16", "data_types", "torch_autocast"):
         if not isinstance(config.get(section), Mapping | None) and config[section] != AUTO:
-            raise ConfigError(f"the DeepSpeed config says {section} = {config[section]!r}", allowed="{...}")
+            raise ConfigError(f"the DeepSpeed config has {section} = {config[section]!r}", allowed="{...}")
     stage_of(config)
     for section, owner in OWNED.items():
         if not _only_auto(config.get(section)):
             given = config[section].get("type") if isinstance(config[section], Mapping) else config[section]
             raise ConfigError(
                 f"the DeepSpeed config has a {section} ({given}), and so has ours ({owner})",
-                remedy=f"delete {section!r} from the JSON: {owner} is the one that counts, under every engine",
+                remedy=f"delete {section!r} from the JSON: {owner} is used, under every engine",
             )
     buffers = (config.get("data_types") or {}).get("buffer_dtype", AUTO)
     if buffers not in (AUTO, None, "fp32"):
@@ -142,7 +142,7 @@ def check_ds_config(config: Mapping[str, Any]) -> None:
         )
     if (config.get("bf16") or {}).get("check_grad_overflow") is False:
         raise ConfigError(
-            "bf16.check_grad_overflow is false: one non-finite gradient would poison all weights",
+            "bf16.check_grad_overflow is false: one non-finite gradient would make all weights non-finite",
             remedy="delete it from the DeepSpeed config",
         )
 
@@ -199,7 +199,7 @@ class _Watched(dict[str, Any]):
 
 def check_by_deepspeed(filled: Mapping[str, Any]) -> None:
     """Have DeepSpeed read what ``fill`` returned. Raises ``ConfigError`` with what it refuses; warns of keys at the top
-    that it does not look at, which it passes over in silence.
+    that it does not look at, which it ignores without a message.
     """
     from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
     from pydantic import ValidationError  # what DeepSpeed checks with
@@ -208,26 +208,26 @@ def check_by_deepspeed(filled: Mapping[str, Any]) -> None:
     try:
         DeepSpeedConfig(watched)
     except ValidationError as error:
-        said = [f"{'.'.join(map(str, one['loc']))} is {one['input']!r}: {one['msg']}" for one in error.errors()]
-        raise ConfigError(f"DeepSpeed refuses its config, {error.title}: " + "; ".join(said)) from error
+        problems = [f"{'.'.join(map(str, one['loc']))} is {one['input']!r}: {one['msg']}" for one in error.errors()]
+        raise ConfigError(f"DeepSpeed refuses its config, {error.title}: " + "; ".join(problems)) from error
     except (DeepSpeedConfigError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ConfigError(f"DeepSpeed refuses its config: {error}") from error
     unread = filled.keys() - watched.seen - {"train_batch_size", *_READ_LATER}
     for key in sorted(unread) if env_rank() == 0 else ():
-        logger().warning("DeepSpeed does not look at %r of its config: %s", key, nearest(key, map(str, watched.seen)))
+        logger().warning("DeepSpeed does not use %r of its config: %s", key, nearest(key, map(str, watched.seen)))
 
 
 def _agreed(given: Any, ours: Any, key: str, where: str) -> Any:
     if given not in (AUTO, None) and given != ours:
         raise ConfigError(
-            f"the DeepSpeed config says {key} = {given!r}, ours says {where} = {ours!r}",
+            f"the DeepSpeed config has {key} = {given!r}, ours has {where} = {ours!r}",
             remedy=f'make them equal, or write {key!r}: "auto"',
         )
     return ours
 
 
 def _without_auto(value: Any) -> Any:
-    """Leave out every remaining ``"auto"``: DeepSpeed's own default holds then."""
+    """Leave out every remaining ``"auto"``: DeepSpeed then uses its own default."""
     if isinstance(value, Mapping):
         return {k: _without_auto(v) for k, v in value.items() if v != AUTO}
     return value

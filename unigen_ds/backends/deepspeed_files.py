@@ -1,7 +1,7 @@
-"""What ``DeepSpeedEngine.save_checkpoint`` would write, as ``Output``s: no disk access while ranks wait for each other.
+"""The files of ``DeepSpeedEngine.save_checkpoint`` as ``Output``s: no disk access while ranks wait for each other.
 
 In: an engine. Out: relative paths and the nested state of each file, which refers to the engine's memory. DeepSpeed
-writes between its barriers, so a full disk on one rank left the others waiting until the time limit.
+writes between its barriers, so with a full disk on one rank the others would wait until the time limit.
 Source: DeepSpeed 0.19.8, ``runtime/engine.py: save_checkpoint``.
 """
 
@@ -17,11 +17,11 @@ import torch
 from unigen_ds.core.outputs import HashedFile, Output, nested_bytes
 
 FOLDER = "."
-"""Given to DeepSpeed, which only joins names to it."""
+"""The directory passed to DeepSpeed, which only appends names to it."""
 
 
-class HandOver:
-    """Replaces an engine's ``checkpoint_engine`` during one ``save_checkpoint`` and keeps what it is given to save."""
+class CapturedSave:
+    """Replaces an engine's ``checkpoint_engine`` during one ``save_checkpoint`` and collects what it would save."""
 
     def __init__(self, original: Any) -> None:
         self._original = original
@@ -56,3 +56,7 @@ class HandOver:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._original, name)
+
+
+# Former names, for one release.
+HandOver = CapturedSave

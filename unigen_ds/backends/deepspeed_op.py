@@ -1,8 +1,8 @@
 """The operator that DeepSpeed compiles on a machine without CUDA: sums through shared memory.
 
-torch marks a build with a file named ``lock`` that outlives a killed process: every later start would wait on it for
-ever. Here one process of a machine builds at a time, behind a lock that the kernel drops, and clears what a dead one
-left. Source: torch 2.13 ``FileBaton``; pytorch issue 189245.
+torch marks a build with a file named ``lock``, which remains after a killed process: every later start would wait for
+ever. Here one process of a machine builds at a time, under a lock that the kernel releases, and deletes what a killed
+one left. Source: torch 2.13 ``FileBaton``; pytorch issue 189245.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from unigen_ds.core.log import logger
 NAME = "deepspeed_shm_comm"
 _OURS = "unigen_ds.lock"
 QUIET_S = 120.0
-"""A build that has written nothing for so long is taken for dead: from nothing it takes about 30 s."""
+"""A build that has written nothing for so long is considered killed: a complete build needs about 30 s."""
 
 
 def check_build_tools() -> None:
@@ -46,7 +46,7 @@ def check_build_tools() -> None:
 def load_shared_memory_op(*, quiet_s: float = QUIET_S) -> None:
     """Compile (about 30 s, once per machine) and load the operator; DeepSpeed then finds it loaded.
 
-    Nothing to do with CUDA. A build begun by somebody else is waited for until nothing was written for ``quiet_s``.
+    Nothing to do with CUDA. The build of another process is waited for until it has written nothing for ``quiet_s``.
     """
     # DeepSpeed compiles with ninja, which pip puts beside the interpreter
     os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
@@ -59,28 +59,28 @@ def load_shared_memory_op(*, quiet_s: float = QUIET_S) -> None:
     with held(folder / _OURS) as problem:
         if problem is not None:
             logger().warning(
-                "No lock at %s (%s): start no two runs before DeepSpeed's operator is built", folder, problem
+                "No lock at %s (%s): do not start two runs before DeepSpeed's operator is built", folder, problem
             )
         _clear_abandoned(folder / "lock", quiet_s)
         if not any(folder.glob("*.so")):
             logger().info("Compiling DeepSpeed's shared-memory operator: about 30 s, once on this machine.")
-        with redirect_stdout(io.StringIO()):  # DeepSpeed says it itself, when it asks for the operator
+        with redirect_stdout(io.StringIO()):  # DeepSpeed prints the same when it needs the operator
             build_shm_op()
 
 
 def _clear_abandoned(lock: Path, quiet_s: float) -> None:
-    """Wait while somebody who did not come through here builds; remove ``lock`` when nobody does any more."""
-    said = False
+    """Wait while a process that does not use this function builds; remove ``lock`` when none builds any more."""
+    logged = False
     while lock.exists():
         try:
             quiet = time.time() - max(path.stat().st_mtime for path in lock.parent.iterdir() if path.name != _OURS)
-        except FileNotFoundError:  # it went away while we looked
+        except FileNotFoundError:  # deleted by another process
             continue
         if quiet > quiet_s:
             logger().warning("%s was left by a build that was killed: removed", lock)
             lock.unlink(missing_ok=True)
-        elif not said:
-            said = True
+        elif not logged:
+            logged = True
             logger().info("another process may be building %s: waiting up to %.0f s", NAME, quiet_s - quiet)
         else:
             time.sleep(0.1)

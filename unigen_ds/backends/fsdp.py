@@ -8,7 +8,7 @@ NO_SHARD        replicate: a mesh of (processes, 1), so no second code path is n
 ==============  ==========================================================================================
 
 Masters are the sharded fp32 parameters themselves; in bf16 and fp16 FSDP casts them when it gathers, and reduces
-gradients in fp32. Units are the model's ``shard_units()``; the root holds the rest.
+gradients in fp32. Units are the model's ``shard_units()``; the root has the rest.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class FSDPBackend(TorchOptimizerBackend):
             processes of a node, as torchrun, deepspeed, SLURM or MPI report them.
         cpu_offload: keep parameters, gradients and optimizer state in host memory.
         sync_every_iteration: reduce gradients after every iteration; None: True where gradients are sharded (no rank
-            ever holds a whole gradient), False for ``NO_SHARD``. False trades memory for one reduction an update.
+            ever holds a whole gradient), False for ``NO_SHARD``. False: one reduction per update, more memory.
     """
 
     model_needs: ClassVar[dict[str, str]] = {
@@ -150,7 +150,7 @@ class FSDPBackend(TorchOptimizerBackend):
             "mp_policy": MixedPrecisionPolicy(low, torch.float32 if low else None, cast_forward_inputs=False),
             "offload_policy": offload,
         }
-        # fully_shard moves one unit after the other to the device and keeps this rank's part: the whole is never there
+        # fully_shard moves one unit after the other to the device and keeps this rank's part, so it never has the model
         for unit in model.shard_units():
             fully_shard(unit, **settings)
         root = fully_shard(model, **settings)
@@ -197,7 +197,7 @@ class FSDPBackend(TorchOptimizerBackend):
     def backward(self, loss: Tensor) -> None:
         """FSDP averages over the processes; the loop wants the sum (``set_gradient_divide_factor`` fails on gloo).
 
-        In fp16 the number of processes is multiplied in ``step``, in fp32: here it would bring overflows nearer.
+        In fp16 the number of processes is multiplied in ``step``, in fp32: here overflows would be more likely.
         """
         scale = self._scale.scale if self._scale else float(self.dp_size)
         (loss * scale if scale != 1.0 else loss).backward()
@@ -304,7 +304,7 @@ def check_num_shard(strategy: str, num_shard: int | None, *, world_size: int) ->
 
 def _settle(root: nn.Module) -> None:
     """Let FSDP pad and page-lock the shards that ``allocate`` has made. It would do so in the first forward pass and
-    give the masters other memory, of which ``master_data``, collected before, would not know.
+    give the masters other memory, which ``master_data``, collected before, would not refer to.
     """
     for module in root.modules():
         if isinstance(module, FSDPModule):

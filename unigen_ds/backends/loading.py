@@ -9,7 +9,7 @@ from unigen_ds.core.shards import Shard, ShardReader
 
 
 def read_into(reader: ShardReader, kind: str, shard: Shard) -> None:
-    """Fill a shard from a checkpoint, whatever ranges that holds."""
+    """Fill a shard from a checkpoint, whatever ranges the checkpoint is stored in."""
     if shard.data.numel():
         shard.data.copy_(reader.read(kind, shard.name, shard.flat_start, shard.flat_stop))
 
@@ -20,7 +20,7 @@ def tensor_misfit(reader: ShardReader, kind: str, sizes: Mapping[str, int]) -> M
 
 
 def state_misfit(reader: ShardReader, kind: str, sizes: Mapping[str, int]) -> Misfit:
-    """The same of the optimizer's state; that of parameters which are not trained is passed over."""
+    """The same of the optimizer's state; that of parameters which are not trained is ignored."""
     present = set(reader.names(kind)) & set(sizes)
     return misfit({name: (reader.numel(kind, name),) for name in present}, _shapes(sizes))
 

@@ -1,7 +1,7 @@
-"""Memory for a model that was built on the meta device: names and shapes first, room for its shards later.
+"""Memory for a model that was built on the meta device: names and shapes first, memory for its shards later.
 
-An engine moves what is real (``place``), shards, and puts uninitialised tensors in the place of the rest
-(``allocate``); ``load_tensors`` then fills them.
+An engine moves the tensors that have memory (``move_real_tensors``), shards, and replaces the others by uninitialised
+tensors (``allocate``); ``load_tensors`` then fills them.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def on_meta(model: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in model.parameters())
 
 
-def place(model: nn.Module, device: torch.device) -> None:
-    """Move what has memory to ``device``."""
+def move_real_tensors(model: nn.Module, device: torch.device) -> None:
+    """Move all tensors that are not on the meta device to ``device``."""
     model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
 
@@ -34,7 +34,7 @@ def allocate(
     make_buffer: Callable[[Tensor], Tensor] | None = None,
     finish: Callable[[nn.Parameter], None] | None = None,
 ) -> None:
-    """Put ``make(tensor)`` in the place of every tensor on the meta device; tied ones stay one.
+    """Replace every tensor on the meta device by ``make(tensor)``; tied ones remain one.
 
     ``make_buffer`` replaces ``make`` for buffers, which may have another device than the parameters. ``finish`` gets
     every new parameter before the next is made.
@@ -55,13 +55,13 @@ def allocate(
 
 
 @contextmanager
-def blocks_given_back() -> Iterator[None]:
-    """Inside, freed blocks of 1 MiB and more go back to the system at once.
+def blocks_freed_at_once() -> Iterator[None]:
+    """Inside, freed blocks of 1 MiB and more are returned to the system at once.
 
-    glibc keeps those below a threshold, which rises to 32 MiB; cut by small blocks in between, what is kept while a
-    model is sharded would amount to a second shard.
+    glibc keeps those below a threshold, which rises to 32 MiB. Fragmented by small blocks, the memory kept while a
+    model is sharded would be as large as a second shard.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # another C library has other ways
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # not every C library has it
     if mallopt:
         mallopt(_M_MMAP_THRESHOLD, 2**20)
     try:
@@ -69,3 +69,7 @@ def blocks_given_back() -> Iterator[None]:
     finally:
         if mallopt:
             mallopt(_M_MMAP_THRESHOLD, 2**25)
+
+
+# Former names, for one release.
+place, blocks_given_back = move_real_tensors, blocks_freed_at_once

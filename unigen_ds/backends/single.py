@@ -1,4 +1,4 @@
-"""One process, plain PyTorch: no sharding, no communication. The oracle that every other engine must match."""
+"""One process, plain PyTorch: no sharding, no communication. The reference that every other engine must match."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How an engine's log line names bytes and sharding units: equal ranks and numbered names in a row become one entry."""
+"""Bytes and sharding units in an engine's log line: consecutive equal ranks and numbered names become one entry."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 
 def bytes_of_ranks(held: Sequence[float], *, whole: float) -> str:
-    """The bytes of every rank; ranks in a row that hold the same are named once: ``ranks 0-3: 1,024 (25.0 %)``."""
+    """The bytes of every rank; consecutive ranks with the same number are named once: ``ranks 0-3: 1,024 (25.0 %)``."""
     found: list[str] = []
     for first in (i for i, value in enumerate(held) if i == 0 or held[i - 1] != value):
         last = next((i - 1 for i in range(first, len(held)) if held[i] != held[first]), len(held) - 1)
@@ -17,7 +17,7 @@ def bytes_of_ranks(held: Sequence[float], *, whole: float) -> str:
 
 
 def runs_of_names(names: Iterable[str]) -> list[str]:
-    """Names that differ in one number alone, as one: ``layers.0``, ``layers.1``, ``layers.2`` -> ``layers.0-2``."""
+    """Names that differ only in one number, as one: ``layers.0``, ``layers.1``, ``layers.2`` -> ``layers.0-2``."""
     found: list[tuple[str, int | None, int | None, str]] = []
     for name in names:
         before, number, after = _LAST_NUMBER.fullmatch(name).groups()  # type: ignore[union-attr]

@@ -30,7 +30,7 @@ class _Matrix:
     """Number of its parameter group."""
 
     def rows(self, rank: int, size: int) -> tuple[int, int]:
-        """First and last (exclusive) row that a process holds: equal parts, the last ones less, as FSDP2 has it."""
+        """First and last (exclusive) row that a process holds: equal parts, the last ones less, as in FSDP2."""
         num_rows = self.master.shape[0]
         part = -(-num_rows // size)
         return min(rank * part, num_rows), min((rank + 1) * part, num_rows)
@@ -92,7 +92,7 @@ class WholeMatrices:
         return self._optimizer.state.get(matrix.master, {})
 
     def _present(self, matrix: _Matrix) -> list[str]:
-        """The moments that there are already: none before the first update. The same on all ranks."""
+        """The moments that exist already: none before the first update. The same on all ranks."""
         return [kind for kind in self._moments if self._state(matrix).get(kind) is not None]
 
     def _length(self, matrix: _Matrix, rank: int, num: int) -> int:
@@ -149,7 +149,7 @@ class WholeMatrices:
         return self._kept.make_step(value, matrix.master, self._optimizer.param_groups[matrix.group])
 
     def _step_alone(self, group: int, whole: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
-        """The optimizer's own step, for one whole parameter in the place of its sharded ones. Returns its new state."""
+        """The optimizer's own step for one whole parameter instead of its sharded ones. Returns its new state."""
         optimizer = self._optimizer
         kept, sharded = optimizer.state, [options["params"] for options in optimizer.param_groups]
         try:

@@ -1,1 +1,1 @@
-"""Floor 2: parameter groups, optimizers, weight averages. Imports ``core`` only."""
+"""Layer 2: parameter groups, optimizers, weight averages. Imports ``core`` only."""

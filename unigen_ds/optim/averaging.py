@@ -25,7 +25,7 @@ def check_momentum(momentum: float) -> float:
 
 
 class ShardEMA:
-    """The average of ``shards``, cut exactly as they are. ``num_updates`` counts how often it moved."""
+    """The average of ``shards``, split exactly as they are. ``num_updates`` counts how often it moved."""
 
     def __init__(self, shards: Sequence[Shard], *, momentum: float) -> None:
         self.momentum = check_momentum(momentum)
@@ -40,7 +40,7 @@ class ShardEMA:
 
     @torch.no_grad()
     def update(self, weights: Sequence[Tensor]) -> None:
-        """Move towards ``weights``. The first update copies, as mmengine's does: the random start does not linger.
+        """Move towards ``weights``. The first update copies, as mmengine's does: the random start has no influence.
 
         The same bits as ``lerp_`` on each tensor.
         """

@@ -1,12 +1,13 @@
-"""Named parameters in, parameter groups out: who trains with which learning rate and weight decay.
+"""Named parameters in, parameter groups out: which learning rate and weight decay each parameter has.
 
 ``paramwise_cfg = dict(groups=[dict(pattern='connector', lr=5e-3)], norm_decay_mult=0.0, bias_decay_mult=0.0)``
 
 A pattern is part of a name, or a regular expression searched in it; the first that matches wins; the rest is the group
 ``default``. A learning rate of 0 freezes: the parameters stay in a group with learning rate 0 and weight decay 0, still
 in the optimizer and in its checkpoints, so unfreezing them on resume needs no new layout. (``requires_grad=False``
-leaves them out, and no moments are kept for them.) What is a norm or a bias is read from names and from the *logical*
-shape: under ZeRO-3 ``p.shape`` is ``(0,)`` for every parameter, so the customary ``p.ndim < 2`` would decay nothing.
+leaves them out, and no moments are kept for them.) Whether a parameter is a norm or a bias follows from names and from
+the *logical* shape: under ZeRO-3 ``p.shape`` is ``(0,)`` for every parameter, so the usual ``p.ndim < 2`` would decay
+nothing.
 
 An optimizer of whole matrices (Muon) trains the matrices of each group. Everything that is not two-dimensional, the
 embeddings and the head are AdamW's: in ``<group>.adamw``, with the settings of ``optim_wrapper.optimizer.adamw``. Which
@@ -59,7 +60,7 @@ def build_param_groups(
     named = list(named_parameters)
     everything, trainable = _distinct(named)
     if not trainable:
-        raise ConfigError("the model has no trainable parameter", remedy="take something out of model.freeze")
+        raise ConfigError("the model has no trainable parameter", remedy="remove something from model.freeze")
     members = _assign(trainable, everything, rules)
     settings = {DEFAULT: (lr, decay if lr else 0.0), **{rule.name: (rule.lr, rule.weight_decay) for rule in rules}}
     by_name = dict.fromkeys(names, mults) | {rule.name: {} for rule in rules if rule.custom}
@@ -223,8 +224,8 @@ def _explain_empty(rule: _Rule, trainable: Mapping[str, Parameter], everything: 
         return
     if taken:
         raise ConfigError(
-            f"pattern {rule.pattern!r} matches only what an earlier pattern took ({_some(taken)})",
-            remedy="put the more special pattern first",
+            f"pattern {rule.pattern!r} matches only what an earlier pattern matched ({_some(taken)})",
+            remedy="put the more specific pattern first",
         )
     frozen = [name for name in everything if rule.matches(name)]
     if not frozen:

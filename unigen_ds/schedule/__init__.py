@@ -1,4 +1,4 @@
-"""Floor 2: learning-rate schedules as pure functions of progress. Imports ``core`` only."""
+"""Layer 2: learning-rate schedules as pure functions of progress. Imports ``core`` only."""
 
 from unigen_ds.schedule.curves import Curve, PlacedCurve
 from unigen_ds.schedule.schedule import Schedules, config_text

@@ -1,9 +1,9 @@
-"""Learning-rate curves in closed form: what a config says goes in, the same curve measured in data comes out.
+"""Learning-rate curves in closed form: a curve in the units of a config -> the same curve measured in data.
 
 A curve class carries the arguments of mmengine's scheduler of the same name. ``Curve.place`` turns them, once, into a
-``PlacedCurve`` whose numbers are sequences (or tokens), and which maps the value given by earlier curves to a new one
-at any progress. mmengine multiplies the previous step's value instead, so it must have taken every step; a closed form
-needs nothing but the position, which is why nothing of it can be lost on resume.
+``PlacedCurve`` whose numbers are sequences (or tokens), and which maps the value of earlier curves to a new one
+at any progress. mmengine multiplies the previous step's value instead, so it must have made every step; a closed form
+needs nothing but the position, so nothing of it can be lost on a resume.
 
 A curve moves in *steps* (mmengine's ``last_step``), and some end one step before ``end``: ``LinearLR`` reaches
 ``end_factor`` at its last step, not after it. A step is kept as an amount of data: one iteration or one update of the
@@ -35,7 +35,7 @@ class Point:
     """Where a curve is evaluated. Data counts are in the curve's own axis."""
 
     given: float
-    """Value handed on by the earlier curves."""
+    """Value returned by the earlier curves."""
     base: float
     """The group's learning rate in the config."""
     since: float
@@ -51,7 +51,7 @@ class Point:
 
     @property
     def done(self) -> float:
-        """``since``, held at the last step: after ``end`` a curve stays where it was."""
+        """``since``, at most the last step: after ``end`` a curve keeps its value."""
         return min(self.since, self.last)
 
     @property
@@ -74,7 +74,7 @@ class PlacedCurve:
     arguments: Mapping[str, Any]
 
     def map(self, given: float, *, base: float, progress: Progress) -> float:
-        """The value this curve makes of ``given`` at ``progress``; ``given`` itself before ``begin``."""
+        """The value of this curve for ``given`` at ``progress``; ``given`` itself before ``begin``."""
         position = float(progress.count(self.axis))
         if self.staircase:
             position = math.floor(position / self.step) * self.step
@@ -169,7 +169,7 @@ class Curve:
         begin, end = self._range(ruler, total_sequences)
         if end is None and self.needs_end:
             raise ConfigError(
-                f"end is {self.end!r} with unit 'token'", remedy="give the end in tokens: it cannot be known beforehand"
+                f"end is {self.end!r} with unit 'token'", remedy="give the end in tokens: it cannot be known in advance"
             )
         if end is not None and end <= begin:
             raise ConfigError(
@@ -265,7 +265,7 @@ class LinearLR(Curve):
     @staticmethod
     def evaluate(point: Point, arguments: Mapping[str, Any]) -> float:
         start, end = arguments["start_factor"], arguments["end_factor"]
-        if point.last == 0:  # a range of one step has no way to go; mmengine would stay at start_factor for good
+        if point.last == 0:  # a range of one step has no slope; mmengine would stay at start_factor
             return point.given * (end if point.past else start)
         return point.given * (start + (end - start) * (point.done / point.last))
 
@@ -273,7 +273,7 @@ class LinearLR(Curve):
 @CURVES.register_module()
 @dataclass(frozen=True, kw_only=True)
 class ConstantLR(Curve):
-    """Multiplies by ``factor`` until the last step before ``end``, which is already free of it (as in mmengine).
+    """Multiplies by ``factor`` until the last step before ``end``, to which it no longer applies (as in mmengine).
 
     Args:
         factor: factor until the last step before ``end``, 0 to 1.

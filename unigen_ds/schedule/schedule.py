@@ -1,8 +1,8 @@
 """All curves of a run, composed: progress in, ``{'name', 'lr'}`` of every parameter group out.
 
-Made once, at the first start, and stored as plain JSON in sequences and tokens; ``from_state_dict`` gives the same
+Made once, at the first start, and stored as plain JSON in sequences and tokens; ``from_state_dict`` returns the same
 function to the last bit under any geometry. The position of an update is its progress *before* the update, so how the
-update is cut into iterations does not matter. Curves are chained in the order in which they begin: ranges that follow
+update is split into iterations does not matter. Curves are chained in the order in which they begin: ranges that follow
 each other give mmengine's values; where ranges overlap, factors multiply, as they do there. (Only an overlap with
 an ``eta_min`` above 0 differs: mmengine's recursion has no closed form then.)
 """
@@ -36,9 +36,9 @@ class Schedules:
     config: str
     """Canonical text of the ``param_scheduler`` the curves came from: two configs are equal if their texts are."""
     total_sequences: float
-    """Length of training when the curves were placed: what an ``end`` left out stands for."""
+    """Length of training when the curves were placed: the value of an ``end`` that is left out."""
     lr_scale: float = 1.0
-    """Multiplies every learning rate; the answer given to a change of the global batch size."""
+    """Multiplies every learning rate; set when the global batch size changes."""
 
     @classmethod
     def from_cfg(
@@ -77,7 +77,7 @@ class Schedules:
     def at(self, progress: Progress) -> list[dict[str, Any]]:
         """``{'name', 'lr'}`` of each group for the update that begins at ``progress``.
 
-        A group whose learning rate is 0 is frozen: it stays at 0, whatever ``eta_min`` says.
+        A group whose learning rate is 0 is frozen: it stays at 0, whatever ``eta_min`` is.
         """
         return [{"name": name, "lr": self._lr(lr, progress) * self.lr_scale} for name, lr in self.base]
 

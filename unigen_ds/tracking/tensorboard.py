@@ -12,7 +12,7 @@ from unigen_ds.tracking.writer import Writer, numbers
 
 @WRITERS.register_module()
 class TensorboardVisBackend(Writer):
-    """Event files in ``<work_dir>/tensorboard`` (or ``save_dir``). A resume hides what it will write again.
+    """Event files in ``<work_dir>/tensorboard`` (or ``save_dir``). A resume hides the steps that it writes again.
 
     Args:
         save_dir: folder of the event files; None: ``<work_dir>/tensorboard``.

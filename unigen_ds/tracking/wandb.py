@@ -29,7 +29,7 @@ class WandbVisBackend(Writer):
     """One W&B run per training run: a resume continues the run whose id the checkpoint keeps.
 
     The horizontal axis of everything is
-    ``update``, not W&B's own step, so an evaluation that ends late still lands where it belongs.
+    ``update``, not W&B's own step, so an evaluation that ends late is still shown at its own update.
     ``WANDB_MODE=disabled`` switches it off.
 
     Args:
@@ -63,7 +63,7 @@ class WandbVisBackend(Writer):
             **self._init_kwargs,
         }
         self._run = wandb.init(**arguments)
-        if isinstance(config, Config):  # which a real run passes, and which is no Mapping
+        if isinstance(config, Config):  # the type in a real run, which is not a Mapping
             config = config.to_dict()
         self._run.config.update(json_values(config, by_name), allow_val_change=True)
         self._run.define_metric("update")

@@ -32,7 +32,7 @@ class Writer:
 
 
 class SafeWriter:
-    """Runs a writer; its first failure is one warning, and the end of it. Training never notices."""
+    """Runs a writer; its first failure is one warning, after which it is not called again. Training is not affected."""
 
     def __init__(self, writer: Writer) -> None:
         self._writer: Writer | None = writer
@@ -65,7 +65,7 @@ class SafeWriter:
             self._writer = None
         except Exception as error:  # whatever a dashboard does wrong must not end a training run
             logger().warning(
-                "%s is disabled, training goes on: %s: %s", self.name, type(error).__name__, error or "no message"
+                "%s is disabled, training continues: %s: %s", self.name, type(error).__name__, error or "no message"
             )
             self._writer = None
 
