@@ -1,8 +1,8 @@
-# make demo    train the small demo on this machine's CPU (3 minutes), check its ledger, say where its pictures are
+# make demo    train the small demo on this machine's CPU (3 minutes), check its ledger, print where its pictures are
 # make test    lint, types and all tests
 # make docs    the tables of docs/configs.md, from the settings and the docstrings of components
 # make lint    ruff and mypy alone
-# make matrix  every engine, process count, precision and load, as a dated table (make test holds a pairwise part; half an hour)
+# make matrix  every engine, process count, precision and load, as a dated table (make test runs a pairwise part; half an hour)
 # make mutations  small edits of the source, each with the test that must then fail; PART=K/N: a part, MINUTES=M: a limit
 # make bench   the benchmarks; results go to benchmarks/results/
 #
@@ -37,7 +37,7 @@ $(VENV)/.stamp-test: setup.py constraints.txt $(VENV)/.stamp-torch $(TOOLS)
 	$(PIP) -e '.[test]'
 	touch $@
 
-# With --resume a stopped demo goes on, and a finished one only draws its pictures again.
+# With --resume a stopped demo continues, and a finished one only draws its pictures again.
 demo: $(VENV)/.stamp-demo
 	$(BIN)/python tools/train.py unified_digits --work-dir $(DEMO_DIR) --resume
 	@echo

@@ -1,5 +1,5 @@
 """Packaging. ``tools/`` ships as the package ``unigen_ds_tools`` (the ``unigen-*`` commands) and ``ds_configs/`` as
-data inside ``unigen_ds``, so a wheel holds all that a checkout offers; ``unigen_ds/core/paths.py`` finds both."""
+data inside ``unigen_ds``, so a wheel contains all that a checkout does; ``unigen_ds/core/paths.py`` finds both."""
 
 import re
 from pathlib import Path
