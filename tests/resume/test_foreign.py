@@ -124,5 +124,5 @@ def test_bare_weights_cannot_be_resumed(folder):
     shutil.copy(folder / "straight" / "iter_24.pth" / "model.safetensors", bare)
     with pytest.raises(ResumeBlocked, match="--assume batch_size=N"):
         train(folder, "bare_run", 8, resume=str(bare))
-    with pytest.raises(ResumeBlocked, match=r"how far it had trained.*--load-from"):
+    with pytest.raises(ResumeBlocked, match=r"how far it was trained.*--load-from"):
         train(folder, "bare_run", 8, resume=str(bare), assume="batch_size=4,accumulative_counts=3,dp_size=1")
