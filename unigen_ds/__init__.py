@@ -1,7 +1,7 @@
 """unigen_ds: train unified text + image models; kill a run anywhere and resume it anywhere.
 
-The house has seven floors (``docs/architecture.md``); imports run downwards only. ``Runner`` and ``load_config``
-are the two names a library user needs: ``Runner.from_cfg(load_config('unified_digits')).train()``.
+Its packages form layers (``docs/architecture.md``), which import only lower layers. ``Runner`` and ``load_config``
+are the two names that a user of the library needs: ``Runner.from_cfg(load_config('unified_digits')).train()``.
 """
 
 import sys
