@@ -52,7 +52,7 @@ from unigen_ds.hooks.timer import find_timer
 from unigen_ds.runner.build import build_data, build_groups, build_model
 from unigen_ds.runner.parts import Parts, build_parts
 from unigen_ds.runner.runner import Runner
-from unigen_ds.runner.settings import load_config
+from unigen_ds.runner.settings import Settings, load_config
 
 LIMIT = 1.03
 LOG_INTERVAL = 10
@@ -75,29 +75,30 @@ class HandWritten:
             for update in range(plan.total)
         ]
         self.plan, self.updates, self.waited = plan, 0, 0.0
-        self.batches = self._load(config, parts)
-        self.prepare(config, parts)
+        settings = Settings.from_config(config)
+        self.batches = self._load(settings, parts)
+        self.prepare(settings, parts)
 
-    def _load(self, config: Any, parts: Parts) -> Iterator[PackedBatch]:
-        loader = config["train_dataloader"]
-        data = build_data(config, geometry=parts.geometry, ruler=parts.ruler)
+    def _load(self, settings: Settings, parts: Parts) -> Iterator[PackedBatch]:
+        loader = settings.train_dataloader
+        data = build_data(settings, geometry=parts.geometry, ruler=parts.ruler)
         number = self.plan.total * parts.geometry.global_batch_size
         rows = [row for row, _ in islice(data.stream.rows(), number)]
         datasets, processor, seq_length = data.stream.datasets, data.processor, data.stream.seq_length
         return iter(
             DataLoader(
                 rows,  # type: ignore[arg-type]
-                batch_size=loader["batch_size"],
-                num_workers=loader["num_workers"],
+                batch_size=loader.batch_size,
+                num_workers=loader.num_workers,
                 collate_fn=lambda some: collate(some, datasets, processor, seq_length=seq_length),
                 pin_memory=torch.cuda.is_available(),
             )
         )
 
-    def prepare(self, config: Any, parts: Parts) -> None:
+    def prepare(self, settings: Settings, parts: Parts) -> None:
         """Model and optimizer, with the same weights as ours."""
-        self.model = build_model(config, parts.processor)
-        groups = build_groups(config, self.model.named_parameters())
+        self.model = build_model(settings, parts.processor, seed=settings.seed)
+        groups = build_groups(settings, self.model.named_parameters())
         self.model.to(self.device).train()
         self.shard()
         self.parameters = dict(self.model.named_parameters())
@@ -171,10 +172,10 @@ class HandWrittenFSDP(HandWritten):
 class HandWrittenZeRO(HandWritten):
     """The same with ``deepspeed.initialize``; the engine clips and steps."""
 
-    def prepare(self, config: Any, parts: Parts) -> None:
+    def prepare(self, settings: Settings, parts: Parts) -> None:
         import deepspeed
 
-        super().prepare(config, parts)
+        super().prepare(settings, parts)
         self.engine, *_ = deepspeed.initialize(
             model=self.model,
             optimizer=self.optimizer,

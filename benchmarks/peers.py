@@ -51,7 +51,7 @@ from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.runner.build import build_data, build_model
 from unigen_ds.runner.parts import build_parts
 from unigen_ds.runner.runner import Runner
-from unigen_ds.runner.settings import load_config
+from unigen_ds.runner.settings import Settings, load_config
 
 LIMIT_MS, LR, MAX_NORM, LOG_INTERVAL = 1.0, 1e-3, 1.0, 10
 OPTIMIZER = {"betas": (0.9, 0.95), "weight_decay": 0.05, "fused": True}
@@ -143,9 +143,9 @@ class Task:
         )
 
     def model(self) -> nn.Module:
-        config = self.config("other")
-        parts = build_data(config, geometry=self.geometry, ruler=None)
-        return Loss(build_model(config, parts.processor).train())
+        settings = Settings.from_config(self.config("other"))
+        parts = build_data(settings, geometry=self.geometry, ruler=None)
+        return Loss(build_model(settings, parts.processor, seed=settings.seed).train())
 
     @property
     def geometry(self) -> Any:
@@ -155,7 +155,7 @@ class Task:
 
     def batches(self) -> DataLoader[Any]:
         """The batches of our own loader, made by torch's ``DataLoader``."""
-        data = build_data(self.config("other"), geometry=self.geometry, ruler=None)
+        data = build_data(Settings.from_config(self.config("other")), geometry=self.geometry, ruler=None)
         rows = [row for row, _ in islice(data.stream.rows(), self.total * 4)]
         return DataLoader(
             rows,  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ from unigen_ds.backends.single import SingleBackend
 from unigen_ds.checkpoint import partial
 from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
 from unigen_ds.checkpoint.partial import Fit, FittedReader, LoadConfig, fit
+from unigen_ds.checkpoint.settings import LoadSettings
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.optim import OptimizerConfig, ParamGroup
 from unigen_ds.core.progress import Geometry
@@ -47,8 +48,13 @@ def rows(*names: str, tied: dict[str, str] | None = None, **shapes: tuple[int, .
             for name, shape in given.items()]  # fmt: skip
 
 
+def allowing(**cfg: Any) -> LoadConfig:
+    """``load_cfg`` of a config."""
+    return LoadConfig.from_settings(LoadSettings.parse(cfg, where="load_cfg"))
+
+
 def compare(reader: SafetensorsReader, table: list[dict[str, Any]], wanted: list[dict[str, Any]], **cfg: Any) -> Fit:
-    return fit(reader, table, parameters=wanted, buffers={}, cfg=LoadConfig.from_cfg(cfg))
+    return fit(reader, table, parameters=wanted, buffers={}, cfg=allowing(**cfg))
 
 
 # ---- names ----------------------------------------------------------------------------------------------------------
@@ -165,7 +171,7 @@ def test_each_difference_is_refused_by_name_until_it_is_allowed(tmp_path):
         allowed = {"missing", "unexpected", "reshaped"} - {left_out}
         with pytest.raises(CheckpointError, match=rf"{message}.*load_cfg\.allow=\['{left_out}'\]"):
             found.check(LoadConfig(allow=frozenset(allowed)))
-    everything = LoadConfig.from_cfg({"allow": ["missing", "unexpected", "reshaped"]})
+    everything = allowing(allow=["missing", "unexpected", "reshaped"])
     found.check(everything)
     nothing = compare(reader, rows("same"), rows("other"))
     with pytest.raises(CheckpointError, match="nothing in the checkpoint has the name"):
@@ -210,9 +216,9 @@ def test_what_is_kept_stays_and_the_rest_is_loaded(tmp_path):
 )
 def test_a_setting_that_cannot_work_is_refused(given, message):
     with pytest.raises(ConfigError, match=f"load_cfg.{message}"):
-        LoadConfig.from_cfg(given)
+        allowing(**given)
 
 
 def test_a_replacement_without_its_group_is_refused():
     with pytest.raises(ConfigError, match=r"'\\\\1' for '\^a'"):
-        LoadConfig.from_cfg({"revise_keys": [("^a", r"\1")]}).revised("a")
+        allowing(revise_keys=[("^a", r"\1")]).revised("a")

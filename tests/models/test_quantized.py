@@ -28,6 +28,7 @@ from unigen_ds.models.flops import linear_flops
 from unigen_ds.models.quantized import SCHEMES, QuantizedLinear, plain_state_dict, quantize_frozen
 from unigen_ds.runner import Runner
 from unigen_ds.runner.build import build_data, build_loader, build_model
+from unigen_ds.runner.settings import Settings
 from unigen_ds.runner.trained import open_model
 
 pytest.importorskip("bitsandbytes")
@@ -249,6 +250,10 @@ WIDER = {"model__llm__hidden_size": 128, "model__llm__intermediate_size": 256}
 QUANTIZE = {"llm": "nf4", "vit": "int8"}
 
 
+def settings(folder: Path, data: Path, **overrides: Any) -> Settings:
+    return Settings.from_config(config(folder, data, **overrides))
+
+
 def config(folder: Path, data: Path, **overrides: Any) -> Any:
     base = {"model__freeze": FREEZE, "model__quantize": QUANTIZE, "param_scheduler": []}
     return tiny_config(folder, data, **{**base, **overrides})
@@ -278,14 +283,14 @@ def test_the_error_of_a_models_output(scheme: str, bound: float, data: Path, tmp
     """
     parts = {"llm": scheme, "vit": scheme, "connector": scheme}
     plain_cfg, packed_cfg = (
-        config(tmp_path, data, model__freeze=[*FREEZE, "connector"], model__quantize=quantize, **WIDER)
+        settings(tmp_path, data, model__freeze=[*FREEZE, "connector"], model__quantize=quantize, **WIDER)
         for quantize in ({}, parts)
     )
     geometry = Geometry(4)
     made = build_data(plain_cfg, geometry=geometry, ruler=None)
-    loader = build_loader(plain_cfg, made, geometry=geometry, dp_rank=0, cursor=Cursor())
+    loader = build_loader(plain_cfg.train_dataloader, made, geometry=geometry, dp_rank=0, cursor=Cursor())
     batch: PackedBatch = next(iter(loader))[0].batch
-    plain, packed = (build_model(cfg, made.processor).eval() for cfg in (plain_cfg, packed_cfg))
+    plain, packed = (build_model(cfg, made.processor, seed=cfg.seed).eval() for cfg in (plain_cfg, packed_cfg))
     t_L = torch.full(batch.timesteps.shape, 0.5)
     with torch.no_grad():
         expected, found = (m.hidden_states(batch, batch.flow_noise, t_L)[0] for m in (plain, packed))
@@ -295,8 +300,10 @@ def test_the_error_of_a_models_output(scheme: str, bound: float, data: Path, tmp
 
 def test_other_parts_move_and_packed_bytes_do_not(straight: tuple[Runner, Path], data: Path) -> None:
     runner, folder = straight
-    made = build_data(config(folder, data), geometry=Geometry(12), ruler=None)
-    initial, trained = build_model(config(folder, data), made.processor).state_dict(), runner.backend.model.state_dict()
+    own = settings(folder, data)
+    made = build_data(own, geometry=Geometry(12), ruler=None)
+    initial = build_model(own, made.processor, seed=own.seed).state_dict()
+    trained = runner.backend.model.state_dict()
     assert initial.keys() == trained.keys()
     same = {name for name, tensor in initial.items() if torch.equal(tensor, trained[name])}
     frozen = ("language_model.", "vit_model.")

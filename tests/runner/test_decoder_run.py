@@ -17,7 +17,7 @@ from unigen_ds.data.tokenizers import WordTokenizer
 from unigen_ds.families.decoder_lm.model import DecoderLM
 from unigen_ds.runner import Runner
 from unigen_ds.runner.build import build_model, build_processor
-from unigen_ds.runner.settings import load_config
+from unigen_ds.runner.settings import ModelSettings, load_config
 from unigen_ds.runner.trained import open_inferencer
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -94,7 +94,8 @@ def test_the_export_may_be_trained_on(run: Runner, tmp_path: Path, capsys: pytes
     grown = {**run._parts.plain_config, "model": {"type": "DecoderLM", "pretrained": str(tmp_path / "again")}}
     WordTokenizer(words=[*WORDS, *"abcdef"]).save_pretrained(str(tmp_path / "tokenizer"))
     grown["tokenizer"] = {**grown["tokenizer"], "path": str(tmp_path / "tokenizer")}
-    processor = build_processor(grown, seed=0)
+    processor = build_processor(ModelSettings.of(grown), seed=0)
     with pytest.raises(ConfigError, match=r"vocab_size is 20.*at least 22"):
-        build_model(grown, processor)
-    assert build_model({**grown, "model": {**grown["model"], "llm": {"vocab_size": 22}}}, processor).vocab_size == 22
+        build_model(ModelSettings.of(grown), processor, seed=0)
+    grown["model"]["llm"] = {"vocab_size": 22}
+    assert build_model(ModelSettings.of(grown), processor, seed=0).vocab_size == 22

@@ -24,7 +24,7 @@ from unigen_ds.families.nanovlm.model import VLM
 from unigen_ds.families.nanovlm.published import vlm_arguments
 from unigen_ds.runner import Runner
 from unigen_ds.runner.build import build_processor
-from unigen_ds.runner.settings import load_config
+from unigen_ds.runner.settings import ModelSettings, load_config
 
 CONFIG = """
 model = dict(
@@ -169,7 +169,7 @@ def test_random_changes_of_pictures_are_made_in_training_alone(data, tmp_path) -
         assert torch.equal(own.text_ids, other.text_ids) and own.sample_ids == other.sample_ids
     assert sum(batch.vit_patches.abs().sum() for batch in plain) > 0
     made = config(data, tmp_path / "x", **changes)
-    processor = build_processor(made, seed=0)
+    processor = build_processor(ModelSettings.of(made), seed=0)
     sample = processor.plan([Turn("user", "image", str(data / "dark.png")), Turn("user", "text", "?")], reply=True)
     (shown,) = [split.load(processor, None) for split in sample.splits if split.num_encoded]
     assert (shown.vit_patches >= 0).all(), "a prompt is shown as it is"

@@ -230,6 +230,13 @@ def on_main(action: Callable[[], T]) -> T:
     return value
 
 
+def only_on_main(action: Callable[[], T]) -> T | None:
+    """Rank 0's ``action()``, whose value stays there: None on the others. Fails on every rank alike. Collective."""
+    made: list[T] = []
+    on_main(lambda: made.append(action()))
+    return made[0] if made else None
+
+
 def max_floats(values: Sequence[float]) -> list[float]:
     """The largest over ranks of each of a list of float64, on the CPU. Collective."""
     if not td.is_initialized() or td.get_world_size() == 1:

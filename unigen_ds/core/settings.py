@@ -57,6 +57,11 @@ class Component:
             return self.arguments[argument]
         return argument_defaults(self.cls).get(argument, default)
 
+    @property
+    def spec(self) -> dict[str, Any]:
+        """``dict(type=..., **arguments)``: a copy."""
+        return {"type": self.cls if self.given is None else self.given, **_attributes(self.arguments)}
+
     def build(self, **extra: Any) -> Any:
         """An object, with ``extra`` arguments that no config sets. Raises what its constructor raises."""
         if self.registry is not None and self.given is not None and counterpart(self.registry, self.given) is not None:

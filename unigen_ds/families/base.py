@@ -72,8 +72,6 @@ class Family:
     """The class of its processor; the section ``processor`` sets its arguments."""
     needs_tokenizer: ClassVar[bool] = True
     """Whether a config must have a ``tokenizer``."""
-    settings: ClassVar[type | None] = None
-    """Class of the section ``model``; None: the model's constructor defines the keys of the section."""
 
     def build(self, spec: Mapping[str, Any], *, vocab_size: int | None) -> nn.Module:
         """The model of the section ``model``. ``vocab_size``: the tokenizer's, where there is one.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +22,6 @@ from unigen_ds.core.optim import (
 )
 from unigen_ds.core.optimizer_state import state_of
 from unigen_ds.core.progress import Duration, Geometry, Ruler, split_global_batch
-from unigen_ds.core.registry import MODELS, TOKENIZERS, build, find, resolve
 from unigen_ds.data.datasets import dataset_weights, source_names
 from unigen_ds.data.loader import UpdateLoader
 from unigen_ds.data.order import GlobalOrder
@@ -35,7 +34,7 @@ from unigen_ds.hooks.ledger import LedgerHook
 from unigen_ds.hooks.skipped import SkippedSamplesHook
 from unigen_ds.optim.param_groups import build_param_groups
 from unigen_ds.resume.geometry import lr_factor
-from unigen_ds.runner.settings import Settings, TrainCfg, family_of_model
+from unigen_ds.runner.settings import ModelSettings, Settings, TrainCfg, family_of_model
 from unigen_ds.schedule.schedule import Schedules
 
 
@@ -64,7 +63,7 @@ def build_data(settings: Settings, *, geometry: Geometry, ruler: Ruler | None, r
     resume: they fix the epoch, and how records are read.
     """
     loader, seed = settings.train_dataloader, settings.seed
-    processor = build_processor(settings.given, seed=seed, rules=rules)
+    processor = build_processor(settings, seed=seed, rules=rules)
     datasets = [source.build(processor=processor) for source in loader.dataset]
     overflow = Overflow(loader.seq_length, loader.overflow, rules.overflow)
     fitted = [Fitted(dataset, overflow) for dataset in datasets]
@@ -96,14 +95,11 @@ def rules_of(settings: Settings, manifest: Manifest | None) -> DataRules:
     return replace(stored, overflow=CURRENT.overflow) if given else stored
 
 
-def build_processor(config: Mapping[str, Any], *, seed: int, rules: DataRules = CURRENT) -> Any:
+def build_processor(settings: ModelSettings, *, seed: int, rules: DataRules = CURRENT) -> Any:
     """The tokenizer and the family's processor; every size that the model determines is read from the model."""
-    model, given = config["model"], config.get("tokenizer")
-    resolve(MODELS, model, where="model")
-    tokenizer = None if given is None else build(TOKENIZERS, given, where="tokenizer")
-    section = dict(config.get("processor") or {})
-    return family_of_model(find(MODELS, model, where="model")).processor(
-        model, section, tokenizer=tokenizer, seed=seed, rules=rules
+    tokenizer = None if settings.tokenizer is None else settings.tokenizer.build()
+    return family_of_model(settings.model.cls).processor(
+        settings.model.spec, dict(settings.processor), tokenizer=tokenizer, seed=seed, rules=rules
     )
 
 
@@ -123,15 +119,15 @@ def total_sequences(limits: Sequence[Duration], geometry: Geometry, tokens_per_s
     return math.floor(total)
 
 
-def build_model(config: Mapping[str, Any], processor: Any, *, stream: bool = False) -> nn.Module:
+def build_model(settings: ModelSettings, processor: Any, *, seed: int, stream: bool = False) -> nn.Module:
     """The model on the CPU in fp32: the same weights on every rank and for every number of processes.
 
     ``stream``: on the meta device if its weights are published ones, which its ``initial_weights`` then reads. A model
     that is to be quantised is first built whole.
     """
-    spec, tokenizer = dict(config["model"]), getattr(processor, "tokenizer", None)
-    torch.manual_seed(seed_of(config))
-    kind = find(MODELS, spec, where="model")
+    spec, tokenizer = settings.model.spec, getattr(processor, "tokenizer", None)
+    kind = settings.model.cls
+    torch.manual_seed(seed)
     stream = stream and bool(spec.get("pretrained")) and not spec.get("quantize") and hasattr(kind, "initial_weights")
     with torch.device("meta") if stream else nullcontext():
         return family_of_model(kind).build(spec, vocab_size=None if tokenizer is None else len(tokenizer))
@@ -141,11 +137,6 @@ def build_groups(settings: Settings, named: Iterable[tuple[str, nn.Parameter]]) 
     """The parameter groups of a model's named parameters."""
     wrapper = settings.optim_wrapper
     return build_param_groups(named, wrapper.optimizer, wrapper.paramwise_cfg)
-
-
-def seed_of(config: Mapping[str, Any]) -> int:
-    """``randomness.seed``: of the initial weights, the order of the data and every sample's randomness."""
-    return int((config.get("randomness") or {}).get("seed", 0))
 
 
 def recorded_fused(settings: Settings, manifest: Manifest | None) -> bool | None:

@@ -44,7 +44,7 @@ from unigen_ds.runner.build import (
 )
 from unigen_ds.runner.environment import apply_environment
 from unigen_ds.runner.settings import Settings
-from unigen_ds.runner.start import Start, build_start, check_resume, open_run, plain_built, plain_values, report
+from unigen_ds.runner.start import Beginning, Start, begin, build_start, plain_built, plain_values
 from unigen_ds.schedule.schedule import Schedules
 
 
@@ -90,7 +90,7 @@ def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
     optimizer_cfg = build_optimizer_config(settings, fused=recorded_fused(settings, start.manifest))
     seed, data, loading = settings.seed, start.data, settings.train_dataloader
     seed_everything(seed, rank=dist.rank())
-    model: Any = build_model(settings.given, data.processor, stream=True)
+    model: Any = build_model(settings, data.processor, seed=seed, stream=True)
     check_positions(data.stream.fitted, data.stream.names, limit=getattr(model, "max_document_tokens", None))
     initial = model.initial_weights(seed=seed) if on_meta(model) else None
     named = named_parameters(model)
@@ -152,28 +152,20 @@ def build_engine(settings: Settings) -> tuple[Backend, Geometry]:
 
 def _begin(settings: Settings, backend: Backend, geometry: Geometry) -> tuple[ResumePlan, Start, list[Hook]]:
     """Rank 0 reads the files and, on a resume, runs the checklist; then the processes join."""
-    looked: list[tuple[ResumePlan, Start | None]] = []
-
-    def look() -> ResumePlan:
-        if not looked:
-            plan, start = open_run(settings), None
-            if plan.mode == "resume":
-                settled = settings.with_seed(plan.seed)
-                start, findings = check_resume(settled, plan, backend=backend, geometry=geometry)
-                report(findings)
-            looked.append((plan, start))
-        return looked[0][0]
-
-    if not dist.joined():
+    joined = dist.joined()
+    found: Beginning | None = None
+    if not joined:
         dist.check_port()
         if dist.env_rank() == 0:
-            look()
+            found = begin(settings, backend=backend, geometry=geometry)
     hooks = build_hooks(settings)
     apply_environment(settings.env)
     dist.init(timeout_s=settings.env.dist_timeout_s)
     log.setup(rank=dist.rank(), log_file=settings.folder / "train.log", level=settings.env.log_level)
-    plan = dist.on_main(look)
-    start = looked[0][1] if looked else None
+    if joined:
+        found = dist.only_on_main(lambda: begin(settings, backend=backend, geometry=geometry))
+    plan: ResumePlan = dist.on_main(lambda: found.plan)  # type: ignore[union-attr]  # rank 0 has found it
+    start = found.start if found else None
     return plan, start or build_start(settings.with_seed(plan.seed), plan, geometry=geometry), hooks
 
 

@@ -96,12 +96,31 @@ class CustomImports(Section):
     allow_failed_imports: bool = Field(default=False, description="True: a module that cannot be imported is a warning")
 
 
-class Settings(Section):
-    """One field for each key of a config."""
+class ModelSettings(Section):
+    """What a model and its processor are made from: a checkpoint or a published directory has no more of a config."""
 
     model: Annotated[Component, Of(MODELS)] = Field(description="component: the model")
     tokenizer: Tokenizer | None = Field(default=None, description="component: text to tokens")
     processor: Mapping[str, Any] = Field(default={}, description="how records become sequences: of the model's family")
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> ModelSettings:
+        """From a config, of which nothing else is read. Raises one ``ConfigError`` for all that is wrong."""
+        return ModelSettings.parse({key: config[key] for key in ModelSettings.model_fields if key in config})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _own_sections(cls, given: Any) -> Any:
+        """``processor`` and ``loss_weights`` may be None: all their keys are left out."""
+        if not isinstance(given, Mapping):
+            return given
+        none: dict[str, Any] = {key: {} for key in ("processor", "loss_weights") if key in given and given[key] is None}
+        return {**given, **none}
+
+
+class Settings(ModelSettings):
+    """One field for each key of a config."""
+
     train_dataloader: TrainDataloader = Field(description="the data")
     val_dataloader: TrainDataloader | None = Field(default=None, description="as `train_dataloader`; not used yet")
     optim_wrapper: OptimWrapper = Field(description="the optimizer, and what an update is made of")
@@ -199,15 +218,6 @@ class Settings(Section):
             return None, errors
         found._given = given
         return found, _misfit(found) if whole else []
-
-    @model_validator(mode="before")
-    @classmethod
-    def _own_sections(cls, given: Any) -> Any:
-        """``processor`` and ``loss_weights`` may be None: all their keys are left out."""
-        if not isinstance(given, Mapping):
-            return given
-        none: dict[str, Any] = {key: {} for key in ("processor", "loss_weights") if key in given and given[key] is None}
-        return {**given, **none}
 
     @classmethod
     def completed(cls, given: Any) -> Any:

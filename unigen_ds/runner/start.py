@@ -67,7 +67,26 @@ class Start:
     total_sequences: float
 
 
-def open_run(settings: Settings) -> ResumePlan:
+@dataclass(frozen=True)
+class Beginning:
+    """What rank 0 finds before the processes join."""
+
+    plan: ResumePlan
+    start: Start | None
+    """On a resume, whose checklist needs it; else None."""
+
+
+def begin(settings: Settings, *, backend: Backend, geometry: Geometry) -> Beginning:
+    """The plan and, on a resume, the checklist. On rank 0, not collective. Raises ``ResumeBlocked`` where it blocks."""
+    plan = plan_run(settings)
+    if plan.mode != "resume":
+        return Beginning(plan, None)
+    start, findings = check_resume(settings.with_seed(plan.seed), plan, backend=backend, geometry=geometry)
+    report(findings)
+    return Beginning(plan, start)
+
+
+def plan_run(settings: Settings) -> ResumePlan:
     """The log, the checkpoint to resume from, and the seed. Not collective: called by rank 0."""
     folder = settings.folder
     logger = log.setup(rank=dist.env_rank(), log_file=folder / "train.log", level=settings.env.log_level)
@@ -191,7 +210,7 @@ def _parameters(
         named = [pair for row in manifest.parameters for pair in _without_memory(row)]
     else:
         with torch.device("meta"):
-            named = named_parameters(build_model(settings.given, start.data.processor))
+            named = named_parameters(build_model(settings, start.data.processor, seed=settings.seed))
     groups = build_groups(settings, named)
     return parameter_table(named, groups), groups
 

@@ -22,8 +22,8 @@ from unigen_ds.core.modules import tied_names
 from unigen_ds.core.registry import LAYOUTS
 from unigen_ds.families.base import published_format
 from unigen_ds.resume.edited import BUILT
-from unigen_ds.runner.build import build_model, build_processor, seed_of
-from unigen_ds.runner.settings import custom_modules, family_of_model, import_custom
+from unigen_ds.runner.build import build_model, build_processor
+from unigen_ds.runner.settings import ModelSettings, custom_modules, family_of_model, import_custom
 
 
 def open_model(
@@ -49,9 +49,9 @@ def open_model(
     """
     found = published_format(path, complete=config is not None)
     if found is not None and found.pretrained:
-        config = found.config(path)
-        processor = build_processor(config, seed=0)
-        return build_model(config, processor), processor
+        settings = ModelSettings.of(found.config(path))
+        processor = build_processor(settings, seed=0)
+        return build_model(settings, processor, seed=0), processor
     _import_layout(path, tag, config=config, allow=allow_custom_imports)
     source = open_source(path, tag=tag)
     if config is None:
@@ -62,9 +62,10 @@ def open_model(
             _refuse_imports(config, source.directory)
         config = self_contained(config, source.directory)
     import_custom(config)
-    processor = build_processor(config, seed=seed_of(config))
     uncompiled = {key: value for key, value in config["model"].items() if key != "compile"}
-    model = build_model({**config, "model": uncompiled}, processor)
+    settings, seed = ModelSettings.of({**config, "model": uncompiled}), _seed_of(config)
+    processor = build_processor(settings, seed=seed)
+    model = build_model(settings, processor, seed=seed)
     ema = source.average is not None and not raw
     _fill(model, source.entries(dtype=torch.float32, ema=ema), where=source.directory)
     model.published = False  # type: ignore[assignment]  # these weights are not those of its config's ``pretrained``
@@ -92,6 +93,11 @@ def self_contained(config: Mapping[str, Any], checkpoint: Path) -> dict[str, Any
     if (checkpoint / TOKENIZER).is_dir():
         found["tokenizer"] = {**config["tokenizer"], "path": str(checkpoint / TOKENIZER)}
     return found
+
+
+def _seed_of(config: Mapping[str, Any]) -> int:
+    """``randomness.seed`` of a stored config, or of a given one, which may leave it to the run."""
+    return int((config.get("randomness") or {}).get("seed") or 0)
 
 
 def _stored_config(directory: Path) -> dict[str, Any]:
