@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
@@ -27,7 +27,7 @@ import unigen_ds.runner.build  # noqa: E402, F401 - registers everything else
 from unigen_ds.core import registry  # noqa: E402
 from unigen_ds.core.settings import Section, section_of  # noqa: E402
 from unigen_ds.core.values import argument_hints, described  # noqa: E402
-from unigen_ds.runner.settings import Settings  # noqa: E402
+from unigen_ds.runner.settings import PROCESSOR_KEYS, Settings, family_of_model  # noqa: E402
 from unigen_ds.schedule import Curve  # noqa: E402
 
 LIMITS = (Ge, Gt, Le, Lt)
@@ -96,15 +96,25 @@ def meanings(cls: type) -> dict[str, str]:
 
 
 def component_table(name: str) -> str:
-    """Of the arguments of a component, by its name."""
+    """Of the arguments of a component, by its name; of ``processor of MODEL``, with their section."""
+    if name.startswith("processor of "):
+        family = family_of_model(components()[name.removeprefix("processor of ")])
+        kind = family.processor_arguments()
+        found = inspect.signature(kind).parameters
+        return argument_table(kind, [found[key] for key in PROCESSOR_KEYS if key in found], prefix="processor.")
     cls = {**components(), "Curve": Curve}[name]
+    return argument_table(cls, arguments(cls))
+
+
+def argument_table(cls: type, shown: Iterable[inspect.Parameter], *, prefix: str = "") -> str:
+    """A row for each argument."""
     texts, hints = meanings(cls), argument_hints(cls)
-    lines = ["| argument | default | meaning |", "|---|---|---|"]
-    for one in arguments(cls):
+    lines = [f"| {'key' if prefix else 'argument'} | default | meaning |", "|---|---|---|"]
+    for one in shown:
         text = texts.get(one.name, "").removesuffix(".").replace("``", "`").replace("|", "\\|")
         text = text.replace(f"]({PAGE.name}#", "](#")
         limits = f" ({described(hints[one.name])})" if limited(hints.get(one.name)) else ""
-        lines.append(f"| `{one.name}` | {default_cell(one)} | {text}{limits} |")
+        lines.append(f"| `{prefix}{one.name}` | {default_cell(one)} | {text}{limits} |")
     return "\n".join(lines) + "\n"
 
 

@@ -22,6 +22,9 @@ from tools import train
 from unigen_ds.core import errors
 from unigen_ds.core.config import SETTINGS
 from unigen_ds.core.paths import ds_configs_dir
+from unigen_ds.families.bagel.family import Bagel
+from unigen_ds.families.base import Family
+from unigen_ds.families.nanovlm.family import NanoVLM
 from unigen_ds.runner.settings import known_keys
 from unigen_ds.schedule import Curve
 
@@ -76,7 +79,8 @@ def test_the_tables_of_keys_are_those_of_the_settings() -> None:
 def test_the_table_of_a_component_is_generated() -> None:
     """Of every one that has arguments, once, below its own heading."""
     expected = {name for name, cls in components().items() if generate().arguments(cls)}
-    assert sorted(re.findall("<!-- arguments: (.+?) -->", CONFIGS)) == sorted({*expected, "Curve"})
+    expected |= {"Curve", "processor of UnifiedModel", "processor of VLM"}
+    assert sorted(re.findall("<!-- arguments: (.+?) -->", CONFIGS)) == sorted(expected)
     assert len(expected) > 25
 
 
@@ -99,6 +103,11 @@ def undocumented(cls: type) -> set[str]:
 def test_every_argument_of_a_component_has_a_meaning(name: str) -> None:
     missing = undocumented(components()[name])
     assert not missing, f"the docstring of {name} has no {', '.join(sorted(missing))} in its section Args"
+
+
+@pytest.mark.parametrize("family", [Bagel(), NanoVLM()], ids=lambda family: type(family).__name__)
+def test_every_argument_of_a_processor_has_a_meaning(family: Family) -> None:
+    assert not undocumented(family.processor_arguments())
 
 
 def test_an_undocumented_argument_would_be_noticed() -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
+from unigen_ds.core.registry import CURVES, component_problems
 from unigen_ds.core.values import argument_hints, described, fits
+from unigen_ds.schedule import Curve
+from unigen_ds.schedule.curves import NotNegative
 
 
 class Own:
@@ -52,3 +56,21 @@ def test_of_arguments() -> None:
     def unreadable(size: Missing) -> None: ...  # type: ignore[name-defined] # noqa: F821
 
     assert argument_hints(unreadable) == {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps(Curve):
+    """A curve of another module than its base class, whose annotations that module alone knows."""
+
+    sizes: tuple[NotNegative, ...]
+
+
+def test_limits_of_the_arguments_of_a_dataclass_and_of_its_base() -> None:
+    wrong = {"type": Steps, "begin": -1, "sizes": [1, float("inf")], "end": "3"}
+    problems = [str(error) for error in component_problems(CURVES, wrong, where="param_scheduler[0]")]
+    assert problems == [
+        "param_scheduler[0].begin is -1. Allowed: a number of at least 0.",
+        "param_scheduler[0].sizes is [1, inf]. Allowed: a list of numbers of at least 0.",
+        "param_scheduler[0].end is '3'. Allowed: a number of at least 0 or None.",
+    ]
+    assert not component_problems(CURVES, {"type": Steps, "begin": 1, "sizes": [1, 0.5]}, where="param_scheduler[0]")

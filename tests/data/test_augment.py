@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.registry import TRANSFORMS, build
 from unigen_ds.core.seeding import generator
 from unigen_ds.data.augment import RandomShift
 
@@ -31,5 +32,5 @@ def test_shift_depends_on_the_key_alone():
 
 
 def test_a_bound_below_one_is_refused():
-    with pytest.raises(ConfigError, match="max_pixels is 0"):
-        RandomShift(max_pixels=0)
+    with pytest.raises(ConfigError, match=r"max_pixels is 0\. Allowed: a whole number of at least 1"):
+        build(TRANSFORMS, {"type": "RandomShift", "max_pixels": 0}, where="processor.vit_augment[0]")

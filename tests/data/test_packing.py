@@ -11,6 +11,7 @@ import pytest
 
 from tests.golden_files import NANOVLM, read_json
 from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.registry import PACKERS, build
 from unigen_ds.data import packing
 from unigen_ds.data.packing import WindowPacking
 
@@ -75,9 +76,9 @@ def test_a_whole_window_is_planned_fast() -> None:
 
 
 def test_wrong_settings() -> None:
-    for arguments in ({"window": 0}, {"max_tiles": 0}):
-        with pytest.raises(ConfigError, match="positive"):
-            WindowPacking(**arguments)
+    for key in ("window", "max_tiles"):
+        with pytest.raises(ConfigError, match=f"{key} is 0. Allowed: a whole number of at least 1"):
+            build(PACKERS, {"type": "WindowPacking", key: 0}, where="train_dataloader.packing")
 
 
 @pytest.mark.parametrize("max_tiles", [None, 2, 7])

@@ -121,7 +121,6 @@ def test_fingerprint_follows_what_changes_a_plan() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"text_dropout": 1.5}, "text_dropout is 1.5"),
         ({"vae_downsample": 16}, "vae_downsample is 16"),
         ({"vit_transform": ImageTransform(16, 8, 6)}, "vit_transform.stride is 6"),
         ({"max_latent_size": 3}, "max_size of at most 24"),

@@ -12,10 +12,9 @@ import torch
 from tests.tiny import tiny_config
 from unigen_ds.checkpoint import saver
 from unigen_ds.core.errors import ConfigError, TrainingError
-from unigen_ds.core.registry import HOOKS
+from unigen_ds.core.registry import HOOKS, build
 from unigen_ds.core.seeding import rng_state
 from unigen_ds.hooks.base import Hook
-from unigen_ds.hooks.continuity import ContinuityHook
 from unigen_ds.runner import Runner
 
 
@@ -100,6 +99,9 @@ def test_the_check_draws_no_random_number(folder):
 
 
 def test_wrong_arguments():
-    for wrong in ({"on_mismatch": "stop"}, {"tolerance": 0.0}):
-        with pytest.raises(ConfigError):
-            ContinuityHook(**wrong)
+    for key, wrong, allowed in (
+        ("on_mismatch", "stop", "'warn', 'halt'"),
+        ("tolerance", 0.0, "a number above 0 or None"),
+    ):
+        with pytest.raises(ConfigError, match=f"{key} is {wrong!r}. Allowed: {allowed}"):
+            build(HOOKS, {"type": "ContinuityHook", key: wrong}, where="default_hooks.continuity")

@@ -219,7 +219,7 @@ def test_state_and_wrong_arguments(tmp_path: Path) -> None:
     assert hook.state_dict() == {"version": 1, "run_ids": {}}
     with pytest.raises(ConfigError, match="version"):
         hook.load_state_dict({"version": 9})
-    with pytest.raises(ConfigError, match="interval"):
-        LoggerHook(interval=0)
+    with pytest.raises(ConfigError, match=r"interval is 0\. Allowed: a whole number of at least 1"):
+        build(HOOKS, {"type": "LoggerHook", "interval": 0}, where="default_hooks.logger")
     with pytest.raises(ConfigError, match="did you mean 'WandbVisBackend'"):
         Visualizer.parse({"vis_backends": [{"type": "WandbBackend"}]})

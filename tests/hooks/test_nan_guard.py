@@ -9,6 +9,7 @@ import pytest
 from tests.hooks.tiny_run import TinyRun
 from unigen_ds.core.errors import ConfigError, TrainingError
 from unigen_ds.core.log import NAME
+from unigen_ds.core.registry import HOOKS, build
 from unigen_ds.hooks.nan_guard import NanGuardHook
 
 
@@ -49,7 +50,7 @@ def test_the_count_survives_a_resume(tmp_path: Path) -> None:
 
 def test_wrong_arguments() -> None:
     for wrong in (0, 2.5, True):
-        with pytest.raises(ConfigError, match="max_consecutive"):
-            NanGuardHook(max_consecutive=wrong)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=f"max_consecutive is {wrong}. Allowed: a whole number of at least 1"):
+            build(HOOKS, {"type": "NanGuardHook", "max_consecutive": wrong}, where="default_hooks.nan_guard")
     with pytest.raises(ConfigError, match="version"):
         NanGuardHook().load_state_dict({"version": 0})

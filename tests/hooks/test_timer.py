@@ -9,6 +9,7 @@ import pytest
 from tests.hooks.tiny_run import TinyRun
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.log import NAME
+from unigen_ds.core.registry import HOOKS, build
 from unigen_ds.hooks.timer import WARM_UP_UPDATES, IterTimerHook, find_timer
 
 
@@ -61,5 +62,5 @@ def test_find_timer_and_wrong_window(tmp_path: Path) -> None:
     timer = IterTimerHook()
     assert find_timer(TinyRun(tmp_path, [timer])) is timer
     assert find_timer(TinyRun(tmp_path)) is None
-    with pytest.raises(ConfigError, match="window"):
-        IterTimerHook(window=0)
+    with pytest.raises(ConfigError, match=r"window is 0\. Allowed: a whole number of at least 1"):
+        build(HOOKS, {"type": "IterTimerHook", "window": 0}, where="default_hooks.timer")

@@ -79,6 +79,7 @@ def test_every_problem_is_in_one_message_with_the_value_and_what_is_allowed(plai
     plain["param_scheduler"] = [{"type": "LinearLR", "start_factor": 2}, {"type": "CosineAnnealinLR"}]
     plain["custom_hooks"] = [{"type": "EMAHook", "momentum": 2.0}]
     plain["processor"]["vit_transform"].pop("stride")
+    plain["processor"]["text_dropout"] = 1.5
     plain["env"] = {"num_threads": 0, "matmul_precision": "hihg"}
     del plain["tokenizer"]
     with pytest.raises(ConfigError) as raised:
@@ -91,15 +92,16 @@ def test_every_problem_is_in_one_message_with_the_value_and_what_is_allowed(plai
         "train_dataloader.overflow is 'cut'. Allowed: 'split', 'truncate', 'skip', 'error'",
         "train_dataloader.packing.window is '8'. Allowed: a whole number",
         "train_cfg.max_epochs is -1. Allowed: a number above 0",
-        "param_scheduler[0]: start_factor is 2. Allowed: a number from 0 to 1",
+        "param_scheduler[0].start_factor is 2. Allowed: a number from 0 to 1",
         "param_scheduler[1].type is 'CosineAnnealinLR'. Remedy: did you mean 'CosineAnnealingLR'?",
-        "custom_hooks[0]: EMA momentum is 2.0",
+        "custom_hooks[0].momentum is 2.0. Allowed: a number above 0 and below 1",
         "the config has no processor.vit_transform.stride (ImageTransform)",
+        "processor.text_dropout is 1.5. Allowed: a number from 0 to 1",
         "env.num_threads is 0. Allowed: a whole number of at least 1",
         "env.matmul_precision is 'hihg'",
     ):
         assert sum(line in one for one in lines) == 1, line
-    assert len(lines) == 13, lines
+    assert len(lines) == 14, lines
 
 
 def test_runtime_keys_of_xtuner_are_translated(plain: dict[str, Any], tmp_path: Path) -> None:

@@ -208,7 +208,7 @@ class TestErrors:
             ([WARMUP_COSINE[0], "cosine"], r"param_scheduler\[1\]"),
             (dict(type="MultiStepLR"), "milestones"),
             (dict(type="MultiStepLR", milestones=[3, "5"]), "a list of numbers"),
-            (dict(type="MultiStepLR", milestones=[-1]), "not negative"),
+            (dict(type="MultiStepLR", milestones=[-1]), "a list of numbers of at least 0"),
             (dict(type="LinearLR", start_factor=1.5), "start_factor is 1.5. Allowed: a number from 0 to 1"),
             (dict(type="LinearLR", end_factor=-0.1), "end_factor is -0.1"),
             (dict(type="LinearLR", start_factor="0.1"), "start_factor is '0.1'"),

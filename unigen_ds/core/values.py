@@ -7,6 +7,7 @@ reads it as text). A hint of a class that is not a plain value accepts everythin
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import operator
 import re
@@ -124,16 +125,18 @@ def described(hint: Any, metadata: Sequence[Any] = ()) -> str:
     if origin is tuple and inner and inner[1:] != (...,):
         return f"a list of {len(inner)}"
     if origin in (Sequence, list, tuple):
-        every = _plain(inner[0]) if inner else None
-        return f"a list of {_WORDS[every][1]}" if every in _WORDS else "a list"
+        every, limits = _plain(inner[0]) if inner else (None, ())
+        return f"a list of {_WORDS[every][1]}{_limits(limits)}" if every in _WORDS else "a list"
     if _is_model(origin):
         return f"dict({', '.join(f'{name}=' for name in origin.model_fields)})"
     return (_WORDS[origin][0] if origin in _WORDS else getattr(origin, "__name__", str(origin))) + _limits(metadata)
 
 
-def _plain(hint: Any) -> Any:
-    origin = get_origin(hint) or hint
-    return _plain(get_args(hint)[0]) if origin is Annotated else origin
+def _plain(hint: Any) -> tuple[Any, Sequence[Any]]:
+    """A hint without its metadata, and they."""
+    if get_origin(hint) is Annotated:
+        return get_origin(get_args(hint)[0]) or get_args(hint)[0], hint.__metadata__
+    return get_origin(hint) or hint, ()
 
 
 def _flat(metadata: Sequence[Any]) -> list[Any]:
@@ -156,6 +159,8 @@ def _limits(metadata: Sequence[Any]) -> str:
 def argument_hints(cls: Any) -> dict[str, Any]:
     """The hints of a class's or function's arguments, with their metadata; none where they cannot be read."""
     try:
+        if dataclasses.is_dataclass(cls) and "__init__" in vars(cls):  # each field in the module that declares it
+            return typing.get_type_hints(cls, include_extras=True)
         found = cls.__init__ if isinstance(cls, type) else cls  # type: ignore[misc]
         return typing.get_type_hints(found, include_extras=True)
     except Exception:  # a name that only a type checker imports, or anything else in a user's annotations

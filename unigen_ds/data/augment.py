@@ -6,13 +6,13 @@ they are what the model is to learn.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import torch
+from annotated_types import Ge
 from torch import Tensor
 from torch.nn import functional as F
 
-from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.registry import TRANSFORMS
 
 
@@ -27,12 +27,10 @@ class RandomShift:
     """Move an image by up to ``max_pixels`` to either side, up or down; its border is repeated where it leaves.
 
     Args:
-        max_pixels: pixels by which an image moves to any side at most, at least 1; its border is repeated.
+        max_pixels: pixels by which an image moves to any side at most; its border is repeated.
     """
 
-    def __init__(self, *, max_pixels: int) -> None:
-        if max_pixels < 1:
-            raise ConfigError(f"RandomShift.max_pixels is {max_pixels}", allowed="at least 1")
+    def __init__(self, *, max_pixels: Annotated[int, Ge(1)]) -> None:
         self.max_pixels = max_pixels
 
     def __call__(self, image: Tensor, generator: torch.Generator) -> Tensor:

@@ -19,13 +19,13 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import repeat
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from annotated_types import Ge
 from numpy.typing import NDArray
 
 from unigen_ds.core.cores import num_cores
-from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.registry import PACKERS
 from unigen_ds.data.order import permute_many
 
@@ -46,9 +46,7 @@ class WindowPacking:
         max_tiles: condition images (of vision tower or VAE) in one sequence at most; None: no limit.
     """
 
-    def __init__(self, window: int = 8192, max_tiles: int | None = None) -> None:
-        if window < 1 or (max_tiles is not None and max_tiles < 1):
-            raise ConfigError(f"packing window {window}, max_tiles {max_tiles}", allowed="positive numbers")
+    def __init__(self, window: Annotated[int, Ge(1)] = 8192, max_tiles: Annotated[int, Ge(1)] | None = None) -> None:
         self.window, self.max_tiles = window, max_tiles
 
     @property

@@ -8,10 +8,12 @@ and must have the same losses. It costs one forward pass for each save and one f
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from annotated_types import Gt
 
 from unigen_ds.core import dist
-from unigen_ds.core.errors import ConfigError, TrainingError
+from unigen_ds.core.errors import TrainingError
 from unigen_ds.core.log import logger
 from unigen_ds.core.registry import HOOKS
 from unigen_ds.hooks.base import Hook, Run
@@ -32,11 +34,9 @@ class ContinuityHook(Hook):
 
     name = "continuity"
 
-    def __init__(self, *, tolerance: float | None = None, on_mismatch: str = "warn") -> None:
-        if on_mismatch not in ("warn", "halt"):
-            raise ConfigError(f"ContinuityHook.on_mismatch is {on_mismatch!r}", allowed="warn, halt")
-        if tolerance is not None and not tolerance > 0:
-            raise ConfigError(f"ContinuityHook.tolerance is {tolerance!r}", allowed="a positive number")
+    def __init__(
+        self, *, tolerance: Annotated[float, Gt(0)] | None = None, on_mismatch: Literal["warn", "halt"] = "warn"
+    ) -> None:
         self.tolerance, self.on_mismatch = tolerance, on_mismatch
         self._losses: dict[str, float] = {}
 

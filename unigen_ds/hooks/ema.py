@@ -13,7 +13,7 @@ from unigen_ds.core.progress import Duration
 from unigen_ds.core.registry import HOOKS
 from unigen_ds.core.shards import EMA, Shard, ShardReader
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
-from unigen_ds.optim.averaging import ShardEMA, check_momentum
+from unigen_ds.optim.averaging import Momentum, ShardEMA
 
 LARGEST_USUAL = 0.5
 """Above it a momentum is probably a decay, written by mistake; decays are 0.9 and more."""
@@ -24,7 +24,7 @@ class EMAHook(Hook):
     """mmengine's arguments and convention: ``average = (1 - momentum) * average + momentum * weights``.
 
     Args:
-        momentum: weight of the new value, above 0 and below 1; BAGEL's decay of 0.9999 is 0.0001, and a value above 0.5
+        momentum: weight of the new value; BAGEL's decay of 0.9999 is 0.0001, and a value above 0.5
             warns.
         begin_iter: the average equals the weights until so many iterations are done.
         begin_epoch: the same in epochs; one of the two.
@@ -34,10 +34,10 @@ class EMAHook(Hook):
 
     name = "ema"
 
-    def __init__(self, *, momentum: float = 0.0002, begin_iter: float = 0, begin_epoch: float = 0) -> None:
+    def __init__(self, *, momentum: Momentum = 0.0002, begin_iter: float = 0, begin_epoch: float = 0) -> None:
         if begin_iter and begin_epoch:
             raise ConfigError("EMAHook has both begin_iter and begin_epoch", remedy="give one of them")
-        self.momentum = check_momentum(momentum)
+        self.momentum = momentum
         self._begin_value, self._begin_unit = (begin_epoch, "epoch") if begin_epoch else (begin_iter, "iteration")
         self._begin: Duration | None = None
         self._average: ShardEMA | None = None

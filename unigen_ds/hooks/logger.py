@@ -9,9 +9,10 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Ge
 
 from unigen_ds.core import dist
 from unigen_ds.core.errors import ConfigError
@@ -43,12 +44,10 @@ class LoggerHook(Hook):
     def __init__(
         self,
         *,
-        interval: int = 10,
+        interval: Annotated[int, Ge(1)] = 10,
         writers: Sequence[Writer] = (),
         log_metric_by_epoch: bool = False,
     ) -> None:
-        if isinstance(interval, bool) or not isinstance(interval, (int, float)) or interval <= 0:
-            raise ConfigError(f"LoggerHook.interval is {interval!r}", allowed="a positive number of iterations")
         self._interval = interval
         self._log_metric_by_epoch = log_metric_by_epoch
         self._writers = [SafeWriter(writer) for writer in writers]

@@ -8,7 +8,9 @@ few updates at its start until the scale fits, which the default of 5 allows.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Ge
 
 from unigen_ds.core.errors import ConfigError, TrainingError
 from unigen_ds.core.log import logger
@@ -30,11 +32,7 @@ class NanGuardHook(Hook):
 
     name = "nan_guard"
 
-    def __init__(self, *, max_consecutive: int = 5) -> None:
-        if isinstance(max_consecutive, bool) or not isinstance(max_consecutive, int) or max_consecutive < 1:
-            raise ConfigError(
-                f"NanGuardHook.max_consecutive is {max_consecutive!r}", allowed="an integer of at least 1"
-            )
+    def __init__(self, *, max_consecutive: Annotated[int, Ge(1)] = 5) -> None:
         self.max_consecutive = max_consecutive
         self._skipped: list[dict[str, Any]] = []
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import Ge
 
 from unigen_ds.core.batch import Batch
-from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.log import logger
 from unigen_ds.core.registry import HOOKS
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
@@ -47,9 +49,7 @@ class IterTimerHook(Hook):
 
     name = "timer"
 
-    def __init__(self, *, window: int = 50) -> None:
-        if window < 1:
-            raise ConfigError(f"IterTimerHook.window is {window!r}", allowed="an integer of at least 1")
+    def __init__(self, *, window: Annotated[int, Ge(1)] = 50) -> None:
         self._updates: deque[_Update] = deque(maxlen=window)
         self._seen = 0
         self._warned: set[str] = set()

@@ -7,13 +7,13 @@ in fp32 in every precision. The cost is one whole copy on every rank.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Ge
 from torch import Tensor, nn
 
 from unigen_ds.core.batch import PackedBatch
-from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.registry import AUTOENCODERS
 from unigen_ds.models.flow import patchify_latents
 
@@ -58,10 +58,8 @@ class PixelAutoencoder(nn.Module):
         channels: channels of the image: 1 for grey.
     """
 
-    def __init__(self, *, channels: int = 3) -> None:
+    def __init__(self, *, channels: Annotated[int, Ge(1)] = 3) -> None:
         super().__init__()
-        if channels < 1:
-            raise ConfigError(f"model.vae.channels is {channels}", allowed="a whole number of at least 1")
         self.latent_channels = channels
         self.downsample = 1
 

@@ -18,7 +18,10 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import AllowInfNan
 
 from unigen_ds.core.errors import ConfigError, nearest
 from unigen_ds.core.progress import Progress, Ruler
@@ -27,7 +30,6 @@ from unigen_ds.core.registry import CURVES
 CURVE_UNITS = ("epoch", "iteration", "update", "sequence", "token")
 MMENGINE_INF = 10**9
 """mmengine's ``INF``: an ``end`` of that many epochs or iterations means the end of training."""
-NO_NUMBER: tuple[type, ...] = (bool, str)
 
 
 @dataclass(frozen=True)
@@ -98,13 +100,17 @@ class PlacedCurve:
         return cls(**{field.name: state[field.name] for field in dataclasses.fields(cls)})
 
 
+Share = Annotated[float, Ge(0), Le(1)]
+NotNegative = Annotated[float, Ge(0), AllowInfNan(False)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Curve:
     """Arguments that every curve has, mmengine's names. A subclass adds its own and defines ``evaluate``.
 
     Args:
         by_epoch: True (meant by None): ``begin`` and ``end`` are epochs; False: iterations of the first start.
-        begin: where the curve begins, at least 0.
+        begin: where the curve begins.
         end: where it ends, after ``begin``; None: the end of training.
         convert_to_iter_based: with epochs: the curve moves with every update and fractions of an epoch are allowed. Its
             step is one update of the first start (mmengine's iteration, where nothing is accumulated).
@@ -112,8 +118,8 @@ class Curve:
     """
 
     by_epoch: bool | None = None
-    begin: float = 0
-    end: float | None = None
+    begin: NotNegative = 0
+    end: Annotated[float, Ge(0)] | None = None
     convert_to_iter_based: bool = False
     unit: str | None = None
 
@@ -122,11 +128,8 @@ class Curve:
     def __post_init__(self) -> None:
         if self.unit is not None and self.unit not in CURVE_UNITS:
             raise ConfigError(f"unit is {self.unit!r}", allowed=", ".join(CURVE_UNITS))
-        self.check("begin", low=0)
-        if self.end is not None:
-            self.check("end", low=0, infinite=True)
-            if self.end <= self.begin:
-                raise ConfigError(f"begin is {self.begin} and end is {self.end}", allowed="an end after the begin")
+        if self.end is not None and self.end <= self.begin:
+            raise ConfigError(f"begin is {self.begin} and end is {self.end}", allowed="an end after the begin")
         if self.convert_to_iter_based and self.counted_in != "epoch":
             raise ConfigError(
                 f"convert_to_iter_based=True with begin and end in {self.counted_in}s",
@@ -137,14 +140,6 @@ class Curve:
 
     def check_own(self) -> None:
         """Raise ``ConfigError`` for a value of the subclass's own arguments that cannot work."""
-
-    def check(self, name: str, *, low: float, high: float = math.inf, infinite: bool = False) -> None:
-        """Raise ``ConfigError`` unless argument ``name`` is a number in ``low .. high``."""
-        value = getattr(self, name)
-        number = isinstance(value, (int, float)) and not isinstance(value, NO_NUMBER)
-        if not number or not low <= value <= high or (math.isinf(value) and not infinite):
-            limit = f"a number of at least {low}" if math.isinf(high) else f"a number from {low} to {high}"
-            raise ConfigError(f"{name} is {value!r}", allowed=limit)
 
     @property
     def counted_in(self) -> str:
@@ -251,16 +246,12 @@ class LinearLR(Curve):
     """Multiplies by a factor that goes from ``start_factor`` at the first step to ``end_factor`` at the last one.
 
     Args:
-        start_factor: factor at the first step, 0 to 1.
-        end_factor: factor at the last one, 0 to 1.
+        start_factor: factor at the first step.
+        end_factor: factor at the last one.
     """
 
-    start_factor: float = 1.0 / 3
-    end_factor: float = 1.0
-
-    def check_own(self) -> None:
-        self.check("start_factor", low=0, high=1)
-        self.check("end_factor", low=0, high=1)
+    start_factor: Share = 1.0 / 3
+    end_factor: Share = 1.0
 
     @staticmethod
     def evaluate(point: Point, arguments: Mapping[str, Any]) -> float:
@@ -276,13 +267,10 @@ class ConstantLR(Curve):
     """Multiplies by ``factor`` until the last step before ``end``, to which it no longer applies (as in mmengine).
 
     Args:
-        factor: factor until the last step before ``end``, 0 to 1.
+        factor: factor until the last step before ``end``.
     """
 
-    factor: float = 1.0 / 3
-
-    def check_own(self) -> None:
-        self.check("factor", low=0, high=1)
+    factor: Share = 1.0 / 3
 
     @property
     def needs_end(self) -> bool:
@@ -307,20 +295,15 @@ class CosineAnnealingLR(Curve):
         eta_min_ratio: the same as a fraction of the group's own; one of the two.
     """
 
-    T_max: float | None = None
-    eta_min: float | None = None
-    eta_min_ratio: float | None = None
+    T_max: Annotated[float, Gt(0), AllowInfNan(False)] | None = None
+    eta_min: NotNegative | None = None
+    eta_min_ratio: NotNegative | None = None
 
     def check_own(self) -> None:
-        if self.T_max is not None:
-            self.check("T_max", low=1e-12)
         if self.eta_min is not None and self.eta_min_ratio is not None:
             raise ConfigError(
                 f"eta_min is {self.eta_min} and eta_min_ratio is {self.eta_min_ratio}", allowed="one of the two"
             )
-        for name in ("eta_min", "eta_min_ratio"):
-            if getattr(self, name) is not None:
-                self.check(name, low=0)
 
     @property
     def needs_end(self) -> bool:
@@ -348,12 +331,8 @@ class PolyLR(Curve):
         power: exponent of the remaining share.
     """
 
-    eta_min: float = 0.0
-    power: float = 1.0
-
-    def check_own(self) -> None:
-        self.check("eta_min", low=0)
-        self.check("power", low=0)
+    eta_min: NotNegative = 0.0
+    power: NotNegative = 1.0
 
     @staticmethod
     def evaluate(point: Point, arguments: Mapping[str, Any]) -> float:
@@ -373,16 +352,8 @@ class MultiStepLR(Curve):
         gamma: factor at each of them.
     """
 
-    milestones: tuple[float, ...]
-    gamma: float = 0.1
-
-    def check_own(self) -> None:
-        self.check("gamma", low=0)
-        plain = isinstance(self.milestones, (list, tuple))
-        if not plain or any(isinstance(m, NO_NUMBER) or not isinstance(m, (int, float)) for m in self.milestones):
-            raise ConfigError(f"milestones is {self.milestones!r}", allowed="a list of numbers")
-        if any(not 0 <= m < math.inf for m in self.milestones):
-            raise ConfigError(f"milestones is {self.milestones!r}", allowed="positions that are not negative")
+    milestones: tuple[NotNegative, ...]
+    gamma: NotNegative = 0.1
 
     @property
     def needs_end(self) -> bool:
@@ -407,18 +378,14 @@ class WarmupCosineLR(Curve):
     since the aim is that code's own numbers. Counts in updates unless ``unit`` or ``by_epoch`` is given.
 
     Args:
-        warmup_ratio: share of the whole that warms up; below 1.
-        min_ratio: smallest learning rate as a fraction, 0 to 1.
+        warmup_ratio: share of the whole that warms up.
+        min_ratio: smallest learning rate as a fraction.
     """
 
-    warmup_ratio: float = 0.03
-    min_ratio: float = 0.1
+    warmup_ratio: Annotated[float, Ge(0), Lt(1)] = 0.03
+    min_ratio: Share = 0.1
 
     default_unit: ClassVar[str] = "update"
-
-    def check_own(self) -> None:
-        self.check("warmup_ratio", low=0, high=0.999999)
-        self.check("min_ratio", low=0, high=1)
 
     @staticmethod
     def evaluate(point: Point, arguments: Mapping[str, Any]) -> float:

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Le
 
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.augment import Augment
@@ -24,25 +26,29 @@ from unigen_ds.data.samples import Sample, Split, TextTokenizer
 from unigen_ds.data.splits import ImageKind, ImageSplit, TextSplit
 from unigen_ds.data.transforms import ImageHeader, ImageTransform
 
+Probability = Annotated[float, Ge(0), Le(1)]
+
 
 class UnifiedProcessor(ConversationProcessor):
     """The model's view of a conversation.
 
     Args:
         tokenizer: text to ids, and the five special ids.
-        vit_transform: for images that are understood; None where the model has no vision encoder.
+        vit_transform: component: transform of images that are understood; None: there are none.
         vit_patch_size: pixels of a side of one ViT patch.
-        vae_transform: for images that are generated or edited; None where the model has no autoencoder.
+        vae_transform: component: transform of images that are generated or edited; None: there are none.
         vae_downsample: pixels under a side of one latent patch (``vae_spatial_downsample * latent_patch_size``).
         latent_channels: channels of the VAE's latent.
         latent_patch_size: latent pixels of a side of one latent patch.
         vae_spatial_downsample: pixels under a side of one latent pixel.
         max_latent_size: rows and columns of the model's table of latent positions.
         vit_max_patches_per_side: rows and columns of the model's table of ViT positions.
-        text_dropout, vit_dropout, vae_dropout: probability that a condition of that kind is left out.
-        timestep: distribution of the raw time step: ``normal`` (N(0, 1) before the sigmoid).
+        text_dropout: probability that a condition text is left out; needed for guidance when drawing.
+        vit_dropout: the same for understood images.
+        vae_dropout: the same for clean latents of edited images.
+        timestep: distribution of the raw time step before the sigmoid: ``normal`` (N(0, 1)) alone.
         ce_reweight: weigh each text target by 1 / sqrt(targets of its text) instead of 1.
-        vit_augment: random changes of images that are understood, in training only.
+        vit_augment: list of components: random changes of understood images, in training only, keyed by sample.
         seed: of dropout, time steps and noise.
         rules: versions of the rules by which texts and images are read.
     """
@@ -60,9 +66,9 @@ class UnifiedProcessor(ConversationProcessor):
         vae_spatial_downsample: int = 8,
         max_latent_size: int = 64,
         vit_max_patches_per_side: int = 70,
-        text_dropout: float = 0.0,
-        vit_dropout: float = 0.0,
-        vae_dropout: float = 0.0,
+        text_dropout: Probability = 0.0,
+        vit_dropout: Probability = 0.0,
+        vae_dropout: Probability = 0.0,
         timestep: Literal["normal"] = "normal",
         ce_reweight: bool = False,
         vit_augment: Sequence[Augment] = (),
@@ -82,9 +88,6 @@ class UnifiedProcessor(ConversationProcessor):
         self._check()
 
     def _check(self) -> None:
-        for kind, probability in self.dropout.items():
-            if not 0.0 <= probability <= 1.0:
-                raise ConfigError(f"{kind}_dropout is {probability}", allowed="a probability from 0 to 1")
         if self.vae_downsample != self.vae_spatial_downsample * self.latent_patch_size:
             raise ConfigError(
                 f"vae_downsample is {self.vae_downsample}",

@@ -56,12 +56,15 @@ class VLMProcessor(ConversationProcessor):
         tile_size: pixels of a side of a tile, the ViT's image size.
         vit_patch_size: pixels of a side of one ViT patch.
         pixel_shuffle_factor: sides of a square of patches that become one token.
-        max_image_size: pixels of the longer side of an image at most; a multiple of ``tile_size``, up to 8 of it.
-        resize_to_max_side_len: enlarge small images to ``max_image_size``, too.
+        max_image_size: pixels of the longer side of an image at most; a multiple of ``vit.image_size``, up to 8 of it;
+            None: 4 of it.
+        resize_to_max_side_len: enlarge smaller images to ``max_image_size``.
         ce_reweight: weigh each text target by 1 / sqrt(targets of its text) instead of 1.
-        vit_transform: resizes a picture before it is split into tiles, instead of nanoVLM's rule (the two settings
-            above); both sides become multiples of ``tile_size``.
-        vit_augment: random changes of the resized picture, in training only.
+        vit_transform: component: transform that resizes a picture before it is split into tiles, instead of
+            ``max_image_size`` and ``resize_to_max_side_len`` (nanoVLM's rule); both sides become multiples of
+            ``vit.image_size``.
+        vit_augment: list of components: random changes of the resized picture before it is split into tiles, in
+            training only, keyed by sample.
         seed: of the random changes.
         rules: versions of the rules by which texts and images are read.
     """
