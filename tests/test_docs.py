@@ -163,7 +163,7 @@ def test_every_argument_is_explained_with_its_default(name: str) -> None:
 
 
 def test_the_arguments_of_every_curve_are_explained() -> None:
-    section = CONFIGS.split("Every curve takes:")[1].split("\n### ")[0]
+    section = CONFIGS.split("Arguments of every curve:")[1].split("\n### ")[0]
     found = dict(re.findall(r"^\| `(\w+)` \| (.+?) \| ", section, re.MULTILINE))
     assert set(found) == {field.name for field in fields(Curve)}
     assert all(is_default(found[field.name], field.default) for field in fields(Curve))
