@@ -88,6 +88,12 @@ def test_overrides_reach_their_place(config_file: Path, override: str, where: tu
     assert value == expected and type(value) is type(expected)
 
 
+def test_an_override_may_add_what_a_component_contains() -> None:
+    """The component itself refuses what it does not know: ``tests/runner/test_typed_settings.py``."""
+    config = load_config("unified_digits", ["model.vit.layer_norm_eps=1e-5", "default_hooks.checkpoint.by_epoch=True"])
+    assert config.model.vit.layer_norm_eps == 1e-5 and config.default_hooks.checkpoint.by_epoch is True
+
+
 def test_overrides_may_be_a_mapping(config_file: Path) -> None:
     assert load_config(config_file, {"train_dataloader.batch_size": 5}).train_dataloader.batch_size == 5
 

@@ -20,6 +20,7 @@ from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.config import plain_values
 from unigen_ds.core.errors import ConfigError, ResumeBlocked
 from unigen_ds.core.log import NAME
+from unigen_ds.core.registry import PACKERS
 from unigen_ds.runner import Runner
 from unigen_ds.runner.settings import Settings, load_config
 from unigen_ds.runner.start import completed
@@ -228,3 +229,39 @@ def test_every_key_with_its_value_and_where_it_comes_from(
     assert main([str(tmp_path / "second.py"), "--print-config", "--work-dir", str(tmp_path / "run")]) == 0
     assert "randomness.seed = 3" in capsys.readouterr().out
     assert not (tmp_path / "run").exists(), "nothing was trained"
+
+
+def test_a_misspelt_size_on_the_command_line_is_refused_by_the_model(tmp_path: Path, capsys: Any) -> None:
+    root = f"train_dataloader.dataset.root={tmp_path / 'digits'}"
+    command = [
+        "unified_digits",
+        "--work-dir",
+        str(tmp_path / "run"),
+        "--cfg-options",
+        root,
+        "model.vit.layr_norm_eps=1e-5",
+    ]
+    assert main(command) == 2
+    assert "model.vit: unknown layr_norm_eps. Remedy: did you mean 'layer_norm_eps'?" in capsys.readouterr().err
+
+
+def test_a_wrong_key_of_the_processor_is_not_answered_with_what_no_config_sets(plain: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        Settings.from_config({**plain, "processor": {"unlike_any": 1}})
+    assert "text_dropout" in str(raised.value) and not {"rules", "seed", "tokenizer"} & set(
+        str(raised.value).replace(",", " ").replace(".", " ").split()
+    )
+
+
+@PACKERS.register_module(force=True)
+class PlanAlone:
+    """A packer that lacks two attributes."""
+
+    def plan(self, lengths: Any, tiles: Any, seq_length: int, key: int) -> list[list[int]]:
+        return [[i] for i in range(len(lengths))]
+
+
+def test_a_packer_without_its_attributes_is_refused_by_name(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path / "run", tmp_path / "digits", train_dataloader__packing={"type": "PlanAlone"})
+    with pytest.raises(ConfigError, match="PlanAlone has no window, fingerprint"):
+        Runner.from_cfg(config)

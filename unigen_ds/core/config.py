@@ -127,6 +127,7 @@ def _apply(config: Any, dotted: str, value: Any, whole: Mapping[str, Any]) -> No
     path: list[str] = []
     node: Any = config
     schema: Any = whole
+    of_component = False  # its arguments, and what they contain, are checked with it
     *parents, last = dotted.split(".")
     if not parents and last not in whole and (last in SETTINGS or (last in config and not last.startswith("_"))):
         raise ConfigError(
@@ -137,6 +138,7 @@ def _apply(config: Any, dotted: str, value: Any, whole: Mapping[str, Any]) -> No
         schema = schema.get(key) if isinstance(schema, Mapping) else None
         if isinstance(node, _NODES) and node.get(key) is None and isinstance(schema, Mapping):
             node[key] = ConfigDict()  # a section with known keys that is left out, or None
+        of_component = of_component or (isinstance(node, _NODES) and "type" in node)
         node = _step(node, key, path, dotted)
         path.append(key)
     if isinstance(node, list):
@@ -145,8 +147,7 @@ def _apply(config: Any, dotted: str, value: Any, whole: Mapping[str, Any]) -> No
     if not isinstance(node, _NODES):
         raise ConfigError(f"override {dotted!r}: {'.'.join(path)} is {node!r} and has no keys")
     known = set(node) | set(schema if isinstance(schema, Mapping) else ())
-    is_component = "type" in node or isinstance(schema, OfFamily)  # its arguments are checked with it
-    if last not in known and not is_component:
+    if last not in known and not (of_component or "type" in node or isinstance(schema, OfFamily)):
         problem = f"override {dotted!r}: no key {last!r} there"
         advice, section = hint(dotted, whole), ".".join(parents)
         raise UnknownKey(last, section=section, valid=known if parents else whole, hint=advice, problem=problem)

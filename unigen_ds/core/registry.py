@@ -159,18 +159,21 @@ def check_arguments(cls: Any, arguments: Mapping[str, Any], *, where: str) -> No
     raise_any(argument_problems(cls, arguments, where=where))
 
 
-def argument_problems(cls: Any, arguments: Mapping[str, Any], *, where: str) -> list[ConfigError]:
+def argument_problems(
+    cls: Any, arguments: Mapping[str, Any], *, where: str, provided: Collection[str] = ()
+) -> list[ConfigError]:
     """An error for each argument that ``cls`` does not have, or that is of another type than its hint.
 
-    Classes with ``**kwargs`` accept all.
+    ``provided``: arguments that no config sets, which are not suggested. Classes with ``**kwargs`` accept all.
     """
     parameters = inspect.signature(cls).parameters
+    valid = [name for name in parameters if name not in provided]
     errors: list[ConfigError] = []
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         for key in arguments:
             if key not in parameters:
                 problem = f"{where} has no key {key!r} ({cls.__name__})"
-                errors.append(UnknownKey(key, section=where, valid=parameters, hint=ANYWHERE.get(key), problem=problem))
+                errors.append(UnknownKey(key, section=where, valid=valid, hint=ANYWHERE.get(key), problem=problem))
     hints = argument_hints(cls)
     for key, value in arguments.items():
         known = key in hints and key in parameters and value is not parameters[key].default

@@ -26,6 +26,7 @@ from annotated_types import Ge
 from numpy.typing import NDArray
 
 from unigen_ds.core.cores import num_cores
+from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.registry import PACKERS
 from unigen_ds.data.order import permute_many
 
@@ -35,6 +36,18 @@ _SPREAD = (0.3, 0.5, 0.7)
 
 _PARALLEL = 64
 """Windows with images under a limit, from which on several processes count them."""
+
+
+def check_packer(packer: Any) -> None:
+    """Raise ``ConfigError`` where a user's own packer lacks something; an instance may have it and its class not."""
+    missing = [name for name in ("plan", "window", "fingerprint") if not hasattr(packer, name)]
+    if missing:
+        raise ConfigError(
+            f"train_dataloader.packing: {type(packer).__name__} has no {', '.join(missing)}",
+            allowed="plan(lengths, tiles, seq_length, key); window, the number of samples that are planned together;"
+            " fingerprint, a text that changes whenever the plan may change",
+            remedy="as WindowPacking has them in unigen_ds/data/packing.py",
+        )
 
 
 @PACKERS.register_module()

@@ -26,6 +26,7 @@ from unigen_ds.data.datasets import dataset_weights, source_names
 from unigen_ds.data.loader import UpdateLoader
 from unigen_ds.data.order import GlobalOrder
 from unigen_ds.data.overflow import Fitted, Overflow, check_overflow
+from unigen_ds.data.packing import check_packer
 from unigen_ds.data.rules import CURRENT, DataRules
 from unigen_ds.data.settings import TrainDataloader
 from unigen_ds.data.stream import Cursor, SequenceStream
@@ -69,10 +70,13 @@ def build_data(settings: Settings, *, geometry: Geometry, ruler: Ruler | None, r
     fitted = [Fitted(dataset, overflow) for dataset in datasets]
     if not all(map(len, fitted)):  # else the start refuses, and tools/inspect_data.py shows the numbers
         check_overflow(fitted, source_names(datasets))
+    packer = None if loader.packing is None else loader.packing.build()
+    if packer is not None:
+        check_packer(packer)
     stream = SequenceStream(
         datasets,
         GlobalOrder([len(source) for source in fitted], weights=dataset_weights(datasets), seed=seed),
-        packer=loader.packing.build() if loader.packing is not None else None,
+        packer=packer,
         seq_length=overflow.seq_length,
         overflow=overflow,
         drop_last=loader.drop_last,

@@ -367,7 +367,7 @@ def _of_family(given: Mapping[str, Any]) -> Iterator[ConfigError]:
         yield from (
             ConfigError(f"processor.{key} cannot be set", remedy="delete it") for key in _FIXED if key in processor
         )
-        yield from argument_problems(family.processor_arguments(), processor, where="processor")
+        yield from argument_problems(family.processor_arguments(), processor, where="processor", provided=_FIXED)
         yield from _of_transforms(processor)
     others = {term for other in families() for term in other.terms}
     for term in weights if isinstance(weights, Mapping) else ():
