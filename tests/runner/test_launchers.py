@@ -20,7 +20,6 @@ from unigen_ds.core.dist import free_port
 from unigen_ds.core.metrics import read_lines
 from unigen_ds.runner import Runner
 from unigen_ds.runner.parts import config_text
-from unigen_ds.runner.settings import Settings
 
 UPDATES = 3
 TRAIN = str(ROOT / "tools" / "train.py")
@@ -48,7 +47,7 @@ def written_config(folder: Path, data: Path, **overrides: object) -> str:
     given = {"train_dataloader__batch_size": 2, "optim_wrapper__accumulative_counts": 2, "param_scheduler": []}
     config = tiny_config(folder, data, **given, **overrides)
     path = folder / "given.py"
-    path.write_text(config_text(Settings.from_config(config)), encoding="utf-8")
+    path.write_text(config_text(config.to_dict()), encoding="utf-8")
     return str(path)
 
 

@@ -20,7 +20,6 @@ from tools.train import main as train
 from unigen_ds.core.errors import CheckpointError, UnigenError
 from unigen_ds.runner import Runner
 from unigen_ds.runner.parts import config_text
-from unigen_ds.runner.settings import Settings
 from unigen_ds.runner.trained import open_model
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -85,7 +84,7 @@ def by_deepspeed(trained: Runner, tmp_path_factory: pytest.TempPathFactory) -> P
 def train_from(path: Path, data: Path, run: Path) -> int:  # noqa: F811
     """``tools/train.py CONFIG --load-from PATH``, for one update with a learning rate of 0."""
     still = {"optim_wrapper__optimizer__lr": 0.0, "randomness__seed": 5}
-    run.with_suffix(".py").write_text(config_text(Settings.from_config(config(data, run, **still))), encoding="utf-8")
+    run.with_suffix(".py").write_text(config_text(config(data, run, **still).to_dict()), encoding="utf-8")
     return train([str(run.with_suffix(".py")), "--load-from", str(path), "--max-updates", "1"])
 
 

@@ -18,6 +18,7 @@ from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.progress import Geometry
 from unigen_ds.runner import Runner
 from unigen_ds.runner.build import build_data
+from unigen_ds.runner.settings import Settings
 
 LENGTHS = [3, 14, 15, 16, 29, 30, 31, 46, 47, 60]
 """Words of the documents: around one, two, three and four sequences of 16 tokens."""
@@ -113,7 +114,7 @@ def test_conversations_are_split_where_the_config_asks_for_it(tmp_path: Path) ->
 def test_an_error_where_the_config_asks_for_one(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"train: 8 of 10 records.*\(train:2, .*'error'.*at least 62"):
         Runner.from_cfg(text_config(tmp_path, documents(), train_dataloader__overflow="error"))
-    with pytest.raises(ConfigError, match=r"overflow is 'cut'.*split, truncate, skip, error"):
+    with pytest.raises(ConfigError, match=r"overflow is 'cut'.*'split', 'truncate', 'skip', 'error'"):
         Runner.from_cfg(text_config(tmp_path, documents(), train_dataloader__overflow="cut"))
     with pytest.raises(DataError, match="all 1 records are longer than seq_length 16 and are skipped"):
         Runner.from_cfg(text_config(tmp_path, [conversation(40)]))
@@ -190,5 +191,5 @@ def test_a_prompt_and_its_image_are_never_parted_but_by_truncation(tmp_path: Pat
                          train_dataloader__seq_length=22)  # fmt: skip
     for overflow, units in ((None, 297), ("split", 297), ("truncate", 594)):
         config["train_dataloader"]["overflow"] = overflow
-        stream = build_data(config, geometry=Geometry(1), ruler=None).stream
+        stream = build_data(Settings.from_config(config), geometry=Geometry(1), ruler=None).stream
         assert stream.order.epoch_size == units, overflow

@@ -117,7 +117,7 @@ def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
     return Parts(
         settings=settings,
         plain_config={**plain_values(settings, start.manifest), **plain_built(model)},
-        config_text=config_text(settings),
+        config_text=config_text(settings.given),
         work_dir=settings.folder,
         backend=backend,
         loader=build_loader(loading, data, geometry=geometry, dp_rank=backend.dp_rank, cursor=start.cursor),
@@ -169,7 +169,7 @@ def _begin(settings: Settings, backend: Backend, geometry: Geometry) -> tuple[Re
     return plan, start or build_start(settings.with_seed(plan.seed), plan, geometry=geometry), hooks
 
 
-def config_text(settings: Settings) -> str:
+def config_text(config: Mapping[str, Any]) -> str:
     """The config as Python text. A class is written as its name: mmengine's text of a class cannot be read back."""
 
     def named(value: Any, key: Any = None) -> Any:
@@ -181,4 +181,4 @@ def config_text(settings: Settings) -> str:
             return registered_name(value) or f"{value.__module__}.{value.__qualname__}"
         return registered_name(value) or value if key == "type" else value
 
-    return Config(named(settings.given)).pretty_text
+    return Config(named(config)).pretty_text
