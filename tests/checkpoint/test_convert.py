@@ -24,7 +24,7 @@ from tests.checkpoint.support import make_backend, save
 from tests.checkpoint.test_saver import fill
 from tests.engines.launch import Outcome, tensors, want
 from tests.engines.users import OddModel
-from unigen_ds.checkpoint.convert import merge, open_source
+from unigen_ds.checkpoint.convert import merge, read_source
 from unigen_ds.checkpoint.writers import Entry, write_safetensors, write_torch
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.shards import Shard
@@ -349,7 +349,7 @@ def test_verify_finds_one_bit(plain, tmp_path, safe):
         (staged,) = tmp_path.glob(".out.merging-*/*model*")
         if what == "verifying" and not flipped:
             content = staged.read_bytes()
-            value = open_source(source_of(plain, "zero2")).reader.read("master", "norm.bias", 0, 13)
+            value = read_source(source_of(plain, "zero2")).reader.read("master", "norm.bias", 0, 13)
             at = content.index(value.numpy().tobytes())
             with staged.open("r+b") as stream:
                 stream.seek(at)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file as load_safetensors
 from tests.checkpoint import plain_deepspeed
 from tests.checkpoint.plain_deepspeed import ACCUMULATE, MICRO, STEPS, ZERO, AwkwardModel
 from unigen_ds.backends.single import SingleBackend
-from unigen_ds.checkpoint.foreign import open_foreign, parse_assume
+from unigen_ds.checkpoint.foreign import parse_assume, read_foreign
 from unigen_ds.checkpoint.layouts.torch_file import load_file
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.optim import OptimizerConfig, ParamGroup
@@ -47,7 +47,7 @@ def change(folder: Path, **values: Any) -> None:
 
 @pytest.mark.parametrize("case", ZERO)
 def test_every_weight_is_the_engines(written, case):
-    found = open_foreign(written / case, tag="iter_6.pth" if case == "mmengine" else None)
+    found = read_foreign(written / case, tag="iter_6.pth" if case == "mmengine" else None)
     assert found.precision == ("bf16" if case == "mmengine" or "bf16" in case else "fp32")
     held = load_safetensors(written / f"{case}.safetensors")
     trained = {row["name"]: row for row in found.parameters if row["trainable"]}
@@ -61,7 +61,7 @@ def test_every_weight_is_the_engines(written, case):
 
 @pytest.mark.parametrize("case", [*ZERO, "zero0"])
 def test_what_the_files_tell(written, case):
-    found = open_foreign(written / case, tag="iter_6.pth" if case == "mmengine" else None)
+    found = read_foreign(written / case, tag="iter_6.pth" if case == "mmengine" else None)
     stage = 2 if case == "mmengine" else int(case[4])
     assert found.layout == "deepspeed" and f"ZeRO stage {stage}" in found.writer
     assert found.geometry == Geometry(MICRO, ACCUMULATE, 2)
@@ -82,7 +82,7 @@ def test_what_the_files_tell(written, case):
 @pytest.mark.parametrize("case", ["zero1-bf16", "zero3", "mmengine"])
 def test_another_engine_loads_it(written, case):
     """Weights, moments and Adam step are loaded into the ``single`` engine: a later resume depends on this."""
-    found = open_foreign(written / case, tag="iter_6.pth" if case == "mmengine" else None)
+    found = read_foreign(written / case, tag="iter_6.pth" if case == "mmengine" else None)
     held = load_safetensors(written / f"{case}.safetensors")
     backend = SingleBackend()
     backend.prepare(
@@ -95,15 +95,15 @@ def test_another_engine_loads_it(written, case):
 
 
 def test_what_mmengine_stores_is_used(written):
-    found = open_foreign(written / "mmengine" / "iter_6.pth")
+    found = read_foreign(written / "mmengine" / "iter_6.pth")
     assert "run by mmengine 0.10.7" in found.writer
     assert (found.epoch, found.iteration) == (1, 6)
 
 
 def test_what_mmengine_stores_is_data_and_no_class_is_imported(written):
     code = (
-        "import sys; from pathlib import Path; from unigen_ds.checkpoint.foreign import open_foreign;"
-        " header = open_foreign(Path(sys.argv[1])).reader.header;"
+        "import sys; from pathlib import Path; from unigen_ds.checkpoint.foreign import read_foreign;"
+        " header = read_foreign(Path(sys.argv[1])).reader.header;"
         " buffer = header['message_hub']['log_scalars']['train/loss'];"
         " assert buffer.state['max_length'] == 1000000, vars(buffer);"
         " assert header['meta']['dataset_meta'] == {'classes': ('a', 'b')};"
@@ -120,26 +120,26 @@ def test_what_mmengine_stores_is_data_and_no_class_is_imported(written):
 
 def test_auto_is_not_known_until_it_is_assumed(copy):
     change(copy, ds_config={"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"})
-    found = open_foreign(copy)
+    found = read_foreign(copy)
     assert found.geometry is None and found.sequences is None and found.iteration is None
     assert [text for text in found.unknown if "--assume" in text] == [
         "batch_size is not stored; set it with --assume batch_size=N.",
         "accumulative_counts is not stored; set it with --assume accumulative_counts=N.",
     ]
-    found = open_foreign(copy, assume=parse_assume("batch_size=8, accumulative_counts=3"))
+    found = read_foreign(copy, assume=parse_assume("batch_size=8, accumulative_counts=3"))
     assert found.geometry == Geometry(8, 3, 2) and found.iteration == 9
     assert not any("--assume" in text for text in found.unknown)
 
 
 def test_the_third_number_follows_from_the_total(copy):
     change(copy, ds_config={"train_batch_size": 24, "train_micro_batch_size_per_gpu": 3})
-    assert open_foreign(copy).geometry == Geometry(3, 4, 2)
+    assert read_foreign(copy).geometry == Geometry(3, 4, 2)
 
 
 def test_an_assumption_may_not_contradict_the_files(copy):
     with pytest.raises(ConfigError, match=r"batch_size=8, but the checkpoint was written with batch_size=2"):
-        open_foreign(copy, assume={"batch_size": 8})
-    assert open_foreign(copy, assume={"batch_size": MICRO}).geometry == Geometry(MICRO, ACCUMULATE, 2)
+        read_foreign(copy, assume={"batch_size": 8})
+    assert read_foreign(copy, assume={"batch_size": MICRO}).geometry == Geometry(MICRO, ACCUMULATE, 2)
 
 
 @pytest.mark.parametrize(("text", "message"), [
@@ -155,34 +155,34 @@ def test_a_wrong_assumption_is_named(text, message):
 
 
 def test_the_tag_is_found(written, copy, tmp_path):
-    assert open_foreign(written / "zero2").directory == written / "zero2" / f"global_step{STEPS}"
-    assert open_foreign(copy.parent, tag=copy.name).directory == copy
+    assert read_foreign(written / "zero2").directory == written / "zero2" / f"global_step{STEPS}"
+    assert read_foreign(copy.parent, tag=copy.name).directory == copy
     (copy.parent / "latest").unlink()
     (copy.parent / "last_checkpoint").write_text(f"/gone/since/{copy.name}")  # as mmengine writes it
-    assert open_foreign(copy.parent).directory == copy
+    assert read_foreign(copy.parent).directory == copy
     with pytest.raises(CheckpointError, match=rf"no tag 'other'. Allowed: {copy.name}"):
-        open_foreign(copy.parent, tag="other")
+        read_foreign(copy.parent, tag="other")
 
 
 def test_a_folder_without_weights_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="contains no checkpoint"):
-        open_foreign(tmp_path)
+        read_foreign(tmp_path)
     with pytest.raises(CheckpointError, match="is not a directory"):
-        open_foreign(tmp_path / "absent")
+        read_foreign(tmp_path / "absent")
 
 
 @pytest.mark.parametrize("name", ["mp_rank_01_model_states.pt", "layer_00-model_states.pt"])
 def test_a_model_of_another_parallelism_is_refused(copy, name):
     (copy / name).write_bytes(b"")
     with pytest.raises(CheckpointError, match=f"{name} is a part of a model that was split by tensor"):
-        open_foreign(copy)
+        read_foreign(copy)
 
 
 def test_missing_optimizer_files_are_not_taken_for_a_run_without_zero(copy):
     for path in copy.glob("*optim_states.pt"):
         path.unlink()
     with pytest.raises(CheckpointError, match="lacks DeepSpeed's model or optimizer files"):
-        open_foreign(copy)
+        read_foreign(copy)
 
 
 # ---- unpickling ------------------------------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ def test_a_call_is_refused_and_never_done(copy, tmp_path, way, where):
     change(copy, note=evil if where == "client_state" else {"message_hub": [("a", {"b": evil})]})
     name = way.rpartition(".")[2]  # torch.save writes the modules' names of Python 2
     with pytest.raises(CheckpointError, match=rf"{MODEL_FILE} is refused: it asks for a call of [\w.]*{name}"):
-        open_foreign(copy)
+        read_foreign(copy)
     assert not mark.exists()
     torch.load(copy / MODEL_FILE, weights_only=False)  # the payload works: ordinary unpickling runs it
     for _ in range(100):
@@ -241,4 +241,4 @@ def test_a_users_class_is_kept_as_data(copy):
     state = load_file(copy / MODEL_FILE)
     assert state["mine"].state == {"value": 3} and not isinstance(state["mine"], Mine) and not Mine.loaded
     assert state["lists"] == {"a": [1]}
-    assert open_foreign(copy).updates == STEPS
+    assert read_foreign(copy).updates == STEPS

@@ -27,7 +27,7 @@ import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 
 from unigen_ds.checkpoint import store
-from unigen_ds.checkpoint.foreign import open_foreign, stored_dtype
+from unigen_ds.checkpoint.foreign import read_foreign, stored_dtype
 from unigen_ds.checkpoint.layouts import open_reader, own_files
 from unigen_ds.checkpoint.layouts.base import Fetch, PieceReader, slices_of
 from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
@@ -84,7 +84,7 @@ class Source:
         return list(found.values())
 
 
-def open_source(checkpoint: Path, *, tag: str | None = None) -> Source:
+def read_source(checkpoint: Path, *, tag: str | None = None) -> Source:
     """Open a checkpoint or a file of weights; of a work dir, or a folder of DeepSpeed's, the one its hint names, or
     ``tag``.
 
@@ -92,7 +92,7 @@ def open_source(checkpoint: Path, *, tag: str | None = None) -> Source:
     """
     directory = locate(checkpoint, tag)
     if not (directory / FILE_NAME).is_file():
-        found = open_foreign(directory, tag="." if directory.is_dir() else None)
+        found = read_foreign(directory, tag="." if directory.is_dir() else None)
         frozen = frozenset(row["name"] for row in found.parameters if not row["trainable"])
         return Source(directory, found.reader, None, frozen, dict(found.reader.tied))
     manifest = Manifest.read(directory)
@@ -105,6 +105,9 @@ def open_source(checkpoint: Path, *, tag: str | None = None) -> Source:
     tied = {alias: row["name"] for row in manifest.parameters for alias in row.get("tied", ())}
     frozen = frozenset(row["name"] for row in manifest.parameters if not row["trainable"])
     return Source(directory, reader, average, frozen, {**reader.tied, **tied})
+
+
+open_source = read_source  # former name
 
 
 @dataclass(frozen=True)
@@ -145,7 +148,7 @@ def merge(
         CheckpointError: the checkpoint is incomplete, the disk is full, or the files read back differ.
         ConfigError: ``max_shard_size`` or ``out`` cannot work.
     """
-    source = open_source(checkpoint, tag=tag)
+    source = read_source(checkpoint, tag=tag)
     if out.exists() and (not out.is_dir() or out.resolve() == source.directory.resolve()):
         what = "the checkpoint itself" if out.is_dir() else "a file"
         raise ConfigError(f"the output {out} is {what}", allowed="a folder of its own, new or not")

@@ -76,7 +76,7 @@ def parse_assume(text: str) -> dict[str, int]:
 
 
 def is_known(path: Path) -> bool:
-    """Whether ``path``, a folder or a file, is of a layout that ``open_foreign`` reads."""
+    """Whether ``path``, a folder or a file, is of a layout that ``read_foreign`` reads."""
     if path.is_file():
         return is_weight_file(path)
     return (path / ".metadata").is_file() or _has_deepspeed(path) or bool(weight_files(path))
@@ -87,7 +87,7 @@ def _has_deepspeed(folder: Path) -> bool:
     return any(is_deepspeed(path.name) for path in folder.iterdir())
 
 
-def open_foreign(path: Path, *, tag: str | None = None, assume: Mapping[str, int] | None = None) -> Foreign:
+def read_foreign(path: Path, *, tag: str | None = None, assume: Mapping[str, int] | None = None) -> Foreign:
     """Read a checkpoint that has no manifest. No collective; nothing is written, nothing executed.
 
     Args:
@@ -117,6 +117,9 @@ def open_foreign(path: Path, *, tag: str | None = None, assume: Mapping[str, int
         allowed="files of DeepSpeed (*_model_states.pt), PyTorch's DCP (.metadata), safetensors or pytorch_model.bin",
         remedy="name the folder that contains them, the file of weights itself, or the folder above and its tag (-t)",
     )
+
+
+open_foreign = read_foreign  # former name
 
 
 def _deepspeed(folder: Path, assume: dict[str, int]) -> Foreign:

@@ -48,6 +48,9 @@ NAMES: Mapping[str, str] = MappingProxyType({
     "unigen_ds.hooks.writers.ALIASES": "unigen_ds.tracking.wandb.ALIASES",
     "unigen_ds.hooks.writers.TensorboardVisBackend": "unigen_ds.tracking.tensorboard.TensorboardVisBackend",
     "unigen_ds.hooks.writers.WandbVisBackend": "unigen_ds.tracking.wandb.WandbVisBackend",
+    "unigen_ds.models.hf_directory.open_directory": "unigen_ds.families.decoder_lm.published.read_pretrained",
+    "unigen_ds.models.hf_names.open_pretrained_vlm": "unigen_ds.families.nanovlm.published.read_pretrained",
+    "unigen_ds.models.published.open_pretrained": "unigen_ds.families.bagel.published.read_pretrained",
 })  # fmt: skip
 """Names of a former module that are in another module than the others, or have another name now."""
 

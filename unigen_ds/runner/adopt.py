@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from unigen_ds.checkpoint.foreign import Foreign, open_foreign
+from unigen_ds.checkpoint.foreign import Foreign, read_foreign
 from unigen_ds.checkpoint.layouts import open_reader
 from unigen_ds.checkpoint.manifest import FileEntry, Manifest
 from unigen_ds.core.errors import ResumeBlocked
@@ -82,5 +82,5 @@ def planned_tensors(plan: ResumePlan) -> tuple[ShardReader, list[dict[str, Any]]
     assert plan.checkpoint is not None, "nothing to load"
     if plan.manifest is not None:
         return open_reader(plan.checkpoint, plan.manifest), plan.manifest.parameters, plan.manifest.config
-    foreign = open_foreign(plan.checkpoint)
+    foreign = read_foreign(plan.checkpoint)
     return foreign.reader, foreign.parameters, {"model": foreign.sizes}

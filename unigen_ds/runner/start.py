@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from unigen_ds.backends.base import Backend
-from unigen_ds.checkpoint.foreign import open_foreign, parse_assume
+from unigen_ds.checkpoint.foreign import parse_assume, read_foreign
 from unigen_ds.checkpoint.manifest import Manifest, current_versions
 from unigen_ds.checkpoint.settings import LoadSettings
 from unigen_ds.core import dist, log
@@ -121,7 +121,7 @@ def build_start(settings: Settings, plan: ResumePlan, *, geometry: Geometry) -> 
     manifest = plan.manifest if plan.mode == "resume" else None
     unknown: tuple[str, ...] = ()
     if plan.mode == "resume" and plan.checkpoint and manifest is None:
-        foreign = open_foreign(plan.checkpoint, assume=parse_assume(settings.assume or ""))
+        foreign = read_foreign(plan.checkpoint, assume=parse_assume(settings.assume or ""))
         manifest = adopt(foreign, settings, build_data(settings, geometry=geometry_of(foreign), ruler=None).stream)
         unknown = foreign.unknown
     rules = rules_of(settings, None if choice == "restart" else manifest)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from unigen_ds.checkpoint.convert import open_source
+from unigen_ds.checkpoint.convert import read_source
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.checkpoint.saver import TOKENIZER
 from unigen_ds.checkpoint.weight_files import locate
@@ -53,7 +53,7 @@ def open_model(
         processor = build_processor(settings, seed=0)
         return build_model(settings, processor, seed=0), processor
     _import_layout(path, tag, config=config, allow=allow_custom_imports)
-    source = open_source(path, tag=tag)
+    source = read_source(path, tag=tag)
     if config is None:
         found = published_format(source.directory)
         others = found is not None and not found.pretrained

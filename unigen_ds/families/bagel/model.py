@@ -26,7 +26,7 @@ from unigen_ds.core.batch import LossTerms, PackedBatch
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.registry import AUTOENCODERS, MODELS, build
 from unigen_ds.families.bagel.exported import read_exported
-from unigen_ds.families.bagel.published import VIT_SELECT_LAYER, model_sizes, open_pretrained, with_copied_experts
+from unigen_ds.families.bagel.published import VIT_SELECT_LAYER, model_sizes, read_pretrained, with_copied_experts
 from unigen_ds.models import flow
 from unigen_ds.models.attention import Attend, plan_attention
 from unigen_ds.models.flops import attention_flops, encode_flops, linear_flops, trains
@@ -216,7 +216,7 @@ class UnifiedModel(PretrainedModel):
             raise ConfigError(f"model.vit_select_layer is {vit_select_layer}", allowed="-1 (the last layer) or below")
         if copy_init_moe and not pretrained:
             raise ConfigError("model.copy_init_moe has no effect without model.pretrained")
-        source = open_pretrained(pretrained, vit_select_layer=vit_select_layer) if pretrained else None
+        source = read_pretrained(pretrained, vit_select_layer=vit_select_layer) if pretrained else None
         given = {
             "latent_patch_size": latent_patch_size,
             "max_latent_size": max_latent_size,
@@ -262,7 +262,7 @@ class UnifiedModel(PretrainedModel):
     def processor_sizes(config: Mapping[str, Any]) -> dict[str, int]:
         """The sizes of a data processor that this model's config fixes."""
         pretrained = config.get("pretrained")
-        sizes = model_sizes(open_pretrained(pretrained) if pretrained else None, config)
+        sizes = model_sizes(read_pretrained(pretrained) if pretrained else None, config)
         with torch.device("meta"):
             vae = build(AUTOENCODERS, sizes["vae"], where="model.vae")
         vit, patch = sizes["vit"], sizes["latent_patch_size"]

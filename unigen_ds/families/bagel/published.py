@@ -53,7 +53,7 @@ def is_published(directory: Path) -> bool:
     return all((directory / name).is_file() for name in others) and has_vae
 
 
-def open_pretrained(given: str | Mapping[str, str], *, vit_select_layer: int | None = None) -> Pretrained:
+def read_pretrained(given: str | Mapping[str, str], *, vit_select_layer: int | None = None) -> Pretrained:
     """``given``: a published directory, or ``dict(llm=..., vit=..., vae=...)`` of some of the three.
 
     ``vit_select_layer``: the layer of the vision tower that is read, counted from its end; None: as exported, or

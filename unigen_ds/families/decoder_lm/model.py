@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from unigen_ds.core.batch import LossTerms, PackedBatch
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.registry import MODELS
-from unigen_ds.families.decoder_lm.published import open_directory, plain_config, transformers_config
+from unigen_ds.families.decoder_lm.published import plain_config, read_pretrained, transformers_config
 from unigen_ds.models.attention import Attend, plan_attention
 from unigen_ds.models.flops import attention_flops, linear_flops, trains
 from unigen_ds.models.losses import text_loss_sum
@@ -63,7 +63,7 @@ class DecoderLM(PretrainedModel):
         compile: bool = False,
     ) -> None:
         super().__init__()
-        source = open_directory(Path(pretrained)) if pretrained else None
+        source = read_pretrained(Path(pretrained)) if pretrained else None
         causal = _causal_lm(transformers_config(llm or {}, source.sizes if source else {}))
         self.llm_config = causal.config
         self.vocab_size: int = causal.config.vocab_size

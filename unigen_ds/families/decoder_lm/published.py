@@ -33,7 +33,7 @@ def is_decoder(directory: Path) -> bool:
     return config.is_file() and read_json(config).get("model_type") in MODEL_TYPES
 
 
-def open_directory(directory: Path) -> Pretrained:
+def read_pretrained(directory: Path) -> Pretrained:
     """``sizes`` is the whole ``config.json``. Raises ``ConfigError``, ``CheckpointError``."""
     return Pretrained(
         str(directory),

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from unigen_ds.core.batch import LossTerms, PackedBatch
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.registry import MODELS
-from unigen_ds.families.nanovlm.published import EXTRA_TOKENS, open_pretrained_vlm
+from unigen_ds.families.nanovlm.published import EXTRA_TOKENS, read_pretrained
 from unigen_ds.models.attention import Attend
 from unigen_ds.models.flops import attention_flops, linear_flops, trains
 from unigen_ds.models.llama import LlamaLM
@@ -110,7 +110,7 @@ class VLM(PretrainedModel):
         pretrained: str | Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
-        source = open_pretrained_vlm(pretrained) if pretrained else None
+        source = read_pretrained(pretrained) if pretrained else None
         given = {"llm": llm, "vit": vit, "pixel_shuffle_factor": pixel_shuffle_factor}
         self.llm_config, self.vit_config, pixel_shuffle_factor = _sizes(source, given)
         side = _check(self.vit_config, pixel_shuffle_factor)
@@ -134,7 +134,7 @@ class VLM(PretrainedModel):
     def processor_sizes(config: Mapping[str, Any]) -> dict[str, int]:
         """The sizes of a data processor that this model's config fixes."""
         pretrained = config.get("pretrained")
-        _, vit, factor = _sizes(open_pretrained_vlm(pretrained) if pretrained else None, config)
+        _, vit, factor = _sizes(read_pretrained(pretrained) if pretrained else None, config)
         _check(vit, factor)
         return {"tile_size": vit["image_size"], "vit_patch_size": vit["patch_size"], "pixel_shuffle_factor": factor}
 

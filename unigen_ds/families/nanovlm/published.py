@@ -91,7 +91,7 @@ def nanovlm_sizes(model: Any) -> dict[str, Any]:
     return {**sizes, **_FIXED, "mp_pixel_shuffle_factor": model.connector.factor}
 
 
-def open_pretrained_vlm(given: str | Mapping[str, str]) -> Pretrained:
+def read_pretrained(given: str | Mapping[str, str]) -> Pretrained:
     """``given``: nanoVLM's directory, or ``dict(vit=..., llm=...)`` of a SigLIP and a Llama-type directory.
 
     Raises ``ConfigError`` or ``CheckpointError`` naming the file that is not as it must be.
