@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
+from tests import needs
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.optim import PRECISIONS, OptimizerConfig, ParamGroup, build_torch_optimizer
 
@@ -87,10 +88,8 @@ def test_bad_max_norm(max_norm) -> None:
 
 # ---- whole matrices, and AdamW for the rest -------------------------------------------------------------------------
 
-needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon is there from torch 2.9 on")
 
-
-@needs_muon
+@needs.MUON
 def test_two_optimizers_step_as_each_alone() -> None:
     torch.manual_seed(0)
     matrix, vector = Parameter(torch.randn(3, 5)), Parameter(torch.randn(4))
@@ -119,7 +118,7 @@ def test_two_optimizers_step_as_each_alone() -> None:
     assert set(joined.state[matrix]) == {"momentum_buffer"} and "exp_avg" in joined.state[vector]
 
 
-@needs_muon
+@needs.MUON
 @pytest.mark.parametrize(
     ("cfg", "words"),
     [

@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch.nn import Parameter
 
+from tests import needs
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.optim import OptimizerConfig, element_wise
 from unigen_ds.core.optimizer_state import state_of
-
-needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon is there from torch 2.9 on")
 
 
 class Plain(torch.optim.Optimizer):
@@ -83,7 +82,7 @@ def test_torchs_own_are_known(name):
     assert state.kinds is None and isinstance(step, torch.Tensor) and step.dtype == torch.float32
 
 
-@needs_muon
+@needs.MUON
 def test_muon_keeps_one_moment():
     assert state_of(OptimizerConfig(type="Muon")).kinds == {"momentum_buffer"}
     assert not element_wise("Muon") and element_wise("AdamW")

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections import defaultdict
 
 import pytest
-import torch
 
+from tests import needs
 from tests.engines import feature_cases as cases
 from tests.engines.launch import Tensors, metric_deviation, tensors, unequal, want, weight_deviation
 
 runs = want("optimizers")
 pytestmark = [
     pytest.mark.timeout(3600),
-    pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon is there from torch 2.9 on"),
+    needs.MUON,
 ]
 LINKS = range(1, len(cases.OPTIMIZER_CHAIN))
 MATRICES = {"block.0.weight", "block.2.weight", "connector.weight", "mix"}

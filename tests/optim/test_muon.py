@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch.nn import Parameter
 
+from tests import needs
 from tests.tiny import tiny_config
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.metrics import read_lines
 from unigen_ds.core.registry import OPTIMIZERS
 from unigen_ds.runner import Runner
 
-pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon exists since torch 2.9")
+pytestmark = needs.MUON
 ADAMW = {"lr": 2e-3, "betas": (0.9, 0.95)}
 MUON = {"type": "Muon", "lr": 0.02, "weight_decay": 0.1, "adamw": ADAMW}
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests import needs
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.optim.param_groups import build_param_groups
 from unigen_ds.optim.settings import Optimizer, OptimWrapper
@@ -270,7 +271,6 @@ class Mixed(nn.Module):
 
 
 MUON = {"type": "Muon", "lr": 0.02, "weight_decay": 0.1, "adamw": {"lr": 1e-3, "weight_decay": 0.05}}
-needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon exists since torch 2.9")
 
 
 def groups_of(optimizer, **paramwise):
@@ -279,7 +279,7 @@ def groups_of(optimizer, **paramwise):
     return {group.name: group for group in build_param_groups(named, wrapper.optimizer, wrapper.paramwise_cfg)}
 
 
-@needs_muon
+@needs.MUON
 def test_muon_gets_matrices_and_adamw_the_rest():
     found = groups_of(MUON)
     assert {name: (g.lr, g.weight_decay, g.by_adamw) for name, g in found.items()} == {
@@ -291,7 +291,7 @@ def test_muon_gets_matrices_and_adamw_the_rest():
     assert set(found["default.adamw"].parameters) == {*rest, "conv.bias", "out.weight"}, "out is tied to the head"
 
 
-@needs_muon
+@needs.MUON
 def test_a_pattern_changes_both_parts_by_the_same_factor():
     rules = [
         {"pattern": "connector", "lr": 0.01},
@@ -310,14 +310,14 @@ def test_a_pattern_changes_both_parts_by_the_same_factor():
     }
 
 
-@needs_muon
+@needs.MUON
 def test_patterns_name_further_matrices_for_adamw():
     optimizer = {**MUON, "adamw": {"lr": 1e-3, "patterns": ["connector"]}}
     assert groups_of(optimizer)["default"].parameters == ("block.weight",)
     assert groups_of(optimizer)["default.adamw"].weight_decay == 0.01, "torch's default"
 
 
-@needs_muon
+@needs.MUON
 @pytest.mark.parametrize(
     ("optimizer", "words"),
     [

@@ -217,7 +217,7 @@ class Settings(ModelSettings):
         if found is None or errors:
             return None, errors
         found._given = given
-        return found, _misfit(found) if whole else []
+        return found, list(_misfits(found)) if whole else []
 
     @classmethod
     def completed(cls, given: Any) -> Any:
@@ -386,10 +386,6 @@ def _of_transforms(processor: Mapping[str, Any]) -> Iterator[ConfigError]:
     augment = processor.get("vit_augment")
     for index, spec in enumerate(augment if isinstance(augment, (list, tuple)) else ()):
         yield from of.problems(spec, where=f"processor.vit_augment[{index}]")
-
-
-def _misfit(settings: Settings) -> list[ConfigError]:
-    return list(_misfits(settings))
 
 
 def _misfits(settings: Settings) -> Iterator[ConfigError]:
