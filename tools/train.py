@@ -15,7 +15,7 @@ if not __package__:
     import _path  # noqa: F401 - a script runs from a checkout without installation
 
 from unigen_ds.core.choices import AUTO, BATCH_CHOICES, DATA_CHOICES, LAUNCHERS
-from unigen_ds.core.errors import UnigenError
+from unigen_ds.core.errors import ConfigError, UnigenError
 from unigen_ds.core.log import logger, quiet_libraries
 
 STOPPED_BY_SIGNAL = 143
@@ -57,6 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     quiet_libraries(int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))))
     from unigen_ds.core import dist  # after parsing: --help and a wrong argument do not wait for torch
+    from unigen_ds.core.announced import announce, is_announced
     from unigen_ds.runner import train_config
     from unigen_ds.runner.inspect import advice, is_out_of_memory
     from unigen_ds.runner.origins import config_lines
@@ -78,8 +79,11 @@ def main(argv: list[str] | None = None) -> int:
             print(advice(config, sys.argv[1:] if argv is None else argv), file=sys.stderr)
         if not isinstance(error, UnigenError):
             raise
-        if dist.is_main() or not error.everywhere:
-            logger().error("%s", error) if logger().handlers else print(f"error: {error}", file=sys.stderr)
+        of_config, is_main = isinstance(error, ConfigError), dist.is_main()
+        if is_main or not (error.everywhere or (of_config and is_announced(error))):
+            logger().error("%s", error) if logger().handlers else print(f"error: {error}", file=sys.stderr, flush=True)
+        if is_main and of_config:
+            announce(error)
         status = error.exit_status
     else:
         status = STOPPED_BY_SIGNAL if stopped == "signal" else 0

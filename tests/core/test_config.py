@@ -164,6 +164,9 @@ def test_a_shipped_config_is_found_by_its_name_and_by_its_former_path(tmp_path: 
     present = config_path("decoder_lm_90m")
     assert present.parts[-5:-1] == ("unigen_ds", "families", "decoder_lm", "configs")
     assert config_path(tmp_path / "unigen_ds" / "configs" / "decoder_lm_90m.py") == present
+    digits = tmp_path / "unigen_ds" / "configs" / "unified_digits.py"
+    assert config_path(digits) == config_path("unified_digits")
+    assert config_path(digits).parts[-5:-1] == ("unigen_ds", "examples", "digits", "configs")
     assert load_config("decoder_lm_300m").model.llm.num_hidden_layers == 20
     with pytest.raises(ConfigError, match="neither a file nor a shipped config") as caught:
         config_path(tmp_path / "other" / "decoder_lm_90m.py")

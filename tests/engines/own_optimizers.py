@@ -13,16 +13,20 @@ from unigen_ds.core.registry import HOOKS, OPTIMIZERS
 from unigen_ds.hooks.base import Hook, Run
 
 
-@OPTIMIZERS.register_module()
-class SlowingAdagrad(torch.optim.Optimizer):
-    """Element-wise, with names of state of its own and a step count that is a plain number."""
-
-    element_wise = True
+class _WithVelocity(torch.optim.Optimizer):
+    """The arguments of both."""
 
     def __init__(
         self, params: Iterable[Any], *, lr: float = 1e-3, weight_decay: float = 0.05, beta: float = 0.8
     ) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "beta": beta})
+
+
+@OPTIMIZERS.register_module()
+class SlowingAdagrad(_WithVelocity):
+    """Element-wise, with names of state of its own and a step count that is a plain number."""
+
+    element_wise = True
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -40,15 +44,10 @@ class SlowingAdagrad(torch.optim.Optimizer):
 
 
 @OPTIMIZERS.register_module()
-class NormalizedMomentum(torch.optim.Optimizer):
+class NormalizedMomentum(_WithVelocity):
     """Not element-wise: the update of a matrix is divided by its norm. The rate falls with a count of its own."""
 
     element_wise = False
-
-    def __init__(
-        self, params: Iterable[Any], *, lr: float = 1e-3, weight_decay: float = 0.0, beta: float = 0.9
-    ) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "beta": beta})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from PIL import Image
 
 from tests.tiny import tiny_config
+from unigen_ds.core.errors import ConfigError
 from unigen_ds.evaluation import digits
 from unigen_ds.examples.digits.dataset import WORDS, caption, read_split, write_digits
 from unigen_ds.examples.digits.scores import Scores, evaluate, plot_samples, to_unit, train_classifier
@@ -139,3 +141,24 @@ def test_the_picture_marks_what_the_classifier_refused(scores: Scores, root: Pat
         assert pixels.shape[0] > 300 and pixels.std() > 10
     assert not red[0].any() and red[1].sum() > 1000
     assert not red[1][:, red[1].shape[1] // 2 :].any(), "the real scans on the right are never refused"
+
+
+def report(work_dir: Path, data: Path, dataset: object, **given: object) -> dict[str, Any]:
+    """``results.json`` of a run of one update that ends with the hook."""
+    hook = {"type": "DigitsReportHook", "num_timesteps": 2, **given}
+    changes = {"train_dataloader__dataset": dataset, "custom_hooks": [hook], "train_cfg": {"max_updates": 1}}
+    Runner.from_cfg(tiny_config(work_dir, data, **{**changes, "param_scheduler": []})).train()
+    assert (work_dir / "samples.png").is_file() and (work_dir / "curves.png").is_file()
+    found: dict[str, Any] = json.loads((work_dir / "results.json").read_text())
+    return found
+
+
+def test_the_hook_finds_the_digits_among_the_runs_data_or_by_its_argument(root: Path, tmp_path: Path) -> None:
+    mixture = [{"type": "DigitsDataset", "root": str(root), "task": task} for task in ("draw", "caption")]
+    own = {"type": "UnifiedGenerationDataset", "data_path": str(root / "train.jsonl"), "cache_dir": str(tmp_path)}
+    results = report(tmp_path / "mixture", root, mixture)
+    assert results["drawn"] == 200 and results["captioned"] == 297
+    assert report(tmp_path / "named", root, own, root=str(root)).keys() == results.keys()
+    with pytest.raises(ConfigError, match=r"DigitsReportHook\.root is not given, and the run has no DigitsDataset"):
+        report(tmp_path / "none", root, own)
+    assert not (tmp_path / "none" / "metrics.jsonl").exists(), "refused before the training"

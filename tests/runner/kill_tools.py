@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from unigen_ds.core.config import config_path
 from unigen_ds.core.metrics import read_lines
 from unigen_ds.examples.digits.dataset import write_digits
 
 ROOT = Path(__file__).resolve().parents[2]
-SHIPPED = ROOT / "unigen_ds" / "configs" / "unified_digits.py"
+SHIPPED = config_path("unified_digits")
 RECORDS = 240
 UPDATES = 20
 SEQUENCES_PER_UPDATE = 12

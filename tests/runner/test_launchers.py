@@ -131,3 +131,44 @@ def test_one_rank_that_fails_ends_all_soon(tmp_path, data):
     ended = ranks(command, PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}")  # no launcher that would kill the other
     assert all(one.status != 0 for one in ended)
     assert "rank 1 fails alone" in ended[1].text
+
+
+def torchrun(*arguments: str) -> Ended:
+    """Two processes of one torchrun."""
+    [command] = agents(1, arguments, per_node=2)
+    [ended] = together([command], [{}])
+    return ended
+
+
+def errors(ended: Ended) -> list[str]:
+    return [line for line in ended.text.splitlines() if "error: " in line and "raise" not in line]
+
+
+LATE = "import os, time\nif os.environ['RANK'] == {late!r}:\n    time.sleep(3)\ntrain_cfg = dict(max_epoch=1)\n"
+ALONE = "import os\nif os.environ['RANK'] == '1':\n    train_cfg = dict(max_epoch=1)\n"
+
+
+@pytest.mark.parametrize("late", ["0", "1"])
+@pytest.mark.parametrize("launcher", ["torchrun", "none"])
+def test_a_wrong_config_is_reported_once(launcher: str, late: str, tmp_path: Path) -> None:
+    """Whichever process is the first to find it: torchrun stops the others as soon as one has ended."""
+    (tmp_path / "wrong.py").write_text(
+        "_base_ = ['" + written_config(tmp_path, tmp_path) + "']\n" + LATE.format(late=late)
+    )
+    arguments = [str(tmp_path / "wrong.py"), "--backend", "fsdp"]
+    if launcher == "torchrun":
+        ended = torchrun(*arguments)
+        assert len(errors(ended)) == 1 and "train_cfg.max_epoch'" in errors(ended)[0], ended.ending
+        assert ended.status == 1 and re.search(r"exitcode\s*: 2 ", ended.text), (
+            "torchrun's own, and the first process's"
+        )
+        return
+    first, second = ranks([sys.executable, TRAIN, *arguments])
+    assert (first.status, second.status) == (2, 2), first.ending + second.ending
+    assert len(errors(first)) == 1 and "train_cfg.max_epoch'" in first.text and second.text == "", second.ending
+
+
+def test_an_error_that_only_another_rank_has_is_reported_by_it(tmp_path: Path) -> None:
+    (tmp_path / "wrong.py").write_text("_base_ = ['" + written_config(tmp_path, tmp_path / "data") + "']\n" + ALONE)
+    ended = torchrun(str(tmp_path / "wrong.py"), "--backend", "fsdp")
+    assert len(errors(ended)) == 1 and "train_cfg.max_epoch'" in errors(ended)[0] and ended.status == 1, ended.ending

@@ -18,13 +18,14 @@ import torch
 from unigen_ds.checkpoint.layouts.base import PieceReader
 from unigen_ds.checkpoint.layouts.dcp import DCPReader
 from unigen_ds.checkpoint.layouts.deepspeed import DeepSpeedReader, is_deepspeed
-from unigen_ds.checkpoint.layouts.nanovlm import NanoVLMReader, is_nanovlm
 from unigen_ds.checkpoint.layouts.plain import TorchReader
 from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
+from unigen_ds.checkpoint.layouts.stored import StoredReader
 from unigen_ds.checkpoint.weight_files import is_weight_file, locate, stated_model, trainer_state, weight_files
 from unigen_ds.core.errors import CheckpointError, ConfigError, nearest
 from unigen_ds.core.progress import Geometry
 from unigen_ds.core.shards import LOSS_SCALE, MASTER
+from unigen_ds.families.base import PublishedFormat
 
 ASSUMABLE = ("batch_size", "accumulative_counts", "dp_size")
 
@@ -36,7 +37,7 @@ class Foreign:
     directory: Path
     """The folder of the files, below that of the tag; or the one file."""
     layout: str
-    """As in a manifest: ``deepspeed`` | ``dcp`` | ``safetensors``; or ``nanovlm`` | ``torch``."""
+    """As in a manifest: ``deepspeed`` | ``dcp`` | ``safetensors``; or ``torch``; or ``published``, by a family."""
     writer: str
     """The program that wrote it, as text."""
     reader: PieceReader
@@ -79,7 +80,15 @@ def is_known(path: Path) -> bool:
     """Whether ``path``, a folder or a file, is of a layout that ``read_foreign`` reads."""
     if path.is_file():
         return is_weight_file(path)
-    return (path / ".metadata").is_file() or _has_deepspeed(path) or bool(weight_files(path))
+    known = (path / ".metadata").is_file() or _has_deepspeed(path) or bool(weight_files(path))
+    return known or _published(path) is not None
+
+
+def _published(path: Path) -> PublishedFormat | None:
+    """The format of a directory that a family knows."""
+    from unigen_ds.families.directories import published_format  # imported only where it is needed
+
+    return published_format(path) if path.is_dir() else None
 
 
 def _has_deepspeed(folder: Path) -> bool:
@@ -104,8 +113,8 @@ def read_foreign(path: Path, *, tag: str | None = None, assume: Mapping[str, int
         return _deepspeed(folder, dict(assume or {}))
     if (folder / ".metadata").is_file():
         return _bare(folder, "dcp", DCPReader(folder), dict(assume or {}))
-    if is_nanovlm(folder):
-        return _bare(folder, "nanovlm", NanoVLMReader(folder), dict(assume or {}))
+    if (found := _published(folder)) and (weights := found.weights(folder)):
+        return _bare(folder, "published", StoredReader(weights), dict(assume or {}), writer=found.name)
     files = weight_files(folder)
     if files and files[0].suffix == ".safetensors":
         reader = SafetensorsReader(files[0].parent, files=[file.name for file in files])
@@ -172,7 +181,7 @@ def _precision(header: Mapping[str, Any]) -> str | None:
     return "fp32"
 
 
-def _bare(folder: Path, layout: str, reader: PieceReader, assume: dict[str, int]) -> Foreign:
+def _bare(folder: Path, layout: str, reader: PieceReader, assume: dict[str, int], *, writer: str = "") -> Foreign:
     """Tensors and nothing else."""
     geometry, unknown = _geometry({}, assume)
     unknown.append("How far it had trained is not stored: no updates, no epoch.")
@@ -184,7 +193,7 @@ def _bare(folder: Path, layout: str, reader: PieceReader, assume: dict[str, int]
         reader.tied = _tied_head(reader, stated_model(parent))
     parameters = _table(reader, frozen=set(), groups={})
     unknown += _unknown_everywhere(reader)
-    writer = trainer_state(parent) or trainer_state(parent.parent) or f"unknown, {layout} files"
+    writer = writer or trainer_state(parent) or trainer_state(parent.parent) or f"unknown, {layout} files"
     return Foreign(folder, layout, writer, reader, parameters, geometry, None, None, None, None, tuple(unknown),
                    stated_model(parent))  # fmt: skip
 

@@ -8,6 +8,7 @@ In: what a user names: a folder, a file inside one, a file of weights. Nothing h
 ``*_states.pt``, ``.metadata``, ``*.distcp``        DeepSpeed's folder, PyTorch's DCP folder
 ``DIR/pytorch_model_fsdp_0/``                       accelerate's FSDP: a DCP folder below ``DIR``
 ``*.index.json``, a shard of one                    all files of the index
+a file that a family's directory has as a part      that directory (``PublishedFormat.parts``)
 another file                                        itself: safetensors, or ``torch.save``'s
 a folder                                            its index; else its ``*.safetensors``; else ``pytorch_model*.bin``
 =================================================  =================================================================
@@ -15,18 +16,17 @@ a folder                                            its index; else its ``*.safe
 
 from __future__ import annotations
 
-import json
 import re
 import zipfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.layouts.deepspeed import is_deepspeed
-from unigen_ds.checkpoint.layouts.nanovlm import is_nanovlm
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.core.errors import CheckpointError
+from unigen_ds.core.json_values import stored_object
+from unigen_ds.models.weights import flat_sizes
 
 HINTS = ("latest", store.HINT)
 """Files that name the newest checkpoint of a folder: DeepSpeed's; mmengine's and ours."""
@@ -83,11 +83,11 @@ def _of_file(path: Path) -> Path:
         return locate(folder)
     if path.name in (".metadata", TRAINER_STATE) or path.suffix == ".distcp" or is_deepspeed(path.name):
         return _fsdp_folder(folder) or folder
-    if path.suffix == ".safetensors" and is_nanovlm(folder):
-        return folder
     if shard:
         return folder / f"{shard['stem']}{shard['ending']}.index.json"
-    return path
+    from unigen_ds.families.directories import format_of_file  # imported only where it is needed
+
+    return folder if format_of_file(path) else path
 
 
 def _fsdp_folder(folder: Path) -> Path | None:
@@ -123,7 +123,7 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def _of_index(path: Path) -> list[Path]:
-    index = _json(path)
+    index = stored_object(path)
     names = sorted({str(name) for name in (index.get("weight_map") or {}).values()})
     if not names or any(Path(name).name != name for name in names):
         raise CheckpointError(f"{path} is no index of weight files", allowed='{"weight_map": {tensor: file beside it}}')
@@ -133,39 +133,21 @@ def _of_index(path: Path) -> list[Path]:
     return [path.parent / name for name in names]
 
 
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
-    return found if isinstance(found, dict) else {}
-
-
 def stated_model(folder: Path) -> dict[str, Any]:
     """Arguments of a model (``llm``, ``vit``) that configs in the folder of the weights state, if there are any."""
-    if is_nanovlm(folder):
-        from unigen_ds.families.nanovlm.published import vlm_arguments  # imported only where it is needed
+    from unigen_ds.families.directories import published_sizes  # imported only where it is needed
 
-        return vlm_arguments(_json(folder / "config.json"))
-    if (folder / "llm_config.json").is_file():
-        parts = {part: folder / f"{part}_config.json" for part in ("llm", "vit")}
-        return {part: _flat(_json(path)) for part, path in parts.items() if path.is_file()}
-    config = _json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    if found := published_sizes(folder):
+        return found
+    config = stored_object(folder / "config.json") if (folder / "config.json").is_file() else {}
     if "vision_config" in config or "siglip" in str(config.get("model_type")):
-        return {"vit": _flat(config.get("vision_config") or config)}
-    return {"llm": _flat(config)} if "num_attention_heads" in config else {}
-
-
-def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers and words of a config; of the rotary embedding's, its base."""
-    rope = config.get("rope_parameters") or {}
-    flat = {key: value for key, value in config.items() if isinstance(value, (int, float, str))}
-    return flat | ({"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {})
+        return {"vit": flat_sizes(config.get("vision_config") or config)}
+    return {"llm": flat_sizes(config)} if "num_attention_heads" in config else {}
 
 
 def trainer_state(folder: Path) -> str:
     """What a Hugging Face Trainer's ``trainer_state.json`` states about a checkpoint, as text; ``''`` without one."""
     if not (folder / TRAINER_STATE).is_file():
         return ""
-    state = _json(folder / TRAINER_STATE)
+    state = stored_object(folder / TRAINER_STATE)
     return f"Hugging Face Trainer, step {state.get('global_step')}, epoch {state.get('epoch')}"

@@ -33,7 +33,7 @@ class OfFamily(dict[str, Any]):
 
 
 def config_path(name: str | Path) -> Path:
-    """A path that exists, or the shipped config of that name: in ``configs/``, of the package or of one inside it."""
+    """A path that exists, or the shipped config of that name, in the ``configs/`` of a family or an example."""
     path = Path(name)
     if path.suffix in (".py", ".yaml", ".yml", ".json") and path.exists():
         return path.resolve()

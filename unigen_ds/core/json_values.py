@@ -1,10 +1,13 @@
-"""Any value of a config or a record as JSON has it: the one walk over mappings and lists."""
+"""Any value of a config or a record as JSON has it: the one walk over mappings and lists; and an object in a file."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
+
+from unigen_ds.core.errors import CheckpointError
 
 
 def as_text(value: Any) -> Any:
@@ -24,3 +27,12 @@ def json_values(value: Any, leaf: Callable[[Any], Any] = as_text) -> Any:
     if isinstance(value, (list, tuple)):
         return [json_values(inner, leaf) for inner in value]
     return leaf(value)
+
+
+def stored_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file beside weights; {} for another value. Raises ``CheckpointError`` for a damaged one."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+    return found if isinstance(found, dict) else {}

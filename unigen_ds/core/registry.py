@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from mmengine.registry import Registry
@@ -48,6 +50,27 @@ _INTERFACES: dict[Registry, tuple[tuple[str, ...], str]] = {
 """Methods that a class of each kind has, checked before anything of it is called, and what to write instead."""
 FOREIGN = ("mmengine", "xtuner")
 """Packages whose classes are replaced by ours of the same name: their configs import them."""
+
+
+@contextmanager
+def undone_on_failure() -> Iterator[None]:
+    """Where an import inside fails, the names that the failed modules have registered are forgotten again.
+
+    Python forgets a module whose import fails, so a second attempt executes it again; a module that it has imported
+    successfully remains, and so do that one's names.
+    """
+    loaded, before = {*sys.modules}, [(registry, dict(registry.module_dict)) for registry in REGISTRIES]
+    try:
+        yield
+    except BaseException:
+        remaining = sys.modules.keys() - loaded
+        for registry, names in before:
+            present = registry.module_dict
+            for name in [name for name, made in present.items() if names.get(name) is not made]:
+                if present[name].__module__ not in remaining:
+                    del present[name]
+            present.update({name: made for name, made in names.items() if name not in present})
+        raise
 
 
 def registered_name(kind: Any) -> str | None:

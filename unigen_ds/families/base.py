@@ -17,6 +17,7 @@ from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.registry import FAMILIES, MODELS, TRANSFORMS, build, find
 from unigen_ds.data.processor import ConversationProcessor, Processor
 from unigen_ds.data.rules import DataRules
+from unigen_ds.models.weights import Pretrained
 
 
 class PublishedFormat:
@@ -28,6 +29,8 @@ class PublishedFormat:
     """Whether ``model.pretrained`` of ``config`` reads the weights; otherwise they are read as a checkpoint's."""
     complete: ClassVar[bool] = False
     """Whether the directory has all that a config would have: a config that is passed beside it is not used."""
+    parts: ClassVar[tuple[str, ...]] = ()
+    """Names of files of weights that mean their directory: ``weights`` reads them, as their own names are not ours."""
 
     def recognises(self, folder: Path) -> bool:
         """Whether the folder is one. Called for any path; reads at most its small files."""
@@ -39,6 +42,22 @@ class PublishedFormat:
         Raises ``ConfigError`` or ``CheckpointError`` where the folder lacks a file for that.
         """
         raise NotImplementedError(f"{type(self).__name__}.config")
+
+    def weights(self, folder: Path) -> Pretrained | None:
+        """Its tensors by the model's names, for ``load_from`` and the tools. No value is read yet.
+
+        None (the default): files of weights in it have the model's names, and are read as any other trainer's.
+        Raises ``ConfigError`` or ``CheckpointError`` naming the file that is not as it must be.
+        """
+        return None
+
+    def sizes(self, folder: Path) -> dict[str, Any]:
+        """Arguments of the model that configs in a folder of weights state, where they are of this format; else {}.
+
+        Called for any folder. ``load_from`` compares them with the model's where no shape shows them. Raises
+        ``ConfigError`` or ``CheckpointError`` for a config that is damaged.
+        """
+        return {}
 
     def write(
         self, model: Any, processor: Any, out: Path, *, source: Path | None, dtype: torch.dtype, max_shard_size: str
@@ -164,9 +183,3 @@ def family_of(kind: type) -> Family | None:
         same = [f for f in families() if getattr(f.processor_arguments(), "__name__", "") == named]
         found = same[0] if same else None
     return found
-
-
-def published_format(folder: Path, *, complete: bool = False) -> PublishedFormat | None:
-    """The format of a directory, if any family has it. ``complete``: only one of those."""
-    formats = [each for family in families() for each in family.published if each.complete or not complete]
-    return next((each for each in formats if each.recognises(folder)), None)

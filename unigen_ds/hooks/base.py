@@ -32,6 +32,7 @@ from unigen_ds.core.batch import Batch
 from unigen_ds.core.clock import Clock
 from unigen_ds.core.progress import Geometry, Progress, Ruler
 from unigen_ds.core.shards import Shard, ShardReader
+from unigen_ds.data.datasets import PlannedDataset
 
 PRIORITY = {
     "timer": 10,
@@ -103,6 +104,11 @@ class Run(Protocol):
     @property
     def processor(self) -> Any:
         """As returned by ``Family.processor``; its attributes depend on the family."""
+        ...
+
+    @property
+    def datasets(self) -> Sequence[PlannedDataset]:
+        """The sources of the training data, in the order of the config."""
         ...
 
     @property

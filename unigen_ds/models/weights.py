@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,13 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ConfigError(f"model.pretrained: {path} cannot be read: {error}") from error
 
 
+def flat_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers and words of a config of transformers; of the rotary embedding's, its base."""
+    rope = config.get("rope_parameters") or {}
+    flat = {key: value for key, value in config.items() if isinstance(value, (int, float, str))}
+    return flat | ({"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {})
+
+
 def check_fixed(config: Mapping[str, Any], fixed: Mapping[str, Any], where: object) -> None:
     """Raises ``ConfigError`` where ``config`` has another value for a key of ``fixed``: the numbers would be wrong."""
     for key, value in fixed.items():
@@ -145,6 +152,8 @@ class Pretrained:
     """Pattern of names in the files that are not used."""
     may_grow: str = "$^"
     """Pattern of names that may have more rows than stored: a vocabulary."""
+    tied: Mapping[str, str] = field(default_factory=dict)
+    """Further name of a tensor -> its name in ``tensors``."""
 
 
 class InitialWeights:

@@ -101,8 +101,7 @@ def plan_resume(
         return ResumePlan("resume" if resume else "weights", path, messages=(*begun, message), load_cfg=partial)
     manifest = _verified(path, hashes=hashes)
     if not resume:
-        message = f"Loaded weights only from {path}; progress starts at zero."
-        return ResumePlan("weights", path, manifest, (*begun, message), partial)
+        return ResumePlan("weights", path, manifest, begun, partial)
     messages = [f"Resumed from the checkpoint {path}."]
     first = manifest.commit if store.is_inside(work_dir, path) else 0
     later = [f.path.name for f in existing if f.manifest and f.manifest.commit > first]

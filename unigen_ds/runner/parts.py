@@ -23,6 +23,7 @@ from unigen_ds.core import dist, log
 from unigen_ds.core.progress import Duration, Geometry, Ruler
 from unigen_ds.core.registry import registered_name
 from unigen_ds.core.seeding import seed_everything
+from unigen_ds.data.datasets import PlannedDataset
 from unigen_ds.data.loader import UpdateLoader
 from unigen_ds.data.overflow import check_positions
 from unigen_ds.data.processor import Processor
@@ -63,6 +64,7 @@ class Parts:
     """Makes another loader of this rank, without workers: to read data again."""
     cursor: Cursor
     """Where the loader starts."""
+    datasets: Sequence[PlannedDataset]
     source_names: Sequence[str]
     processor: Processor
     schedules: Schedules
@@ -125,6 +127,7 @@ def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
             loading, data, geometry=geometry, dp_rank=backend.dp_rank, cursor=cursor, workers=False
         ),
         cursor=start.cursor,
+        datasets=data.stream.datasets,
         source_names=data.stream.names,
         processor=data.processor,
         schedules=schedules,

@@ -74,6 +74,7 @@ def fit_weights(
         logger().info("Weights: %d tensors are the checkpoint's, %d stay as initialised. What differs: %s.",
                       *numbers, report_file)  # fmt: skip
     parts.backend.load_tensors(FittedReader(reader, found), weights_only=True, keep=found.kept)
+    logger().info("Loaded weights only from %s; progress starts at zero.", parts.plan.checkpoint)
 
 
 def _restore_hooks(hooks: Sequence[Hook], checkpoint: Path, manifest: Manifest) -> None:

@@ -38,7 +38,7 @@ class Runner:
         self.hooks: Sequence[Hook] = sorted(parts.hooks, key=lambda hook: hook.priority)
         manifest = parts.resumed
         self.progress = self.previous = manifest.progress if manifest else Progress()
-        self.processor = parts.processor
+        self.processor, self.datasets = parts.processor, parts.datasets
         self.clock = Clock(device=parts.backend.device)
         self.stop_reason: str | None = None
         self._cursor: Cursor = parts.cursor

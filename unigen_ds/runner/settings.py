@@ -25,7 +25,15 @@ from unigen_ds.core import config as files
 from unigen_ds.core.errors import ConfigError, raise_any
 from unigen_ds.core.log import logger, notice
 from unigen_ds.core.paths import expand_paths
-from unigen_ds.core.registry import AUTOENCODERS, BACKENDS, MODELS, argument_problems, component_problems, find
+from unigen_ds.core.registry import (
+    AUTOENCODERS,
+    BACKENDS,
+    MODELS,
+    argument_problems,
+    component_problems,
+    find,
+    undone_on_failure,
+)
 from unigen_ds.core.settings import LISTED, Component, Of, Section, argument_defaults, keys
 from unigen_ds.core.translate import translate
 from unigen_ds.core.values import Number
@@ -33,10 +41,9 @@ from unigen_ds.data import augment as _augment  # noqa: F401
 from unigen_ds.data import packing as _packing  # noqa: F401
 from unigen_ds.data import tokenizers as _tokenizers  # noqa: F401
 from unigen_ds.data.settings import Tokenizer, TrainDataloader, Transform
+from unigen_ds.families import directories as _families  # noqa: F401
 from unigen_ds.families.bagel.family import Bagel
 from unigen_ds.families.base import Family, families, family_of
-from unigen_ds.families.decoder_lm import family as _decoder_lm  # noqa: F401
-from unigen_ds.families.nanovlm import family as _nanovlm  # noqa: F401
 from unigen_ds.hooks.settings import CustomHook, DefaultHooks
 from unigen_ds.optim.settings import Finite, OptimWrapper
 from unigen_ds.runner.environment import Environment
@@ -328,7 +335,8 @@ def import_custom(config: Mapping[str, Any]) -> None:
     found = CustomImports.parse(config.get("custom_imports"), where="custom_imports")
     for name in found.imports:
         try:
-            importlib.import_module(name)
+            with undone_on_failure():
+                importlib.import_module(name)
         except ImportError as error:
             problem = f"custom_imports: {name!r} cannot be imported: {error}"
             if not found.allow_failed_imports:

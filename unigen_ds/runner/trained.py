@@ -20,7 +20,7 @@ from unigen_ds.core.fitting import by_first_name, misfit, refuse_misfit
 from unigen_ds.core.log import logger
 from unigen_ds.core.modules import tied_names
 from unigen_ds.core.registry import LAYOUTS
-from unigen_ds.families.base import published_format
+from unigen_ds.families.directories import published_format
 from unigen_ds.resume.edited import BUILT
 from unigen_ds.runner.build import build_model, build_processor
 from unigen_ds.runner.settings import ModelSettings, custom_modules, family_of_model, import_custom

@@ -66,7 +66,7 @@ class DigitsDataset(UnifiedGenerationDataset):
             raise ConfigError(f"DigitsDataset.split is {split!r}", allowed="train, val")
         if task not in _TASKS:
             raise ConfigError(f"DigitsDataset.task is {task!r}", allowed=", ".join(_TASKS))
-        folder = write_digits(Path(root))
+        self.root = folder = write_digits(Path(root))
         super().__init__(
             folder / f"{split}{_TASKS[task]}.jsonl", processor, weight=weight, name=name or f"digits_{split}"
         )

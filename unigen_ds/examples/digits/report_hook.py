@@ -9,11 +9,13 @@ from pathlib import Path
 import torch
 
 from unigen_ds.core import dist
+from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.files import write_text_atomic
 from unigen_ds.core.log import logger
 from unigen_ds.core.metrics import METRICS_FILE
 from unigen_ds.core.registry import HOOKS
 from unigen_ds.evaluation.plots import plot_curves
+from unigen_ds.examples.digits.dataset import DigitsDataset, write_digits
 from unigen_ds.examples.digits.scores import evaluate, plot_samples
 from unigen_ds.families.bagel.flow_settings import FlowSettings
 from unigen_ds.hooks.base import Hook, Run
@@ -28,19 +30,36 @@ class DigitsReportHook(Hook):
         num_timesteps: times of the sampler, one more than its steps.
         text_scale: guidance towards the prompt; 1 is none.
         seed: of the first noise of each drawing.
+        root: folder of the digits; None: that of the run's ``DigitsDataset``.
     """
 
     name = "digits_report"
 
-    def __init__(self, *, num_timesteps: int = 26, text_scale: float = 2.0, seed: int = 0) -> None:
+    def __init__(
+        self, *, num_timesteps: int = 26, text_scale: float = 2.0, seed: int = 0, root: str | None = None
+    ) -> None:
         self.flow = FlowSettings(num_timesteps=num_timesteps, text_scale=text_scale)
-        self.seed = seed
+        self.seed, self.root = seed, root
+
+    def before_run(self, run: Run) -> None:
+        self._root(run)  # refused now, not when the training is complete
+
+    def _root(self, run: Run) -> Path:
+        if self.root is not None:
+            return write_digits(Path(self.root))
+        roots = [dataset.root for dataset in run.datasets if isinstance(dataset, DigitsDataset)]
+        if not roots:
+            problem = (
+                f"DigitsReportHook.root is not given, and the run has no DigitsDataset but {len(run.datasets)} other"
+            )
+            raise ConfigError(problem, remedy="root='work_dirs/data/digits', or any folder that does not exist")
+        return roots[0]
 
     def after_run(self, run: Run) -> None:
         if not run.finished:
             return
         ema, model = ema_of(run), run.backend.model
-        root = Path(run.config["train_dataloader"]["dataset"]["root"])
+        root = self._root(run)
         model.eval()
         try:
             with ema.swapped(run) if ema else nullcontext(), torch.no_grad():

@@ -12,8 +12,9 @@ from unigen_ds.families.bagel.exported import read_exported
 from unigen_ds.families.bagel.inference import InterleaveInferencer
 from unigen_ds.families.bagel.model import UnifiedModel
 from unigen_ds.families.bagel.processor import UnifiedProcessor
-from unigen_ds.families.bagel.published import is_published, write_published
+from unigen_ds.families.bagel.published import is_published, read_pretrained, stated_configs, write_published
 from unigen_ds.families.base import ConversationFamily, PublishedFormat
+from unigen_ds.models.weights import Pretrained
 
 _VAE_LARGEST, _VIT_SMALLEST = 1024, 224  # pixels, as BAGEL's own transforms have them
 
@@ -48,6 +49,12 @@ class BagelDirectory(PublishedFormat):
                 name: exported.get(name) or {"type": "ImageTransform", **given} for name, given in transforms.items()
             },
         }
+
+    def weights(self, folder: Path) -> Pretrained:
+        return read_pretrained(str(folder))
+
+    def sizes(self, folder: Path) -> dict[str, Any]:
+        return stated_configs(folder)
 
     def write(
         self, model: Any, processor: Any, out: Path, *, source: Path | None, dtype: torch.dtype, max_shard_size: str

@@ -22,12 +22,13 @@ import torch
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.files import copy_files, new_directory
 from unigen_ds.core.fitting import first_names
+from unigen_ds.core.json_values import stored_object
 from unigen_ds.core.log import logger
 from unigen_ds.core.outputs import save_safetensors
 from unigen_ds.families.bagel.exported import EXPORTED, read_exported, write_exported
 from unigen_ds.models.quantized import plain_state_dict
 from unigen_ds.models.sizes import check_sizes
-from unigen_ds.models.weights import Pretrained, Stored, read_json, stated_sizes, stored_tensors
+from unigen_ds.models.weights import Pretrained, Stored, flat_sizes, read_json, stated_sizes, stored_tensors
 
 LLM_CONFIG, VIT_CONFIG, WEIGHTS, VAE_WEIGHTS = FILES = (
     "llm_config.json", "vit_config.json", "ema.safetensors", "ae.safetensors"
@@ -83,6 +84,13 @@ def read_pretrained(given: str | Mapping[str, str], *, vit_select_layer: int | N
     sizes["vit_select_layer"] = select
     unread = "$^" if select == VIT_SELECT_LAYER else _unread_layers(weights, sizes["vit"].get("num_hidden_layers", 0))
     return Pretrained(str(directory), sizes, {**weights, **vae}, r"pos_embed$", unread)
+
+
+def stated_configs(directory: Path) -> dict[str, dict[str, Any]]:
+    """Sizes as BAGEL's configs in a folder of weights state them, which may lack other files; {}: it has none."""
+    parts = {"llm": directory / LLM_CONFIG, "vit": directory / VIT_CONFIG}
+    present = parts["llm"].is_file()
+    return {part: flat_sizes(stored_object(path)) for part, path in parts.items() if present and path.is_file()}
 
 
 def _unread_layers(weights: Iterable[str], number: int) -> str:

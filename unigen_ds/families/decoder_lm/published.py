@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from unigen_ds.core.errors import ConfigError, nearest
+from unigen_ds.core.errors import CheckpointError, ConfigError, nearest
 from unigen_ds.core.files import copy_files, new_directory
+from unigen_ds.core.json_values import stored_object
 from unigen_ds.models.weights import Pretrained, read_json, stored_tensors
 
 MODEL_TYPES = ("llama", "qwen2")
@@ -29,8 +30,10 @@ _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json"
 
 def is_decoder(directory: Path) -> bool:
     """Whether it is transformers' directory of a model that ``DecoderLM`` supports."""
-    config = directory / "config.json"
-    return config.is_file() and read_json(config).get("model_type") in MODEL_TYPES
+    try:
+        return stored_object(directory / "config.json").get("model_type") in MODEL_TYPES
+    except CheckpointError:
+        return False
 
 
 def read_pretrained(directory: Path) -> Pretrained:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+
+from unigen_ds.core.errors import CheckpointError
+from unigen_ds.core.json_values import stored_object
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 
@@ -11,7 +13,7 @@ WEIGHTS, CONFIG = "model.safetensors", "config.json"
 def is_nanovlm(folder: Path) -> bool:
     """Whether its ``config.json`` is nanoVLM's."""
     try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        config = stored_object(folder / CONFIG)
+    except CheckpointError:
         return False
-    return isinstance(config, dict) and "mp_pixel_shuffle_factor" in config and (folder / WEIGHTS).is_file()
+    return "mp_pixel_shuffle_factor" in config and (folder / WEIGHTS).is_file()

@@ -10,14 +10,16 @@ import torch
 
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.files import copy_files, new_directory
+from unigen_ds.core.json_values import stored_object
 from unigen_ds.core.registry import FAMILIES
 from unigen_ds.data.tiles import GLOBAL_TOKEN, IMAGE_TOKEN, MAX_TILES_PER_SIDE, TILE_TOKENS, Tiling, tile_token
 from unigen_ds.families.base import ConversationFamily, PublishedFormat
-from unigen_ds.families.nanovlm.directory import is_nanovlm
+from unigen_ds.families.nanovlm.directory import CONFIG, WEIGHTS, is_nanovlm
 from unigen_ds.families.nanovlm.inference import ChatInferencer
 from unigen_ds.families.nanovlm.model import VLM
 from unigen_ds.families.nanovlm.processor import VLMProcessor
-from unigen_ds.families.nanovlm.published import nanovlm_sizes, save_nanovlm, vlm_arguments
+from unigen_ds.families.nanovlm.published import nanovlm_sizes, save_nanovlm, stored_weights, vlm_arguments
+from unigen_ds.models.weights import Pretrained
 
 
 class NanoVLMDirectory(PublishedFormat):
@@ -25,6 +27,7 @@ class NanoVLMDirectory(PublishedFormat):
 
     name = "nanoVLM's directory"
     pretrained = False
+    parts = (WEIGHTS,)
 
     def recognises(self, folder: Path) -> bool:
         return is_nanovlm(folder)
@@ -42,6 +45,12 @@ class NanoVLMDirectory(PublishedFormat):
                 "resize_to_max_side_len": stored["resize_to_max_side_len"],
             },
         }
+
+    def weights(self, folder: Path) -> Pretrained:
+        return stored_weights(folder)
+
+    def sizes(self, folder: Path) -> dict[str, Any]:
+        return vlm_arguments(stored_object(folder / CONFIG)) if is_nanovlm(folder) else {}
 
     def write(
         self, model: Any, processor: Any, out: Path, *, source: Path | None, dtype: torch.dtype, max_shard_size: str

@@ -103,6 +103,16 @@ def read_pretrained(given: str | Mapping[str, str]) -> Pretrained:
     return Pretrained(str(directory), sizes, stored_nanovlm(directory / WEIGHTS))
 
 
+def stored_weights(directory: Path) -> Pretrained:
+    """``read_pretrained`` of nanoVLM's directory; of tied embeddings the one stored serves both names."""
+    found = read_pretrained(str(directory))
+    embedding, head = TIED
+    if embedding in found.tensors:
+        return found
+    tensors = {embedding if name == head else name: stored for name, stored in found.tensors.items()}
+    return replace(found, tensors=tensors, tied={head: embedding})
+
+
 def stored_nanovlm(path: Path) -> dict[str, Stored]:
     """The tensors of nanoVLM's ``model.safetensors`` by our names."""
     found: dict[str, Stored] = {}
