@@ -148,8 +148,7 @@ LATE = "import os, time\nif os.environ['RANK'] == {late!r}:\n    time.sleep(3)\n
 ALONE = "import os\nif os.environ['RANK'] == '1':\n    train_cfg = dict(max_epoch=1)\n"
 
 
-@pytest.mark.parametrize("late", ["0", "1"])
-@pytest.mark.parametrize("launcher", ["torchrun", "none"])
+@pytest.mark.parametrize(("launcher", "late"), [("torchrun", "0"), ("none", "1")])
 def test_a_wrong_config_is_reported_once(launcher: str, late: str, tmp_path: Path) -> None:
     """Whichever process is the first to find it: torchrun stops the others as soon as one has ended."""
     (tmp_path / "wrong.py").write_text(
