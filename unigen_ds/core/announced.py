@@ -51,7 +51,7 @@ def is_announced(error: Exception) -> bool:
 
 
 def _is_apart() -> bool:
-    """Whether this is one of several processes that have not joined, and can be told from the others."""
+    """Whether this is one of several processes that have not joined, with a rank that the launcher has set."""
     return not dist.joined() and dist.env_world_size() > 1 and {"RANK", "MASTER_ADDR"} <= os.environ.keys()
 
 
