@@ -1,8 +1,10 @@
 """Writes the tables of keys and arguments in ``docs/configs.md`` from the code: ``make docs``.
 
-A table is between ``<!-- keys: PREFIX ... -->`` (of settings) or ``<!-- arguments: NAME -->`` (of a component) and
-``<!-- end -->``; everything else of the page is written by hand. The meaning of a component's argument is in the
-section ``Args:`` of its class's docstring, its limits in its annotation.
+A table is between ``<!-- keys: PREFIX ... -->`` (of settings), ``<!-- arguments: NAME -->`` (of a component),
+``<!-- section: NAME.ARGUMENT -->`` (of an argument that has keys of its own), ``<!-- loss_weights: families -->``,
+``<!-- schemes: quantize -->`` or ``<!-- recipes: decoder_lm -->`` and ``<!-- end -->``; everything else of the page is
+written by hand. The meaning of a component's argument is in the section ``Args:`` of its class's docstring, its limits
+in its annotation.
 """
 
 from __future__ import annotations
@@ -18,23 +20,35 @@ from typing import Annotated, Any, get_args, get_origin
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from annotated_types import Ge, Gt, Le, Lt  # noqa: E402 - a script runs from a checkout
+import torch  # noqa: E402 - a script runs from a checkout
+from annotated_types import Ge, Gt, Le, Lt  # noqa: E402
 from mmengine.registry import Registry  # noqa: E402
 from pydantic.fields import FieldInfo  # noqa: E402
 
 import unigen_ds.examples.digits  # noqa: E402
 import unigen_ds.runner.build  # noqa: E402, F401 - registers everything else
 from unigen_ds.core import registry  # noqa: E402
+from unigen_ds.core.batch import DEFAULT_WEIGHT  # noqa: E402
 from unigen_ds.core.settings import Section, section_of  # noqa: E402
-from unigen_ds.core.values import argument_hints, described  # noqa: E402
-from unigen_ds.runner.settings import PROCESSOR_KEYS, Settings, family_of_model  # noqa: E402
+from unigen_ds.core.values import Allowed, argument_hints, described, nested  # noqa: E402
+from unigen_ds.families.base import families  # noqa: E402
+from unigen_ds.models.quantized import SCHEMES  # noqa: E402
+from unigen_ds.runner.settings import (  # noqa: E402
+    PROCESSOR_KEYS,
+    ModelSettings,
+    Settings,
+    family_of_model,
+    load_config,
+)
 from unigen_ds.schedule import Curve  # noqa: E402
 
 LIMITS = (Ge, Gt, Le, Lt)
 PAGE = ROOT / "docs" / "configs.md"
 PROVIDED = {"processor", "writers"}
 """Arguments that a run passes; a config cannot set them."""
-_TABLE = re.compile(r"(<!-- (keys|arguments): (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+_TABLE = re.compile(
+    r"(<!-- (keys|arguments|section|loss_weights|schemes|recipes): (.+?) -->\n).*?(<!-- end -->)", re.DOTALL
+)
 _ARGUMENT = re.compile(r"^    (\w+): ?(.*(?:\n     .*)*)", re.MULTILINE)
 
 
@@ -68,6 +82,45 @@ def table(keys: str) -> str:
         else:
             lines.append(f"| `{key}` | `{info.get_default(call_default_factory=True)!r}` | {meaning(info)} |")
     return "\n".join(lines) + "\n"
+
+
+def section_table(name: str) -> str:
+    """Of the keys of a component's argument: ``UnifiedModel.llm``."""
+    kind, _, argument = name.partition(".")
+    section: Any = nested(argument_hints(components()[kind])[argument])
+    return "\n".join(["| key | default | meaning |", "|---|---|---|", *rows(section, f"model.{argument}")]) + "\n"
+
+
+def weight_table(_: str) -> str:
+    """Of the loss terms of this package's families."""
+    lines = ["| key | default | meaning |", "|---|---|---|"]
+    own = [family for family in families() if type(family).__module__.startswith("unigen_ds.")]
+    texts: list[Any] = [family.terms for family in own]
+    meant = {term: text for terms in texts for term, text in terms.items()}
+    return "\n".join([*lines, *(f"| `loss_weights.{t}` | `{DEFAULT_WEIGHT}` | {m} |" for t, m in meant.items())]) + "\n"
+
+
+def scheme_table(_: str) -> str:
+    """Of the schemes of packed weights."""
+    lines = ["| scheme | bytes a weight | of fp32 | error |", "|---|---|---|---|"]
+    return "\n".join([*lines, *(f"| `{n}` | {s.size} | {s.share} | {s.error} |" for n, s in SCHEMES.items())]) + "\n"
+
+
+def recipe_table(family: str) -> str:
+    """Of the shipped configs of a ``DecoderLM``, smallest first."""
+    columns = ("parameters", "shipped config", "layers", "`hidden_size`", "heads (key/value)", "`intermediate_size`")
+    lines = [f"| {' | '.join(columns)} | vocabulary |", "|---" * 7 + "|"]
+    found = []
+    for path in (ROOT / "unigen_ds" / "families" / family / "configs").glob("*.py"):
+        settings = ModelSettings.of(load_config(path))
+        with torch.device("meta"):
+            model: Any = settings.model.build()
+        llm, number = model.llm_config, sum(p.numel() for p in model.parameters())
+        tied = ", tied" if llm.tie_word_embeddings else ""
+        heads = f"{llm.num_attention_heads} ({llm.num_key_value_heads})"
+        sizes = (llm.num_hidden_layers, llm.hidden_size, heads, llm.intermediate_size, f"{llm.vocab_size}{tied}")
+        found.append((number, f"| {number:,} | `{path.stem}` | " + " | ".join(map(str, sizes)) + " |"))
+    return "\n".join([*lines, *(line for _, line in sorted(found))]) + "\n"
 
 
 def components() -> dict[str, type]:
@@ -120,7 +173,7 @@ def argument_table(cls: type, shown: Iterable[inspect.Parameter], *, prefix: str
 
 def limited(hint: Any) -> bool:
     """Whether a hint, or a part of it, has the limits of a number."""
-    if get_origin(hint) is Annotated and any(isinstance(one, LIMITS) for one in hint.__metadata__):
+    if get_origin(hint) is Annotated and any(isinstance(one, (*LIMITS, Allowed)) for one in hint.__metadata__):
         return True
     return any(map(limited, get_args(hint)))
 
@@ -137,7 +190,14 @@ def default_cell(parameter: inspect.Parameter) -> str:
     return "`" + text.replace("|", "\\|") + "`"
 
 
-WRITERS: Mapping[str, Any] = {"keys": table, "arguments": component_table}
+WRITERS: Mapping[str, Any] = {
+    "keys": table,
+    "arguments": component_table,
+    "section": section_table,
+    "loss_weights": weight_table,
+    "schemes": scheme_table,
+    "recipes": recipe_table,
+}
 
 
 def updated(page: str) -> str:

@@ -85,7 +85,8 @@ def test_the_table_of_a_component_is_generated() -> None:
 
 
 def test_no_key_is_explained_that_is_not_there() -> None:
-    explained = set(re.findall(r"^\| `([a-z_]+(?:\.[a-z_]+)+)` \|", CONFIGS, re.MULTILINE))
+    """Those of ``model`` are generated from the sections of its arguments."""
+    explained = set(re.findall(r"^\| `((?!model\.)[a-z_]+(?:\.[a-z_]+)+)` \|", CONFIGS, re.MULTILINE))
     assert len(explained) > 30 and explained <= set(schema_keys()), explained - set(schema_keys())
 
 

@@ -119,5 +119,5 @@ def test_wrong_settings() -> None:
     for arguments in ((10, 20, 1), (10, 5, 0), (10, 5, 11)):
         with pytest.raises(ConfigError, match="Allowed"):
             ImageTransform(*arguments)
-    with pytest.raises(ConfigError, match="RGB, L"):
+    with pytest.raises(ConfigError, match="'RGB', 'L'"):
         ImageTransform(10, 5, 1, mode="CMYK")  # type: ignore[arg-type]

@@ -308,7 +308,7 @@ def test_default_trio() -> None:
 
 def test_wrong_sizes_are_refused() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"llm": {"hidden": 8}}, r"model\.llm: unknown hidden"),
+        ({"llm": {"hidden": 8}}, r"unknown config key 'model\.llm\.hidden'"),
         ({"llm": {"num_attention_heads": 7}}, "multiple of the heads"),
         ({"llm": {"hidden_size": 50, "num_attention_heads": 10}}, "5 each. Allowed: an even number"),
         ({"llm": {"hidden_size": "960"}}, r"model\.llm\.hidden_size is '960'"),

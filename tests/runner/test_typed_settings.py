@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,21 @@ from tests.tiny import tiny_config
 from tools.train import main
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.config import plain_values
+from unigen_ds.core.config_file import read_file
 from unigen_ds.core.errors import ConfigError, ResumeBlocked
 from unigen_ds.core.log import NAME
-from unigen_ds.core.registry import PACKERS
+from unigen_ds.core.progress import Geometry, Ruler
+from unigen_ds.core.registry import MODELS, PACKERS
+from unigen_ds.data.transforms import ImageTransform
+from unigen_ds.hooks.checkpoint import CheckpointHook
+from unigen_ds.hooks.ema import EMAHook
+from unigen_ds.hooks.nan_guard import NanGuardHook
+from unigen_ds.models.flux_vae import FluxAutoencoder
 from unigen_ds.runner import Runner
+from unigen_ds.runner.parts import config_text
 from unigen_ds.runner.settings import Settings, load_config
 from unigen_ds.runner.start import completed
+from unigen_ds.schedule.curves import CosineAnnealingLR, LinearLR, WarmupCosineLR
 
 XTUNER = """
 log_level = "WARNING"
@@ -231,6 +241,171 @@ def test_every_key_with_its_value_and_where_it_comes_from(
     assert not (tmp_path / "run").exists(), "nothing was trained"
 
 
+def test_every_problem_of_the_model_is_in_the_same_message(plain: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
+    """From a mapping, from a file that is read as a whole, and with --print-config."""
+    plain["train_cfg"] = {"max_epochs": -1}
+    plain["model"]["llm"] |= {"hidden_size": "32", "num_hidden_layers": -1, "droput": 0.1, "rms_norm_eps": 0}
+    plain["model"]["vit"] |= {"num_channels": True, "image_size": 2.5}
+    plain["model"]["vit"].pop("patch_size")
+    plain["model"] |= {"quantize": {"llm": "nf3", "lm": "nf4"}, "latent_patch_size": 0, "vit_select_layer": 0}
+    plain["model"]["vae"] = {"type": "PixelAutoencoder", "channels": 0}
+    plain["loss_weights"] = {"text": -1}
+    expected = (
+        "train_cfg.max_epochs is -1. Allowed: a number above 0",
+        "model.llm.hidden_size is '32'. Allowed: a whole number of at least 1",
+        "model.llm.num_hidden_layers is -1. Allowed: a whole number of at least 0",
+        "model.llm.droput: did you mean 'dropout'?",
+        "model.llm.rms_norm_eps is 0. Allowed: a number above 0",
+        "model.vit.num_channels is True. Allowed: a whole number of at least 1",
+        "model.vit.image_size is 2.5. Allowed: a whole number of at least 1",
+        "the config has no model.vit.patch_size. Remedy: docs/configs.md describes every key",
+        "model.quantize.llm is 'nf3'. Allowed: 'nf4', 'int8' or None",
+        "model.quantize.lm: did you mean 'llm'?",
+        "model.latent_patch_size is 0. Allowed: a whole number of at least 1 or None",
+        "model.vit_select_layer is 0. Allowed: a whole number of at most -1 or None",
+        "model.vae.channels is 0. Allowed: a whole number of at least 1",
+        "loss_weights.text is -1. Allowed: a number of at least 0",
+    )
+    with pytest.raises(ConfigError) as raised:
+        Settings.from_config(plain)
+    lines = [line.strip() for line in str(raised.value).splitlines()[1:]]
+    assert not [text for text in expected if sum(line.startswith(text) for line in lines) != 1], lines
+    assert len(lines) == len(expected), lines
+    path = as_file(tmp_path, plain)
+    with pytest.raises(ConfigError) as of_file:
+        load_config(path, whole=True)
+    assert str(of_file.value) == str(raised.value)
+    assert main([str(path), "--print-config"]) == 2
+    shown = capsys.readouterr().err
+    assert all(text in shown for text in expected)
+
+
+@pytest.mark.parametrize(
+    ("model", "messages"),
+    [
+        ({"type": "VLM", "llm": {"num_attention_heads": 7}}, ["model.llm: hidden_size 960, num_attention_heads 7"]),
+        ({"type": "VLM", "vit": {"layers": 1}, "pixel_shuffle_factor": 0},
+         ["model.vit has no key 'layers'", "model.pixel_shuffle_factor is 0"]),
+        ({"type": "VLM", "pretrained": "D", "llm": {"rope_theta": -1}}, ["model.llm.rope_theta is -1"]),
+        ({"type": "DecoderLM"}, ["the config has no model.llm.model_type"]),
+        ({"type": "DecoderLM", "dropout": 1, "llm": {"model_type": "gpt2", "vocab_size": 0}},
+         ["model.llm.model_type is 'gpt2'. Allowed: 'llama', 'qwen2'", "vocab_size is 0", "model.dropout is 1"]),
+        ({"type": "DecoderLM", "llm": {"model_type": "qwen2", "head_dim": 8, "hiden_size": 8}},
+         ["model.llm has no key 'head_dim'", "model.llm.hiden_size: did you mean 'hidden_size'?"]),
+        ({"type": "DecoderLM", "pretrained": "D", "llm": {"hiden_size": 8}}, ["did you mean 'hidden_size'?"]),
+        ({"type": "UnifiedModel"},
+         ["the config has no model.llm.hidden_size, ", "no model.vit.hidden_size, ", "model.vae is not given"]),
+        ({"type": "UnifiedModel", "pretrained": "D", "llm": {"dropout": 1}, "vae": {"scale_factor": 0.5}},
+         ["model.llm.dropout is 1. Allowed: a number of at least 0 and below 1"]),
+    ],
+)  # fmt: skip
+def test_sizes_of_every_family(plain: dict[str, Any], model: dict[str, Any], messages: list[str]) -> None:
+    """What ``pretrained`` has may be left out, and is not missing."""
+    plain |= {"model": model, "processor": {}}
+    with pytest.raises(ConfigError) as raised:
+        Settings.from_config(plain)
+    text = str(raised.value)
+    assert all(message in text for message in messages), text
+    assert len(text.splitlines()) == (1 if len(messages) == 1 else len(messages) + 1), text
+
+
+def test_sizes_with_yamls_numbers_are_numbers(plain: dict[str, Any], tmp_path: Path) -> None:
+    plain["model"]["llm"] |= {"rms_norm_eps": "1e-5", "rope_theta": 10000, "_note": "mine"}
+    settings = Settings.from_config(plain)
+    assert settings.model.arguments["llm"]["rms_norm_eps"] == 1e-5
+    run = Runner.from_cfg(plain, max_updates=1)
+    sizes = run.backend.model.sizes["llm"]
+    assert sizes["rms_norm_eps"] == 1e-5 and isinstance(sizes["rope_theta"], int) and "_note" not in sizes
+
+
+def test_a_size_that_is_a_default_made_explicit_is_no_edit(plain: dict[str, Any], tmp_path: Path) -> None:
+    for key in ("dropout", "rope_theta"):
+        plain["model"]["llm"].pop(key, None)
+    plain.pop("loss_weights", None)
+    Runner.from_cfg(plain, max_updates=1).train()
+    log = tmp_path / "run" / "train.log"
+    length = len(log.read_text())
+    plain["model"]["llm"] |= {"dropout": 0, "rope_theta": 1e6, "rms_norm_eps": 1e-6}
+    plain["model"]["vit"] |= {"layer_norm_eps": 1e-6}
+    plain["model"]["quantize"] = {"llm": None}
+    plain["loss_weights"] = {"text": 1, "image": 1.0}
+    Runner.from_cfg({**plain, "resume": True}, max_updates=1)
+    assert "Checklist, " not in log.read_text()[length:]
+    plain["model"]["llm"]["dropout"] = 0.1
+    Runner.from_cfg({**plain, "resume": True}, max_updates=1)
+    assert "model.llm.dropout was 0.0 and is 0.1" in log.read_text()[length:]
+
+
+@MODELS.register_module(force=True)
+class AnnotatedAlone(torch.nn.Module):
+    """A user's own model, without a section."""
+
+    def __init__(self, llm: dict[str, int], width: int = 4) -> None:
+        super().__init__()
+
+    def forward(self, batch: Any) -> None: ...
+
+
+def test_a_users_own_model_is_checked_by_its_annotations(plain: dict[str, Any]) -> None:
+    plain |= {"model": {"type": "AnnotatedAlone", "llm": {"any": 3}}, "processor": {}}
+    assert Settings.from_config(plain).model.arguments == {"llm": {"any": 3}}
+    plain["model"] |= {"llm": {"any": "3"}, "width": "4", "vit": {}}
+    with pytest.raises(ConfigError) as raised:
+        Settings.from_config(plain)
+    text = str(raised.value)
+    assert all(words in text for words in ("model.llm is {'any': '3'}", "model.width is '4'", "'vit'")), text
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: CheckpointHook(0), "CheckpointHook.interval is 0. Allowed: a number above 0, or -1"),
+        (lambda: CheckpointHook(max_keep_ckpts=0), "CheckpointHook.max_keep_ckpts is 0. Allowed: a whole number"),
+        (lambda: EMAHook(begin_iter=-1), "EMAHook.begin_iter is -1. Allowed: a number of at least 0"),
+        (lambda: EMAHook(begin_epoch="1"), "EMAHook.begin_epoch is '1'"),  # type: ignore[arg-type]
+        (lambda: NanGuardHook(max_consecutive=0), "NanGuardHook.max_consecutive is 0"),
+        (lambda: ImageTransform(8, 8, 0), "ImageTransform.stride is 0. Allowed: a whole number of at least 1"),
+        (lambda: ImageTransform(8, 16, 4), "min_size and stride of at most max_size"),
+        (lambda: FluxAutoencoder(num_blocks=0), "model.vae.num_blocks is 0"),
+        (lambda: FluxAutoencoder(channel_multipliers=()), "model.vae.channel_multipliers is ()"),
+        (lambda: FluxAutoencoder(base_channels=48), "multiples of 32"),
+        (lambda: LinearLR(start_factor=2), "LinearLR.start_factor is 2. Allowed: a number from 0 to 1"),
+    ],
+)
+def test_a_direct_call_with_a_wrong_value_raises_the_same_error(call: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        call()
+    assert message in str(raised.value)
+    assert CheckpointHook(-1.0, max_keep_ckpts=-1).interval == -1 and CheckpointHook(0.5).interval == 0.5
+
+
+def test_what_a_curve_accepted_it_still_accepts() -> None:
+    """At the edges of the ranges; a period that rounds to no sequence at all would divide by zero."""
+    ruler = Ruler(Geometry(4, 1, 1), sequences_per_epoch=100)
+    for curve in (
+        CosineAnnealingLR(T_max=0.01, by_epoch=False), CosineAnnealingLR(T_max=1e-12, unit="token", end=5.0),
+        WarmupCosineLR(warmup_ratio=0), WarmupCosineLR(warmup_ratio=0.999999), LinearLR(start_factor=0, end_factor=1),
+    ):  # fmt: skip
+        if curve.unit != "token":
+            assert curve.place(ruler=ruler, total_sequences=400.0).end == 400.0
+    with pytest.raises(ConfigError, match=r"T_max is 1e-12 epoch\(s\), less than a sequence"):
+        CosineAnnealingLR(T_max=1e-12).place(ruler=ruler, total_sequences=400.0)
+
+
+def test_the_text_of_a_config_can_be_read_back(tmp_path: Path) -> None:
+    """Also where a key is a keyword of Python or no name at all, and where a number is infinite."""
+    given: dict[str, Any] = {
+        "loss_weights": {"class": 0.5, "value": 1.0, "a'b": 2},
+        "param_scheduler": [{"type": "LinearLR", "end": math.inf}],
+        "launcher": ("one",),
+        "train_cfg": {"max_epochs": 3, "nothing": None, "several\nlines": "a\nb" * 40},
+        "empty": [{}, [], ()],
+    }
+    path = tmp_path / "config.py"
+    path.write_text(config_text(given), encoding="utf-8")
+    assert plain_values(read_file(path)) == given
+
+
 def test_a_misspelt_size_on_the_command_line_is_refused_by_the_model(tmp_path: Path, capsys: Any) -> None:
     root = f"train_dataloader.dataset.root={tmp_path / 'digits'}"
     command = [
@@ -242,7 +417,10 @@ def test_a_misspelt_size_on_the_command_line_is_refused_by_the_model(tmp_path: P
         "model.vit.layr_norm_eps=1e-5",
     ]
     assert main(command) == 2
-    assert "model.vit: unknown layr_norm_eps. Remedy: did you mean 'layer_norm_eps'?" in capsys.readouterr().err
+    assert (
+        "unknown config key 'model.vit.layr_norm_eps'. Remedy: did you mean 'layer_norm_eps'?"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_wrong_key_of_the_processor_is_not_answered_with_what_no_config_sets(plain: dict[str, Any]) -> None:

@@ -222,7 +222,7 @@ class TestErrors:
             (dict(type="LinearLR", begin=-1), "begin is -1"),
             (dict(type="LinearLR", begin="0"), "begin is '0'"),
             (dict(type="LinearLR", unit="step"), "unit is 'step'"),
-            (dict(type="LinearLR", unit="sample"), "epoch, iteration, update, sequence, token"),
+            (dict(type="LinearLR", unit="sample"), "'epoch', 'iteration', 'update', 'sequence', 'token'"),
             (dict(type="LinearLR", by_epoch=False, convert_to_iter_based=True), "Allowed: by_epoch=True"),
             (dict(type="LinearLR", begin=0, end=0.1), "add convert_to_iter_based=True"),
             (dict(type="LinearLR", unit="token"), "give the end in tokens"),

@@ -21,6 +21,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+DEFAULT_WEIGHT = 1.0
+"""Of a loss term that ``loss_weights`` does not name."""
 CAUSAL, FULL, NOISE = 0, 1, 2
 """Split modes. CAUSAL: text. FULL: an image all of whose tokens see each other. NOISE: as FULL, and hidden from
 every other split of its document."""
@@ -161,7 +163,7 @@ class LossTerms:
         total: Tensor | None = None
         for name, value in self.sums.items():
             count = counts.get(name, 0.0)
-            part = value * (loss_weights.get(name, 1.0) / count if count else 0.0)
+            part = value * (loss_weights.get(name, DEFAULT_WEIGHT) / count if count else 0.0)
             total = part if total is None else total + part
         assert total is not None, "a model must return at least one loss term"
         return total

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from mmengine.registry import Registry
 
@@ -14,7 +15,9 @@ from unigen_ds.core import former
 from unigen_ds.core.config_hints import ANYWHERE, backend_hint, backend_spec
 from unigen_ds.core.errors import ConfigError, UnknownKey, nearest, raise_any
 from unigen_ds.core.log import logger
-from unigen_ds.core.values import argument_hints, described, fits
+from unigen_ds.core.values import argument_hints, described, fits, nested
+
+_Init = TypeVar("_Init", bound=Callable[..., None])
 
 MODELS = Registry("unigen_model")
 FAMILIES = Registry("unigen_family")
@@ -197,12 +200,34 @@ def argument_problems(
             if key not in parameters:
                 problem = f"{where} has no key {key!r} ({cls.__name__})"
                 errors.append(UnknownKey(key, section=where, valid=valid, hint=ANYWHERE.get(key), problem=problem))
-    hints = argument_hints(cls)
-    for key, value in arguments.items():
-        known = key in hints and key in parameters and value is not parameters[key].default
-        if known and not fits(value, hints[key]):
-            errors.append(ConfigError(f"{where}.{key} is {value!r}", allowed=described(hints[key])))
+    hints = {key: hint for key, hint in argument_hints(cls).items() if key in parameters}
+    for key, hint in hints.items():
+        value, part = arguments.get(key, parameters[key].default), nested(hint)
+        if part is not None and (value is None or isinstance(value, Mapping)):
+            errors += part.argument_problems(value, where=f"{where}.{key}", beside=arguments)
+        elif key in arguments and value is not parameters[key].default and (part or not fits(value, hint)):
+            errors.append(ConfigError(f"{where}.{key} is {value!r}", allowed=described(hint)))
     return errors
+
+
+def checked(where: str | None = None) -> Callable[[_Init], _Init]:
+    """Decorator of a component's ``__init__``: a direct call raises ``ConfigError`` for what no config can have, too.
+
+    ``where``: how the paths in errors begin; None: with the name of the class.
+    """
+
+    def decorated(init: _Init) -> _Init:
+        signature = inspect.signature(init)
+
+        @functools.wraps(init)
+        def checking(self: Any, *args: Any, **kwargs: Any) -> None:
+            _, *given = signature.bind(self, *args, **kwargs).arguments.items()
+            check_arguments(init, dict(given), where=where or type(self).__name__)
+            init(self, *args, **kwargs)
+
+        return cast(_Init, checking)
+
+    return decorated
 
 
 def build(registry: Registry, spec: Mapping[str, Any], *, where: str, **extra: Any) -> Any:

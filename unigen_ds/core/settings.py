@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Union, get_args, get_origin
 
 from mmengine.config import ConfigDict
 from mmengine.registry import Registry
@@ -28,7 +28,7 @@ from unigen_ds.core.config_hints import hint
 from unigen_ds.core.errors import ConfigError, UnknownKey, raise_any
 from unigen_ds.core.log import logger
 from unigen_ds.core.registry import component_problems, counterpart, find, registered_name
-from unigen_ds.core.values import argument_hints, as_tuple, converted, described
+from unigen_ds.core.values import argument_hints, as_tuple, converted, described, nested
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,8 @@ class Of:
     """Arguments that the run sets: a config cannot."""
     trial: bool = False
     """Whether the constructor has no side effect: then it is called once to find what only it can refuse."""
+    rest_from: str | None = None
+    """Of a component that is an argument of another: see ``Section.rest_from``."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
         found = core_schema.no_info_plain_validator_function(self._component)
@@ -138,10 +140,33 @@ class Of:
             cls = find(self.registry, spec, where="")
         except ConfigError:
             return given
+        given = {key: value for key, value in spec.items() if key != "type"}
+        found = {**Component(cls, provided=self.provided).plain(), **given}
+        parts = {key: nested(hint) for key, hint in argument_hints(cls).items() if key in found}
         return {
-            **Component(cls, provided=self.provided).plain(),
-            **{key: value for key, value in spec.items() if key != "type"},
+            key: value if (part := parts.get(key)) is None else part.argument_completed(value, beside=given)
+            for key, value in found.items()
         }
+
+    def argument_problems(self, given: Any, *, where: str, beside: Mapping[str, Any]) -> list[ConfigError]:
+        """See ``values.Nested``."""
+        if self.rest_from is not None and beside.get(self.rest_from) and "type" not in (given or {}):
+            return []
+        if given is None:
+            return [ConfigError(f"{where} is not given", allowed="dict(type='...', ...)")] if self.rest_from else []
+        return self.problems(given, where=where)
+
+    def argument_completed(self, given: Any, *, beside: Mapping[str, Any]) -> Any:
+        """See ``values.Nested``."""
+        left = self.rest_from is not None and beside.get(self.rest_from)
+        return given if given is None or left else self.completed(given)
+
+    def argument_converted(self, given: Any) -> Any:
+        """See ``values.Nested``."""
+        if "type" not in (spec := self._typed(given)):
+            return given
+        typed = _arguments(find(self.registry, spec, where=""), given)
+        return {**typed, **{key: given[key] for key in given if key == "type"}}
 
     def _tried(self, spec: Mapping[str, Any], where: str) -> list[ConfigError]:
         """Errors that only a constructor finds, of classes of this package; a user's own is called once, later."""
@@ -157,7 +182,12 @@ class Of:
 
 def _arguments(cls: type, spec: Mapping[str, Any]) -> dict[str, Any]:
     hints = argument_hints(cls)
-    return {key: converted(value, hints.get(key, Any)) for key, value in spec.items() if key != "type"}
+    return {key: _converted(value, hints.get(key, Any)) for key, value in spec.items() if key != "type"}
+
+
+def _converted(value: Any, hint: Any) -> Any:
+    part = nested(hint) if isinstance(value, Mapping) else None
+    return converted(value, hint) if part is None else part.argument_converted(value)
 
 
 def one_or_many(value: Any) -> Any:
@@ -175,6 +205,9 @@ class Section(BaseModel):
     """One mapping of a config, as typed values. Frozen; validated strictly; an unknown key is an error."""
 
     model_config = ModelConfig(frozen=True, strict=True, extra="forbid", arbitrary_types_allowed=True)
+    rest_from: ClassVar[str | None] = None
+    """Of a section that is an argument of a component: another argument of it (``pretrained``) that has, where it is
+    given, the keys that are left out here."""
 
     @model_validator(mode="before")
     @classmethod
@@ -182,8 +215,7 @@ class Section(BaseModel):
         """None is a section whose keys are all left out. A name that begins with an underscore is the user's own."""
         if given is None:
             return {}
-        own = isinstance(given, Mapping) and any(isinstance(key, str) and key.startswith("_") for key in given)
-        return {k: v for k, v in given.items() if not (isinstance(k, str) and k.startswith("_"))} if own else given
+        return _without_own(given) if isinstance(given, Mapping) else given
 
     @classmethod
     def parse(cls, given: Any, *, where: str = "") -> Self:
@@ -194,17 +226,50 @@ class Section(BaseModel):
         return found
 
     @classmethod
-    def checked(cls, given: Any, *, where: str = "", whole: bool = True) -> tuple[Self | None, list[ConfigError]]:
-        """The section, or an error for each problem. Not ``whole``: keys and plain values alone."""
+    def checked(
+        cls, given: Any, *, where: str = "", whole: bool = True, missing: bool = True
+    ) -> tuple[Self | None, list[ConfigError]]:
+        """The section, or an error for each problem. Not ``whole``: keys and plain values alone.
+
+        ``missing``: whether a required key that is left out is a problem.
+        """
         try:
             found = cls.model_validate(given)
         except ValidationError as error:
-            return None, _explained(cls, given, error, where, whole=whole)
+            problems = [one for one in error.errors() if missing or one["type"] != "missing"]
+            return None, _explained(cls, given, problems, where, whole=whole)
         for component, path in _components(found, where):
             object.__setattr__(component, "where", path)  # just created, and not yet used elsewhere
             if component.registry is not None and component.given is not None:
                 former.report(str(component.given).rpartition(".")[2], where=path)
         return found, []
+
+    @classmethod
+    def filled(cls, given: Mapping[str, Any] | None, *, where: str) -> dict[str, Any]:
+        """Every key with its value: ``given``, else the default. Raises one ``ConfigError`` for all that is wrong."""
+        cls.parse(given, where=where)
+        found: dict[str, Any] = cls.completed(cls.argument_converted(given or {}))
+        return found
+
+    @classmethod
+    def argument_problems(cls, given: Any, *, where: str, beside: Mapping[str, Any]) -> list[ConfigError]:
+        """See ``values.Nested``."""
+        left = cls.rest_from is not None and bool(beside.get(cls.rest_from))
+        if given is None and (left or cls.rest_from is None):
+            return []
+        return cls.checked(given, where=where, missing=not left)[1]
+
+    @classmethod
+    def argument_completed(cls, given: Any, *, beside: Mapping[str, Any]) -> Any:
+        """See ``values.Nested``."""
+        left = cls.rest_from is None if given is None else cls.rest_from is not None and beside.get(cls.rest_from)
+        return given if left else cls.completed(given)
+
+    @classmethod
+    def argument_converted(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """See ``values.Nested``; without a user's own names."""
+        hints = {name: info.annotation for name, info in cls.model_fields.items()}
+        return {key: converted(value, hints.get(key, Any)) for key, value in _without_own(given).items()}
 
     def plain(self) -> dict[str, Any]:
         """Every key with its value, defaults included, as plain values."""
@@ -230,6 +295,11 @@ class Section(BaseModel):
                 value = of.completed({} if value is None and name not in found and of.default else value)
             found[name] = value
         return found
+
+
+def _without_own(given: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    own = any(isinstance(key, str) and key.startswith("_") for key in given)
+    return {k: v for k, v in given.items() if not (isinstance(k, str) and k.startswith("_"))} if own else given
 
 
 def plain(value: Any) -> Any:
@@ -301,11 +371,13 @@ class SettingErrors(ValueError):
         self.errors = errors
 
 
-def _explained(cls: type[Section], given: Any, error: ValidationError, where: str, *, whole: bool) -> list[ConfigError]:
+def _explained(
+    cls: type[Section], given: Any, problems: Sequence[Any], where: str, *, whole: bool
+) -> list[ConfigError]:
     """Pydantic's errors as ours, in the order of the config; a value that fails in several ways only once."""
     found: dict[tuple[str, str], ConfigError] = {}
     missing: list[str] = []
-    for one in error.errors():
+    for one in problems:
         if not whole and one["type"] in ("missing", "component", "value_error", "too_short"):
             continue
         for path, problem in _explain(cls, given, one, where=where):

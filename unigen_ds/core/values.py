@@ -16,10 +16,19 @@ import typing
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Protocol, Union, get_args, get_origin
 
-from annotated_types import Ge, Gt, Le, Lt
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, InstanceOf, TypeAdapter, ValidationError
+from annotated_types import Ge, Gt, Le, Lt, Predicate
+from pydantic import (
+    AfterValidator,
+    AllowInfNan,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    InstanceOf,
+    TypeAdapter,
+    ValidationError,
+)
 from pydantic.fields import FieldInfo
 
 _WORDS = {
@@ -61,11 +70,18 @@ Number = Annotated[float, AfterValidator(_not_nan), BeforeValidator(number_of)]
 """A number of a section; a whole one is one, too."""
 
 
+Rule = Predicate
+"""Metadata of a hint: a function of the value that is true where it is allowed. With ``Allowed``."""
+Share = Annotated[float, Ge(0), Le(1)]
+NotNegative = Annotated[float, Ge(0), AllowInfNan(False)]
+
+
 def strict(hint: Any) -> Any:
     """A hint as pydantic is to check it."""
     origin, inner = get_origin(hint) or hint, get_args(hint)
     if origin is Annotated:
-        return _subscript(Annotated, (strict(inner[0]), *inner[1:]))
+        metadata = [one for one in inner[1:] if not _is_model(one)]  # a section is ``nested``
+        return _subscript(Annotated, (strict(inner[0]), *metadata)) if metadata else strict(inner[0])
     if origin in (Union, types.UnionType):
         return Union[tuple(strict(one) for one in inner)]  # noqa: UP007
     if origin is float:
@@ -126,6 +142,8 @@ def described(hint: Any, metadata: Sequence[Any] = ()) -> str:
         return f"a list of {len(inner)}"
     if origin in (Sequence, list, tuple):
         every, limits = _plain(inner[0]) if inner else (None, ())
+        if every is Literal:
+            return f"a list of {described(inner[0])}"
         return f"a list of {_WORDS[every][1]}{_limits(limits)}" if every in _WORDS else "a list"
     if _is_model(origin):
         return f"dict({', '.join(f'{name}=' for name in origin.model_fields)})"
@@ -154,6 +172,27 @@ def _limits(metadata: Sequence[Any]) -> str:
     if high is not None:
         words.append(f" of at most {high.le}" if isinstance(high, Le) else f" below {high.lt}")
     return " and".join(words)
+
+
+class Nested(Protocol):
+    """Part of an argument's hint that checks a mapping itself and names the path of each problem: section or ``Of``."""
+
+    def argument_problems(self, given: Any, *, where: str, beside: Mapping[str, Any]) -> list[Any]:
+        """A ``ConfigError`` for each problem; ``beside``: all arguments that are given."""
+
+    def argument_completed(self, given: Any, *, beside: Mapping[str, Any]) -> Any:
+        """``given`` with every default that does not depend on a file."""
+
+    def argument_converted(self, given: Any) -> Any:
+        """``given`` with ``'1e-5'`` as a number where one is allowed."""
+
+
+def nested(hint: Any) -> Nested | None:
+    """The part of ``hint`` that checks a mapping itself; None: it has no such part."""
+    origin, inner = get_origin(hint), get_args(hint)
+    options = inner if origin is Annotated or origin in (Union, types.UnionType) else (hint,)
+    found: Any = next((one for one in options if hasattr(one, "argument_problems")), None)
+    return found
 
 
 def argument_hints(cls: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from annotated_types import Ge
 from torch import Tensor
 from torch.nn import functional as F
 
-from unigen_ds.core.registry import TRANSFORMS
+from unigen_ds.core.registry import TRANSFORMS, checked
 
 
 class Augment(Protocol):
@@ -30,6 +30,7 @@ class RandomShift:
         max_pixels: pixels by which an image moves to any side at most; its border is repeated.
     """
 
+    @checked()
     def __init__(self, *, max_pixels: Annotated[int, Ge(1)]) -> None:
         self.max_pixels = max_pixels
 

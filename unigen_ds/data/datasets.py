@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.core.registry import DATASETS, check_arguments
+from unigen_ds.core.registry import DATASETS, check_arguments, checked
 from unigen_ds.core.seeding import derive_seed
 from unigen_ds.data.array_cache import fingerprint
 from unigen_ds.data.counts import Array, Counts, count, record_digest
@@ -181,6 +181,7 @@ class DatasetAdapter(ScannedDataset):
         name: first part of a sample id; None: the class's name.
     """
 
+    @checked()
     def __init__(
         self,
         dataset: Any,
@@ -190,8 +191,6 @@ class DatasetAdapter(ScannedDataset):
         weight: float | None = None,
         name: str | None = None,
     ) -> None:
-        if images not in ("generate", "understand"):
-            raise ConfigError(f"DatasetAdapter.images is {images!r}", allowed="generate, understand")
         self.dataset = _make(dataset) if isinstance(dataset, Mapping) else dataset
         if not (hasattr(self.dataset, "__len__") and hasattr(self.dataset, "__getitem__")):
             raise ConfigError(f"DatasetAdapter.dataset is {self.dataset!r}", allowed="a map-style data set")

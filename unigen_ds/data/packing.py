@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from unigen_ds.core.cores import num_cores
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.registry import PACKERS
+from unigen_ds.core.registry import PACKERS, checked
 from unigen_ds.data.order import permute_many
 
 _SPREAD = (0.3, 0.5, 0.7)
@@ -59,6 +59,7 @@ class WindowPacking:
         max_tiles: condition images (of vision tower or VAE) in one sequence at most; None: no limit.
     """
 
+    @checked()
     def __init__(self, window: Annotated[int, Ge(1)] = 8192, max_tiles: Annotated[int, Ge(1)] | None = None) -> None:
         self.window, self.max_tiles = window, max_tiles
 

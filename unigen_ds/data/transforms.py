@@ -16,15 +16,16 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
+from annotated_types import Ge
 from PIL import Image, PngImagePlugin
 from torch import Tensor
 
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.core.registry import TRANSFORMS
+from unigen_ds.core.registry import TRANSFORMS, checked
 from unigen_ds.data.rules import CURRENT
 
 _ALPHA = ("RGBA", "LA", "PA", "RGBa", "La")
@@ -256,14 +257,19 @@ class ImageTransform:
         mode: ``RGB`` (3 channels) or ``L`` (grey, 1 channel).
     """
 
-    def __init__(self, max_size: int, min_size: int, stride: int, mode: Literal["RGB", "L"] = "RGB") -> None:
-        if not (stride > 0 and 0 < min_size <= max_size and stride <= max_size):
+    @checked()
+    def __init__(
+        self,
+        max_size: Annotated[int, Ge(1)],
+        min_size: Annotated[int, Ge(1)],
+        stride: Annotated[int, Ge(1)],
+        mode: Literal["RGB", "L"] = "RGB",
+    ) -> None:
+        if min_size > max_size or stride > max_size:
             raise ConfigError(
                 f"image transform of max_size {max_size}, min_size {min_size}, stride {stride}",
-                allowed="0 < min_size <= max_size and 0 < stride <= max_size",
+                allowed="min_size and stride of at most max_size",
             )
-        if mode not in ("RGB", "L"):
-            raise ConfigError(f"image mode {mode!r}", allowed="RGB, L")
         self.max_size, self.min_size, self.stride, self.mode = max_size, min_size, stride, mode
 
     @property

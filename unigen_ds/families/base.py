@@ -6,7 +6,7 @@ module in ``custom_imports`` that registers a model in ``MODELS`` and a subclass
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -83,8 +83,9 @@ class Family:
 
     model: ClassVar[type[nn.Module]]
     """Registered in ``MODELS``; ``forward(batch) -> LossTerms``. Its subclasses belong to the family, too."""
-    terms: ClassVar[tuple[str, ...]]
-    """Names of its loss terms: the keys of ``LossTerms.sums``, of ``Batch.target_counts()`` and of ``loss_weights``."""
+    terms: ClassVar[Sequence[str] | Mapping[str, str]]
+    """Names of its loss terms: the keys of ``LossTerms.sums``, of ``Batch.target_counts()`` and of ``loss_weights``. A
+    mapping has also what each weighs, for docs/configs.md."""
     published: ClassVar[tuple[PublishedFormat, ...]] = ()
     """The first one is what an export writes."""
     processor_type: ClassVar[Any]
@@ -140,7 +141,7 @@ class ConversationFamily(Family):
 
     def build(self, spec: Mapping[str, Any], *, vocab_size: int | None) -> nn.Module:
         """``model.llm.vocab_size`` is the tokenizer's where it is not given."""
-        if isinstance(spec.get("llm"), Mapping) and "vocab_size" not in spec["llm"] and not spec.get("pretrained"):
+        if _left_out(spec.get("llm"), "vocab_size") and not spec.get("pretrained"):
             spec = {**spec, "llm": {**spec["llm"], "vocab_size": vocab_size}}
         model: Any = super().build(spec, vocab_size=vocab_size)
         if vocab_size is not None and model.vocab_size < vocab_size:
@@ -153,6 +154,10 @@ class ConversationFamily(Family):
         self, spec: Mapping[str, Any], given: Mapping[str, Any], *, tokenizer: Any, seed: int, rules: DataRules
     ) -> Processor:
         return super().processor(spec, {**given, **_transforms(given)}, tokenizer=tokenizer, seed=seed, rules=rules)
+
+
+def _left_out(section: Any, key: str) -> bool:
+    return isinstance(section, Mapping) and section.get(key) is None
 
 
 def _transforms(given: Mapping[str, Any]) -> dict[str, Any]:

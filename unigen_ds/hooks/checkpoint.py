@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from unigen_ds.checkpoint import store
 from unigen_ds.core import dist
 from unigen_ds.core.errors import ConfigError, SaveError, UnigenError
 from unigen_ds.core.log import logger
 from unigen_ds.core.progress import Duration
-from unigen_ds.core.registry import HOOKS
+from unigen_ds.core.registry import HOOKS, checked
+from unigen_ds.core.values import Allowed, Rule
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
+
+Interval = Annotated[float, Rule(lambda given: given > 0 or given == -1), Allowed("a number above 0, or -1")]
+Kept = Annotated[int, Rule(lambda given: given != 0), Allowed("a whole number of at least 1, or -1")]
 
 
 @HOOKS.register_module()
@@ -28,20 +34,17 @@ class CheckpointHook(Hook):
 
     name = "checkpoint"
 
+    @checked()
     def __init__(
         self,
-        interval: float = -1,
+        interval: Interval = -1,
         *,
         by_epoch: bool = True,
-        max_keep_ckpts: int = -1,
+        max_keep_ckpts: Kept = -1,
         filename_tmpl: str = "iter_{}.pth",
     ) -> None:
         if filename_tmpl.count("{}") != 1 or not store.is_checkpoint_name(filename_tmpl):
             raise ConfigError(f"filename_tmpl is {filename_tmpl!r}", allowed="a name with one {} and the ending .pth")
-        if max_keep_ckpts == 0:
-            raise ConfigError("max_keep_ckpts is 0", allowed="at least 1, or -1 to keep all")
-        if interval <= 0 and interval != -1:
-            raise ConfigError(f"CheckpointHook.interval is {interval}", allowed="a positive number, or -1")
         self.interval, self.unit = interval, "epoch" if by_epoch else "iteration"
         self.max_keep_ckpts = max_keep_ckpts
         self.filename_tmpl = filename_tmpl

@@ -15,7 +15,7 @@ from annotated_types import Gt
 from unigen_ds.core import dist
 from unigen_ds.core.errors import TrainingError
 from unigen_ds.core.log import logger
-from unigen_ds.core.registry import HOOKS
+from unigen_ds.core.registry import HOOKS, checked
 from unigen_ds.hooks.base import Hook, Run
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 5e-3}
@@ -34,6 +34,7 @@ class ContinuityHook(Hook):
 
     name = "continuity"
 
+    @checked()
     def __init__(
         self, *, tolerance: Annotated[float, Gt(0)] | None = None, on_mismatch: Literal["warn", "halt"] = "warn"
     ) -> None:

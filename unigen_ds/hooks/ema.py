@@ -10,8 +10,9 @@ from unigen_ds.core import dist
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.log import logger
 from unigen_ds.core.progress import Duration
-from unigen_ds.core.registry import HOOKS
+from unigen_ds.core.registry import HOOKS, checked
 from unigen_ds.core.shards import EMA, Shard, ShardReader
+from unigen_ds.core.values import NotNegative
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.optim.averaging import Momentum, ShardEMA
 
@@ -34,7 +35,10 @@ class EMAHook(Hook):
 
     name = "ema"
 
-    def __init__(self, *, momentum: Momentum = 0.0002, begin_iter: float = 0, begin_epoch: float = 0) -> None:
+    @checked()
+    def __init__(
+        self, *, momentum: Momentum = 0.0002, begin_iter: NotNegative = 0, begin_epoch: NotNegative = 0
+    ) -> None:
         if begin_iter and begin_epoch:
             raise ConfigError("EMAHook has both begin_iter and begin_epoch", remedy="give one of them")
         self.momentum = momentum

@@ -15,11 +15,12 @@ import torch
 from annotated_types import Ge
 
 from unigen_ds.core import dist
+from unigen_ds.core.batch import DEFAULT_WEIGHT
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.log import logger
 from unigen_ds.core.metrics import METRICS_FILE
 from unigen_ds.core.progress import Duration
-from unigen_ds.core.registry import HOOKS
+from unigen_ds.core.registry import HOOKS, checked
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.hooks.console import Console, make_console
 from unigen_ds.hooks.journal import Journal
@@ -41,6 +42,7 @@ class LoggerHook(Hook):
 
     name = "logger"
 
+    @checked()
     def __init__(
         self,
         *,
@@ -163,7 +165,7 @@ def global_losses(result: UpdateResult) -> dict[str, float | None]:
         count = result.counts[term]
         losses[f"loss/{term}"] = mean = value / count if count else None
         if mean is not None:
-            total = (total or 0.0) + result.loss_weights.get(term, 1.0) * mean
+            total = (total or 0.0) + result.loss_weights.get(term, DEFAULT_WEIGHT) * mean
     return {"loss": total, **losses}
 
 

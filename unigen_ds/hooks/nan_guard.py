@@ -14,7 +14,7 @@ from annotated_types import Ge
 
 from unigen_ds.core.errors import ConfigError, TrainingError
 from unigen_ds.core.log import logger
-from unigen_ds.core.registry import HOOKS
+from unigen_ds.core.registry import HOOKS, checked
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 
 VERSION = 1
@@ -32,6 +32,7 @@ class NanGuardHook(Hook):
 
     name = "nan_guard"
 
+    @checked()
     def __init__(self, *, max_consecutive: Annotated[int, Ge(1)] = 5) -> None:
         self.max_consecutive = max_consecutive
         self._skipped: list[dict[str, Any]] = []

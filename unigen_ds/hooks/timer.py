@@ -14,7 +14,7 @@ from annotated_types import Ge
 
 from unigen_ds.core.batch import Batch
 from unigen_ds.core.log import logger
-from unigen_ds.core.registry import HOOKS
+from unigen_ds.core.registry import HOOKS, checked
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.hooks.peak import peak_tflops
 
@@ -49,6 +49,7 @@ class IterTimerHook(Hook):
 
     name = "timer"
 
+    @checked()
     def __init__(self, *, window: Annotated[int, Ge(1)] = 50) -> None:
         self._updates: deque[_Update] = deque(maxlen=window)
         self._seen = 0

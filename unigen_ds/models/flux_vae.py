@@ -7,13 +7,16 @@ Source: Black Forest Labs, FLUX.1 (2024); Esser et al., 2024.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
 
 import torch
+from annotated_types import Ge, MinLen
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.registry import AUTOENCODERS
+from unigen_ds.core.registry import AUTOENCODERS, checked
+from unigen_ds.core.values import Allowed, Rule
 
 _GROUPS = 32
 
@@ -156,20 +159,21 @@ class FluxAutoencoder(nn.Module):
         shift_factor: see ``scale_factor``.
     """
 
+    @checked("model.vae")
     def __init__(
         self,
         *,
-        base_channels: int = 128,
-        channel_multipliers: Sequence[int] = (1, 2, 4, 4),
-        num_blocks: int = 2,
-        latent_channels: int = 16,
-        channels: int = 3,
-        scale_factor: float = 0.3611,
+        base_channels: Annotated[int, Ge(1)] = 128,
+        channel_multipliers: Annotated[Sequence[Annotated[int, Ge(1)]], MinLen(1)] = (1, 2, 4, 4),
+        num_blocks: Annotated[int, Ge(1)] = 2,
+        latent_channels: Annotated[int, Ge(1)] = 16,
+        channels: Annotated[int, Ge(1)] = 3,
+        scale_factor: Annotated[float, Rule(lambda given: given != 0), Allowed("a number other than 0")] = 0.3611,
         shift_factor: float = 0.1159,
     ) -> None:
         super().__init__()
         widths = [base_channels * multiplier for multiplier in channel_multipliers]
-        if not widths or any(width % _GROUPS or not width for width in (base_channels, *widths)):
+        if any(width % _GROUPS for width in (base_channels, *widths)):
             raise ConfigError(f"model.vae: widths {base_channels}, {widths}", allowed=f"multiples of {_GROUPS}")
         self.latent_channels, self.downsample = latent_channels, 2 ** (len(widths) - 1)
         self.scale_factor, self.shift_factor = scale_factor, shift_factor

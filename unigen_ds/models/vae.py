@@ -14,7 +14,7 @@ from annotated_types import Ge
 from torch import Tensor, nn
 
 from unigen_ds.core.batch import PackedBatch
-from unigen_ds.core.registry import AUTOENCODERS
+from unigen_ds.core.registry import AUTOENCODERS, checked
 from unigen_ds.models.flow import patchify_latents
 
 
@@ -58,6 +58,7 @@ class PixelAutoencoder(nn.Module):
         channels: channels of the image: 1 for grey.
     """
 
+    @checked("model.vae")
     def __init__(self, *, channels: Annotated[int, Ge(1)] = 3) -> None:
         super().__init__()
         self.latent_channels = channels

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from keyword import iskeyword
 from logging import INFO, WARNING
+from math import isfinite
 from pathlib import Path
 from types import FunctionType
 from typing import Any
-
-from mmengine.config import Config
 
 from unigen_ds.backends.base import Backend
 from unigen_ds.backends.memory import on_meta
@@ -173,7 +173,7 @@ def _begin(settings: Settings, backend: Backend, geometry: Geometry) -> tuple[Re
 
 
 def config_text(config: Mapping[str, Any]) -> str:
-    """The config as Python text. A class is written as its name: mmengine's text of a class cannot be read back."""
+    """The config as Python text, in mmengine's style, which can be read back. A class is written as its name."""
 
     def named(value: Any, key: Any = None) -> Any:
         if isinstance(value, Mapping):
@@ -184,4 +184,25 @@ def config_text(config: Mapping[str, Any]) -> str:
             return registered_name(value) or f"{value.__module__}.{value.__qualname__}"
         return registered_name(value) or value if key == "type" else value
 
-    return Config(named(config)).pretty_text
+    return "".join(f"{key} = {_python(value)}\n" for key, value in named(config).items())
+
+
+def _python(value: Any, indent: str = "") -> str:
+    """A plain value as Python has it: ``dict(key=...)``, or ``{'key': ...}`` where a key is no name."""
+    inside = indent + "    "
+    if isinstance(value, Mapping):
+        names = all(isinstance(key, str) and key.isidentifier() and not iskeyword(key) for key in value)
+        items = [
+            f"{key}={_python(inner, inside)}" if names else f"{key!r}: {_python(inner, inside)}"
+            for key, inner in value.items()
+        ]
+        start, end = ("dict(", ")") if names else ("{", "}")
+    elif isinstance(value, (list, tuple)):
+        items = [_python(inner, inside) for inner in value]
+        start, end = ("[", "]") if isinstance(value, list) else ("(", ",)" if len(value) == 1 else ")")
+    else:
+        return f"float({str(value)!r})" if isinstance(value, float) and not isfinite(value) else repr(value)
+    line = start + ", ".join(items) + end
+    if len(indent + line) < 100 and "\n" not in line:
+        return line
+    return start + "".join(f"\n{inside}{item}," for item in items) + f"\n{indent}{end[-1]}"

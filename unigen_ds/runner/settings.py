@@ -22,18 +22,11 @@ from unigen_ds.backends import fsdp as _fsdp  # noqa: F401
 from unigen_ds.backends import single as _single
 from unigen_ds.checkpoint.settings import LoadSettings
 from unigen_ds.core import config as files
+from unigen_ds.core.batch import DEFAULT_WEIGHT
 from unigen_ds.core.errors import ConfigError, raise_any
 from unigen_ds.core.log import logger, notice
 from unigen_ds.core.paths import expand_paths
-from unigen_ds.core.registry import (
-    AUTOENCODERS,
-    BACKENDS,
-    MODELS,
-    argument_problems,
-    component_problems,
-    find,
-    undone_on_failure,
-)
+from unigen_ds.core.registry import BACKENDS, MODELS, argument_problems, find, undone_on_failure
 from unigen_ds.core.settings import LISTED, Component, Of, Section, argument_defaults, keys
 from unigen_ds.core.translate import translate
 from unigen_ds.core.values import Number
@@ -220,7 +213,7 @@ class Settings(ModelSettings):
         found, more = cls.checked(given, whole=whole)
         errors += more
         if whole:
-            errors += [*_of_autoencoder(given), *_of_family(given)]
+            errors += _of_family(given)
         if found is None or errors:
             return None, errors
         found._given = given
@@ -236,7 +229,8 @@ class Settings(ModelSettings):
             return found
         defaults = argument_defaults(family.processor_arguments())
         section = {key: defaults[key] for key in PROCESSOR_KEYS if key in defaults}
-        return {**found, "processor": {**section, **(found["processor"] or {})}}
+        weights = {**dict.fromkeys(family.terms, DEFAULT_WEIGHT), **(found["loss_weights"] or {})}
+        return {**found, "processor": {**section, **(found["processor"] or {})}, "loss_weights": weights}
 
     def plain(self) -> dict[str, Any]:
         found: dict[str, Any] = self.completed(super().plain())
@@ -352,14 +346,6 @@ def import_custom(config: Mapping[str, Any]) -> None:
 
 
 # ---- checks that involve several sections ---------------------------------------------------------------------------
-
-
-def _of_autoencoder(given: Mapping[str, Any]) -> list[ConfigError]:
-    model = given.get("model")
-    vae = model.get("vae") if isinstance(model, Mapping) else None
-    if not isinstance(vae, Mapping) or "type" not in vae:
-        return []
-    return component_problems(AUTOENCODERS, vae, where="model.vae")
 
 
 def _of_family(given: Mapping[str, Any]) -> Iterator[ConfigError]:

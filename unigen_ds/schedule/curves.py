@@ -18,16 +18,16 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Gt, Lt
 from pydantic import AllowInfNan
 
 from unigen_ds.core.errors import ConfigError, nearest
 from unigen_ds.core.progress import Progress, Ruler
-from unigen_ds.core.registry import CURVES
+from unigen_ds.core.registry import CURVES, check_arguments
+from unigen_ds.core.values import NotNegative, Share
 
-CURVE_UNITS = ("epoch", "iteration", "update", "sequence", "token")
 MMENGINE_INF = 10**9
 """mmengine's ``INF``: an ``end`` of that many epochs or iterations means the end of training."""
 
@@ -100,10 +100,6 @@ class PlacedCurve:
         return cls(**{field.name: state[field.name] for field in dataclasses.fields(cls)})
 
 
-Share = Annotated[float, Ge(0), Le(1)]
-NotNegative = Annotated[float, Ge(0), AllowInfNan(False)]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Curve:
     """Arguments that every curve has, mmengine's names. A subclass adds its own and defines ``evaluate``.
@@ -121,13 +117,13 @@ class Curve:
     begin: NotNegative = 0
     end: Annotated[float, Ge(0)] | None = None
     convert_to_iter_based: bool = False
-    unit: str | None = None
+    unit: Literal["epoch", "iteration", "update", "sequence", "token"] | None = None
 
     default_unit: ClassVar[str] = "epoch"
 
     def __post_init__(self) -> None:
-        if self.unit is not None and self.unit not in CURVE_UNITS:
-            raise ConfigError(f"unit is {self.unit!r}", allowed=", ".join(CURVE_UNITS))
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        check_arguments(type(self), given, where=type(self).__name__)
         if self.end is not None and self.end <= self.begin:
             raise ConfigError(f"begin is {self.begin} and end is {self.end}", allowed="an end after the begin")
         if self.convert_to_iter_based and self.counted_in != "epoch":
@@ -311,7 +307,12 @@ class CosineAnnealingLR(Curve):
 
     def arguments(self, to_data: Callable[[float], float]) -> dict[str, Any]:
         own = Curve.arguments(self, to_data)
-        return {**own, "T_max": None if self.T_max is None else to_data(self.T_max)}
+        period = None if self.T_max is None else to_data(self.T_max)
+        if period == 0:
+            raise ConfigError(
+                f"T_max is {self.T_max} {self.counted_in}(s), less than a sequence", allowed="a longer one"
+            )
+        return {**own, "T_max": period}
 
     @staticmethod
     def evaluate(point: Point, arguments: Mapping[str, Any]) -> float:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Annotated
 
 import torch
+from annotated_types import Ge
 
 from unigen_ds.core import dist
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.files import write_text_atomic
 from unigen_ds.core.log import logger
 from unigen_ds.core.metrics import METRICS_FILE
-from unigen_ds.core.registry import HOOKS
+from unigen_ds.core.registry import HOOKS, checked
 from unigen_ds.evaluation.plots import plot_curves
 from unigen_ds.examples.digits.dataset import DigitsDataset, write_digits
 from unigen_ds.examples.digits.scores import evaluate, plot_samples
@@ -35,8 +37,14 @@ class DigitsReportHook(Hook):
 
     name = "digits_report"
 
+    @checked()
     def __init__(
-        self, *, num_timesteps: int = 26, text_scale: float = 2.0, seed: int = 0, root: str | None = None
+        self,
+        *,
+        num_timesteps: Annotated[int, Ge(2)] = 26,
+        text_scale: float = 2.0,
+        seed: int = 0,
+        root: str | None = None,
     ) -> None:
         self.flow = FlowSettings(num_timesteps=num_timesteps, text_scale=text_scale)
         self.seed, self.root = seed, root

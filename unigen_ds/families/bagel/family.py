@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -68,7 +69,10 @@ class Bagel(ConversationFamily):
 
     model = UnifiedModel
     processor_type = UnifiedProcessor
-    terms = ("text", "image")
+    terms: ClassVar[Mapping[str, str]] = {
+        "text": "weight of the mean cross-entropy per text target",
+        "image": "weight of the mean squared velocity error per latent patch",
+    }
     published = (BagelDirectory(),)
 
     def inferencer(self, model: Any, processor: Any) -> InterleaveInferencer:

@@ -17,16 +17,19 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Ge, Le
 from torch import Tensor, nn
 
 from unigen_ds.core.batch import LossTerms, PackedBatch
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.registry import AUTOENCODERS, MODELS, build
+from unigen_ds.core.registry import AUTOENCODERS, MODELS, build, checked
+from unigen_ds.core.settings import Of
 from unigen_ds.families.bagel.exported import read_exported
 from unigen_ds.families.bagel.published import VIT_SELECT_LAYER, model_sizes, read_pretrained, with_copied_experts
+from unigen_ds.families.bagel.settings import UnifiedSizes
 from unigen_ds.models import flow
 from unigen_ds.models.attention import Attend, plan_attention
 from unigen_ds.models.flops import attention_flops, encode_flops, linear_flops, trains
@@ -43,7 +46,7 @@ from unigen_ds.models.layers import (
 )
 from unigen_ds.models.losses import image_loss_sum, text_loss_sum
 from unigen_ds.models.quantized import quantize_frozen
-from unigen_ds.models.sizes import check_sizes
+from unigen_ds.models.settings import Quantize, VisionSizes
 from unigen_ds.models.vae import encode_by_size, hold_as_buffers
 from unigen_ds.models.vision import VisionModel
 from unigen_ds.models.weights import PretrainedModel
@@ -151,13 +154,6 @@ class MoTForCausalLM(nn.Module):
         self.lm_head = nn.Linear(config["hidden_size"], config["vocab_size"], bias=False)
 
 
-_LLM_DEFAULTS: dict[str, Any] = {"rms_norm_eps": 1e-6, "rope_theta": 1_000_000.0, "dropout": 0.0}
-_LLM_KEYS = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads",
-)  # fmt: skip
-
-
 @MODELS.register_module()
 class UnifiedModel(PretrainedModel):
     """``forward(PackedBatch) -> LossTerms`` with terms ``text`` and ``image``.
@@ -193,27 +189,26 @@ class UnifiedModel(PretrainedModel):
     forward_methods = ("velocity", "next_token_logits")
     """Entry points beside ``forward``; a sharding engine must hook these too."""
 
+    @checked("model")
     def __init__(
         self,
         *,
-        llm: Mapping[str, Any] | None = None,
-        vit: Mapping[str, Any] | None = None,
-        vae: Mapping[str, Any] | None = None,
-        latent_patch_size: int | None = None,
-        max_latent_size: int | None = None,
-        vit_max_patches_per_side: int | None = None,
+        llm: Annotated[Mapping[str, Any] | None, UnifiedSizes] = None,
+        vit: Annotated[Mapping[str, Any] | None, VisionSizes] = None,
+        vae: Annotated[Mapping[str, Any] | None, Of(AUTOENCODERS, rest_from="pretrained")] = None,
+        latent_patch_size: Annotated[int, Ge(1)] | None = None,
+        max_latent_size: Annotated[int, Ge(1)] | None = None,
+        vit_max_patches_per_side: Annotated[int, Ge(1)] | None = None,
         timestep_shift: float = 1.0,
         freeze: Sequence[str] = ("vae",),
-        quantize: Mapping[str, str] | None = None,
+        quantize: Annotated[Mapping[str, str] | None, Quantize] = None,
         activation_checkpointing: bool = False,
         compile: bool = False,
         pretrained: str | Mapping[str, str] | None = None,
-        vit_select_layer: int | None = None,
+        vit_select_layer: Annotated[int, Le(-1)] | None = None,
         copy_init_moe: bool = False,
     ) -> None:
         super().__init__()
-        if vit_select_layer is not None and vit_select_layer > -1:
-            raise ConfigError(f"model.vit_select_layer is {vit_select_layer}", allowed="-1 (the last layer) or below")
         if copy_init_moe and not pretrained:
             raise ConfigError("model.copy_init_moe has no effect without model.pretrained")
         source = read_pretrained(pretrained, vit_select_layer=vit_select_layer) if pretrained else None
@@ -225,11 +220,10 @@ class UnifiedModel(PretrainedModel):
         found = source.sizes if source is not None else {}
         self.vit_select_layer: int = found.get("vit_select_layer", vit_select_layer or VIT_SELECT_LAYER)
         self.sizes = sizes = model_sizes(source, {"llm": llm, "vit": vit, "vae": vae, **given})
-        sizes["llm"] = config = {**_LLM_DEFAULTS, **sizes["llm"]}
-        check_sizes("llm", config, known=(*_LLM_KEYS, *_LLM_DEFAULTS))
-        width, vit = config["hidden_size"], sizes["vit"]
-        if width % 4:
-            raise ConfigError(f"model.llm.hidden_size is {width}", allowed="a multiple of 4, for positions in images")
+        config, vit = sizes["llm"], sizes["vit"]
+        if config["vocab_size"] is None:
+            raise ConfigError("model.llm.vocab_size is not given", remedy="the tokenizer's number of tokens, or more")
+        width = config["hidden_size"]
         self.latent_patch_size, self.timestep_shift = sizes["latent_patch_size"], timestep_shift
         self.published = isinstance(pretrained, str) and not read_exported(Path(pretrained))
         """Whether the weights are a published directory's, as they are; not after a step of training."""

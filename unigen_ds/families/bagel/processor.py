@@ -18,6 +18,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Le
 
 from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.core.registry import checked
 from unigen_ds.data.augment import Augment
 from unigen_ds.data.formats import Turn
 from unigen_ds.data.processor import ConversationProcessor, is_document
@@ -53,6 +54,7 @@ class UnifiedProcessor(ConversationProcessor):
         rules: versions of the rules by which texts and images are read.
     """
 
+    @checked("processor")
     def __init__(
         self,
         tokenizer: TextTokenizer,
@@ -83,8 +85,6 @@ class UnifiedProcessor(ConversationProcessor):
         self.max_latent_size, self.vit_max_patches_per_side = max_latent_size, vit_max_patches_per_side
         self.dropout = {"text": text_dropout, "vit": vit_dropout, "vae": vae_dropout}
         self.vit_augment = tuple(vit_augment)
-        if timestep != "normal":
-            raise ConfigError(f"timestep {timestep!r}", allowed="normal")
         self._check()
 
     def _check(self) -> None:

@@ -26,8 +26,9 @@ from unigen_ds.core.json_values import stored_object
 from unigen_ds.core.log import logger
 from unigen_ds.core.outputs import save_safetensors
 from unigen_ds.families.bagel.exported import EXPORTED, read_exported, write_exported
+from unigen_ds.families.bagel.settings import UnifiedSizes
 from unigen_ds.models.quantized import plain_state_dict
-from unigen_ds.models.sizes import check_sizes
+from unigen_ds.models.settings import VisionSizes
 from unigen_ds.models.weights import Pretrained, Stored, flat_sizes, read_json, stated_sizes, stored_tensors
 
 LLM_CONFIG, VIT_CONFIG, WEIGHTS, VAE_WEIGHTS = FILES = (
@@ -169,14 +170,12 @@ def model_sizes(source: Pretrained | None, given: Mapping[str, Any]) -> dict[str
         sizes[part] = {**(read if same_kind else {}), **own}
         if not sizes[part]:
             raise ConfigError(f"model.{part} is not given", remedy=f"give its sizes, or pretrained=dict({part}='...')")
-    sizes["vit"] = {"num_channels": 3, "layer_norm_eps": 1e-6, **sizes["vit"]}
-    check_sizes("vit", sizes["vit"], known=_VIT_KEYS)
+    sizes["llm"] = UnifiedSizes.filled(sizes["llm"], where="model.llm")
+    sizes["vit"] = VisionSizes.filled(sizes["vit"], where="model.vit")
     learned = sizes["vit"]["image_size"] // sizes["vit"]["patch_size"]
     for key, default in {**_DEFAULTS, "vit_max_patches_per_side": learned}.items():
         own = given.get(key)
         sizes[key] = found.get(key, default) if own is None else own
-        if sizes[key] < 1:
-            raise ConfigError(f"model.{key} is {sizes[key]}", allowed="a whole number of at least 1")
     if sizes["vit_max_patches_per_side"] > learned:
         raise ConfigError(
             f"vit_max_patches_per_side is {sizes['vit_max_patches_per_side']}",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -60,7 +61,7 @@ class Decoder(ConversationFamily):
 
     model = DecoderLM
     processor_type = UnifiedProcessor
-    terms = ("text",)
+    terms: ClassVar[Mapping[str, str]] = {"text": "weight of the mean cross-entropy per text target"}
     published = (TransformersDirectory(),)
 
     def inferencer(self, model: Any, processor: Any) -> TextInferencer:

@@ -12,17 +12,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Ge, Lt
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from unigen_ds.core.batch import LossTerms, PackedBatch
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.core.registry import MODELS
+from unigen_ds.core.registry import MODELS, checked
 from unigen_ds.families.decoder_lm.published import plain_config, read_pretrained, transformers_config
+from unigen_ds.families.decoder_lm.settings import DecoderSizes
 from unigen_ds.models.attention import Attend, plan_attention
 from unigen_ds.models.flops import attention_flops, linear_flops, trains
 from unigen_ds.models.losses import text_loss_sum
@@ -38,8 +40,8 @@ class DecoderLM(PretrainedModel):
     """``forward(PackedBatch) -> LossTerms`` with the term ``text``.
 
     Args:
-        llm: ``model_type`` (``llama`` or ``qwen2``) and keys of that kind's config in transformers, under its names and
-            with its defaults; those that ``pretrained`` does not have.
+        llm: ``model_type`` and keys of that kind's config in transformers, under its names and with its defaults, [the
+            keys that make a size](configs.md#decoderlm); those that ``pretrained`` does not have.
         pretrained: a directory as transformers writes it (``config.json``, ``*.safetensors``, in one file or many):
             initial weights, and every key that is not given.
         dropout: on both residual branches of each layer; that of the scores is ``llm.attention_dropout``.
@@ -52,12 +54,13 @@ class DecoderLM(PretrainedModel):
     forward_methods = ("logits", "next_token_logits")
     """Entry points beside ``forward``; a sharding engine must hook these too."""
 
+    @checked("model")
     def __init__(
         self,
         *,
-        llm: Mapping[str, Any] | None = None,
+        llm: Annotated[Mapping[str, Any] | None, DecoderSizes] = None,
         pretrained: str | None = None,
-        dropout: float = 0.0,
+        dropout: Annotated[float, Ge(0), Lt(1)] = 0.0,
         freeze: Sequence[str] = (),
         activation_checkpointing: bool = False,
         compile: bool = False,

@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 
-from unigen_ds.core.errors import CheckpointError, ConfigError, nearest
+from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.files import copy_files, new_directory
 from unigen_ds.core.json_values import stored_object
+from unigen_ds.families.decoder_lm.settings import MODEL_TYPES, DecoderSizes
+from unigen_ds.models.settings import check_heads
 from unigen_ds.models.weights import Pretrained, read_json, stored_tensors
 
-MODEL_TYPES = ("llama", "qwen2")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Whose angles depend on the position alone; of the others they depend on the longest document of the batch, too."""
 _NOT_THE_MODELS = {"use_cache", "pretraining_tp", "bos_token_id", "eos_token_id", "pad_token_id"}
@@ -60,12 +61,8 @@ def transformers_config(given: Mapping[str, Any], stored: Mapping[str, Any]) -> 
         of_file = f", and that of pretrained {of_files!r}" if stored else ""
         raise ConfigError(f"model.llm.model_type is {kind!r}{of_file}", allowed=", ".join(MODEL_TYPES))
     config_class: Any = CONFIG_MAPPING[kind]
-    known = {"model_type", *(field.name for field in dataclasses.fields(config_class))}
-    unknown = [key for key in given if key not in known]
-    if unknown:
-        raise ConfigError(f"model.llm has no key {unknown[0]!r}", remedy=nearest(unknown[0], known))
     try:
-        config = config_class.from_dict({**stored, **given})
+        config = config_class.from_dict({**stored, **DecoderSizes.argument_converted(given)})
     except (StrictDataclassError, TypeError, ValueError) as error:
         raise ConfigError(f"model.llm: {error}") from error
     _check(config)
@@ -83,16 +80,11 @@ def plain_config(config: Any) -> dict[str, Any]:
 
 
 def _check(config: Any) -> None:
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    if config.hidden_size % heads or heads % kv_heads:
-        raise ConfigError(
-            f"model.llm: hidden_size {config.hidden_size}, num_attention_heads {heads}, num_key_value_heads {kv_heads}",
-            allowed="hidden_size a multiple of the heads, the heads a multiple of the key/value heads",
-        )
+    check_heads("model.llm", config.hidden_size, config.num_attention_heads, config.num_key_value_heads)
     rope = config.rope_parameters["rope_type"]
     if rope not in _ROPE_TYPES:
         raise ConfigError(f"model.llm.rope_parameters.rope_type is {rope!r}", allowed=", ".join(_ROPE_TYPES))
-    if getattr(config, "use_sliding_window", False):
+    if getattr(config, "use_sliding_window", False):  # of a directory
         raise ConfigError("model.llm.use_sliding_window is True", allowed="False: every token sees its whole document")
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -77,7 +78,7 @@ class NanoVLM(ConversationFamily):
 
     model = VLM
     processor_type = VLMProcessor
-    terms = ("text",)
+    terms: ClassVar[Mapping[str, str]] = {"text": "weight of the mean cross-entropy per text target"}
     published = (NanoVLMDirectory(),)
 
     def inferencer(self, model: Any, processor: Any) -> ChatInferencer:

@@ -14,49 +14,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Ge
 from torch import Tensor, nn
 
 from unigen_ds.core.batch import LossTerms, PackedBatch
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.core.registry import MODELS
+from unigen_ds.core.registry import MODELS, checked
 from unigen_ds.families.nanovlm.published import EXTRA_TOKENS, read_pretrained
+from unigen_ds.families.nanovlm.settings import LlamaSizes, SiglipSizes
 from unigen_ds.models.attention import Attend
 from unigen_ds.models.flops import attention_flops, linear_flops, trains
 from unigen_ds.models.llama import LlamaLM
 from unigen_ds.models.losses import text_loss_sum
 from unigen_ds.models.quantized import quantize_frozen
-from unigen_ds.models.sizes import check_sizes
+from unigen_ds.models.settings import Quantize
 from unigen_ds.models.vision import VisionTransformer
 from unigen_ds.models.weights import Pretrained, PretrainedModel
 
 FREEZABLE = ("vit", "llm", "connector")
 _INIT_STD = 0.02
-
-SIGLIP2_BASE_512: dict[str, Any] = {
-    "hidden_size": 768,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "image_size": 512,
-    "patch_size": 16,
-    "num_channels": 3,
-    "layer_norm_eps": 1e-6,
-}
-SMOLLM2_360M: dict[str, Any] = {
-    "vocab_size": 49152 + EXTRA_TOKENS,
-    "hidden_size": 960,
-    "intermediate_size": 2560,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 15,
-    "num_key_value_heads": 5,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 100_000.0,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": True,
-}
+SMOLLM2_VOCABULARY = 49152 + EXTRA_TOKENS
 
 
 class PixelShuffleConnector(nn.Module):
@@ -97,14 +77,15 @@ class VLM(PretrainedModel):
     forward_methods = ("logits", "next_token_logits")
     """Entry points beside ``forward``; a sharding engine must hook these too."""
 
+    @checked("model")
     def __init__(
         self,
         *,
-        llm: Mapping[str, Any] | None = None,
-        vit: Mapping[str, Any] | None = None,
-        pixel_shuffle_factor: int | None = None,
+        llm: Annotated[Mapping[str, Any] | None, LlamaSizes] = None,
+        vit: Annotated[Mapping[str, Any] | None, SiglipSizes] = None,
+        pixel_shuffle_factor: Annotated[int, Ge(1)] | None = None,
         freeze: Sequence[str] = (),
-        quantize: Mapping[str, str] | None = None,
+        quantize: Annotated[Mapping[str, str] | None, Quantize] = None,
         activation_checkpointing: bool = False,
         compile: bool = False,
         pretrained: str | Mapping[str, str] | None = None,
@@ -230,22 +211,18 @@ class VLM(PretrainedModel):
 def _sizes(source: Pretrained | None, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], int]:
     """Sizes of the language model and of the vision tower, and the factor: as given, else as in the files."""
     found = source.sizes if source else {}
-    llm = _filled("llm", given.get("llm"), {**SMOLLM2_360M, **found.get("llm", {})})
-    vit = _filled("vit", given.get("vit"), {**SIGLIP2_BASE_512, **found.get("vit", {})})
+    llm = LlamaSizes.filled({**found.get("llm", {}), **(given.get("llm") or {})}, where="model.llm")
+    if llm["vocab_size"] is None:
+        llm["vocab_size"] = SMOLLM2_VOCABULARY
+    vit = SiglipSizes.filled({**found.get("vit", {}), **(given.get("vit") or {})}, where="model.vit")
     factor = given.get("pixel_shuffle_factor")
     return llm, vit, found.get("pixel_shuffle_factor", 4) if factor is None else factor
-
-
-def _filled(part: str, given: Mapping[str, Any] | None, default: Mapping[str, Any]) -> dict[str, Any]:
-    sizes = {**default, **(given or {})}
-    check_sizes(part, sizes, known=default)
-    return sizes
 
 
 def _check(vit: Mapping[str, Any], factor: int) -> int:
     """Raise ``ConfigError`` where the factor does not fit; else the patches along a side of a tile."""
     side = vit["image_size"] // vit["patch_size"]
-    if factor < 1 or side % factor or vit["image_size"] % vit["patch_size"]:
+    if side % factor or vit["image_size"] % vit["patch_size"]:
         raise ConfigError(
             f"model: image_size {vit['image_size']}, patch_size {vit['patch_size']}, pixel_shuffle_factor {factor}",
             allowed="image_size a multiple of patch_size * pixel_shuffle_factor",

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.core.registry import checked
 from unigen_ds.data.augment import Augment
 from unigen_ds.data.chat import RenderedChat, encode_rendered, next_token_labels
 from unigen_ds.data.formats import Turn
@@ -72,6 +73,7 @@ class VLMProcessor(ConversationProcessor):
     tokenizer: ChatTokenizer
     on_white = False
 
+    @checked("processor")
     def __init__(
         self,
         tokenizer: ChatTokenizer,

@@ -1,0 +1,85 @@
+"""Sections of ``model`` that several families share: sizes of transformers, and which parts are packed.
+
+With ``pretrained`` a config gives only what differs from the files, so a model checks its sizes again as a whole, once
+the files are read (``Section.filled``).
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field, model_validator
+from typing_extensions import Self
+
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.settings import Section
+from unigen_ds.core.values import Number
+
+QuantizeScheme = Literal["nf4", "int8"]
+
+
+class Sizes(Section):
+    """What every transformer has."""
+
+    rest_from: ClassVar[str | None] = "pretrained"
+    path: ClassVar[str]
+    """In a config."""
+
+    hidden_size: int = Field(ge=1, description="width; a multiple of `num_attention_heads`")
+    intermediate_size: int = Field(ge=1, description="inner width of the feed-forward part of a layer")
+    num_hidden_layers: int = Field(ge=0, description="number of layers")
+    num_attention_heads: int = Field(ge=1, description="attention heads of a layer")
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> Self:
+        check_heads(self.path, self.hidden_size, self.num_attention_heads, self.num_attention_heads)
+        return self
+
+
+class LanguageSizes(Sizes):
+    """A decoder with grouped-query attention and rotary positions."""
+
+    path: ClassVar[str] = "model.llm"
+
+    num_key_value_heads: int = Field(ge=1, description="heads of keys and values; a divisor of `num_attention_heads`")
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> Self:
+        width, heads = self.hidden_size, self.num_attention_heads
+        check_heads(self.path, width, heads, self.num_key_value_heads)
+        if width // heads % 2:
+            raise ConfigError(
+                f"{self.path}: hidden_size {width} over {heads} heads is {width // heads} each",
+                allowed="an even number: rotary positions turn pairs",
+            )
+        return self
+
+
+class VisionSizes(Sizes):
+    """A vision tower, under SigLIP's names."""
+
+    path: ClassVar[str] = "model.vit"
+
+    image_size: int = Field(
+        ge=1, description="side of an image in pixels; divided by `patch_size` the side of the position table"
+    )
+    patch_size: int = Field(ge=1, description="side of a patch in pixels")
+    num_channels: int = Field(default=3, ge=1, description="channels of an image: 1 for grey")
+    layer_norm_eps: Number = Field(default=1e-6, gt=0, description="epsilon of the layer norms")
+
+
+class Quantize(Section):
+    """Packed weights for the linear layers of frozen parts."""
+
+    llm: QuantizeScheme | None = Field(default=None, description="the language model: `nf4`, `int8` or None")
+    vit: QuantizeScheme | None = Field(default=None, description="the vision tower: `nf4`, `int8` or None")
+    connector: QuantizeScheme | None = Field(default=None, description="what joins them: `nf4`, `int8` or None")
+
+
+def check_heads(where: str, width: int, heads: int, kv_heads: int) -> None:
+    """Raise ``ConfigError`` where they do not fit."""
+    if width % heads or heads % kv_heads:
+        raise ConfigError(
+            f"{where}: hidden_size {width}, num_attention_heads {heads}, num_key_value_heads {kv_heads}",
+            allowed="hidden_size a multiple of the heads, the heads a multiple of the key/value heads",
+        )
