@@ -1,6 +1,6 @@
 """Sections of ``model`` that several families share: sizes of transformers, and which parts are packed.
 
-With ``pretrained`` a config gives only what differs from the files, so a model checks its sizes again as a whole, once
+With ``pretrained`` a config has only what differs from the files, so a model checks its sizes again as a whole, once
 the files are read (``Section.filled``).
 """
 
