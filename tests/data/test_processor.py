@@ -124,7 +124,7 @@ def test_fingerprint_follows_what_changes_a_plan() -> None:
         ({"vae_downsample": 16}, "vae_downsample is 16"),
         ({"vit_transform": ImageTransform(16, 8, 6)}, "vit_transform.stride is 6"),
         ({"max_latent_size": 3}, "max_size of at most 24"),
-        ({"timestep": "uniform"}, "timestep 'uniform'"),
+        ({"timestep": "uniform"}, "processor.timestep is 'uniform'"),
     ],
 )
 def test_wrong_settings(changes: dict[str, Any], message: str) -> None:

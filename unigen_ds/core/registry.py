@@ -201,7 +201,7 @@ def argument_problems(
                 problem = f"{where} has no key {key!r} ({cls.__name__})"
                 errors.append(UnknownKey(key, section=where, valid=valid, hint=ANYWHERE.get(key), problem=problem))
     hints = {key: hint for key, hint in argument_hints(cls).items() if key in parameters}
-    for key, hint in hints.items():
+    for key, hint in {**{key: hints[key] for key in arguments if key in hints}, **hints}.items():
         value, part = arguments.get(key, parameters[key].default), nested(hint)
         if part is not None and (value is None or isinstance(value, Mapping)):
             errors += part.argument_problems(value, where=f"{where}.{key}", beside=arguments)
