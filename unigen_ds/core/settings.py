@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Union, get_args, get_origin
@@ -106,6 +106,8 @@ class Of:
     """Whether the constructor has no side effect: then it is called once to find what only it can refuse."""
     rest_from: str | None = None
     """Of a component that is an argument of another: see ``Section.rest_from``."""
+    rewrite: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
+    """A config's mapping -> the one that is meant; None: it is the same."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
         found = core_schema.no_info_plain_validator_function(self._component)
@@ -116,11 +118,15 @@ class Of:
             return given
         if self.problems(given, where=""):
             raise PydanticCustomError("component", "not a component", {"of": self})
-        cls = find(self.registry, self._typed(given), where="")
-        return Component(cls, _arguments(cls, given), given.get("type"), registry=self.registry, provided=self.provided)
+        spec = self._typed(given)
+        cls, named = find(self.registry, spec, where=""), spec["type"] if "type" in given else None
+        return Component(cls, _arguments(cls, spec), named, registry=self.registry, provided=self.provided)
 
     def _typed(self, given: Any) -> Any:
-        return {"type": self.default, **given} if self.default and isinstance(given, Mapping) else given
+        if not isinstance(given, Mapping):
+            return given
+        spec = {"type": self.default, **given} if self.default else given
+        return spec if self.rewrite is None else self.rewrite(spec)
 
     def problems(self, given: Any, *, where: str) -> list[ConfigError]:
         """What is wrong with ``dict(type=..., **arguments)``."""

@@ -80,6 +80,17 @@ class UpdateResult:
     """Whether a hook of any process wanted to stop (``Hook.wants_stop``) when this update began."""
 
 
+@dataclass(frozen=True)
+class Iteration:
+    """What one micro-batch returned on this rank."""
+
+    batch: Batch
+    """On the CPU."""
+    sums: Mapping[str, Tensor]
+    """Sum of each loss term over its targets: detached scalars on the device."""
+    loss_weights: Mapping[str, float]
+
+
 class Run(Protocol):
     """The part of a run that hooks can use. Read-only, except for ``request_stop``."""
 
@@ -88,6 +99,16 @@ class Run(Protocol):
     @property
     def previous(self) -> Progress:
         """Progress before the present update."""
+        ...
+
+    @property
+    def hparams(self) -> Sequence[Mapping[str, Any]]:
+        """``{'name', 'lr'}`` of each parameter group in the present or last update; empty before the first."""
+        ...
+
+    @property
+    def iteration(self) -> Iteration | None:
+        """The last micro-batch of this process; None before the first."""
         ...
 
     @property

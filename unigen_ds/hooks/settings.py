@@ -13,11 +13,12 @@ from unigen_ds.hooks import ema as _ema  # noqa: F401 - registers itself
 from unigen_ds.hooks.checkpoint import CheckpointHook
 from unigen_ds.hooks.continuity import ContinuityHook
 from unigen_ds.hooks.logger import LoggerHook
+from unigen_ds.hooks.mmengine import adapted
 from unigen_ds.hooks.nan_guard import NanGuardHook
 from unigen_ds.hooks.signals import SignalHook
 from unigen_ds.hooks.timer import IterTimerHook
 
-CustomHook = Annotated[Component, Of(HOOKS, trial=True)]
+CustomHook = Annotated[Component, Of(HOOKS, trial=True, rewrite=adapted)]
 
 
 class DefaultHooks(Section):

@@ -32,6 +32,7 @@ from unigen_ds.data.settings import TrainDataloader
 from unigen_ds.data.stream import Cursor, SequenceStream
 from unigen_ds.hooks.base import Hook
 from unigen_ds.hooks.ledger import LedgerHook
+from unigen_ds.hooks.mmengine import completed
 from unigen_ds.hooks.skipped import SkippedSamplesHook
 from unigen_ds.optim.param_groups import build_param_groups
 from unigen_ds.resume.geometry import lr_factor
@@ -207,7 +208,7 @@ def build_hooks(settings: Settings) -> list[Hook]:
         extra = {"writers": [writer.build() for writer in settings.visualizer.vis_backends]} if name == "logger" else {}
         hooks.append(component.build(**extra))
     hooks += [LedgerHook(), SkippedSamplesHook(max_skipped_fraction=settings.train_dataloader.max_skipped_fraction)]
-    hooks += [component.build() for component in settings.custom_hooks]
+    hooks = completed([*hooks, *(component.build() for component in settings.custom_hooks)])
     names = [hook.name for hook in hooks if hook.name]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from unigen_ds.core.progress import Progress
 from unigen_ds.core.settings import Component
 from unigen_ds.data.loader import lost_worker
 from unigen_ds.data.stream import Cursor
-from unigen_ds.hooks.base import Hook, UpdateResult
+from unigen_ds.hooks.base import Hook, Iteration, UpdateResult
 from unigen_ds.runner.parts import Parts, build_parts
 from unigen_ds.runner.replay import LastUpdate, losses
 from unigen_ds.runner.restore import restore
@@ -41,6 +41,8 @@ class Runner:
         self.processor, self.datasets = parts.processor, parts.datasets
         self.clock = Clock(device=parts.backend.device)
         self.stop_reason: str | None = None
+        self.hparams: Sequence[Mapping[str, Any]] = ()
+        self.iteration: Iteration | None = None
         self._cursor: Cursor = parts.cursor
         self._last: LastUpdate = LastUpdate.stored(manifest, parts.cursor)
         self._parent = _parent_name(parts.work_dir, parts.plan.checkpoint) if manifest else None
@@ -128,7 +130,7 @@ class Runner:
             update = next(updates)
         micro_batches = update.micro_batches
         self._call("before_update")
-        hparams = self._parts.schedules.at(self.progress)
+        self.hparams = hparams = self._parts.schedules.at(self.progress)
         self.backend.set_hparams(hparams)
         sums: dict[str, Tensor] = {}
         for i, micro_batch in enumerate(micro_batches):
@@ -137,8 +139,10 @@ class Runner:
             with self.clock("forward_backward"), self.backend.accumulate(last=last):
                 terms = self.backend.model(micro_batch.batch.to(self.backend.device))
                 self.backend.backward(terms.weighted(self._parts.loss_weights, update.counts))
-            for name, value in terms.sums.items():
-                sums[name] = sums[name] + value.detach() if name in sums else value.detach()
+            found = {name: value.detach() for name, value in terms.sums.items()}
+            self.iteration = Iteration(micro_batch.batch, found, self._parts.loss_weights)
+            for name, value in found.items():
+                sums[name] = sums[name] + value if name in sums else value
             if not last:
                 self._call("after_train_iter", i, micro_batch.batch)
         with self.clock("step"):

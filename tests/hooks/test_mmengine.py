@@ -1,0 +1,242 @@
+"""Hooks written for mmengine's Runner run here as they are, and see what mmengine's own Runner shows them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mmengine.hooks
+import mmengine.runner
+import pytest
+import torch
+from mmengine.model import BaseModel
+from mmengine.registry import HOOKS as MMENGINE_HOOKS
+from torch import nn
+from torch.utils.data import DataLoader
+
+from tests.text_run import KeepBatches, text_config, words
+from unigen_ds.checkpoint import store
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.metrics import read_lines
+from unigen_ds.hooks.mmengine import MMEngineHook
+from unigen_ds.runner import Runner
+from unigen_ds.runner.settings import Settings
+
+RECORDS = [{"text": words(4, k)} for k in range(8)]
+POINTS = (
+    "before_train",
+    "before_train_epoch",
+    "before_train_iter",
+    "after_train_iter",
+    "after_train_epoch",
+    "after_train",
+)
+
+
+@MMENGINE_HOOKS.register_module(force=True)
+class Recorder(mmengine.hooks.Hook):
+    """Where it was called, and what the runner showed there."""
+
+    seen: list[tuple[Any, ...]] = []  # noqa: RUF012 - a new one for each test
+    outputs: list[dict[str, float]] = []  # noqa: RUF012
+
+    def _record(self, point: str, runner: Any, *extra: Any) -> None:
+        info = runner.message_hub.runtime_info
+        hub = tuple(info.get(key) for key in ("iter", "epoch", "max_iters", "loop_stage"))
+        self.seen.append((point, runner.iter, runner.epoch, runner.max_iters, runner.max_epochs, hub, *extra))
+
+    def before_train(self, runner: Any) -> None:
+        self._record("before_train", runner)
+
+    def before_train_epoch(self, runner: Any) -> None:
+        self._record("before_train_epoch", runner)
+
+    def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+        self._record("before_train_iter", runner, batch_idx, len(runner.optim_wrapper.get_lr()["lr"]))
+
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        last = self.end_of_epoch(runner.train_dataloader, batch_idx)
+        self._record("after_train_iter", runner, batch_idx, last, self.is_last_train_iter(runner))
+        self.outputs.append({key: float(value) for key, value in outputs.items()})
+
+    def after_train_epoch(self, runner: Any) -> None:
+        self._record("after_train_epoch", runner, self.is_last_train_epoch(runner))
+
+    def after_train(self, runner: Any) -> None:
+        self._record("after_train", runner)
+
+
+class Toy(BaseModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+
+    def forward(self, inputs: Any, mode: str = "loss") -> dict[str, torch.Tensor]:
+        return {"loss": self.weight * 1.0}
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    Recorder.seen, Recorder.outputs = [], []
+
+
+def run(folder: Path, *hooks: dict[str, Any], **overrides: Any) -> Runner:
+    folder.mkdir(exist_ok=True)
+    config = text_config(folder, RECORDS, train_dataloader__packing=None, **overrides)
+    config.custom_hooks = [dict(type="KeepBatches"), *hooks]
+    runner = Runner.from_cfg(config)
+    runner.train()
+    return runner
+
+
+def of_mmengine(folder: Path, *, train_cfg: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """What the same hook sees in mmengine's own Runner: 8 records in batches of one."""
+    Recorder.seen = []
+    mmengine.runner.Runner(
+        model=Toy(),
+        work_dir=str(folder),
+        train_dataloader=DataLoader([dict(inputs=k) for k in range(8)], batch_size=1),  # type: ignore[arg-type]
+        optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.1)),
+        train_cfg=train_cfg,
+        custom_hooks=[Recorder()],
+        default_hooks=dict(checkpoint=None, logger=None),
+        experiment_name=folder.name,
+    ).train()
+    return Recorder.seen
+
+
+@pytest.mark.parametrize("limit", [{"max_epochs": 2}, {"max_iters": 11}])
+def test_a_hook_sees_what_mmengines_own_runner_shows(tmp_path: Path, limit: dict[str, int]) -> None:
+    by_epoch = "max_epochs" in limit
+    wanted = of_mmengine(tmp_path / "mm", train_cfg=dict(by_epoch=by_epoch, **limit))
+    Recorder.seen = []
+    run(tmp_path / "here", dict(type=Recorder), train_cfg=limit)
+
+    def comparable(seen: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+        # an iteration loop has one epoch there, which never ends; ours are passes over the data
+        kept = [s for s in seen if by_epoch or not s[0].endswith("_epoch")]
+        return kept if by_epoch else [(s[0], s[1], s[3], s[5][0], s[5][2:], *s[6:]) for s in kept]
+
+    assert comparable(Recorder.seen) == comparable(wanted)
+    assert {seen[0] for seen in comparable(wanted)} >= {"before_train", "before_train_iter", "after_train"}
+
+
+def test_iterations_are_micro_batches(tmp_path: Path) -> None:
+    run(tmp_path, dict(type="Recorder"), optim_wrapper__accumulative_counts=3, train_cfg=dict(max_updates=2))
+    calls = [s for s in Recorder.seen if s[0] == "before_train_iter"]
+    assert [s[1] for s in calls] == [0, 1, 2, 3, 4, 5] and {s[3] for s in calls} == {6}
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert len(Recorder.outputs) == 6 and all(set(o) == {"loss", "loss/text"} for o in Recorder.outputs)
+    # equal lengths of text: an update's loss is the mean of its micro-batches'
+    assert lines[0]["loss"] == pytest.approx(sum(o["loss"] for o in Recorder.outputs[:3]) / 3, rel=1e-6)
+
+
+def test_a_run_with_hooks_of_mmengine_trains_the_same(tmp_path: Path) -> None:
+    hooks = [
+        dict(type="mmengine.IterTimerHook"),
+        dict(type="mmengine.hooks.EmptyCacheHook", after_iter=True),
+        dict(type=mmengine.hooks.RuntimeInfoHook),
+        dict(type="mmengine.LoggerHook", interval=2),
+    ]
+    plain = run(tmp_path / "plain", train_cfg=dict(max_epochs=1))
+    other = run(tmp_path / "other", *hooks, train_cfg=dict(max_epochs=1))
+    for (name, a), (_, b) in zip(
+        plain.backend.model.named_parameters(), other.backend.model.named_parameters(), strict=True
+    ):
+        assert torch.equal(a, b), name
+    kept = [hook for hook in other.hooks if isinstance(hook, MMEngineHook)]
+    assert kept[0].cls is mmengine.hooks.RuntimeInfoHook, "VERY_HIGH runs first"
+    view = kept[0].view
+    assert view is not None and all(hook.view is view for hook in kept)
+    for key in ("train/loss", "train/lr", "train/time", "train/data_time"):
+        assert view.message_hub.get_scalar(key).current() > 0, key
+    assert len(view.message_hub.get_scalar("train/loss").data[0]) == 8
+    logged = [json.loads(line) for line in next(Path(view.log_dir).glob("vis_data/scalars.json")).open()]
+    assert [line["step"] for line in logged] == [2, 4, 6, 8] and all(line["loss"] > 0 for line in logged)
+    text = (tmp_path / "other" / "run" / "train.log").read_text()
+    assert "Epoch(train) [1][2/8]" in text and "eta:" in text, "mmengine's own lines"
+
+
+def test_the_profiler_writes_its_trace(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    profiler = dict(type="mmengine.ProfilerHook", by_epoch=False, profile_times=2, json_trace_path=str(trace))
+    run(tmp_path / "run", profiler, train_cfg=dict(max_iters=3))
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+class StopsAtFour(mmengine.hooks.Hook):
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        if runner.iter == 3:
+            runner.train_loop.stop_training = True
+
+
+def test_stop_training_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
+    runner = run(tmp_path, dict(type=StopsAtFour))
+    assert runner.progress.updates == 4 and not runner.finished and "StopsAtFour" in str(runner.stop_reason)
+    [found] = store.list_checkpoints(tmp_path / "run")
+    assert found.manifest is not None and found.manifest.progress.updates == 4
+
+
+class Remembers(mmengine.hooks.Hook):
+    """What it adds to a checkpoint is there after a resume."""
+
+    loaded: Any = None
+
+    def before_save_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["mine"] = {"iter": checkpoint["meta"]["iter"]}
+        checkpoint["weights"] = torch.zeros(3)
+
+    def after_load_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
+        type(self).loaded = checkpoint["mine"]
+        with pytest.raises(KeyError, match="sharded"):
+            checkpoint["state_dict"]
+
+
+def test_what_a_hook_stores_is_there_after_a_resume(tmp_path: Path) -> None:
+    hook = dict(type=Remembers)
+    run(tmp_path, hook, train_cfg=dict(max_updates=3))
+    log = (tmp_path / "run" / "train.log").read_text()
+    assert "'weights' to the checkpoint, a Tensor, which is not stored" in log
+    run(tmp_path, hook, train_cfg=dict(max_updates=5), resume=True)
+    assert Remembers.loaded == {"iter": 3}
+
+
+class Asks(mmengine.hooks.Hook):
+    def before_train(self, runner: Any) -> None:
+        assert not hasattr(runner, "load_checkpoint")
+        runner.save_checkpoint("here")
+
+
+def test_what_cannot_exist_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(
+        Exception, match=r"runner\.save_checkpoint, which does not exist in unigen_ds.*default_hooks\.checkpoint"
+    ):
+        run(tmp_path, dict(type=Asks))
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (dict(type="mmengine.SyncBuffersHook"), "SyncBuffersHook cannot run here: a checkpoint stores"),
+        (dict(type="mmengine.hooks.ParamSchedulerHook"), "param_scheduler acts by itself"),
+        (dict(type=mmengine.hooks.EmptyCacheHook, after_itr=True), "no key 'after_itr'.*after_iter"),
+        (dict(type="mmengine.EarlyStoppingHook"), "monitor"),
+        (dict(type=Recorder, priority="FIRST"), "priority is 'FIRST'.*0 to 100"),
+        (dict(type="mmengine.NoSuchHook"), "NoSuchHook"),
+    ],
+)
+def test_refused_with_the_config(tmp_path: Path, spec: dict[str, Any], message: str) -> None:
+    config = text_config(tmp_path, RECORDS)
+    config.custom_hooks = [spec]
+    with pytest.raises(ConfigError, match=message):
+        Settings.from_config(config)
+
+
+def test_a_bare_name_is_ours_and_default_hooks_stay_ours(tmp_path: Path) -> None:
+    config = text_config(tmp_path, RECORDS)
+    config.custom_hooks = [dict(type="EMAHook"), dict(type="KeepBatches")]
+    config.default_hooks = dict(logger=dict(type=mmengine.hooks.LoggerHook), timer=dict(type="mmengine.IterTimerHook"))
+    settings = Settings.from_config(config)
+    assert [c.cls.__module__ for c in settings.custom_hooks] == ["unigen_ds.hooks.ema", KeepBatches.__module__]
+    assert settings.default_hooks.logger.cls.__module__ == "unigen_ds.hooks.logger"
