@@ -56,6 +56,16 @@ def fused_zero() -> list[Job]:
     return killed_and_straight("resume/zero2@2-fused", Phase(2, watched, RESUME_UPDATES))
 
 
+def mmengine_hooks(*, full: bool) -> list[Job]:
+    """A user's own hook of mmengine, which stops the training on one rank, and two of mmengine's."""
+    own = ["tests.engines.users.RunnerSeen", "mmengine.IterTimerHook", "mmengine.EmptyCacheHook"]
+    hooks = {"custom_hooks": [{"type": kind} for kind in own]}
+    return [
+        Job(f"mmengine/{engine}", [Phase(world, {**config(engine, world), **hooks}, 8)])
+        for engine, world in (("single", 1), ("zero2", 2), ("FULL_SHARD", 2))
+    ]
+
+
 def structure(*, full: bool) -> list[Job]:
     """Which units FSDP has, and who holds what: a node of two processes each, which ``num_shard`` leaves open."""
     hook = {"custom_hooks": [{"type": "StructureHook"}]}

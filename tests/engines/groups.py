@@ -33,6 +33,7 @@ GROUPS: dict[str, Callable[..., list[Job]]] = {
     "inspected": lambda full: cases.inspected(),
     "partial": lambda full: cases.partial(),
     "watched": feature_cases.watched,
+    "mmengine_hooks": feature_cases.mmengine_hooks,
     "structure": feature_cases.structure,
     "compiled_fsdp": feature_cases.compiled,
     "optimizers": feature_cases.optimizers,

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from tests.text_run import KeepBatches, text_config, words
 from unigen_ds.checkpoint import store
+from unigen_ds.core.config import read as load_config_file
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.metrics import read_lines
 from unigen_ds.hooks.mmengine import MMEngineHook
@@ -240,3 +241,12 @@ def test_a_bare_name_is_ours_and_default_hooks_stay_ours(tmp_path: Path) -> None
     settings = Settings.from_config(config)
     assert [c.cls.__module__ for c in settings.custom_hooks] == ["unigen_ds.hooks.ema", KeepBatches.__module__]
     assert settings.default_hooks.logger.cls.__module__ == "unigen_ds.hooks.logger"
+
+
+def test_the_config_of_the_docs(tmp_path: Path) -> None:
+    config = text_config(tmp_path, RECORDS, train_dataloader__packing=None)
+    own = load_config_file(Path(__file__).with_name("mmengine_hooks_config.py"))
+    config.custom_hooks, config.custom_imports = own["custom_hooks"], own["custom_imports"]
+    Runner.from_cfg(config).train()
+    log = (tmp_path / "run" / "train.log").read_text()
+    assert "MyHook: iteration 4 of 8" in log and "MyOtherHook: 8 iterations" in log

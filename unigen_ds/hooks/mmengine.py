@@ -139,7 +139,7 @@ class MMEngineHook(Hook):
         self.hook.before_run(self.view)
 
     def after_load_checkpoint(self, run: Run, manifest: Mapping[str, Any]) -> None:
-        self._at("after_load_checkpoint", Stored({"meta": self._meta(), **self._added}))
+        self._at("after_load_checkpoint", HookCheckpoint({"meta": self._meta(), **self._added}))
 
     def before_train(self, run: Run) -> None:
         self._at("before_train")
@@ -173,7 +173,7 @@ class MMEngineHook(Hook):
         self._agree(run, [self])
 
     def before_save_checkpoint(self, run: Run, metrics: dict[str, float]) -> None:
-        given = Stored({"meta": self._meta()})
+        given = HookCheckpoint({"meta": self._meta()})
         self._at("before_save_checkpoint", given)
         self._added = {key: value for key, value in given.items() if key != "meta" and self._storable(key, value)}
 
@@ -222,7 +222,7 @@ class MMEngineHook(Hook):
         return True
 
 
-class Stored(dict[str, Any]):
+class HookCheckpoint(dict[str, Any]):
     """The ``checkpoint`` of mmengine's hooks: what a hook adds is stored with it, and is there after a resume."""
 
     def __missing__(self, key: str) -> Any:

@@ -72,7 +72,8 @@ class RunnerView(_View):
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._index, self._ended = 0, None
+        self._index = 0
+        self._ended: int | None = None
         self.timestamp = time.strftime("%Y%m%d_%H%M%S", time.localtime(dist.broadcast_object(time.time())))
         name = f"{self.experiment_name}_{id(self):x}"
         self.message_hub = MessageHub.get_instance(name)
