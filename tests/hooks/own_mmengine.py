@@ -18,7 +18,7 @@ class MyHook(Hook):
 
 @HOOKS.register_module(force=True)
 class MyOtherHook(Hook):
-    """Says that it was there."""
+    """Logs that it was there."""
 
     def after_run(self, runner: Any) -> None:
         runner.logger.info("MyOtherHook: %d iterations", runner.iter)
