@@ -23,6 +23,8 @@ TOOLS = sorted(path.stem for path in (ROOT / "tools").glob("*.py") if not path.s
 DEMO = ["scikit-learn", "matplotlib"]
 TENSORBOARD = ["tensorboard"]
 QUANTIZE = ["bitsandbytes>=0.49"]
+RAPIDOCR = "rapidocr-onnxruntime; python_version < '3.13'"  # there is no release for a newer Python
+METRICS = ["nltk", "pycocoevalcap", RAPIDOCR, "rouge-score", "sacrebleu", "torchmetrics"]
 BENCH = ["accelerate", "datasets", "lightning"]
 
 setup(
@@ -55,11 +57,13 @@ setup(
         "demo": DEMO,
         "tensorboard": TENSORBOARD,
         "quantize": QUANTIZE,
+        "metrics": METRICS,
         "bench": BENCH,
         "test": [
             *DEMO,
             *TENSORBOARD,
             *QUANTIZE,
+            *METRICS,
             "accelerate",
             "mypy",
             "pre-commit",

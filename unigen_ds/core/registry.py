@@ -32,9 +32,10 @@ WRITERS = Registry("unigen_writer")
 BACKENDS = Registry("unigen_backend")
 OPTIMIZERS = Registry("unigen_optimizer")
 LAYOUTS = Registry("unigen_layout")
+METRICS = Registry("unigen_metric")
 REGISTRIES = (
     MODELS, FAMILIES, AUTOENCODERS, TOKENIZERS, DATASETS, PACKERS, TRANSFORMS, CURVES, HOOKS, WRITERS, BACKENDS,
-    OPTIMIZERS, LAYOUTS,
+    OPTIMIZERS, LAYOUTS, METRICS,
 )  # fmt: skip
 _TRANSFORMERS_TOKENIZER = "dict(type='PretrainedTokenizer', path='DIR'), or ChatTokenizer for a VLM"
 _INTERFACES: dict[Registry, tuple[tuple[str, ...], str]] = {
@@ -49,6 +50,7 @@ _INTERFACES: dict[Registry, tuple[tuple[str, ...], str]] = {
     WRITERS: (("open", "write", "close"), "a subclass of unigen_ds.tracking.writer.Writer"),
     BACKENDS: (("prepare", "load_tensors"), "a subclass of unigen_ds.backends.base.Backend"),
     OPTIMIZERS: (("step", "add_param_group"), "a subclass of torch.optim.Optimizer that declares element_wise"),
+    METRICS: (("update", "state", "merge", "compute"), "a subclass of unigen_ds.evaluation.metrics.Metric"),
 }  # fmt: skip
 """Methods that a class of each kind has, checked before anything of it is called, and what to write instead."""
 FOREIGN = ("mmengine", "xtuner")

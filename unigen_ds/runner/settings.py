@@ -34,6 +34,7 @@ from unigen_ds.data import augment as _augment  # noqa: F401
 from unigen_ds.data import packing as _packing  # noqa: F401
 from unigen_ds.data import tokenizers as _tokenizers  # noqa: F401
 from unigen_ds.data.settings import Tokenizer, TrainDataloader, Transform
+from unigen_ds.evaluation import metrics as _metrics  # noqa: F401
 from unigen_ds.families import directories as _families  # noqa: F401
 from unigen_ds.families.bagel.family import Bagel
 from unigen_ds.families.base import Family, families, family_of

@@ -1,0 +1,109 @@
+"""Every metric over 4 ranks, then over 2, then over 1, in one launch of four processes. Rank 0 prints the results.
+
+The shares are uneven: rank r of n has the samples whose number modulo 7 is in its range, and one rank may have none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as td
+
+from tests.evaluation.tiny_models import WORDS, Convolution, FakeWordNet, noise
+from unigen_ds.core import dist
+from unigen_ds.evaluation.metrics import Metric, evaluated, gathered
+from unigen_ds.evaluation.metrics.bertscore import BERTScore
+from unigen_ds.evaluation.metrics.bleu import BLEU
+from unigen_ds.evaluation.metrics.clip_score import CLIPScore
+from unigen_ds.evaluation.metrics.consistency import MultimodalConsistency
+from unigen_ds.evaluation.metrics.exact_match import ExactMatch
+from unigen_ds.evaluation.metrics.fid import FID
+from unigen_ds.evaluation.metrics.kid import KID
+from unigen_ds.evaluation.metrics.meteor import METEOR
+from unigen_ds.evaluation.metrics.perplexity import Perplexity
+from unigen_ds.evaluation.metrics.rouge import ROUGE
+from unigen_ds.evaluation.metrics.vqa_accuracy import VQAAccuracy
+
+NUMBER = 23
+SHARES = {4: ((0,), (1, 2, 3), (), (4, 5, 6)), 2: ((0, 1, 2, 3, 4), (5, 6)), 1: (tuple(range(7)),)}
+
+
+def samples() -> list[dict[str, Any]]:
+    """Texts, answers, losses and pictures, keyed in another order than they are made."""
+    made, real = noise(NUMBER, size=16, seed=3), noise(NUMBER, size=16, seed=4, bright=220)
+    found = []
+    for n in range(NUMBER):
+        words = [WORDS[(n * k + k * k) % len(WORDS)] for k in range(3, 9)]
+        other = [WORDS[(n * k + k) % len(WORDS)] if k % 3 and n % 4 else word for k, word in enumerate(words)]
+        found.append(
+            {
+                "key": f"{n * 5 % NUMBER:03}", "text": " ".join(words), "reference": " ".join(other), "made": made[n],
+                "real": real[n], "loss": 0.1 + n / 3, "targets": n + 1,
+            }
+        )  # fmt: skip
+    return found
+
+
+def metrics(folder: Path, batch_size: int) -> list[tuple[Metric, str, str]]:
+    """Each with what of a sample is its prediction and its reference."""
+    clip: dict[str, Any] = {"path": str(folder / "clip"), "batch_size": batch_size, "device": "cpu"}
+    features: dict[str, Any] = {"extractor": Convolution(), "batch_size": batch_size, "device": "cpu"}
+    return [
+        (BLEU(), "text", "reference"),
+        (ROUGE(), "text", "reference"),
+        (METEOR(implementation="nltk", wordnet=FakeWordNet()), "text", "reference"),
+        (BERTScore(path=str(folder / "bert"), batch_size=batch_size, device="cpu"), "text", "reference"),
+        (ExactMatch(), "text", "reference"),
+        (VQAAccuracy(), "text", "reference"),
+        (Perplexity(), "loss", "targets"),
+        (FID(**features), "made", "real"),
+        (KID(**features, subsets=3, subset_size=9, seed=1), "made", "real"),
+        (CLIPScore(**clip), "made", "text"),
+        (MultimodalConsistency(**clip), "both", "real"),
+    ]
+
+
+def values(folder: Path, *, rank: int, world_size: int, batch_size: int) -> dict[str, Any]:
+    """Of this rank's share, three samples at a time; the same on every rank."""
+    share = [one for n, one in enumerate(samples()) if n % 7 in SHARES[world_size][rank]]
+    found: dict[str, Any] = {}
+    for metric, prediction, reference in metrics(folder, batch_size):
+        for n in range(0, len(share), 3):
+            part = share[n : n + 3]
+            made = [(one["text"], one["made"]) if prediction == "both" else one[prediction] for one in part]
+            metric.update(made, [one[reference] for one in part], [one["key"] for one in part])
+        found |= gathered(metric)
+        if batch_size == 1:
+            result = evaluated(metric, checkpoint="iter_8.pth", resamples=5)
+            assert result.values == {name: found[name] for name in result.values}
+            found[f"result of {metric.name}"] = result.as_json()
+    return found
+
+
+def main(folder: Path, port_of_two: str) -> None:
+    torch.set_num_threads(1)
+    rank, seen = int(os.environ["RANK"]), {}
+    for world_size in (4, 2, 1):
+        if rank >= world_size:
+            break
+        os.environ["WORLD_SIZE"] = str(world_size)
+        dist.init()
+        assert dist.world_size() == world_size
+        for batch_size in (1, 16):
+            found = values(folder, rank=rank, world_size=world_size, batch_size=batch_size)
+            assert all(other == found for other in dist.gather_objects(found)), "the same on every rank"
+            seen[f"{world_size} ranks, batch size {batch_size}"] = found
+        td.destroy_process_group()
+        os.environ["MASTER_PORT"] = port_of_two
+    if rank == 0:
+        print("RESULTS " + json.dumps(seen), flush=True)
+    dist.leave(0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

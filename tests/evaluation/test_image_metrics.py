@@ -1,0 +1,322 @@
+"""Metrics of pictures: equal to independent implementations and closed forms; wrong pictures are named."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from torchmetrics.functional.multimodal import clip_score
+from torchmetrics.image.fid import FrechetInceptionDistance
+from torchmetrics.image.kid import KernelInceptionDistance
+from transformers import AutoModel, AutoProcessor
+
+from tests.evaluation import tiny_models
+from tests.evaluation.tiny_models import Convolution, noise, plain
+from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.evaluation.metrics import Metric, build_metrics, gathered
+from unigen_ds.evaluation.metrics.bertscore import BERTScore
+from unigen_ds.evaluation.metrics.clip_score import CLIPScore
+from unigen_ds.evaluation.metrics.consistency import MultimodalConsistency
+from unigen_ds.evaluation.metrics.fid import FID, frechet_distance, frechet_distance_of_samples
+from unigen_ds.evaluation.metrics.images import as_tensor
+from unigen_ds.evaluation.metrics.kid import KID
+from unigen_ds.evaluation.metrics.text_rendering import TextRendering
+
+MADE, REAL = noise(40, seed=1), noise(40, seed=2, bright=200)
+
+
+def scored(metric: Metric, predictions: list[Any], references: list[Any]) -> dict[str, float]:
+    """The value over samples."""
+    metric.update(predictions, references, [f"{n:04}" for n in range(len(predictions))])
+    return dict(gathered(metric))
+
+
+def tensors(images: list[Image.Image]) -> torch.Tensor:
+    return torch.stack([torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in images])
+
+
+def test_frechet_distance_is_the_closed_form_of_two_gaussians() -> None:
+    generator = torch.Generator().manual_seed(0)
+    mean = torch.randn(2, 5, generator=generator, dtype=torch.float64)
+    spread = torch.rand(2, 5, generator=generator, dtype=torch.float64) + 0.1
+    turn, _ = torch.linalg.qr(torch.randn(5, 5, generator=generator, dtype=torch.float64))
+    commuting = [turn * one @ turn.T for one in spread]
+    expected = float((mean[0] - mean[1]).square().sum() + (spread[0].sqrt() - spread[1].sqrt()).square().sum())
+    assert frechet_distance(mean[0], commuting[0], mean[1], commuting[1]) == pytest.approx(expected, rel=1e-12)
+
+    a = torch.tensor([[2.0, 0.6], [0.6, 1.0]], dtype=torch.float64)
+    b = torch.tensor([[0.5, -0.2], [-0.2, 3.0]], dtype=torch.float64)
+    product = a @ b  # the root of a 2 x 2 matrix has the trace sqrt(trace + 2 sqrt(determinant))
+    overlap = (product.trace() + 2 * torch.linalg.det(product).sqrt()).sqrt()
+    zero = torch.zeros(2, dtype=torch.float64)
+    assert frechet_distance(zero, a, zero, b) == pytest.approx(float(a.trace() + b.trace() - 2 * overlap), rel=1e-12)
+    assert frechet_distance(zero, a, zero, a) == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize("samples", [(9, 7), (40, 30), (9, 30)])
+def test_frechet_distance_of_few_samples_is_that_of_their_covariances(samples: tuple[int, int]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(n, 12, generator=generator, dtype=torch.float64) * scale
+            for n, scale in zip(samples, (1.0, 2.0), strict=True))  # fmt: skip
+    expected = frechet_distance(a.mean(0), a.T.cov(), b.mean(0), b.T.cov())
+    assert frechet_distance_of_samples(a, b) == pytest.approx(expected, rel=1e-7)
+
+
+def test_fid_is_torchmetrics_with_the_same_features() -> None:
+    metric = FID(extractor=Convolution(), batch_size=7, device="cpu")
+    library = FrechetInceptionDistance(feature=Convolution().double(), normalize=False)
+    library.inception.forward = lambda images: Convolution()(images)  # type: ignore[method-assign]
+    with torch.no_grad():
+        library.update(tensors(MADE), real=False)
+        library.update(tensors(REAL), real=True)
+    found = scored(metric, MADE, REAL)
+    features = [Convolution()(tensors(images)).detach().double() for images in (MADE, REAL)]
+    assert found == {"fid_convolution": pytest.approx(float(library.compute()), rel=1e-6)}
+    assert found["fid_convolution"] == pytest.approx(
+        frechet_distance(*(part for one in features for part in (one.mean(0), one.T.cov()))), rel=1e-6
+    )
+    assert scored(FID(extractor=Convolution(), device="cpu"), MADE, MADE)["fid_convolution"] == pytest.approx(
+        0, abs=1e-9
+    )
+
+
+def test_fid_of_fewer_samples_than_dimensions_warns(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        scored(FID(extractor=Convolution(), device="cpu"), MADE[:6], REAL[:6])
+        assert not caplog.text
+        scored(FID(extractor=Convolution(), device="cpu"), MADE[:5], REAL[:5])
+    assert "fid_convolution: 5 samples are fewer than the 6 dimensions" in caplog.text
+    with pytest.raises(DataError, match=r"1 sample.*at least 2"):
+        scored(FID(extractor=Convolution(), device="cpu"), MADE[:1], REAL[:1])
+
+
+def test_kid_is_torchmetrics_and_the_formula() -> None:
+    found = scored(KID(extractor=Convolution(), device="cpu"), MADE, REAL)["kid_convolution"]
+    library = KernelInceptionDistance(feature=Convolution(), subsets=1, subset_size=40)
+    library.set_dtype(torch.float64)
+    features = [Convolution()(tensors(images)).detach().double() for images in (MADE, REAL)]
+    library.fake_features, library.real_features = [features[0]], [features[1]]
+    assert found == pytest.approx(float(library.compute()[0]), rel=1e-6)
+
+    def kernel(x: torch.Tensor, y: torch.Tensor) -> float:
+        return float((x @ y / 6 + 1) ** 3)
+
+    within = [
+        sum(kernel(x, y) for i, x in enumerate(f) for j, y in enumerate(f) if i != j) / (40 * 39) for f in features
+    ]
+    between = sum(kernel(x, y) for x in features[0] for y in features[1]) / 40**2
+    assert found == pytest.approx(within[0] + within[1] - 2 * between, rel=1e-6)
+
+
+def test_kid_is_unbiased_over_all_samples_and_has_subsets_on_request() -> None:
+    halves = [
+        scored(KID(extractor=Convolution(), device="cpu"), noise(20, seed=n), noise(20, seed=100 + n))
+        for n in range(40)
+    ]
+    values = np.array([one["kid_convolution"] for one in halves])
+    assert abs(values.mean()) < 3 * values.std() / len(values) ** 0.5 and (values < 0).any(), (
+        "0 for equal distributions"
+    )
+
+    def subsets(seed: int) -> dict[str, float]:
+        metric = KID(extractor=Convolution(), subsets=20, subset_size=10, seed=seed, device="cpu")
+        assert metric.provenance["seed"] == str(seed)
+        return scored(metric, MADE, REAL)
+
+    whole = scored(KID(extractor=Convolution(), device="cpu"), MADE, REAL)["kid_convolution"]
+    assert subsets(1) == subsets(1) != subsets(2)
+    spread = subsets(1)["kid_convolution_std"]
+    assert spread > 0 and abs(subsets(1)["kid_convolution"] - whole) < 3 * spread
+    with pytest.raises(ConfigError, match=r"subsets=3 and subset_size=None.*both"):
+        KID(extractor=Convolution(), subsets=3)
+    with pytest.raises(DataError, match=r"subset_size is 50.*at most 40"):
+        scored(KID(extractor=Convolution(), subsets=1, subset_size=50, device="cpu"), MADE, REAL)
+
+
+def test_extractors_have_a_name_a_hash_and_an_antialiased_resize(tmp_path: Path) -> None:
+    folder = str(tiny_models.clip(tmp_path / "Tiny-CLIP"))
+    by_folder, by_name = FID(extractor=folder, device="cpu"), KID(extractor=Convolution(), name="mine", resize=6)
+    assert (by_folder.name, by_name.name) == ("fid_tiny-clip", "kid_mine")
+    model, processor = AutoModel.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
+    inputs = processor(images=MADE, return_tensors="pt")
+    features = [
+        model.get_image_features(**processor(images=images, return_tensors="pt")).pooler_output.detach().double()
+        for images in (MADE, REAL)
+    ]
+    assert inputs["pixel_values"].shape[-1] == 16
+    assert scored(by_folder, MADE, REAL)["fid_tiny-clip"] == pytest.approx(
+        frechet_distance(*(part for one in features for part in (one.mean(0), one.T.cov()))), rel=1e-6
+    )
+    assert by_folder.provenance["resize"].startswith("bicubic, antialiased")
+    assert "6 x 6" in by_name.provenance["resize"] and by_name.provenance["model"].startswith("mine ")
+    other = Convolution()
+    with torch.no_grad():
+        other.layer.bias[0] += 1
+    changed = KID(extractor=other, name="mine", resize=6).provenance["model"]
+    assert changed != by_name.provenance["model"] == KID(extractor=Convolution(), name="mine").provenance["model"]
+    with pytest.raises(ConfigError, match=r"FID.resize is 3.*the folder's processor"):
+        FID(extractor=folder, resize=3)
+    with pytest.raises(ConfigError, match=r"FID.extractor is 5.*a folder"):
+        FID(extractor=5)
+    stripes = Image.fromarray(np.tile(np.array([[[0], [255]]], dtype=np.uint8), (64, 32, 3)))
+    small = as_tensor([stripes], 8)
+    assert (small - 127.5).abs().max() < 30, "alternating black and white is grey when it is small"
+
+
+def test_wrong_pictures_are_named() -> None:
+    metric = FID(extractor=Convolution(), device="cpu")
+    with pytest.raises(DataError, match=r"'0001': the prediction is an image of mode L.*RGB.*convert"):
+        metric.update([MADE[0], MADE[1].convert("L")], REAL[:2], ["0000", "0001"])
+    with pytest.raises(DataError, match="'0000': the reference is an image of mode RGBA"):
+        metric.update(MADE[:1], [REAL[0].convert("RGBA")], ["0000"])
+    with pytest.raises(DataError, match=r"'0000': the prediction is ndarray.*PIL"):
+        metric.update([np.zeros((3, 3, 3))], REAL[:1], ["0000"])
+    with pytest.raises(DataError, match=r"2 sizes: 9 x 12, 12 x 12.*resize"):
+        metric.update([MADE[0], MADE[1].resize((9, 12))], REAL[:2], ["0000", "0001"])
+    with pytest.raises(DataError, match="'0000': the prediction is 0 x 3 pixels"):
+        metric.update([Image.new("RGB", (0, 3))], REAL[:1], ["0000"])
+    with pytest.raises(DataError, match="1 predictions, 2 references"):
+        metric.update(MADE[:1], REAL[:2], ["0000"])
+    with pytest.raises(DataError, match="fid_convolution has no predictions"):
+        gathered(metric)
+    flat = FID(extractor=lambda images: images.mean(), name="flat", device="cpu")
+    with pytest.raises(ConfigError, match=r"fid_flat: the extractor returned \(\) for 2 images.*\(2, dimensions\)"):
+        flat.update(MADE[:2], REAL[:2], ["0000", "0001"])
+
+
+PROMPTS = ["a red picture", "the cat sat on the mat", "blue", "a picture of a dog in the picture"]
+
+
+def test_clip_score_is_torchmetrics(tmp_path: Path) -> None:
+    folder = str(tiny_models.clip(tmp_path / "clip"))
+    model, processor = AutoModel.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
+
+    def wrapped() -> Any:  # torchmetrics expects the tensors that transformers 4 returned
+        features = {
+            name: lambda *args, name=name: getattr(model, name)(*args).pooler_output
+            for name in ("get_image_features", "get_text_features")
+        }
+        return SimpleNamespace(to=lambda _: SimpleNamespace(config=model.config, **features)), processor
+
+    images = noise(4, size=16)
+    expected = float(clip_score(list(tensors(images)), PROMPTS, wrapped))
+    found = scored(CLIPScore(path=folder, batch_size=3, device="cpu"), images, PROMPTS)
+    assert found == {"clip_score": pytest.approx(expected, rel=1e-6)} and expected > 0
+
+
+def test_clip_score_of_siglip_by_the_formula(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = str(tiny_models.siglip(tmp_path / "siglip"))
+    model, processor = AutoModel.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
+    images, prompts = noise(4, size=30), [*PROMPTS[:3], "the " * 30]
+    tokens = processor(text=prompts, padding="max_length", max_length=16, truncation=True, return_tensors="pt")
+    texts = model.get_text_features(**tokens).pooler_output.detach().double()
+    drawn = model.get_image_features(**processor(images=images, return_tensors="pt")).pooler_output.detach().double()
+    cosines = torch.nn.functional.cosine_similarity(drawn, texts)
+    metric = CLIPScore(path=folder, device="cpu")
+    with caplog.at_level(logging.WARNING):
+        found = scored(metric, images, prompts)["clip_score"]
+    table = metric.table(metric.state()["rows"])
+    assert table[:, 0] == pytest.approx(cosines.numpy(), rel=1e-5, abs=1e-6)
+    assert found == pytest.approx(max(100 * float(table.mean()), 0), rel=1e-12)
+    assert "1 of 4 texts are longer than 16 tokens" in caplog.text
+
+
+def test_a_model_without_texts_and_images_is_refused(tmp_path: Path) -> None:
+    metric = CLIPScore(path=str(tiny_models.bert(tmp_path)), device="cpu")
+    with pytest.raises(ConfigError, match=r"CLIPScore.path: (BertModel has no features|AutoProcessor cannot read)"):
+        metric.update(MADE[:1], ["a cat"], ["0"])
+    with pytest.raises(DataError, match="the prompt is list"):
+        metric.update(MADE[:1], [["a cat"]], ["0"])
+
+
+@pytest.fixture(scope="module")
+def knows_colours(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny_models.clip(tmp_path_factory.mktemp("models") / "colours", steps=60))
+
+
+def test_consistency_orders_cases_with_a_known_order(knows_colours: str) -> None:
+    """All texts name the colour of their picture; half of them do; none does."""
+    names = [*tiny_models.COLOURS] * 2
+    wrong = names[1:] + names[:1]
+    values = []
+    for correct in (8, 4, 0):
+        pairs = [(f"a {names[n] if n < correct else wrong[n]} picture", plain(names[n])) for n in range(8)]
+        metric = MultimodalConsistency(path=knows_colours, device="cpu")
+        values.append(scored(metric, pairs, [None] * 8))
+    score = [one["multimodal_consistency"] for one in values]
+    closest = [one["multimodal_consistency_r_precision"] for one in values]
+    assert score[0] > score[1] + 0.1 > score[2] + 0.2 and score[2] >= 0 and score[0] <= 2.5
+    assert closest == [1, 0.5, 0]
+
+
+def test_clip_score_orders_the_same_cases(knows_colours: str) -> None:
+    names = [*tiny_models.COLOURS]
+    right, wrong = (
+        scored(
+            CLIPScore(path=knows_colours, device="cpu"),
+            [plain(one) for one in names],
+            [f"a {one} picture" for one in said],
+        )
+        for said in (names, names[1:] + names[:1])
+    )
+    assert right["clip_score"] > wrong["clip_score"] + 10
+
+
+def test_consistency_needs_pairs(knows_colours: str) -> None:
+    metric = MultimodalConsistency(path=knows_colours, device="cpu")
+    with pytest.raises(DataError, match=r"'0': the prediction is str.*\(text, picture\)"):
+        metric.update(["a red picture"], [None], ["0"])
+    with pytest.raises(DataError, match="'0': the generated text is Image"):
+        metric.update([(plain("red"), "red")], [None], ["0"])
+
+
+def written(text: str) -> Image.Image:
+    image = Image.new("RGB", (110, 110), "white")  # RapidOCR enlarges the shorter side to 736 pixels
+    ImageDraw.Draw(image).text((8, 40), text, fill="black", font=ImageFont.load_default(26))
+    return image
+
+
+def test_text_rendering_reads_pictures() -> None:
+    pytest.importorskip("rapidocr_onnxruntime", reason="it has no release for Python 3.13")
+    metric = TextRendering()
+    found = scored(metric, [written("HELLO"), written("WORLD"), Image.new("RGB", (64, 64))], ["HELLO", "WORMS", "GONE"])
+    assert found["text_rendering_accuracy"] == pytest.approx(1 / 3)
+    assert found["text_rendering_similarity"] == pytest.approx((1 + 3 / 5 + 0) / 3)
+    assert metric.provenance["model"].startswith("PP-OCRv4 ") and "rapidocr" in metric.provenance["version"]
+    relaxed = TextRendering(ignore_case=True)
+    relaxed.read = lambda image: "Two  Lines"  # type: ignore[method-assign]
+    assert scored(relaxed, MADE[:1], ["two\nlines"])["text_rendering_accuracy"] == 1
+
+
+def generators() -> tuple[Any, ...]:
+    return torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()  # type: ignore[index]
+
+
+@pytest.mark.parametrize("kind", ["bert", "clip", "fid", "kid"])
+def test_the_global_random_numbers_stay_as_they_were(kind: str, tmp_path: Path) -> None:
+    made: dict[str, Callable[[], tuple[Metric, list[Any], list[Any]]]] = {
+        "bert": lambda: (BERTScore(path=str(tiny_models.bert(tmp_path)), device="cpu"), ["a cat"] * 2, ["a dog"] * 2),
+        "clip": lambda: (CLIPScore(path=str(tiny_models.clip(tmp_path)), device="cpu"), MADE[:2], ["a cat"] * 2),
+        "fid": lambda: (FID(extractor=str(tiny_models.clip(tmp_path)), device="cpu"), MADE[:3], REAL[:3]),
+        "kid": lambda: (
+            KID(extractor=Convolution(), subsets=2, subset_size=2, device="cpu"), MADE[:3], REAL[:3]
+        ),
+    }  # fmt: skip
+    metric, predictions, references = made[kind]()
+    before = generators()
+    scored(metric, predictions, references)
+    metric.resampled(metric.merge([metric.state()]), count=2, seed=0)
+    assert generators() == before
+
+
+def test_two_metrics_of_one_name_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"fid_convolution twice.*a name each"):
+        build_metrics([FID(extractor=Convolution()), FID(extractor=Convolution(), resize=5)])

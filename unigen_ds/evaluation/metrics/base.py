@@ -1,0 +1,223 @@
+"""The base of all metrics. In: predictions and references of the samples of one process. Out: named numbers.
+
+A metric keeps one *row* for each sample: its sufficient statistics (BLEU: counts of n-grams; ROUGE: scores; FID: two
+feature vectors), or the texts themselves where its library needs all of them at once. Rows of several processes are
+joined and ordered by the samples' keys, so a value does not depend on the number of processes, on their shares or on
+the sizes of the batches. The trade-off: FID keeps two vectors for each sample (16 KiB at 2,048 features in float32)
+where sums would be smaller; in return its value has the same bits for the same features, and it can be resampled.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from unigen_ds.core.errors import ConfigError, DataError
+
+State = Mapping[str, Any]
+"""Name -> tensor (a sum over samples) or list (an entry for each sample, in the order of the list ``keys``)."""
+EXTRA = "pip install 'unigen_ds[metrics]'"
+NOT_USED = "none"
+"""In a provenance: this metric has no such thing."""
+
+
+class Metric:
+    """Scores predictions against references. A metric of your own overrides ``rows`` and ``values``.
+
+    The life cycle; every rank does the same, only numbers of samples may differ::
+
+        metric.check()                                       # before the run: is everything installed?
+        for batch in share_of_this_rank:
+            metric.update(predictions, references, keys)     # not collective
+        collect.gathered(metric)                             # collective: the same values on every rank
+        metric.reset()
+
+    ``rows`` is called on every rank, ``table`` and ``values`` on rank 0 alone.
+    """
+
+    name = ""
+    """Of the value, or what all its values begin with."""
+    predicts = "text"
+    """What a prediction is: ``text``, ``image``, ``loss`` (a sum in nats) or ``text and image`` (a pair)."""
+    compares = "text"
+    """What a reference is: ``text`` (or several), ``image``, ``prompt``, ``targets`` (their number), ``nothing``."""
+    library: str | None = None
+    """The distribution that computes the value; its version is in the provenance."""
+    definition = 1
+    """Of a metric that this package computes: another number means that values changed."""
+    resamples = 1000
+    """How often ``resampled`` draws the samples by default."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings = settings
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all samples."""
+        self._keys: list[str] = []
+        self._rows: list[Any] = []
+        self._digests: list[str] = []
+
+    def check(self) -> None:
+        """Raise ``ConfigError`` for what is not installed. Called before a run."""
+        if self.library is not None:
+            installed(self.library)
+
+    def update(self, predictions: Sequence[Any], references: Sequence[Any], keys: Sequence[str]) -> None:
+        """Add samples. ``keys``: the id of each, once over all ranks. Not collective; no samples are allowed.
+
+        Raises ``DataError`` for different numbers, and for what is neither text nor image as the metric needs it.
+        """
+        numbers = {"predictions": len(predictions), "references": len(references), "keys": len(keys)}
+        if len(set(numbers.values())) > 1:
+            shown = ", ".join(f"{number} {what}" for what, number in numbers.items())
+            raise DataError(f"{self.name} got {shown}", allowed="one reference and one key for each prediction")
+        if not keys:
+            return
+        self._rows += self.rows(predictions, references, keys)
+        self._keys += [str(key) for key in keys]
+        self._digests += [_digest(reference) for reference in references]
+        assert len(self._rows) == len(self._keys), f"{type(self).__name__}.rows returns one row for each sample"
+
+    def rows(self, predictions: Sequence[Any], references: Sequence[Any], keys: Sequence[str]) -> Sequence[Any]:
+        """A row for each sample: numbers, an array, or whatever ``table`` reads. Called on every rank."""
+        raise NotImplementedError
+
+    def state(self) -> State:
+        """What ``merge`` joins: plain lists in the order of ``keys``."""
+        return {"keys": list(self._keys), "rows": list(self._rows), "digests": list(self._digests)}
+
+    def merge(self, states: Sequence[State]) -> State:
+        """The state over all ranks: sums of tensors; lists joined and ordered by key. Raises ``DataError``.
+
+        A key that occurs twice is an error: the sample would count twice.
+        """
+        keys = [key for state in states for key in state["keys"]]
+        twice = [key for key, number in Counter(keys).items() if number > 1]
+        if twice:
+            raise DataError(
+                f"{self.name}: {len(twice)} of {len(set(keys))} samples were added more than once, first {twice[0]!r}",
+                allowed="every key once, over all processes",
+            )
+        order = sorted(range(len(keys)), key=keys.__getitem__)
+        merged: dict[str, Any] = {}
+        for name, first in states[0].items():
+            if isinstance(first, Tensor):
+                merged[name] = torch.stack([state[name] for state in states]).sum(0)
+            else:
+                joined = [entry for state in states for entry in state[name]]
+                merged[name] = [joined[n] for n in order]
+        return merged
+
+    def compute(self, merged: State) -> dict[str, float]:
+        """The values over all samples. Rank 0. Raises ``DataError`` where there is no sample."""
+        return self.values(self._table(merged))
+
+    def resampled(self, merged: State, *, count: int, seed: int) -> dict[str, list[float]]:
+        """The values of ``count`` bootstrap samples: as many rows, drawn with replacement.
+
+        Draw r is a function of (seed, number of samples, r), so that two results of the same samples are paired.
+        """
+        table = self._table(merged)
+        drawn = [self.values(table[chosen]) for chosen in draws(len(table), count=count, seed=seed)]
+        return {name: [values[name] for values in drawn] for name in (drawn[0] if drawn else {})}
+
+    def _table(self, merged: State) -> np.ndarray:
+        if not merged["rows"]:
+            raise DataError(f"{self.name} has no predictions", remedy="evaluate at least one sample")
+        return self.table(merged["rows"])
+
+    def table(self, rows: Sequence[Any]) -> np.ndarray:
+        """The rows as numbers: float64, shape (samples, columns). Rank 0."""
+        return np.asarray(rows, dtype=np.float64).reshape(len(rows), -1)
+
+    def values(self, table: np.ndarray) -> dict[str, float]:
+        """Name -> value from a table. Rank 0, and for resampling many times."""
+        raise NotImplementedError
+
+    @property
+    def provenance(self) -> dict[str, str]:
+        """Where a value comes from: two values are alike where all of it is equal. Rank 0.
+
+        ``metric``, ``version``, ``settings`` (JSON), ``resize``, ``precision``, ``seed`` and ``model`` (name and hash
+        of the model that scores) always exist; where a metric has no such thing, they are ``none``.
+        """
+        version = (
+            f"{self.library} {installed(self.library)}" if self.library else f"unigen_ds definition {self.definition}"
+        )
+        standard = dict.fromkeys(("resize", "seed", "model"), NOT_USED)
+        settings = json.dumps(self.settings, sort_keys=True, default=str)
+        base = {"metric": self.name, "version": version, "settings": settings, "precision": "float64"}
+        return {**base, **standard, **self.details()}
+
+    def details(self) -> dict[str, str]:
+        """What this metric adds to the provenance, or replaces in it."""
+        return {}
+
+
+def draws(num_samples: int, *, count: int, seed: int) -> list[np.ndarray]:
+    """``count`` bootstrap samples: indices, shape (num_samples,), drawn with replacement."""
+    return [np.random.default_rng((seed, r)).integers(0, num_samples, num_samples) for r in range(count)]
+
+
+def installed(distribution: str) -> str:
+    """Its version. Raises ``ConfigError`` with the extra to install."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError as error:
+        raise ConfigError(f"the package {distribution} is not installed", remedy=EXTRA) from error
+
+
+def package(module: str) -> Any:
+    """A module of an optional package. Raises ``ConfigError`` with the extra to install."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(f"{module} cannot be imported: {error}", remedy=EXTRA) from error
+
+
+def text(value: Any, *, what: str, key: str) -> str:
+    """A text as it is. Raises ``DataError`` for anything else."""
+    if not isinstance(value, str):
+        raise DataError(f"sample {key!r}: {what} is {type(value).__name__}", allowed="a text")
+    return value
+
+
+def texts(value: Any, *, what: str, key: str) -> list[str]:
+    """One text or several as a list. Raises ``DataError`` for anything else, and for none."""
+    several = [value] if isinstance(value, str) else value
+    if not isinstance(several, (list, tuple)) or not several:
+        shown = "empty" if isinstance(several, (list, tuple)) else type(value).__name__
+        raise DataError(f"sample {key!r}: {what} is {shown}", allowed="a text, or a list of at least one")
+    return [text(one, what=what, key=key) for one in several]
+
+
+def text_pairs(
+    predictions: Sequence[Any], references: Sequence[Any], keys: Sequence[str]
+) -> list[tuple[str, list[str]]]:
+    """The prediction and the references of each sample, checked. Raises ``DataError``."""
+    return [
+        (text(prediction, what="the prediction", key=key), texts(reference, what="the reference", key=key))
+        for prediction, reference, key in zip(predictions, references, keys, strict=True)
+    ]
+
+
+def _digest(reference: Any) -> str:
+    """Of a reference, so that values against other references are unlike."""
+    digest = blake2b(digest_size=8)
+    if isinstance(reference, Image.Image):
+        digest.update(f"{reference.mode} {reference.size}".encode())
+        digest.update(reference.tobytes())
+    else:
+        digest.update(json.dumps(reference, sort_keys=True, default=str).encode())
+    return digest.hexdigest()

@@ -1,0 +1,120 @@
+"""Models that score: a user's local folder, read by transformers without executing anything, and its hash."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.files import file_digest
+from unigen_ds.core.paths import download_remedy, is_hub_name
+
+_READ = {".json", ".safetensors", ".txt", ".model"}
+"""Suffixes of the files that transformers reads here; pickled weights are not read."""
+
+
+class LocalModel:
+    """A model of transformers in float32 and what prepares its inputs, loaded at the first use.
+
+    ``path``: its folder. ``where``: names it in errors. ``device``: None is this process's CUDA device, or the CPU.
+    """
+
+    def __init__(self, path: str, *, where: str, device: str | None = None) -> None:
+        self.folder, self._where, self._device = Path(path).expanduser(), where, device
+
+    def check(self) -> None:
+        """Raise ``ConfigError`` where the folder is not there, or has no safetensors."""
+        if not self.folder.is_dir():
+            hub = is_hub_name(str(self.folder))
+            raise ConfigError(
+                f"{self._where} is {str(self.folder)!r}, and there is no such folder",
+                allowed="a folder with a published model" + "; a name on the hub is not downloaded" * hub,
+                remedy=download_remedy(str(self.folder)) if hub else f"a relative path begins at {Path.cwd()}",
+            )
+        if not any(self.folder.glob("*.safetensors")):
+            raise ConfigError(
+                f"{self._where}: {self.folder} has no safetensors",
+                remedy="save the model with save_pretrained; pickled weights are not read",
+            )
+
+    @property
+    def name(self) -> str:
+        """The folder's."""
+        return self.folder.resolve().name
+
+    @cached_property
+    def model_hash(self) -> str:
+        """Of the config, the weights, the tokenizer and the processor."""
+        self.check()
+        digest = blake2b(digest_size=16)
+        for path in sorted(path for path in self.folder.iterdir() if path.suffix in _READ and path.is_file()):
+            digest.update(f"{path.name} {file_digest(path)}\n".encode())
+        return digest.hexdigest()
+
+    @cached_property
+    def model(self) -> Any:
+        """In evaluation mode, on its device."""
+        return self._load("AutoModel", use_safetensors=True, dtype=torch.float32).eval().to(self.device)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        return self._load("AutoTokenizer")
+
+    @cached_property
+    def processor(self) -> Any:
+        """Of texts and images, or of images alone."""
+        return self._load("AutoProcessor")
+
+    @property
+    def device(self) -> torch.device:
+        return default_device(self._device)
+
+    def _load(self, kind: str, **arguments: Any) -> Any:
+        """By a class of transformers. Raises ``ConfigError``. The global random numbers stay as they were."""
+        import transformers
+
+        self.check()
+        try:
+            with torch.random.fork_rng(devices=[]):
+                return getattr(transformers, kind).from_pretrained(str(self.folder), local_files_only=True, **arguments)
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            raise ConfigError(f"{self._where}: {kind} cannot read {self.folder}: {error}") from error
+
+
+def default_device(given: str | None) -> torch.device:
+    """``given``, or this process's CUDA device where there is one."""
+    if given is not None:
+        return torch.device(given)
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+@contextmanager
+def exact() -> Iterator[None]:
+    """No gradients, no autocast, and float32 as float32: TF32 would change features by a thousandth.
+
+    The global random numbers stay as they were: a loader of torch, for example, draws a seed from them.
+    """
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with (
+            torch.inference_mode(),
+            torch.random.fork_rng(devices=[]),
+            torch.autocast("cpu", enabled=False),
+            torch.autocast("cuda", enabled=False),
+            torch.backends.cudnn.flags(enabled=True, allow_tf32=False),
+        ):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def pooled(output: Any) -> Any:
+    """The vectors of a model's output: a tensor, or what transformers 5 returns around it; None where it has none."""
+    return output if isinstance(output, torch.Tensor) else getattr(output, "pooler_output", None)
