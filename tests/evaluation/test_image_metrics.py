@@ -27,6 +27,7 @@ from unigen_ds.evaluation.metrics.clip_score import CLIPScore
 from unigen_ds.evaluation.metrics.consistency import MultimodalConsistency
 from unigen_ds.evaluation.metrics.fid import FID, frechet_distance, frechet_distance_of_samples
 from unigen_ds.evaluation.metrics.images import as_tensor
+from unigen_ds.evaluation.metrics.inception import Inception
 from unigen_ds.evaluation.metrics.kid import KID
 from unigen_ds.evaluation.metrics.text_rendering import TextRendering
 
@@ -171,6 +172,38 @@ def test_extractors_have_a_name_a_hash_and_an_antialiased_resize(tmp_path: Path)
     assert (small - 127.5).abs().max() < 30, "alternating black and white is grey when it is small"
 
 
+def drawn_weights(shapes: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Weights of a network by their names, the same on every machine."""
+    generator, found = torch.Generator().manual_seed(7), {}
+    for name in sorted(name for name in shapes if not name.endswith("num_batches_tracked")):
+        shape = shapes[name].shape
+        if name.endswith(("running_var", "bn.weight")):
+            found[name] = torch.rand(shape, generator=generator) + 0.5
+        else:
+            size = (2 / shapes[name][0].numel()) ** 0.5 if len(shape) == 4 else 0.1
+            found[name] = torch.randn(shape, generator=generator) * size
+    return found
+
+
+def test_inception_is_the_network_of_torch_fidelity(tmp_path: Path) -> None:
+    """Its features of the same weights and picture: torch-fidelity 0.4.0, recorded; its package needs torchvision."""
+    weights = drawn_weights(Inception().state_dict())
+    torch.save({**weights, "fc.weight": torch.zeros(3, 3)}, tmp_path / "inception.pth")
+    metric = FID(extractor=str(tmp_path / "inception.pth"), device="cpu")
+    picture = torch.randint(0, 256, (2, 3, 299, 299), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)[0]
+    (features,) = metric._features([Image.fromarray(picture.permute(1, 2, 0).numpy())])
+    recorded = [0.829473, 0.0, 1.316061, 46.455265, 4.0032, 0.467098, 6.282152, 1.381873]
+    assert features.shape == (2048,) and features[::256] == pytest.approx(recorded, rel=1e-4, abs=1e-4)
+    assert metric.name == "fid_inception" and "299 x 299" in metric.provenance["resize"]
+    torch.save({"layer.weight": torch.zeros(3)}, tmp_path / "other.pth")
+    with pytest.raises(
+        ConfigError, match=r"470 of 470 tensors are missing.*first Conv2d_1a_3x3.conv.weight.*torch-fidelity"
+    ):
+        KID(extractor=str(tmp_path / "other.pth"))._features(MADE[:1])
+    with pytest.raises(ConfigError, match=r"metrics\[0\].*no such file.*Inception"):
+        build_metrics([{"type": "KID", "extractor": str(tmp_path / "missing.pth")}])
+
+
 def test_wrong_pictures_are_named() -> None:
     metric = FID(extractor=Convolution(), device="cpu")
     with pytest.raises(DataError, match=r"'0001': the prediction is an image of mode L.*RGB.*convert"):
@@ -263,9 +296,9 @@ def test_clip_score_orders_the_same_cases(knows_colours: str) -> None:
         scored(
             CLIPScore(path=knows_colours, device="cpu"),
             [plain(one) for one in names],
-            [f"a {one} picture" for one in said],
+            [f"a {one} picture" for one in named],
         )
-        for said in (names, names[1:] + names[:1])
+        for named in (names, names[1:] + names[:1])
     )
     assert right["clip_score"] > wrong["clip_score"] + 10
 

@@ -50,10 +50,12 @@ class MultimodalConsistency(Metric):
         for pair, key in zip(predictions, keys, strict=True):
             if not isinstance(pair, (list, tuple)) or len(pair) != 2:
                 raise DataError(f"sample {key!r}: the prediction is {type(pair).__name__}", allowed="(text, picture)")
-        said = [text(pair[0], what="the generated text", key=key) for pair, key in zip(predictions, keys, strict=True)]
+        written = [
+            text(pair[0], what="the generated text", key=key) for pair, key in zip(predictions, keys, strict=True)
+        ]
         drawn = pictures([pair[1] for pair in predictions], keys, what="the generated picture")
         with exact():
-            return list(np.concatenate([self._clip.of_texts(said), self._clip.of_images(drawn)], axis=-1))
+            return list(np.concatenate([self._clip.of_texts(written), self._clip.of_images(drawn)], axis=-1))
 
     def table(self, rows: Sequence[Any]) -> np.ndarray:
         return np.stack(rows).astype(np.float64)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from unigen_ds.core.registry import MODELS, build
 from unigen_ds.evaluation.metrics.base import NOT_USED, Metric
 from unigen_ds.evaluation.metrics.clip_score import resize_of
 from unigen_ds.evaluation.metrics.images import as_tensor, pictures
+from unigen_ds.evaluation.metrics.inception import SIZE, inception
 from unigen_ds.evaluation.metrics.local_model import LocalModel, default_device, exact, pooled
 
 
@@ -91,10 +94,40 @@ class FolderExtractor(Extractor):
         return {"model": f"{self.name} {self._local.model_hash}", "resize": resize_of(self._local.processor)}
 
 
+class InceptionExtractor(Extractor):
+    """FID's own network, from a file of its weights; pictures are resized to 299 x 299."""
+
+    def __init__(self, path: Path, *, where: str, name: str | None, resize: int | None, device: str | None) -> None:
+        self._path, self._where = path.expanduser(), where
+        self._resize, self._device = resize or SIZE, device
+        self.name = name or "inception"
+
+    def check(self) -> None:
+        if not self._path.is_file():
+            raise ConfigError(
+                f"{self._where} is {str(self._path)!r}, and there is no such file",
+                allowed="a folder with a vision model, or a file with the weights of FID's Inception network",
+                remedy=f"a relative path begins at {Path.cwd()}",
+            )
+
+    @cached_property
+    def _module(self) -> ModuleExtractor:
+        self.check()
+        return ModuleExtractor(inception(self._path), name=self.name, resize=self._resize, device=self._device)
+
+    def features(self, images: Sequence[Image.Image]) -> Tensor:
+        return self._module.features(images)
+
+    def details(self) -> dict[str, str]:
+        return self._module.details()
+
+
 def extractor_of(given: Any, *, where: str, name: str | None, resize: int | None, device: str | None) -> Extractor:
     """What an argument ``extractor`` names. Raises ``ConfigError``."""
     if isinstance(given, Extractor):
         return given
+    if isinstance(given, str) and Path(given).suffix in (".pth", ".pt", ".safetensors"):
+        return InceptionExtractor(Path(given), where=f"{where}.extractor", name=name, resize=resize, device=device)
     if isinstance(given, str):
         if resize is not None:
             raise ConfigError(f"{where}.resize is {resize}", remedy="leave it out: the folder's processor resizes")
@@ -102,7 +135,8 @@ def extractor_of(given: Any, *, where: str, name: str | None, resize: int | None
     module = build(MODELS, given, where=f"{where}.extractor") if isinstance(given, Mapping) else given
     if not callable(module):
         raise ConfigError(
-            f"{where}.extractor is {given!r}", allowed="a folder, dict(type=...) of a registered module, or a module"
+            f"{where}.extractor is {given!r}",
+            allowed="a folder, a file of weights, dict(type=...) of a registered module, or a module",
         )
     return ModuleExtractor(module, name=name, resize=resize, device=device)
 

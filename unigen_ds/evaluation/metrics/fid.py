@@ -53,10 +53,12 @@ class FID(FeatureMetric):
     samples than dimensions the covariance has not full rank and the value is too large: a warning.
 
     Args:
-        extractor: folder of a vision model of transformers, ``dict(type=...)`` of a registered module, or a module that
-            maps float32 (n, 3, height, width) from 0 to 255 to (n, dimensions).
-        name: of the extractor, part of the metric's name; None: the folder's, or the class's.
-        resize: height and width that a module gets, bicubic with antialiasing; None: as they are. A folder has its own.
+        extractor: file of the weights of FID's Inception network, folder of a vision model of transformers,
+            ``dict(type=...)`` of a registered module, or a module that maps float32 (n, 3, height, width) from 0 to 255
+            to (n, dimensions).
+        name: of the extractor, part of the metric's name; None: the folder's, the class's, or ``inception``.
+        resize: height and width that a module gets, bicubic with antialiasing; None: as they are, for Inception 299. A
+            folder has its own.
         batch_size: pictures at a time; changes rounding only.
         device: of the extractor; None: this process's CUDA device, or the CPU.
     """

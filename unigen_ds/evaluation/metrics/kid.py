@@ -37,8 +37,8 @@ class KID(FeatureMetric):
 
     Args:
         extractor: as of ``FID``.
-        name: of the extractor, part of the metric's name; None: the folder's, or the class's.
-        resize: height and width that a module gets, bicubic with antialiasing; None: as they are. A folder has its own.
+        name: as of ``FID``.
+        resize: as of ``FID``.
         subsets: number of random subsets; None: all samples at once.
         subset_size: samples of a subset; needed with ``subsets``.
         seed: of the subsets.

@@ -64,7 +64,7 @@ class VQAAccuracy(Metric):
 
 
 def vqa_accuracy(answer: str, given: Sequence[str]) -> float:
-    """Of one answer against those that people gave.
+    """Of one answer against those of several people.
 
     With n equal ones of k: leaving out an equal one (n of k ways) leaves n - 1, any other leaves n.
     """
