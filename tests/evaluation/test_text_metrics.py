@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import nltk
@@ -149,10 +150,11 @@ def test_bertscore_is_torchmetrics_with_a_local_model(tmp_path: Path, layer: int
     assert 0 < found["bertscore_f1"] < 1 and "tiny " in metric.provenance["model"]
 
 
+@pytest.mark.parametrize("made", [tiny_models.bert, tiny_models.roberta])
 def test_bertscore_counts_empty_texts_as_zero_and_names_truncated_ones(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, made: Callable[[Path], Path]
 ) -> None:
-    metric = BERTScore(path=str(tiny_models.bert(tmp_path)), device="cpu")
+    metric = BERTScore(path=str(made(tmp_path)), device="cpu")
     with caplog.at_level(logging.WARNING):
         found = scored(metric, ["a cat", " ", "the " * 40], ["a cat", "a dog", "the " * 40])
     assert found["bertscore_f1"] == pytest.approx(2 / 3, rel=1e-6)

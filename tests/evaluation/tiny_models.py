@@ -17,6 +17,8 @@ from transformers import (
     CLIPModel,
     CLIPProcessor,
     PreTrainedTokenizerFast,
+    RobertaConfig,
+    RobertaModel,
     SiglipConfig,
     SiglipImageProcessorPil,
     SiglipModel,
@@ -36,6 +38,18 @@ def tokenizer(length: int = 16) -> PreTrainedTokenizerFast:
         tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="</s>",
         model_max_length=length,
     )  # fmt: skip
+
+
+def roberta(folder: Path) -> Path:
+    """Random weights; of its 18 positions the first two are not used, and its tokenizer has no limit."""
+    torch.manual_seed(0)
+    config = RobertaConfig(
+        vocab_size=len(_WORDS), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+        max_position_embeddings=18, pad_token_id=1, bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    RobertaModel(config).save_pretrained(folder)
+    tokenizer(1000).save_pretrained(folder)
+    return folder
 
 
 def bert(folder: Path) -> Path:

@@ -68,7 +68,7 @@ class BERTScore(Metric):
     def _scores(self, predictions: list[str], references: list[str]) -> np.ndarray:
         """Shape (pairs, 3)."""
         model, tokenizer = self._local.model, self._local.tokenizer
-        limit = min(int(tokenizer.model_max_length), int(getattr(model.config, "max_position_embeddings", 512)))
+        limit = min(int(tokenizer.model_max_length), _positions(model))
         layers = int(getattr(model.config, "num_hidden_layers", 0))
         if self._layer is not None and layers and self._layer > layers:
             raise ConfigError(f"BERTScore.layer is {self._layer}", allowed=f"1 to {layers}, the layers of the model")
@@ -98,3 +98,9 @@ class BERTScore(Metric):
 
     def details(self) -> dict[str, str]:
         return {"model": f"{self._local.name} {self._local.model_hash}", "precision": "model float32, mean float64"}
+
+
+def _positions(model: Any) -> int:
+    """The longest text of a model; RoBERTa's first position is the one after its padding token's id."""
+    unused = getattr(getattr(model, "embeddings", None), "padding_idx", None)
+    return int(getattr(model.config, "max_position_embeddings", 512)) - (0 if unused is None else int(unused) + 1)
