@@ -4,8 +4,9 @@ MODEL is a checkpoint of any layout, a work dir (its newest checkpoint), or a pu
 weights (EMA) is used if there is one. Without --prompt and --prompts, prompts are read from the standard input;
 --understand needs no prompt. A VLM answers in text, with or without --understand; a DecoderLM continues the prompt.
 
-The folder of --out receives 00000.png, 00001.png, ... and results.jsonl with one line per prompt; existing files are
-kept, and new numbers follow the highest existing one. Prompt i of a call uses the seed --seed + i.
+The folder of --out receives 00000.png, 00001.png, ... and results.jsonl with one line per answer; existing files are
+kept, and new numbers follow the highest existing one. Answer i of a call uses the seed --seed + i. With --grid a
+contact sheet of all answers of the call is written, too: grid-00000.png, with the number of the first one.
 
 Exit status: 0 done, 1 the model cannot be loaded, 2 wrong usage.
 """
@@ -16,6 +17,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,8 +30,12 @@ from unigen_ds.core.choices import DTYPE_NAMES
 from unigen_ds.core.errors import ConfigError, DataError, UnigenError
 from unigen_ds.core.files import write_atomic
 from unigen_ds.families.bagel.flow_settings import BAGEL_FLOW, RENORMS, FlowSettings, flow_for
+from unigen_ds.inference.sampling import Sampling
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from unigen_ds.evaluation.sheet import Cell
     from unigen_ds.inference.generated import Generated
 
 RESULTS = "results.jsonl"
@@ -63,6 +69,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--max-length", type=int, default=1000, metavar="N", help="maximum tokens of a text; default: 1000")
     p.add_argument("--temperature", type=float, default=0.0, help="of texts; default: 0 (the most likely token)")
+    p.add_argument("--top-p", type=float, default=1.0, metavar="P",
+                   help="of texts: only the most likely tokens are drawn, which have this probability together;\n"
+                   "default: 1 (all)")  # fmt: skip
+    p.add_argument("--samples", type=int, default=1, metavar="N", help="answers to each prompt; default: 1")
+    p.add_argument("--grid", action="store_true", help="write a contact sheet of all answers, too")
+    p.add_argument("--columns", type=int, metavar="N", help="of the contact sheet; default: about as many as rows")
     add_flow(p)
     p.add_argument("--raw", action="store_true", help="the weights themselves instead of their average (EMA)")
     p.add_argument("--tag", help="name of the checkpoint's folder below MODEL")
@@ -92,6 +104,17 @@ def add_flow(p: argparse.ArgumentParser) -> None:
                    help=f"how the norm of a guided velocity is limited; {default}")  # fmt: skip
     p.add_argument("--cfg-renorm-min", type=float, default=flow.renorm_min, metavar="S",
                    help=f"smallest factor of that limit; {default}")  # fmt: skip
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Raise ``ConfigError`` for numbers that cannot work, before the model is loaded."""
+    Sampling(arguments.temperature, arguments.top_p)
+    for name in ("max_length", "samples", "columns"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}", allowed="at least 1")
+    if arguments.columns is not None and not arguments.grid:
+        raise ConfigError(f"--columns {arguments.columns} without --grid, which it belongs to", remedy="--grid")
 
 
 DRAWING = ("num_timesteps", "timestep_shift", "cfg_text_scale", "cfg_img_scale", "cfg_interval", "cfg_renorm_type",
@@ -214,11 +237,19 @@ class Output:
         self.next += 1
         return row
 
+    def add_sheet(self, sheet: Image, *, first: int) -> Path:
+        """Write the contact sheet of the answers from number ``first`` on."""
+        path = self.folder / f"grid-{first:05d}.png"
+        write_atomic(path, lambda path: sheet.save(path, format="PNG"))
+        return path
+
 
 def generate(arguments: argparse.Namespace) -> None:
+    check(arguments)
     import torch  # after parsing: --help and a wrong argument do not wait for torch
 
     from unigen_ds.checkpoint.convert import DTYPES
+    from unigen_ds.evaluation.sheet import contact_sheet
     from unigen_ds.runner.settings import load_config
     from unigen_ds.runner.trained import open_inferencer
 
@@ -234,12 +265,14 @@ def generate(arguments: argparse.Namespace) -> None:
         device=device,
         dtype=DTYPES[dtype],
     )
+    sheet: list[Cell] = []
+    first = output.next
     if unused := without_effect(arguments, draws=hasattr(inferencer.model, "timestep_shift")):
         log.logger().warning("without effect, since nothing is drawn: %s", ", ".join(unused))
     if hasattr(inferencer.model, "timestep_shift") and not arguments.understand:
         flow, origin = flow_for(inferencer.model, flow, shift=arguments.timestep_shift)
         log.logger().info(f"timestep_shift {flow.timestep_shift} ({origin})")
-    for number, request in enumerate(requests(arguments)):
+    for number, request in enumerate(each for each in requests(arguments) for _ in range(arguments.samples)):
         seed = arguments.seed + number
         report_unknown(getattr(inferencer.processor, "tokenizer", None), request.prompt)
         made = inferencer.unified_generate(
@@ -253,17 +286,39 @@ def generate(arguments: argparse.Namespace) -> None:
             temperature=arguments.temperature,
             seed=seed,
             max_parts=arguments.max_parts,
+            **({"top_p": arguments.top_p} if arguments.top_p < 1.0 else {}),
         )
-        try:
+        with writes(arguments.out):
             row = output.add(request, made, seed=seed)
-        except OSError as error:
-            raise UnigenError(
-                f"--out {arguments.out} cannot be written: {error}", remedy="free disk space, or choose another --out"
-            ) from error
+        if arguments.grid:
+            sheet.append(cell_of(inferencer.processor, request, made))
         print(
             "  ".join(part for part in (row["file"] and str(arguments.out / row["file"]), row["text"]) if part),
             flush=True,
         )
+    if arguments.grid:
+        with writes(arguments.out):
+            print(output.add_sheet(contact_sheet(sheet, columns=arguments.columns), first=first))
+
+
+@contextmanager
+def writes(folder: Path) -> Iterator[None]:
+    """Inside, a file that cannot be written is an error that names ``--out``."""
+    try:
+        yield
+    except OSError as error:
+        raise UnigenError(
+            f"--out {folder} cannot be written: {error}", remedy="free disk space, or choose another --out"
+        ) from error
+
+
+def cell_of(processor: Any, request: Request, made: Generated) -> Cell:
+    """An answer with the images that were shown before the prompt."""
+    from unigen_ds.evaluation.sheet import Cell
+
+    shown = [processor.read_image(path) for path in request.images]
+    text = "\n".join(line for line in (request.prompt, made.text and f"> {made.text}") if line)
+    return Cell([*shown, *made.images], text)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -6,6 +6,7 @@ import of torch and DeepSpeed (``worker.py``).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -118,6 +119,29 @@ def bf16(*, full: bool) -> list[Job]:
     return jobs
 
 
+FAILS_AT = 6
+_PICTURE = "{data}/digits/train/0010.png"
+PREVIEWS: dict[str, dict[str, Any]] = {}
+PREVIEWS["digits"] = {
+    "type": "FailingPreviewHook", "interval": 2, "size": [8, 8], "flow": {"num_timesteps": 3}, "max_new_tokens": 6,
+    "prompts": [
+        "draw a three", {"prompt": "this is zero", "understand": True},
+        {"prompt": "draw a four", "images": [_PICTURE], "understand": False}, "draw a two",
+    ],
+    "images": [_PICTURE, "{data}/digits/missing.png"],
+    "num_held_out": 2,
+    "held_out": {"type": "UnifiedGenerationDataset", "data_path": "{data}/digits/mixed.jsonl"},
+}  # fmt: skip
+"""An odd number of pictures and texts, one of which cannot be made: two ranks need different calls of the model."""
+PREVIEWS["talks"] = {
+    "type": "FailingPreviewHook", "interval": 2, "max_new_tokens": 5, "question": "so?",
+    "prompts": ["red?"], "images": ["{data}/talks/0.png", "{data}/talks/2.png"], "num_held_out": 2,
+    "held_out": {"type": "UnifiedGenerationDataset", "data_path": "{data}/talks/mixed.jsonl"},
+}  # fmt: skip
+PREVIEWS["words"] = {
+    "type": "PreviewHook", "interval": 2, "max_new_tokens": 9, "prompts": ["one two three", "five", "seven zero"],
+}  # fmt: skip
+
 RESUME_UPDATES, KILL_AT, SAVED_AT = 12, 7, 5
 CURVE = [
     {"type": "LinearLR", "start_factor": 0.1, "by_epoch": True, "begin": 0, "end": 0.5, "convert_to_iter_based": True},
@@ -134,12 +158,16 @@ def resume(*, full: bool) -> list[Job]:
     jobs = []
     for engine, world, precision in pairs:
         base = config(engine, world, model__llm__dropout=0.1, optim_wrapper__precision=precision)
-        jobs += killed_and_straight(f"resume/{engine}@{world}-{precision}", Phase(world, base, RESUME_UPDATES))
+        phase = Phase(world, base, RESUME_UPDATES)
+        jobs += killed_and_straight(f"resume/{engine}@{world}-{precision}", phase, previews=[PREVIEWS["digits"]])
     return jobs
 
 
-def killed_and_straight(name: str, phase: Phase) -> list[Job]:
-    """The run of ``phase``, with two loader workers and a curve, never stopped and stopped once."""
+def killed_and_straight(name: str, phase: Phase, *, previews: Sequence[dict[str, Any]] = ()) -> list[Job]:
+    """The run of ``phase``, with two loader workers and a curve, never stopped and stopped once.
+
+    ``previews``: hooks of the former alone. So what they change of the training would be found, too.
+    """
     changes = {
         "train_dataloader__num_workers": 2,
         "default_hooks__checkpoint__interval": 10,
@@ -149,7 +177,8 @@ def killed_and_straight(name: str, phase: Phase) -> list[Job]:
     base = {**phase.config, **changes}
     killed = {**base, "custom_hooks": [*base["custom_hooks"], {"type": "KillHook", "at_update": KILL_AT}]}
     phases = [replace(phase, config=killed, killed=True), replace(phase, config={**base, "resume": True})]
-    return [Job(f"{name}/straight", [replace(phase, config=base)]), Job(f"{name}/killed", phases)]
+    straight = {**base, "custom_hooks": [*base["custom_hooks"], *previews]}
+    return [Job(f"{name}/straight", [replace(phase, config=straight)]), Job(f"{name}/killed", phases)]
 
 
 CHAIN = (
@@ -410,6 +439,7 @@ def decoder(*, full: bool) -> list[Job]:
     jobs = []
     for engine, world in runs:
         overrides = config(engine, world, **changes)
+        overrides["custom_hooks"] = [*overrides["custom_hooks"], PREVIEWS["words"]]
         jobs.append(
             Job(f"decoder/{engine}@{world}", [Phase(world, overrides, DECODER_UPDATES, data="digits/text.jsonl")])
         )

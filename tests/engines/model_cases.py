@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from tests.engines.cases import (
     COMPILED_UPDATES,
     ENGINES,
+    PREVIEWS,
     RESUME_UPDATES,
     Job,
     Phase,
@@ -74,7 +76,14 @@ def models(*, full: bool) -> list[Job]:
         few = runs
         runs += [("zero3_offload", 2), ("FULL_SHARD_offload", 2), ("zero2", 4), ("zero3", 4), ("FULL_SHARD", 4)]
     pairs = [("vlm", run) for run in runs] + [("flux", run) for run in few]
-    return [Job(f"{m}/{engine}@{world}", [phase(m, engine, world)]) for m, (engine, world) in pairs]
+    return [Job(f"{m}/{engine}@{world}", [_answering(phase(m, engine, world))]) for m, (engine, world) in pairs]
+
+
+def _answering(made: Phase) -> Phase:
+    """With the model's answers to some records at the end."""
+    kinds = ["text", "image"] if made.data.startswith("drawings") else ["text"]
+    hook = {"type": "AnswersHook", "at_update": MODEL_UPDATES, "data_path": "{data}/" + made.data, "kinds": kinds}
+    return replace(made, config={**made.config, "custom_hooks": [*made.config["custom_hooks"], hook]})
 
 
 def models_bf16(*, full: bool) -> list[Job]:
@@ -132,5 +141,7 @@ def resume(*, full: bool) -> list[Job]:
     runs = [("vlm", "zero2"), *((("vlm", "FULL_SHARD"), ("flux", "zero3"), ("flux", "FULL_SHARD")) if full else ())]
     jobs = []
     for m, engine in runs:
-        jobs += killed_and_straight(f"resume/{m}-{engine}@2-fp32", phase(m, engine, 2, RESUME_UPDATES))
+        given = phase(m, engine, 2, RESUME_UPDATES)
+        previews = [PREVIEWS["talks"]] if m == "vlm" else []
+        jobs += killed_and_straight(f"resume/{m}-{engine}@2-fp32", given, previews=previews)
     return jobs

@@ -230,7 +230,7 @@ def _train_file(phase: dict[str, Any], work_dir: Path, out: Path) -> None:
 def main() -> None:
     import torch
 
-    from tests.engines import pictures, texts, users
+    from tests.engines import pictures, previews, texts, users  # noqa: F401 - previews registers its hooks
     from unigen_ds.backends.deepspeed_op import load_shared_memory_op
 
     for name in PRELOADED:

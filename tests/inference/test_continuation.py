@@ -61,7 +61,7 @@ def written(
     """The ids, and the logits that they were chosen by."""
     seen: list[Tensor] = []
 
-    def choose(logits: Tensor) -> Sequence[int]:
+    def choose(logits: Tensor, documents: Sequence[int]) -> Sequence[int]:
         seen.append(logits)
         return likeliest(logits)
 

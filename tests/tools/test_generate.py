@@ -95,6 +95,41 @@ def test_texts_and_pictures_by_turns(run: Runner, tmp_path: Path) -> None:
     assert main([*words, "--understand", "--out", str(out), *FAST]) == 2
 
 
+def test_a_contact_sheet_of_several_answers_to_several_prompts(run: Runner, tmp_path: Path) -> None:
+    out, prompts = tmp_path / "out", tmp_path / "prompts.txt"
+    prompts.write_text("draw a three\ndraw a four\n")
+    words = [str(run.work_dir), "--prompts", str(prompts), "--samples", "2", "--out", str(out), *FAST]
+    for options in (["--grid"], ["--grid", "--columns", "4"]):
+        assert main([*words, *options]) == 0
+    assert [(row["prompt"], row["seed"]) for row in rows(out)[:4]] == [
+        ("draw a three", 0), ("draw a three", 1), ("draw a four", 2), ("draw a four", 3),
+    ]  # fmt: skip
+    (square, flat) = (Image.open(out / name) for name in ("grid-00000.png", "grid-00004.png"))
+    assert square.width * 2 == flat.width and square.height == flat.height * 2
+    drawn = Image.open(out / "00000.png")
+    assert square.convert("L").getpixel((10 + 14, 10 + 14)) == drawn.getpixel((0, 0))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--temperature", "-1"], "temperature is -1.0"),
+        (["--temperature", "nan"], "temperature is nan"),
+        (["--temperature", "1", "--top-p", "0"], "top_p is 0.0"),
+        (["--top-p", "0.5"], "temperature is 0"),
+        (["--max-length", "0"], "--max-length is 0"),
+        (["--samples", "0"], "--samples is 0"),
+        (["--grid", "--columns", "0"], "--columns is 0"),
+        (["--columns", "2"], "without --grid"),
+    ],
+)
+def test_bad_values_are_refused_before_the_model_is_opened(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(tmp_path / "none"), "--prompt", "a", "--out", str(tmp_path / "out"), *words]) == 2
+    assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
 def test_a_loop_of_prompts(run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("draw a three\n\ndraw a four\n"))
     assert main([str(run.work_dir), "--out", str(tmp_path / "out"), "--raw", *FAST]) == 0

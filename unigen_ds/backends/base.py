@@ -97,6 +97,11 @@ class Backend(abc.ABC):
         return None
 
     @property
+    def gathers_in_forward(self) -> bool:
+        """Whether a forward pass is collective, because each process holds a part of the weights. Not collective."""
+        return True
+
+    @property
     def dp_rank(self) -> int:
         """This process's index among the data-parallel ranks."""
         return 0

@@ -236,6 +236,10 @@ class DeepSpeedBackend(Backend):
         return torch.device(self._engine.device)
 
     @property
+    def gathers_in_forward(self) -> bool:
+        return self.stage == 3
+
+    @property
     def dp_rank(self) -> int:
         return dist.rank()
 

@@ -167,6 +167,10 @@ class FSDPBackend(TorchOptimizerBackend):
         return self._device
 
     @property
+    def gathers_in_forward(self) -> bool:
+        return self.num_shard > 1
+
+    @property
     def dp_rank(self) -> int:
         return dist.rank()
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import torch
 from annotated_types import Ge
+from PIL.Image import Image
 
 from unigen_ds.core import dist
 from unigen_ds.core.batch import DEFAULT_WEIGHT
@@ -103,6 +104,11 @@ class LoggerHook(Hook):
             for writer in self._writers:
                 writer.write(metrics, update=update)
 
+    def image(self, run: Run, name: str, picture: Image, *, update: int) -> None:
+        """Give a picture to the writers that show some. On rank 0 alone; not collective."""
+        for writer in self._writers:
+            writer.image(name, picture, update=update)
+
     def sync(self) -> None:
         self._journal.sync()
 
@@ -150,6 +156,11 @@ class LoggerHook(Hook):
         if dist.is_main():
             for writer in self._writers:
                 writer.close()
+
+
+def logger_of(run: Run) -> LoggerHook:
+    """The run's logger."""
+    return next(hook for hook in run.hooks if isinstance(hook, LoggerHook))
 
 
 def global_losses(result: UpdateResult) -> dict[str, float | None]:

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from PIL.Image import Image
+
 from unigen_ds.core.registry import WRITERS
 from unigen_ds.tracking.writer import Writer, numbers
 
@@ -34,6 +37,10 @@ class TensorboardVisBackend(Writer):
     def write(self, record: Mapping[str, Any], *, update: int) -> None:
         for name, value in numbers(record).items():
             self._writer.add_scalar(name, value, update)
+        self._writer.flush()
+
+    def image(self, name: str, picture: Image, *, update: int) -> None:
+        self._writer.add_image(name, np.asarray(picture.convert("RGB")), update, dataformats="HWC")
         self._writer.flush()
 
     def close(self) -> None:

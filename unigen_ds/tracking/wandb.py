@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mmengine.config import Config
+from PIL.Image import Image
 
 from unigen_ds.core.json_values import by_name, json_values
 from unigen_ds.core.registry import WRITERS
@@ -76,6 +77,11 @@ class WandbVisBackend(Writer):
         found = numbers(record)
         aliases = {alias: found[name] for name, alias in ALIASES.items() if name in found}
         self._run.log({**found, **aliases, "update": update})
+
+    def image(self, name: str, picture: Image, *, update: int) -> None:
+        import wandb
+
+        self._run.log({name: wandb.Image(picture), "update": update})
 
     def close(self) -> None:
         if self._run is not None:

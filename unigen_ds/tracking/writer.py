@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from PIL.Image import Image
+
 from unigen_ds.core.log import logger
 
 
@@ -26,6 +28,9 @@ class Writer:
     def write(self, record: Mapping[str, Any], *, update: int) -> None:
         """Log the numbers of one record."""
         raise NotImplementedError
+
+    def image(self, name: str, picture: Image, *, update: int) -> None:
+        """Show a picture. A writer that shows none does nothing."""
 
     def close(self) -> None:
         """Flush and end."""
@@ -49,6 +54,9 @@ class SafeWriter:
 
     def write(self, record: Mapping[str, Any], *, update: int) -> None:
         self._guarded(lambda writer: writer.write(record, update=update))
+
+    def image(self, name: str, picture: Image, *, update: int) -> None:
+        self._guarded(lambda writer: writer.image(name, picture, update=update))
 
     def close(self) -> None:
         self._guarded(lambda writer: writer.close())

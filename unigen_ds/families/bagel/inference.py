@@ -28,8 +28,11 @@ from unigen_ds.data.splits import ImageSplit, TextSplit, TokenSplit
 from unigen_ds.families.bagel.flow_settings import FlowSettings, flow_for
 from unigen_ds.families.bagel.processor import UnifiedProcessor
 from unigen_ds.families.bagel.sampler import guide, image_grid, noise_image, times, vit_image
-from unigen_ds.inference.generated import Generated
+from unigen_ds.inference.continuation import chooser, device_of
+from unigen_ds.inference.generated import Generated, Request
+from unigen_ds.inference.generated import to_picture as to_picture
 from unigen_ds.inference.kv_cache import KVCache
+from unigen_ds.inference.sampling import Sampling
 from unigen_ds.models.flow import unpatchify_latent
 from unigen_ds.models.vae import encode_by_size
 
@@ -45,6 +48,7 @@ THINK_THEN_DRAW = (
 )
 """The prompts that BAGEL was trained to think after, word for word."""
 
+_LIKELIEST = Sampling()
 OnStep = Callable[[float, Tensor, Tensor], None]
 """Called in each Euler step with t, the noisy patches before it, and their velocity."""
 
@@ -77,7 +81,7 @@ class _Options:
     flow: FlowSettings
     on_step: OnStep | None
     max_length: int
-    temperature: float
+    sampling: Sampling
     seed: int
 
 
@@ -88,6 +92,9 @@ class InterleaveInferencer:
         model: a ``UnifiedModel`` in evaluation mode.
         processor: its tokenizer and image transforms.
     """
+
+    answers = ("text", "image")
+    """What ``complete`` can be asked for."""
 
     def __init__(self, model: Any, processor: UnifiedProcessor) -> None:
         self.model, self.processor = model, processor
@@ -104,6 +111,7 @@ class InterleaveInferencer:
         flow: FlowSettings | None = None,
         max_length: int = 1000,
         temperature: float = 0.0,
+        top_p: float = 1.0,
         seed: int = 0,
         on_step: OnStep | None = None,
         max_parts: int = 0,
@@ -119,6 +127,7 @@ class InterleaveInferencer:
             flow: how it is drawn; None: as ``flow_for`` decides.
             max_length: tokens of the text at most.
             temperature: of the text; 0 chooses the likeliest token.
+            top_p: of the text: only the likeliest tokens are drawn, which have this probability together.
             seed: of every random number.
             on_step: called in each Euler step.
             max_parts: 0: one answer, as above. Else a text, a picture, a text, ..., up to so many; each is read again
@@ -129,6 +138,7 @@ class InterleaveInferencer:
                 f"max_parts is {max_parts}" + " with understand" * understand,
                 allowed="a whole number of at least 0; with understand there is one text and no picture",
             )
+        sampling = Sampling(temperature, top_p)
         contexts, flow = Contexts(), flow or flow_for(self.model)[0]
         if think:
             self._show_prompt(contexts, THINK_THEN_ANSWER if understand else THINK_THEN_DRAW)
@@ -142,7 +152,7 @@ class InterleaveInferencer:
             self._add_text(contexts, prompt)
         if not understand:
             size = size or self._largest_square()
-        options = _Options(size or (), flow, on_step, max_length, temperature, seed)
+        options = _Options(size or (), flow, on_step, max_length, sampling, seed)
         if max_parts:
             return self._alternate(contexts, options, max_parts, shown=len(images))
         text = self._written(contexts, options) if think or understand else ""
@@ -151,6 +161,42 @@ class InterleaveInferencer:
         if think:
             self.extend_text(contexts.full, self.processor.tokenizer.encode(text))
         return Generated(text, [self._drawn(contexts, options)])
+
+    @torch.no_grad()
+    def complete(
+        self,
+        requests: Sequence[Request],
+        *,
+        max_new_tokens: int,
+        sampling: Sampling = _LIKELIEST,
+        flow: FlowSettings | None = None,
+    ) -> list[Generated]:
+        """The answer to each of some records, whose parts are read as in training, one record at a time."""
+        flow = flow or flow_for(self.model)[0]
+        return [self._answered(request, max_new_tokens, sampling, flow) for request in requests]
+
+    def _answered(self, request: Request, max_new_tokens: int, sampling: Sampling, flow: FlowSettings) -> Generated:
+        contexts, before = Contexts(), [*request.prompt]
+        if len(request.begin) > 1:
+            before.append(TokenSplit(tuple(request.begin[:-1]), (-100,) * (len(request.begin) - 1)))
+        for split in before:
+            if isinstance(split, TextSplit):
+                contexts.without_text = contexts.full.copy()
+                self._extend(contexts.without_image, split)
+            self._extend(contexts.full, split)
+        if request.wanted == "image":
+            options = _Options(request.size or (), flow, None, 0, sampling, request.seed)
+            return Generated("", [self._drawn(contexts, options)])
+        first = request.begin[-1] if request.begin else None
+        ids = self.write(contexts.full, max_length=max_new_tokens + 1, seed=request.seed, first=first, **vars(sampling))
+        return Generated(self.processor.tokenizer.decode(ids[1:]), [])
+
+    def idle(self, method: str) -> tuple[Any, ...]:
+        """Arguments of a forward pass that does nothing: of a rank that has no work while others have."""
+        batch = self._pack(Context(), TokenSplit((self.processor.tokenizer.bos_id,), (-100,)))
+        more = {"forward": (), "velocity": (batch.flow_noise, 0.0), "next_token_logits": (batch.flow_noise,)}
+        more["read"] = (batch.flow_noise, KVCache().attend(causal=True, keep=False))
+        return (batch, *more[method])
 
     def _alternate(self, contexts: Contexts, options: _Options, max_parts: int, *, shown: int) -> Generated:
         """Texts and pictures in alternation. ``shown``: images that were passed."""
@@ -177,7 +223,7 @@ class InterleaveInferencer:
     def _written(self, contexts: Contexts, options: _Options, *, number: int = 0) -> str:
         """The text of that number, which is not yet in the contexts."""
         seed = derive_seed(options.seed, "part", number) if number else options.seed
-        ids = self.write(contexts.full, max_length=options.max_length, temperature=options.temperature, seed=seed)
+        ids = self.write(contexts.full, max_length=options.max_length, seed=seed, **vars(options.sampling))
         text: str = self.processor.tokenizer.decode(ids)
         return text
 
@@ -241,45 +287,42 @@ class InterleaveInferencer:
         self._extend(context, replace(template, split=split, vae_image=pixels, vae_noise=noise))
 
     def _extend(self, context: Context, split: Loaded) -> Tensor:
-        """Add one split; returns the hidden state ``[D]`` of its last token."""
+        """Add one split; returns the logits ``[vocabulary]`` of what follows it."""
         batch = self._pack(context, split)
-        patch = self.processor.latent_patch_size
-        hidden_TD = self._hidden(context, batch, encode_by_size(self.model.vae, batch, patch), t=0.0, keep=True)
+        is_text = not (batch.vit_index.numel() or batch.latent_index.numel())
+        latents_LC = encode_by_size(self.model.vae, batch, self.processor.latent_patch_size)
+        logits: Tensor = self.model.read(batch, latents_LC, context.cache.attend(causal=is_text, keep=True))
         context.position = int(batch.position_ids[-1]) + 1
-        return hidden_TD[-1]
+        return logits
 
     def _pack(self, context: Context, split: Loaded) -> PackedBatch:
         batch = pack_documents([[split]], self.processor)
         batch = replace(batch, position_ids=batch.position_ids + context.position)
-        return batch.to(self.model.llm2vae.weight.device)
-
-    def _hidden(self, context: Context, batch: PackedBatch, latents_LC: Tensor, *, t: float, keep: bool) -> Tensor:
-        """Hidden states ``[T, D]`` of one split after the context, in the order of its tokens."""
-        is_text = not (batch.vit_index.numel() or batch.latent_index.numel())
-        t_L = torch.full(batch.timesteps.shape, t, device=latents_LC.device)
-        attend = context.cache.attend(causal=is_text, keep=keep)
-        hidden_TD, row_of = self.model.hidden_states(batch, latents_LC, t_L, attend=attend)
-        return hidden_TD[row_of]
+        return batch.to(device_of(self.model))
 
     # --- text -------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def write(self, context: Context, *, max_length: int, temperature: float = 0.0, seed: int = 0) -> list[int]:
-        """Ids that follow the context, which stays as it is. As in the public code the begin token is the first and
-        counts; the end token is left out.
+    def write(
+        self,
+        context: Context,
+        *,
+        max_length: int,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        first: int | None = None,
+    ) -> list[int]:
+        """Ids that follow the context, which stays as it is. As in the public code the begin token comes first and
+        counts (``first`` replaces it); the end token is left out.
         """
         tokenizer, context = self.processor.tokenizer, context.copy()
-        random = generator(seed, "write")
+        choose = chooser(Sampling(temperature, top_p), [seed])
         ids: list[int] = []
-        token = tokenizer.bos_id
+        token = tokenizer.bos_id if first is None else first
         while len(ids) < max_length:
             ids.append(token)
-            logits = self.model.language_model.lm_head(self._extend(context, TokenSplit((token,), (-100,))))
-            if temperature > 0.0:
-                chances = torch.softmax(logits.float().cpu() / temperature, dim=-1)
-                token = int(torch.multinomial(chances, 1, generator=random))
-            else:
-                token = int(logits.argmax())
+            [token] = choose(self._extend(context, TokenSplit((token,), (-100,)))[None], [0])
             if token == tokenizer.eos_id:
                 break
         return ids
@@ -302,11 +345,11 @@ class InterleaveInferencer:
         batches = [self._pack(context, template) for context in seen]
 
         def velocity(which: int, x_LC: Tensor, t: float) -> Tensor:
-            batch = batches[which]
-            hidden_TD = self._hidden(seen[which], batch, x_LC, t=t, keep=False)
-            return self.model.llm2vae(hidden_TD[batch.image_target_index])
+            attend = seen[which].cache.attend(causal=False, keep=False)
+            v_LC: Tensor = self.model.velocity(batches[which], x_LC, t, attend=attend)
+            return v_LC
 
-        x_LC = noise_LC.to(self.model.llm2vae.weight.device)
+        x_LC = noise_LC.to(device_of(self.model))
         steps = times(flow)
         for t, following in zip(steps, steps[1:], strict=False):
             v = velocity(0, x_LC, t)
@@ -323,9 +366,3 @@ class InterleaveInferencer:
         """Latent patches -> image ``[C, H, W]`` in about [-1, 1]."""
         image: Tensor = self.model.vae.decode(unpatchify_latent(x_LC, grid, self.processor.latent_patch_size)[None])[0]
         return image
-
-
-def to_picture(image: Tensor) -> Image.Image:
-    """``[C, H, W]`` in [-1, 1] -> 8 bits, truncated as in the public code."""
-    pixels = (image.float() * 0.5 + 0.5).clamp(0, 1).mul(255).to(torch.uint8).permute(1, 2, 0).cpu().numpy()
-    return Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels)

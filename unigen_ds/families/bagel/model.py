@@ -186,7 +186,7 @@ class UnifiedModel(PretrainedModel):
         copy_init_moe: gen experts that ``pretrained`` lacks start as copies of the und experts.
     """
 
-    forward_methods = ("velocity", "next_token_logits")
+    forward_methods = ("velocity", "next_token_logits", "read")
     """Entry points beside ``forward``; a sharding engine must hook these too."""
 
     @checked("model")
@@ -349,10 +349,10 @@ class UnifiedModel(PretrainedModel):
         order = torch.cat([batch.text_index, batch.vit_index, batch.latent_index])
         return torch.cat([text, vit, gen]), order, batch.text_index.numel() + batch.vit_index.numel()
 
-    def velocity(self, batch: PackedBatch, latents_LC: Tensor, t: float) -> Tensor:
-        """Velocity ``[M, z * p * p]`` of the noisy patches, for the sampler; clean patches keep t = 0."""
+    def velocity(self, batch: PackedBatch, latents_LC: Tensor, t: float, *, attend: Attend | None = None) -> Tensor:
+        """Velocity ``[M, z * p * p]`` of the noisy patches, for the samplers; clean patches keep t = 0."""
         t_L = torch.where(torch.isfinite(batch.timesteps), t, 0.0)
-        hidden_TD, row_of = self.hidden_states(batch, latents_LC, t_L)
+        hidden_TD, row_of = self.hidden_states(batch, latents_LC, t_L, attend=attend)
         return self.llm2vae(hidden_TD[row_of[batch.image_target_index]])
 
     def next_token_logits(self, batch: PackedBatch, latents_LC: Tensor) -> Tensor:
@@ -361,6 +361,15 @@ class UnifiedModel(PretrainedModel):
         hidden_TD, row_of = self.hidden_states(batch, latents_LC, t_L)
         last = torch.tensor(batch.document_lengths, device=hidden_TD.device).cumsum(0) - 1
         return self.language_model.lm_head(hidden_TD[row_of[last]])
+
+    def read(self, batch: PackedBatch, latents_LC: Tensor, attend: Attend) -> Tensor:
+        """Logits ``[vocabulary]`` of what follows the tokens of ``batch``, which ``attend`` may add to its cached ones.
+
+        Latents are clean.
+        """
+        t_L = torch.zeros(batch.timesteps.shape, device=latents_LC.device)
+        hidden_TD, row_of = self.hidden_states(batch, latents_LC, t_L, attend=attend)
+        return self.language_model.lm_head(hidden_TD[row_of][-1])
 
     def shard_units(self) -> list[nn.Module]:
         """Modules an engine may shard and wrap one by one, in forward order; the root holds the rest."""

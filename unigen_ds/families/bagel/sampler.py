@@ -23,6 +23,7 @@ from unigen_ds.data.splits import ImageSplit, LoadedImage, TextSplit, TokenSplit
 from unigen_ds.data.transforms import patchify
 from unigen_ds.families.bagel.flow_settings import FlowSettings
 from unigen_ds.families.bagel.processor import UnifiedProcessor
+from unigen_ds.inference.continuation import device_of
 from unigen_ds.models.flow import sampling_timesteps, unpatchify_latent
 
 
@@ -60,7 +61,7 @@ def draw(
     grid = image_grid(processor, size)
     width = processor.latent_channels * processor.latent_patch_size**2
     target = noise_image(processor, grid)
-    device = model.llm2vae.weight.device
+    device = device_of(model)
     texts = [TextSplit(tuple(processor.tokenizer.encode(prompt)), loss=False) for prompt in prompts]
     guided = pack_documents([[text, target] for text in texts], processor).to(device)
     unguided = pack_documents([[target]] * len(prompts), processor).to(device)
@@ -106,7 +107,7 @@ def read(
     model: Any, processor: UnifiedProcessor, images: Sequence[Image.Image], *, max_new_tokens: int = 16
 ) -> list[str]:
     """The model's greedy text for each image."""
-    device = model.llm2vae.weight.device
+    device = device_of(model)
     seen = [vit_image(processor, image) for image in images]
     written: list[list[int]] = [[] for _ in images]
     open_ones = list(range(len(images)))

@@ -5,20 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.log import logger
-from unigen_ds.core.seeding import generator
+from unigen_ds.data.collate import pack_documents
 from unigen_ds.data.processor import ConversationProcessor
 from unigen_ds.data.splits import TokenSplit
-from unigen_ds.inference.continuation import continue_prompts, likeliest
-from unigen_ds.inference.generated import Generated
+from unigen_ds.inference.continuation import chooser, continue_prompts, idle_arguments
+from unigen_ds.inference.generated import Generated, Request
+from unigen_ds.inference.sampling import Sampling
+
+_LIKELIEST = Sampling()
 
 
 class TextInferencer:
     """A ``DecoderLM`` in evaluation mode with the interface of ``InterleaveInferencer``."""
+
+    answers = ("text",)
+    """What ``complete`` can be asked for."""
 
     def __init__(self, model: Any, processor: ConversationProcessor) -> None:
         self.model, self.processor = model, processor
@@ -32,6 +35,7 @@ class TextInferencer:
         size: Sequence[int] | None = None,
         max_length: int = 1000,
         temperature: float = 0.0,
+        top_p: float = 1.0,
         seed: int = 0,
         max_parts: int = 0,
         **_: Any,
@@ -44,34 +48,62 @@ class TextInferencer:
         unsupported = [name for name, value in given.items() if value]
         if unsupported:
             raise ConfigError(f"{', '.join(unsupported)}: this model continues a text, and does nothing else")
-        tokenizer = self.processor.tokenizer
-        ids = self.write([tokenizer.bos_id, *tokenizer.encode(prompt)], max_length, temperature=temperature, seed=seed)
+        tokenizer, sampling = self.processor.tokenizer, Sampling(temperature, top_p)
+        ids = self.write([tokenizer.bos_id, *tokenizer.encode(prompt)], max_length, seed=seed, **vars(sampling))
         return Generated(tokenizer.decode(ids), [])
 
-    def write(self, ids: Sequence[int], max_length: int, *, temperature: float = 0.0, seed: int = 0) -> list[int]:
-        """At most ``max_length`` ids that follow ``ids``; the end token is left out. Temperature 0: the likeliest."""
-        random = generator(seed, "write")
+    def complete(
+        self, requests: Sequence[Request], *, max_new_tokens: int, sampling: Sampling = _LIKELIEST, **_: Any
+    ) -> list[Generated]:
+        """The answer to each of some records of texts. It ends where the model has no more positions.
 
-        def drawn(logits: Tensor) -> Sequence[int]:
-            chances = torch.softmax(logits.float().cpu() / temperature, dim=-1)
-            ids: list[int] = torch.multinomial(chances, 1, generator=random)[:, 0].tolist()
-            return ids
-
-        limit = self.model.max_document_tokens
-        if len(ids) > limit:
-            raise DataError(
-                f"the prompt has {len(ids):,} tokens, and the model has {limit:,} positions", remedy="a shorter prompt"
+        Raises ``DataError`` for a prompt that is longer than these.
+        """
+        prompts = [[*each.prompt, TokenSplit(tuple(each.begin), (-100,) * len(each.begin))] for each in requests]
+        left = [self._limit(len(pack_documents([prompt], self.processor).text_ids)) for prompt in prompts]
+        short = [i for i, room in enumerate(left) if room < max_new_tokens]
+        texts: dict[int, str] = {}
+        for group in ([i for i in range(len(left)) if i not in short], *([i] for i in short)):
+            written = continue_prompts(
+                self.model,
+                self.processor,
+                [prompts[i] for i in group],
+                max_new_tokens=min([max_new_tokens, *(left[i] for i in group)]),
+                max_positions=self.model.max_document_tokens + 1,
+                choose=chooser(sampling, [requests[i].seed for i in group]),
             )
+            texts |= {i: self.processor.tokenizer.decode(ids) for i, ids in zip(group, written, strict=True)}
+        return [Generated(texts[i], []) for i in range(len(requests))]
+
+    def idle(self, method: str) -> tuple[Any, ...]:
+        """As of ``InterleaveInferencer``."""
+        return idle_arguments(self.model, self.processor)
+
+    def _limit(self, num_tokens: int) -> int:
+        """Tokens that may follow a prompt: the last one is not read any more. Raises ``DataError`` for none."""
+        limit: int = self.model.max_document_tokens
+        if num_tokens > limit:
+            raise DataError(
+                f"the prompt has {num_tokens:,} tokens, and the model has {limit:,} positions",
+                remedy="a shorter prompt",
+            )
+        return limit - num_tokens + 1
+
+    def write(
+        self, ids: Sequence[int], max_length: int, *, temperature: float = 0.0, top_p: float = 1.0, seed: int = 0
+    ) -> list[int]:
+        """At most ``max_length`` ids that follow ``ids``; the end token is left out. Temperature 0: the likeliest."""
+        left, limit = self._limit(len(ids)), self.model.max_document_tokens
         [written] = continue_prompts(
             self.model,
             self.processor,
             [[TokenSplit(tuple(ids), (-100,) * len(ids))]],
-            max_new_tokens=min(max_length, limit - len(ids) + 1),
-            max_positions=limit + 1,  # the last token is not read any more
-            choose=drawn if temperature > 0.0 else likeliest,
+            max_new_tokens=min(max_length, left),
+            max_positions=limit + 1,
+            choose=chooser(Sampling(temperature, top_p), [seed]),
         )
         found = [token for token in written if token != self.processor.tokenizer.eos_id]
-        if len(found) == len(written) == limit - len(ids) + 1 < max_length:
+        if len(found) == len(written) == left < max_length:
             logger().warning(
                 "the text ends after %d tokens: the model has no more than %d positions, and the prompt needs %d",
                 len(found), limit, len(ids),

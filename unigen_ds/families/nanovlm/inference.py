@@ -1,4 +1,4 @@
-"""Greedy answers of a vision-language model, many prompts per forward pass; or one at a time (``ChatInferencer``)."""
+"""Answers of a vision-language model, many prompts per forward pass; or one at a time (``ChatInferencer``)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,20 @@ from typing import Any
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.data.formats import Turn
 from unigen_ds.data.samples import Loaded, Sample
+from unigen_ds.data.splits import TokenSplit
 from unigen_ds.families.nanovlm.processor import VLMProcessor
-from unigen_ds.inference.continuation import continue_prompts
-from unigen_ds.inference.generated import Generated
+from unigen_ds.inference.continuation import Choose, chooser, continue_prompts, idle_arguments, likeliest
+from unigen_ds.inference.generated import Generated, Request
+from unigen_ds.inference.sampling import Sampling
+
+_LIKELIEST = Sampling()
 
 
 class ChatInferencer:
     """A ``VLM`` in evaluation mode with the interface of ``InterleaveInferencer``. It reads, and draws nothing."""
+
+    answers = ("text",)
+    """What ``complete`` can be asked for."""
 
     def __init__(self, model: Any, processor: VLMProcessor) -> None:
         self.model, self.processor = model, processor
@@ -29,27 +36,49 @@ class ChatInferencer:
         size: Sequence[int] | None = None,
         max_length: int = 1000,
         temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
         max_parts: int = 0,
         **_: Any,
     ) -> Generated:
-        """The likeliest answer to ``prompt``, with ``images`` shown before it. Arguments for drawing have no effect.
+        """The answer to ``prompt``, with ``images`` shown before it: the likeliest, or with a ``temperature`` one that
+        ``seed`` determines (``Sampling``). Arguments for drawing have no effect.
 
-        Raises ``ConfigError`` for ``think``, ``size``, ``max_parts`` and a ``temperature``, and ``UnreadableImage``.
+        Raises ``ConfigError`` for ``think``, ``size`` and ``max_parts``, and ``UnreadableImage``.
         """
-        given = {"think": think, "size": size, "temperature": temperature, "max_parts": max_parts}
+        given = {"think": think, "size": size, "max_parts": max_parts}
         unsupported = [name for name, value in given.items() if value]
         if unsupported:
-            raise ConfigError(f"{', '.join(unsupported)}: this model answers in text, with the likeliest tokens")
+            raise ConfigError(f"{', '.join(unsupported)}: this model answers in text")
         turns = [*(Turn("user", "image", str(path)) for path in images), Turn("user", "text", prompt)]
-        return Generated(answer(self.model, self.processor, [turns], max_new_tokens=max_length)[0], [])
+        choose = chooser(Sampling(temperature, top_p), [seed])
+        return Generated(answer(self.model, self.processor, [turns], max_new_tokens=max_length, choose=choose)[0], [])
+
+    def complete(
+        self, requests: Sequence[Request], *, max_new_tokens: int, sampling: Sampling = _LIKELIEST, **_: Any
+    ) -> list[Generated]:
+        """The answer to each of some records. Arguments for drawing have no effect."""
+        prompts = [[*each.prompt, TokenSplit(tuple(each.begin), (-100,) * len(each.begin))] for each in requests]
+        choose = chooser(sampling, [each.seed for each in requests])
+        written = generate(self.model, self.processor, prompts, max_new_tokens=max_new_tokens, choose=choose)
+        return [Generated(self.processor.tokenizer.decode(ids), []) for ids in written]
+
+    def idle(self, method: str) -> tuple[Any, ...]:
+        """As of ``InterleaveInferencer``."""
+        return idle_arguments(self.model, self.processor)
 
 
 def answer(
-    model: Any, processor: VLMProcessor, conversations: Sequence[Sequence[Turn]], *, max_new_tokens: int = 64
+    model: Any,
+    processor: VLMProcessor,
+    conversations: Sequence[Sequence[Turn]],
+    *,
+    max_new_tokens: int = 64,
+    choose: Choose = likeliest,
 ) -> list[str]:
     """The model's next message in each conversation. Raises ``UnreadableImage`` for a file that is no picture."""
     prompts = [_loaded(processor.plan(turns, reply=True), processor) for turns in conversations]
-    written = generate(model, processor, prompts, max_new_tokens=max_new_tokens)
+    written = generate(model, processor, prompts, max_new_tokens=max_new_tokens, choose=choose)
     return [processor.tokenizer.decode(ids) for ids in written]
 
 
@@ -58,8 +87,15 @@ def _loaded(sample: Sample, processor: VLMProcessor) -> list[Loaded]:
 
 
 def generate(
-    model: Any, processor: VLMProcessor, prompts: Sequence[Sequence[Loaded]], *, max_new_tokens: int
+    model: Any,
+    processor: VLMProcessor,
+    prompts: Sequence[Sequence[Loaded]],
+    *,
+    max_new_tokens: int,
+    choose: Choose = likeliest,
 ) -> list[list[int]]:
     """The ids that follow each prompt, up to and with the first end id."""
     limit = model.llm_config["max_position_embeddings"]
-    return continue_prompts(model, processor, prompts, max_new_tokens=max_new_tokens, max_positions=limit)
+    return continue_prompts(
+        model, processor, prompts, max_new_tokens=max_new_tokens, max_positions=limit, choose=choose
+    )

@@ -1,0 +1,116 @@
+"""Records as questions, and the turns in which ranks call a model; ``answers``: ``tests/engines/test_previews.py``."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from unigen_ds.core import dist
+from unigen_ds.data.samples import Sample
+from unigen_ds.data.splits import ImageSplit, TextSplit, TokenSplit
+from unigen_ds.evaluation.generation import NO_ANSWER, TOO_LONG, UNREADABLE, ask, question_of
+from unigen_ds.evaluation.sheet import Cell, contact_sheet
+from unigen_ds.inference.together import AnotherRankFailed, TrainedModel
+
+ASKED, SAID, LATER = TextSplit((5, 6), loss=False), TextSplit((7,), loss=True), TextSplit((8, 9), loss=True)
+SEEN, DRAWN = ImageSplit("a.png", "vit", (1, 1)), ImageSplit("b.png", "noise", (2, 3))
+EOS = 1
+
+
+def test_the_last_answer_of_a_kind_is_asked_for() -> None:
+    sample = Sample((SEEN, ASKED, SAID, DRAWN, ImageSplit("b.png", "vit", (1, 1)), ASKED, LATER))
+    text = question_of(sample, "text", key="a:0")
+    assert text is not None and (text.target, text.reference_ids) == (LATER, (8, 9))
+    assert DRAWN not in text.before and len(text.before) == 5, (
+        "a drawn picture is read as the condition that follows it"
+    )
+    image = question_of(sample, "image", key="a:0")
+    assert image is not None and (image.target, image.before) == (DRAWN, (SEEN, ASKED, SAID))
+
+
+def test_ids_with_labels_are_divided_at_the_last_run_of_targets() -> None:
+    ids, labels = (3, 4, 5, 6, 7, EOS, 9), (-100, -100, 5, -100, 7, EOS, 9)
+    question = question_of(Sample((SEEN, TokenSplit(ids, labels))), "text", key="a:0", eos_id=EOS)
+    assert question is not None and question.begin == (3, 4, 5, 6, 7) and question.reference_ids == (7,)
+
+
+@pytest.mark.parametrize("splits", [(ASKED,), (SAID,), (TokenSplit((3, 4), (4, -100)),)])
+def test_without_an_answer_or_a_prompt_there_is_no_question(splits: Any) -> None:
+    assert question_of(Sample(splits), "text", key="a:0") is None
+    assert question_of(Sample((ASKED, SAID), plain=True), "text", key="a:0") is None
+
+
+class Records(list):
+    """A data set of samples."""
+
+    def sample(self, index: int, *, pass_number: int = 0) -> Sample:
+        return self[index]
+
+
+def test_sources_in_turns_and_what_is_left_out_is_counted() -> None:
+    good, bad = Sample((ASKED, SAID)), Sample((ImageSplit("c.png", "vit", (1, 1), error="broken"), SAID))
+    long = Sample((TextSplit(tuple(range(30)), loss=False), SAID))
+    data = [Records([good, bad, good, good]), Records([Sample((ASKED,)), good, long])]
+    processor = SimpleNamespace(tokenizer=SimpleNamespace(bos_id=0, eos_id=EOS))
+    found, left_out = ask(data, ["a", "b"], processor, wanted="text", max_samples=None, limit=20)
+    assert found == [(0, 0), (1, 1), (0, 2), (0, 3)] and left_out == {NO_ANSWER: 1, UNREADABLE: 1, TOO_LONG: 1}
+    assert ask(data, ["a", "b"], processor, wanted="text", max_samples=2)[0] == [(0, 0), (1, 1)]
+
+
+class Engine:
+    """Two ranks share the weights of a model with two methods."""
+
+    gathers_in_forward, device = True, torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.model = self
+        self.forward_methods = ("read", "draw")
+
+    def read(self) -> None:
+        self.calls.append("read")
+
+    def draw(self) -> None:
+        self.calls.append("draw")
+
+
+def test_ranks_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other rank reads twice; this one draws once."""
+    others = iter([[0.0, 0.0, 1.0, 0.0]] * 2 + [[0.0] * 4] * 9)
+    monkeypatch.setattr(dist, "world_size", lambda: 2)
+    monkeypatch.setattr(dist, "sum_floats", lambda mine: [a + b for a, b in zip(mine, next(others), strict=True)])
+    engine = Engine()
+    model = TrainedModel(engine)  # type: ignore[arg-type]
+    model.idle = lambda method: ()
+    model.draw()
+    model.finish()
+    assert engine.calls == ["read", "read", "draw"] and model.shares
+
+
+@pytest.mark.parametrize(("other", "said"), [([1.0, 0, 0, 0], "1 other process"), ([0, 0, 1.0, 0], "different calls")])
+def test_a_failure_or_a_call_without_a_partner_ends_all(
+    other: list[float], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "world_size", lambda: 2)
+    monkeypatch.setattr(dist, "sum_floats", lambda mine: [a + b for a, b in zip(mine, other, strict=True)])
+    engine = Engine()
+    model = TrainedModel(engine)  # type: ignore[arg-type]
+    with pytest.raises(AnotherRankFailed, match=said):
+        model.draw()
+    assert not engine.calls and not model.shares
+
+
+def test_a_sheet_has_a_row_for_so_many_columns_and_shortens_long_texts() -> None:
+    cells = [
+        Cell([Image.new("RGB", (8, 4), "red")], "a"),
+        Cell([], "word " * 400),
+        Cell([Image.new("L", (900, 300))], ""),
+    ]
+    one, two = contact_sheet(cells, columns=1, title="t"), contact_sheet(cells, columns=2)
+    assert one.size[0] * 2 == two.size[0] and one.size[1] > two.size[1]
+    assert one.getpixel((12, 40)) == (255, 0, 0)
+    assert contact_sheet([Cell([], "x" * 5000)]).size[1] < 200

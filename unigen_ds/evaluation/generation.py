@@ -1,0 +1,372 @@
+"""Answers of the model that is being trained to records of validation data, and pictures of prompts, under any engine.
+
+In: the engine and records. Out: what the model says or draws, for metrics and previews. A record's prompt is all before
+its last answer of the wanted kind, read exactly as in training, and without condition dropout. The ranks share the
+work; a random number is keyed by the sample, so an answer does not depend on the number of ranks, and
+a group of ``batch_size`` records is always computed together, so it does not depend on it in the last bit either.
+Training is not affected: its generators are restored, and the weights are those of before, bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from PIL import Image
+
+from unigen_ds.backends.base import Backend
+from unigen_ds.core import dist
+from unigen_ds.core.errors import ConfigError, TrainingError
+from unigen_ds.core.seeding import derive_seed, rng_state, set_rng_state
+from unigen_ds.data.datasets import PlannedDataset
+from unigen_ds.data.samples import IGNORED, Loaded, Sample, Split
+from unigen_ds.data.splits import ImageSplit, TextSplit, TokenSplit
+from unigen_ds.data.transforms import UnreadableImage
+from unigen_ds.families.base import family_of
+from unigen_ds.inference.generated import Generated, Kind, Request, to_picture
+from unigen_ds.inference.sampling import Sampling
+from unigen_ds.inference.together import AnotherRankFailed, TrainedModel
+
+Q = TypeVar("Q")
+A = TypeVar("A")
+Weights = Callable[[], AbstractContextManager[None]]
+"""Makes the context in which the model has the weights to evaluate: ``lambda: ema.swapped(run)``."""
+NO_ANSWER = "without such an answer, or without a prompt before it"
+UNREADABLE, TOO_LONG = "with an unreadable image", "with a prompt longer than the model has positions"
+LIKELIEST = Sampling()
+
+
+class GenerationError(TrainingError):
+    """Nothing could be generated. Raised on all ranks alike; training can continue."""
+
+    everywhere = True
+
+
+@dataclass(frozen=True)
+class Question:
+    """A record, divided into what a model is shown and its answer."""
+
+    key: str
+    """The sample's id: ``source:record``."""
+    wanted: Kind
+    before: tuple[Split, ...]
+    target: Split
+    begin: tuple[int, ...]
+    """Of a text: the ids that it begins with; they are shown, too."""
+    reference_ids: tuple[int, ...] = ()
+
+    def request(self, processor: Any, *, seed: int) -> Request:
+        """Decodes the images. Raises ``UnreadableImage``."""
+        key = (seed, 0, self.key)
+        prompt: list[Loaded] = []
+        for number, split in enumerate(self.before):
+            drawn = isinstance(split, ImageSplit) and split.kind == "vae"  # its latent is sampled; all else is fixed
+            prompt.append(split.load(processor, (*key, number) if drawn else None))
+        size = None
+        if isinstance(self.target, ImageSplit):
+            stride = processor.vae_downsample
+            size = (self.target.grid[0] * stride, self.target.grid[1] * stride)
+        return Request(prompt, self.wanted, derive_seed(*key, "answer"), self.begin, size)
+
+    def reference(self, processor: Any) -> str | Image.Image:
+        """The record's own answer: its text as the tokenizer decodes it, or its picture in the size of training."""
+        if isinstance(self.target, ImageSplit):
+            return to_picture(self._pixels(self.target, processor))
+        text: str = processor.tokenizer.decode([*self.reference_ids])
+        return text
+
+    def prompt(self, processor: Any) -> str:
+        """The texts before the answer, as the tokenizer decodes them, a line each."""
+        ids = [split.ids for split in self.before if isinstance(split, (TextSplit, TokenSplit))]
+        if isinstance(self.target, TokenSplit):
+            ids.append(self.begin)
+        texts = [processor.tokenizer.decode([*each]).strip() for each in ids]
+        return "\n".join(text for text in texts if text)
+
+    def images(self, processor: Any) -> list[Image.Image]:
+        """The pictures before the answer, each once. Raises ``UnreadableImage``."""
+        shown: dict[str, Image.Image] = {}
+        for split in self.before:
+            if not split.source or split.source in shown:
+                continue
+            ready = getattr(split, "tensor", None)
+            shown[split.source] = processor.read_image(split.source) if ready is None else to_picture(ready)
+        return list(shown.values())
+
+    @staticmethod
+    def _pixels(split: ImageSplit, processor: Any) -> torch.Tensor:
+        if split.tensor is not None:
+            return split.tensor
+        pixels: torch.Tensor = processor.vae_transform(processor.read_image(split.content or split.path))
+        return pixels
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the model made of one record, beside the record's own answer."""
+
+    key: str
+    prediction: str | Image.Image
+    reference: str | Image.Image
+    prompt: str
+
+
+@dataclass(frozen=True)
+class Answers:
+    """``mine``: this rank's part, each record on one rank. The numbers are those of all ranks."""
+
+    mine: Sequence[Answer]
+    asked: int
+    left_out: Mapping[str, int]
+    """Why records have no answer here -> how many of the ``asked`` and of those before them."""
+
+    @property
+    def predictions(self) -> list[str | Image.Image]:
+        return [answer.prediction for answer in self.mine]
+
+    @property
+    def references(self) -> list[str | Image.Image]:
+        return [answer.reference for answer in self.mine]
+
+    @property
+    def prompts(self) -> list[str]:
+        return [answer.prompt for answer in self.mine]
+
+    @property
+    def keys(self) -> list[str]:
+        return [answer.key for answer in self.mine]
+
+
+def question_of(sample: Sample, wanted: Kind, *, key: str, eos_id: int | None = None) -> Question | None:
+    """The last answer of that kind in a record, and all before it; None: there is none, or nothing is before it."""
+    numbers = [i for i, split in enumerate(sample.splits) if _answers(split, wanted)]
+    if not numbers:
+        return None
+    target = sample.splits[numbers[-1]]
+    # a drawn picture that later turns refer to is there again, as a condition
+    before = tuple(s for s in sample.splits[: numbers[-1]] if not (isinstance(s, ImageSplit) and s.kind == "noise"))
+    begin: tuple[int, ...] = ()
+    reference: tuple[int, ...] = ()
+    if isinstance(target, TextSplit):
+        reference = target.ids
+    elif isinstance(target, TokenSplit):
+        start, stop = _last_targets(target.labels)
+        begin, reference = target.ids[: start + 1], target.labels[start:stop]
+        if eos_id in reference:
+            reference = reference[: reference.index(eos_id)]
+    shown = before or len(begin) > 1
+    return Question(key, wanted, before, target, begin, reference) if shown and not sample.plain else None
+
+
+def _answers(split: Split, wanted: Kind) -> bool:
+    if wanted == "image":
+        return isinstance(split, ImageSplit) and split.kind == "noise"
+    if isinstance(split, TextSplit):
+        return split.loss
+    return isinstance(split, TokenSplit) and split.num_targets > 0
+
+
+def _last_targets(labels: Sequence[int]) -> tuple[int, int]:
+    """The last run of positions that predict something."""
+    stop = max(i for i, label in enumerate(labels) if label != IGNORED) + 1
+    start = stop
+    while start > 0 and labels[start - 1] != IGNORED:
+        start -= 1
+    return start, stop
+
+
+def inferencer_of(backend: Backend, processor: Any) -> tuple[TrainedModel, Any]:
+    """The family's inferencer of the model that is being trained. Raises ``ConfigError`` where the family has none."""
+    engine: Any = backend.model
+    kind = type(engine)
+    family = family_of(kind)
+    if family is None and isinstance(getattr(engine, "module", None), torch.nn.Module):
+        kind = type(engine.module)
+        family = family_of(kind)
+    if family is None:
+        raise ConfigError(f"no family has a {kind.__name__}", remedy="register one in FAMILIES (docs/extending.md)")
+    model = TrainedModel(backend)
+    made = family.inferencer(model, processor)
+    model.idle = getattr(made, "idle", None)
+    return model, made
+
+
+def check_answers(inferencer: Any, wanted: Kind) -> None:
+    """Raise ``ConfigError`` where an inferencer cannot answer a record in that kind."""
+    able = getattr(inferencer, "answers", ())
+    if wanted not in able:
+        raise ConfigError(
+            f"{type(inferencer).__name__} gives no answer as {wanted}",
+            allowed=" or ".join(able) or "an inferencer with `answers` and `complete` (docs/inference.md)",
+        )
+
+
+def generate_all(
+    backend: Backend,
+    processor: Any,
+    requests: Sequence[Q],
+    make: Callable[[Any, Q], A],
+    *,
+    weights: Weights = nullcontext,
+) -> dict[int, A]:
+    """``make(inferencer, request)`` of each request: this rank's results, by number; each is on one rank. Collective.
+
+    Raises ``GenerationError`` on all ranks where ``make`` raises on any, ``ConfigError`` where the family has no
+    inference.
+    """
+    model, inferencer = inferencer_of(backend, processor)
+    rank, world = dist.rank(), dist.world_size()
+    mine = range(rank, len(requests), world)
+    made: dict[int, A] = {}
+    problem: str | None = None
+    with _evaluating(backend), weights(), torch.no_grad():
+        try:
+            for number in mine if model.shares else range(len(requests)):
+                made[number] = make(inferencer, requests[number])
+            model.finish()
+        except AnotherRankFailed as error:
+            problem = str(error)
+        except Exception as error:
+            problem = f"rank {rank}: {type(error).__name__}: {error}"
+            model.fail()
+    problems = [each for each in dist.gather_objects(problem) if each is not None]
+    if problems:
+        own = [each for each in problems if each.startswith("rank ")]
+        raise GenerationError((own or problems)[0])
+    return {number: made[number] for number in mine}
+
+
+@contextmanager
+def _evaluating(backend: Backend) -> Iterator[None]:
+    """Inside, the model is in evaluation mode; after it, the random generators are those of before."""
+    kept = rng_state()
+    backend.model.eval()
+    try:
+        yield
+    finally:
+        backend.model.train()
+        set_rng_state(kept)
+
+
+def answers(
+    backend: Backend,
+    processor: Any,
+    datasets: Sequence[PlannedDataset],
+    names: Sequence[str],
+    *,
+    wanted: Kind,
+    seed: int,
+    max_samples: int | None = None,
+    batch_size: int = 8,
+    max_new_tokens: int = 64,
+    sampling: Sampling = LIKELIEST,
+    flow: Any = None,
+    weights: Weights = nullcontext,
+) -> Answers:
+    """The model's answers to records of validation data. Collective.
+
+    Args:
+        backend: prepared; the model has the family's inferencer, and that ``answers`` and ``complete``.
+        datasets: the sources; their records are asked in turns, one of each source.
+        names: of the sources, for sample ids.
+        wanted: ``text`` or ``image``.
+        seed: of every random number, together with the sample's id.
+        max_samples: so many records at most that have such an answer; None: all.
+        batch_size: records that are computed together (an ``InterleaveInferencer`` computes one at a time).
+        max_new_tokens: of a text.
+        sampling: how tokens are chosen.
+        flow: ``FlowSettings`` of pictures; None: the model's own.
+        weights: the context with the weights to evaluate; by default those of the training.
+
+    Raises ``ConfigError`` where the family cannot do this, and ``GenerationError``.
+    """
+    check_answers(inferencer_of(backend, processor)[1], wanted)
+    limit = getattr(backend.model, "max_document_tokens", None)
+    asked, left_out = ask(datasets, names, processor, wanted=wanted, max_samples=max_samples, limit=limit)
+    groups = [asked[i : i + batch_size] for i in range(0, len(asked), batch_size)]
+
+    def make(inferencer: Any, group: Sequence[tuple[int, int]]) -> list[Answer | None]:
+        return _answered(
+            inferencer, processor, [question_at(datasets, names, processor, wanted, *each) for each in group], seed,
+            max_new_tokens=max_new_tokens, sampling=sampling, **({"flow": flow} if flow is not None else {}),
+        )  # fmt: skip
+
+    made = generate_all(backend, processor, groups, make, weights=weights)
+    found = [answer for number in sorted(made) for answer in made[number]]
+    mine = [answer for answer in found if answer is not None]
+    [unreadable] = dist.sum_floats([float(len(found) - len(mine))])
+    left_out[UNREADABLE] += int(unreadable)
+    return Answers(mine, len(asked) - int(unreadable), {why: n for why, n in left_out.items() if n})
+
+
+def ask(
+    datasets: Sequence[PlannedDataset],
+    names: Sequence[str],
+    processor: Any,
+    *,
+    wanted: Kind,
+    max_samples: int | None,
+    limit: int | None = None,
+) -> tuple[list[tuple[int, int]], Counter[str]]:
+    """(source, record) of the first records with such an answer, and why others before them have none: the same on all
+    ranks. ``limit``: tokens of a document at most.
+    """
+    found: list[tuple[int, int]] = []
+    left_out: Counter[str] = Counter()
+    for index in range(max((len(dataset) for dataset in datasets), default=0)):
+        for source, dataset in enumerate(datasets):
+            if index >= len(dataset):
+                continue
+            if max_samples is not None and len(found) >= max_samples:
+                return found, left_out
+            question = question_at(datasets, names, processor, wanted, source, index)
+            if question is None:
+                left_out[NO_ANSWER] += 1
+            elif any(split.error for split in (*question.before, question.target)):
+                left_out[UNREADABLE] += 1
+            elif limit is not None and sum(s.num_tokens for s in question.before) + max(len(question.begin), 1) > limit:
+                left_out[TOO_LONG] += 1
+            else:
+                found.append((source, index))
+    return found, left_out
+
+
+def question_at(
+    datasets: Sequence[PlannedDataset], names: Sequence[str], processor: Any, wanted: Kind, source: int, index: int
+) -> Question | None:
+    """That record's question, as ``question_of``."""
+    tokenizer = getattr(processor, "tokenizer", None)
+    eos_id = getattr(tokenizer, "eos_id", None)
+    question = question_of(datasets[source].sample(index), wanted, key=f"{names[source]}:{index}", eos_id=eos_id)
+    if question is not None and isinstance(question.target, TextSplit):
+        return Question(**{**vars(question), "begin": (tokenizer.bos_id,)})  # type: ignore[union-attr]
+    return question
+
+
+def _answered(
+    inferencer: Any, processor: Any, questions: Sequence[Question | None], seed: int, **options: Any
+) -> list[Answer | None]:
+    """None for each record whose images cannot be decoded."""
+    requests: dict[int, Request] = {}
+    references: dict[int, str | Image.Image] = {}
+    for number, question in enumerate(questions):
+        assert question is not None, "the data changed while it was read"
+        try:
+            references[number] = question.reference(processor)
+            requests[number] = question.request(processor, seed=seed)
+        except UnreadableImage:
+            continue
+    found: list[Answer | None] = [None] * len(questions)
+    if not requests:
+        return found
+    made: Sequence[Generated] = inferencer.complete([*requests.values()], **options)
+    for number, result in zip(requests, made, strict=True):
+        question = questions[number]
+        assert question is not None
+        prediction = result.images[0] if question.wanted == "image" else result.text
+        found[number] = Answer(question.key, prediction, references[number], question.prompt(processor))
+    return found

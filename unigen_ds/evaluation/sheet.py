@@ -1,0 +1,101 @@
+"""A contact sheet: pictures in a grid, with a text under each. Pillow alone, with the font that it brings (Latin)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from PIL import Image, ImageDraw, ImageFont
+
+_SIDE, _GAP, _TEXT_SIZE, _LINES = 224, 10, 14, 6
+_PAPER, _INK, _FRAME = "white", "black", "lightgray"
+_Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Pictures side by side, none or more, and the text under them."""
+
+    pictures: Sequence[Image.Image]
+    text: str
+
+
+def contact_sheet(cells: Sequence[Cell], *, columns: int | None = None, title: str = "") -> Image.Image:
+    """One picture of all cells, in RGB; ``columns``: None chooses them so that the sheet is about square.
+
+    A picture is shown ``_SIDE`` pixels large, a small one with its own pixels visible. A text of more lines than there
+    is room for ends with an ellipsis: whoever needs all of it finds it in the file beside the sheet.
+    """
+    widest = max([1, *(len(cell.pictures) for cell in cells)])
+    columns = columns or max(1, math.ceil(math.sqrt(len(cells) / widest)))
+    font = ImageFont.load_default(_TEXT_SIZE)
+    line, width = _TEXT_SIZE + 4, widest * (_SIDE + _GAP) + _GAP
+    rows = [
+        [_drawn(cell, font, width - 2 * _GAP) for cell in cells[i : i + columns]] for i in range(0, len(cells), columns)
+    ]
+    heights = [max(_height(pictures, texts, line) for pictures, texts in row) for row in rows]
+    head = line + _GAP if title else 0
+    sheet = Image.new("RGB", (columns * width, head + sum(heights)), _PAPER)
+    pen, top = ImageDraw.Draw(sheet), head
+    pen.text((_GAP, _GAP // 2), title, fill=_INK, font=font)
+    for row, height in zip(rows, heights, strict=True):
+        for column, (pictures, texts) in enumerate(row):
+            left = column * width
+            pen.rectangle((left, top, left + width - 1, top + height - 1), outline=_FRAME)
+            for i, picture in enumerate(pictures):
+                sheet.paste(picture, (left + _GAP + i * (_SIDE + _GAP), top + _GAP))
+            below = top + _height(pictures, (), line)
+            for i, text in enumerate(texts):
+                pen.text((left + _GAP, below + i * line), text, fill=_INK, font=font)
+        top += height
+    return sheet
+
+
+_Drawn = tuple[list[Image.Image], list[str]]
+
+
+def _drawn(cell: Cell, font: _Font, width: int) -> _Drawn:
+    return [_shown(picture) for picture in cell.pictures], _lines(cell.text, font, width)
+
+
+def _height(pictures: Sequence[Image.Image], texts: Sequence[str], line: int) -> int:
+    """Of a cell, with what is free around its parts."""
+    tallest = max((picture.height + _GAP // 2 for picture in pictures), default=0)
+    return _GAP + tallest + (len(texts) * line + _GAP if texts else 0)
+
+
+def _shown(picture: Image.Image) -> Image.Image:
+    """At most ``_SIDE`` pixels; enlarged by whole pixels."""
+    scale = _SIDE / max(picture.size)
+    size = [max(1, round(side * (math.floor(scale) if scale >= 1 else scale))) for side in picture.size]
+    way = Image.Resampling.NEAREST if scale >= 1 else Image.Resampling.LANCZOS
+    return picture.convert("RGB").resize((size[0], size[1]), way)
+
+
+def _lines(text: str, font: _Font, width: int) -> list[str]:
+    """At most ``_LINES`` lines of that width in pixels; words that are too long are broken."""
+    most = _LINES * width // 2  # characters: none is narrower than two pixels
+    lines: list[str] = []
+    for paragraph in text[:most].splitlines():
+        left = paragraph
+        while left and len(lines) <= _LINES:
+            size = _fitting(left, font, width)
+            end = left.rfind(" ", 0, size + 1) if size < len(left) else size
+            end = end if end > 0 else size
+            lines.append(left[:end])
+            left = left[end:].lstrip(" ")
+    if len(lines) > _LINES or len(text) > most:
+        last = lines[_LINES - 1 : _LINES] or [""]
+        kept = _fitting(last[0], font, width - math.ceil(font.getlength("...")))
+        lines = [*lines[: _LINES - 1], last[0][:kept] + "..."]
+    return lines
+
+
+def _fitting(text: str, font: _Font, width: int) -> int:
+    """How many of the first characters fit into the width; one at least."""
+    low, high = 1, len(text)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if font.getlength(text[:middle]) <= width else (low, middle - 1)
+    return low

@@ -1,0 +1,300 @@
+"""Pictures of how the model is doing: fixed prompts, images and held-out records, every so many updates.
+
+``previews/<update>.png`` is a sheet of all of them and ``previews/<update>.json`` has their texts in full; log writers
+that show images get the sheet. Training with previews is bit-equal to training without.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt
+from PIL import Image
+
+from unigen_ds.core import dist
+from unigen_ds.core.errors import ConfigError, UnigenError
+from unigen_ds.core.files import write_atomic, write_text_atomic
+from unigen_ds.core.log import logger
+from unigen_ds.core.progress import Duration
+from unigen_ds.core.registry import DATASETS, HOOKS, build, check_arguments
+from unigen_ds.data.datasets import PlannedDataset, source_names
+from unigen_ds.evaluation.generation import (
+    GenerationError,
+    Question,
+    ask,
+    check_answers,
+    generate_all,
+    inferencer_of,
+    question_at,
+)
+from unigen_ds.evaluation.sheet import Cell, contact_sheet
+from unigen_ds.families.bagel.flow_settings import BAGEL_FLOW, FlowSettings, flow_for
+from unigen_ds.hooks.base import Hook, Run, UpdateResult
+from unigen_ds.hooks.ema import ema_of
+from unigen_ds.hooks.logger import logger_of
+from unigen_ds.inference.sampling import Sampling
+from unigen_ds.inference.together import AnotherRankFailed
+
+FOLDER, ABANDONED = "previews", "abandoned"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One entry of ``prompts``."""
+
+    prompt: str = ""
+    images: Sequence[str] = ()
+    understand: bool = False
+
+
+@dataclass
+class _Made:
+    """One cell: what was asked and what came of it."""
+
+    prompt: str
+    seed: int
+    images: Sequence[str] = ()
+    text: str = ""
+    reference: str = ""
+    record: str = ""
+    error: str = ""
+    pictures: list[Image.Image] = field(default_factory=list)
+
+    def cell(self) -> Cell:
+        answer = f"failed: {self.error}" if self.error else self.text
+        lines = [self.prompt, answer and f"> {answer}", self.reference and f"= {self.reference}"]
+        return Cell(self.pictures, "\n".join(line for line in lines if line))
+
+
+@HOOKS.register_module()
+class PreviewHook(Hook):
+    """Shows what the model draws and writes. A preview that fails is a warning; the run continues.
+
+    Args:
+        prompts: texts, or ``dict(prompt=..., images=[...], understand=True)``; a model that draws makes a picture of
+            each, any other one a text. Prompt i has the seed ``seed + i``, as in `tools/generate.py`.
+        images: paths of pictures that the model reads and describes.
+        question: text that follows each of ``images``.
+        num_held_out: so many records of held-out data: the model's answer beside the record's own.
+        held_out: component: a data set with these records; None: the run's validation data.
+        interval: updates between previews.
+        unit: of ``interval``.
+        by_epoch: the same as ``unit='epoch'``.
+        use_ema: with the average of the weights, where the run has one.
+        seed: of every random number.
+        size: (height, width) of drawn pictures in pixels; None: as large as possible.
+        flow: settings of drawing: ``num_timesteps``, ``timestep_shift``, ``text_scale``, ``image_scale``, ``interval``,
+            ``renorm`` and ``renorm_min``; what is left out is BAGEL's, with the ``timestep_shift`` of the training.
+        max_new_tokens: of a text.
+        temperature: of texts; 0 chooses the likeliest token.
+        top_p: of texts: only the likeliest tokens are drawn, which have this probability together.
+        columns: of the sheet; None: chosen.
+    """
+
+    name = "preview"
+
+    def __init__(
+        self,
+        *,
+        prompts: Sequence[str | Mapping[str, Any]] = (),
+        images: Sequence[str] = (),
+        question: str = "",
+        num_held_out: Annotated[int, Ge(0)] = 0,
+        held_out: Mapping[str, Any] | None = None,
+        interval: Annotated[float, Gt(0)] = 500,
+        unit: Literal["update", "iteration", "epoch"] = "update",
+        by_epoch: bool = False,
+        use_ema: bool = True,
+        seed: int = 0,
+        size: Sequence[int] | None = None,
+        flow: Mapping[str, Any] | None = None,
+        max_new_tokens: Annotated[int, Ge(1)] = 64,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        columns: Annotated[int, Ge(1)] | None = None,
+    ) -> None:
+        self._prompts = [_prompt(given, f"PreviewHook.prompts[{i}]") for i, given in enumerate(prompts)]
+        self._prompts += [Prompt(question, (path,), understand=True) for path in images]
+        if not self._prompts and not num_held_out:
+            raise ConfigError("PreviewHook has nothing to show", allowed="prompts, images or num_held_out")
+        if size is not None and (len(size) != 2 or min(size) < 1):
+            raise ConfigError(f"PreviewHook.size is {size!r}", allowed="(height, width) in pixels")
+        given_flow = dict(flow or {})
+        shift = given_flow.pop("timestep_shift", None)
+        check_arguments(FlowSettings, dict(flow or {}), where="PreviewHook.flow")
+        self._flow, self._shift = replace(BAGEL_FLOW, **given_flow), shift
+        self._sampling = Sampling(temperature, top_p)
+        self._num_held_out, self._held_out = num_held_out, held_out
+        self._interval, self._unit = interval, "epoch" if by_epoch else unit
+        self._every: Duration | None = None
+        self._use_ema, self._seed, self._size = use_ema, seed, tuple(size) if size else None
+        self._max_new_tokens, self._columns = max_new_tokens, columns
+        self._questions: list[Question] = []
+
+    def before_run(self, run: Run) -> None:
+        """Raises ``ConfigError`` where the family has no inference, or where there are no held-out records."""
+        self._every = run.ruler.duration(self._interval, self._unit)
+        inferencer = inferencer_of(run.backend, run.processor)[1]
+        if self._num_held_out:
+            check_answers(inferencer, "text")
+            self._questions = self._held_out_questions(run, inferencer)
+
+    def after_load_checkpoint(self, run: Run, manifest: Mapping[str, Any]) -> None:
+        if dist.is_main():
+            _abandon(run.work_dir / FOLDER, after=run.progress.updates)
+
+    def after_update(self, run: Run, result: UpdateResult) -> None:
+        assert self._every is not None, "used before before_run"
+        if self._every.every(run.progress, run.previous):
+            with run.clock("preview"):
+                self.preview(run)
+
+    def preview(self, run: Run) -> None:
+        """Make one now. Collective."""
+        try:
+            made = self._generated(run)
+        except GenerationError as error:  # raised on every rank alike
+            logger().warning("No preview at update %d: %s", run.progress.updates, error)
+            return
+        if made is None:
+            return
+        failed = [each for each in made if each.error]
+        if failed:
+            logger().warning(
+                "%d of %d previews at update %d failed; the first: %s",
+                len(failed), len(made), run.progress.updates, failed[0].error,
+            )  # fmt: skip
+        try:
+            self._show(run, made)
+        except OSError as error:
+            logger().warning("The preview of update %d was not written: %s", run.progress.updates, error)
+
+    def _generated(self, run: Run) -> list[_Made] | None:
+        """All of them on rank 0, None elsewhere. Collective."""
+        ema = ema_of(run) if self._use_ema else None
+
+        def weights() -> AbstractContextManager[None]:
+            return ema.swapped(run) if ema else nullcontext()
+
+        asked: list[Prompt | Question] = [*self._prompts, *self._questions]
+        mine = generate_all(
+            run.backend,
+            run.processor,
+            list(enumerate(asked)),
+            lambda inferencer, request: self._make(inferencer, *request),
+            weights=weights,
+        )
+        gathered = dist.gather_to_main(mine)
+        if gathered is None:
+            return None
+        found = {number: made for part in gathered for number, made in part.items()}
+        return [found[number] for number in sorted(found)]
+
+    def _make(self, inferencer: Any, number: int, request: Prompt | Question) -> _Made:
+        seed = self._seed + number
+        made = _Made("", seed)
+        try:
+            if isinstance(request, Question):
+                self._answer(inferencer, request, made)
+            else:
+                self._follow(inferencer, request, made)
+        except (UnigenError, OSError) as error:
+            if isinstance(error, GenerationError | AnotherRankFailed):
+                raise
+            made.error = str(error)
+        return made
+
+    def _follow(self, inferencer: Any, request: Prompt, made: _Made) -> None:
+        processor, draws = inferencer.processor, "image" in getattr(inferencer, "answers", ())
+        made.prompt, made.images = request.prompt, list(request.images)
+        options: dict[str, Any] = {"images": request.images} if request.images else {}
+        if draws:
+            flow = flow_for(inferencer.model, self._flow, shift=self._shift)[0]
+            options |= {"flow": flow, "understand": request.understand, "size": self._size}
+        options |= {key: value for key, value in vars(self._sampling).items() if value != vars(Sampling())[key]}
+        made.pictures += [processor.read_image(path) for path in request.images]
+        result = inferencer.unified_generate(request.prompt, max_length=self._max_new_tokens, seed=made.seed, **options)
+        made.text = result.text
+        made.pictures += result.images
+
+    def _answer(self, inferencer: Any, question: Question, made: _Made) -> None:
+        processor = inferencer.processor
+        made.record, made.prompt = question.key, question.prompt(processor)
+        made.pictures += question.images(processor)
+        options: dict[str, Any] = {"max_new_tokens": self._max_new_tokens, "sampling": self._sampling}
+        if question.wanted == "image":
+            options["flow"] = flow_for(inferencer.model, self._flow, shift=self._shift)[0]
+        [result] = inferencer.complete([question.request(processor, seed=self._seed)], **options)
+        reference = question.reference(processor)
+        made.text = result.text
+        made.pictures += result.images
+        if isinstance(reference, str):
+            made.reference = reference
+        else:
+            made.pictures.append(reference)
+            made.reference = "the picture on the right"
+
+    def _held_out_questions(self, run: Run, inferencer: Any) -> list[Question]:
+        datasets, names = self._held_out_data(run)
+        limit = getattr(run.backend.model, "max_document_tokens", None)
+        found: list[Question] = []
+        for wanted in inferencer.answers:
+            more = {"max_samples": self._num_held_out, "limit": limit}
+            places, _ = ask(datasets, names, run.processor, wanted=wanted, **more)
+            found += [question_at(datasets, names, run.processor, wanted, *place) for place in places]  # type: ignore[misc]
+        if not found:
+            raise ConfigError(
+                "PreviewHook.num_held_out: no held-out record has an answer with a prompt before it",
+                remedy="prompts or images instead",
+            )
+        return found
+
+    def _held_out_data(self, run: Run) -> tuple[Sequence[PlannedDataset], Sequence[str]]:
+        if self._held_out is not None:
+            made = [build(DATASETS, self._held_out, where="PreviewHook.held_out", processor=run.processor)]
+            return made, source_names(made)
+        validation = getattr(run, "validation", None)
+        if validation is None:
+            raise ConfigError(
+                "PreviewHook.num_held_out needs validation data, and the config has no val_dataloader",
+                remedy="val_dataloader=..., or PreviewHook(held_out=dict(type=..., data_path=...))",
+            )
+        return validation.datasets, validation.names
+
+    def _show(self, run: Run, made: Sequence[_Made]) -> None:
+        """On rank 0."""
+        update = run.progress.updates
+        folder = run.work_dir / FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        sheet = contact_sheet([each.cell() for each in made], columns=self._columns, title=f"update {update}")
+        rows = [{key: value for key, value in vars(each).items() if key != "pictures"} for each in made]
+        write_atomic(folder / f"{update}.png", lambda path: sheet.save(path, format="PNG"))
+        write_text_atomic(folder / f"{update}.json", json.dumps(rows, ensure_ascii=False, indent=1) + "\n")
+        logger_of(run).image(run, "preview", sheet, update=update)
+
+
+def _prompt(given: Any, where: str) -> Prompt:
+    if isinstance(given, str):
+        return Prompt(given)
+    check_arguments(Prompt, given, where=where)
+    return Prompt(**given)
+
+
+def _abandon(folder: Path, *, after: int) -> None:
+    """Move pictures of updates that the run has gone back from, so that no strip shows them among the others."""
+    later = [path for path in folder.glob("*.*") if path.stem.isdigit() and int(path.stem) > after]
+    if not later:
+        return
+    try:
+        (folder / ABANDONED).mkdir(exist_ok=True)
+        for path in later:
+            path.replace(folder / ABANDONED / path.name)
+    except OSError as error:
+        logger().warning("Previews after update %d could not be moved to %s: %s", after, folder / ABANDONED, error)
+    else:
+        logger().info("%d file(s) of previews after update %d: moved to %s.", len(later), after, folder / ABANDONED)
