@@ -16,20 +16,20 @@ from unigen_ds.evaluation.generation import NO_ANSWER, TOO_LONG, UNREADABLE, ask
 from unigen_ds.evaluation.sheet import Cell, contact_sheet
 from unigen_ds.inference.together import AnotherRankFailed, TrainedModel
 
-ASKED, SAID, LATER = TextSplit((5, 6), loss=False), TextSplit((7,), loss=True), TextSplit((8, 9), loss=True)
+ASKED, REPLY, LATER = TextSplit((5, 6), loss=False), TextSplit((7,), loss=True), TextSplit((8, 9), loss=True)
 SEEN, DRAWN = ImageSplit("a.png", "vit", (1, 1)), ImageSplit("b.png", "noise", (2, 3))
 EOS = 1
 
 
 def test_the_last_answer_of_a_kind_is_asked_for() -> None:
-    sample = Sample((SEEN, ASKED, SAID, DRAWN, ImageSplit("b.png", "vit", (1, 1)), ASKED, LATER))
+    sample = Sample((SEEN, ASKED, REPLY, DRAWN, ImageSplit("b.png", "vit", (1, 1)), ASKED, LATER))
     text = question_of(sample, "text", key="a:0")
     assert text is not None and (text.target, text.reference_ids) == (LATER, (8, 9))
     assert DRAWN not in text.before and len(text.before) == 5, (
         "a drawn picture is read as the condition that follows it"
     )
     image = question_of(sample, "image", key="a:0")
-    assert image is not None and (image.target, image.before) == (DRAWN, (SEEN, ASKED, SAID))
+    assert image is not None and (image.target, image.before) == (DRAWN, (SEEN, ASKED, REPLY))
 
 
 def test_ids_with_labels_are_divided_at_the_last_run_of_targets() -> None:
@@ -38,10 +38,10 @@ def test_ids_with_labels_are_divided_at_the_last_run_of_targets() -> None:
     assert question is not None and question.begin == (3, 4, 5, 6, 7) and question.reference_ids == (7,)
 
 
-@pytest.mark.parametrize("splits", [(ASKED,), (SAID,), (TokenSplit((3, 4), (4, -100)),)])
+@pytest.mark.parametrize("splits", [(ASKED,), (REPLY,), (TokenSplit((3, 4), (4, -100)),)])
 def test_without_an_answer_or_a_prompt_there_is_no_question(splits: Any) -> None:
     assert question_of(Sample(splits), "text", key="a:0") is None
-    assert question_of(Sample((ASKED, SAID), plain=True), "text", key="a:0") is None
+    assert question_of(Sample((ASKED, REPLY), plain=True), "text", key="a:0") is None
 
 
 class Records(list):
@@ -52,8 +52,8 @@ class Records(list):
 
 
 def test_sources_in_turns_and_what_is_left_out_is_counted() -> None:
-    good, bad = Sample((ASKED, SAID)), Sample((ImageSplit("c.png", "vit", (1, 1), error="broken"), SAID))
-    long = Sample((TextSplit(tuple(range(30)), loss=False), SAID))
+    good, bad = Sample((ASKED, REPLY)), Sample((ImageSplit("c.png", "vit", (1, 1), error="broken"), REPLY))
+    long = Sample((TextSplit(tuple(range(30)), loss=False), REPLY))
     data = [Records([good, bad, good, good]), Records([Sample((ASKED,)), good, long])]
     processor = SimpleNamespace(tokenizer=SimpleNamespace(bos_id=0, eos_id=EOS))
     found, left_out = ask(data, ["a", "b"], processor, wanted="text", max_samples=None, limit=20)
@@ -91,15 +91,17 @@ def test_ranks_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine.calls == ["read", "read", "draw"] and model.shares
 
 
-@pytest.mark.parametrize(("other", "said"), [([1.0, 0, 0, 0], "1 other process"), ([0, 0, 1.0, 0], "different calls")])
+@pytest.mark.parametrize(
+    ("other", "message"), [([1.0, 0, 0, 0], "1 other process"), ([0, 0, 1.0, 0], "different calls")]
+)
 def test_a_failure_or_a_call_without_a_partner_ends_all(
-    other: list[float], said: str, monkeypatch: pytest.MonkeyPatch
+    other: list[float], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dist, "world_size", lambda: 2)
     monkeypatch.setattr(dist, "sum_floats", lambda mine: [a + b for a, b in zip(mine, other, strict=True)])
     engine = Engine()
     model = TrainedModel(engine)  # type: ignore[arg-type]
-    with pytest.raises(AnotherRankFailed, match=said):
+    with pytest.raises(AnotherRankFailed, match=message):
         model.draw()
     assert not engine.calls and not model.shares
 

@@ -46,9 +46,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Texts to write, pictures to draw and to read."""
     folder = tmp_path_factory.mktemp("data")
     picture(folder / "seen.png", 8, 8, seed=1)
-    says = [talk(text("user", f"this is {word}"), text("assistant", word)) for word in ("zero", "one", "two", "three")]
+    texts = [talk(text("user", f"this is {word}"), text("assistant", word)) for word in ("zero", "one", "two", "three")]
     draws = [{"text_prompt": "draw a handwritten four", "image_path": "seen.png"}] * 4
-    write_jsonl(folder / "train.jsonl", [*says, *draws] * 4)
+    write_jsonl(folder / "train.jsonl", [*texts, *draws] * 4)
     return folder
 
 
@@ -155,7 +155,7 @@ def test_what_cannot_be_made_is_a_warning(data: Path, tmp_path: Path, monkeypatc
     broken = preview(data, prompts=["draw a three", {"prompt": "a", "images": ["gone.png"]}], num_held_out=0)
     runner = train(data, tmp_path / "one", broken, updates=2)
     assert [bool(row["error"]) for row in rows(runner, 2)] == [False, True, False]
-    assert "1 of 3 previews at update 2 failed; the first: gone.png" in log(runner)
+    assert "1 of 3 previews at update 2 failed; the first: image gone.png" in log(runner)
     (tmp_path / "two").mkdir()
     (tmp_path / "two/previews").write_text("not a folder")
     assert "The preview of update 2 was not written: " in log(train(data, tmp_path / "two", preview(data), updates=2))
@@ -187,11 +187,12 @@ def test_a_text_model_continues_texts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ({"prompts": [], "images": [], "num_held_out": 0}, "nothing to show"),
         ({"interval": 0}, "PreviewHook.interval|interval is 0"),
         ({"unit": "step"}, "unit is 'step'"),
+        ({"unit": "iteration", "by_epoch": True}, "by_epoch=True and unit='iteration'"),
         ({"size": [8]}, "size"),
         ({"flow": {"steps": 3}}, "flow has no key 'steps'"),
         ({"flow": {"num_timesteps": 1}}, "at least 2"),
@@ -202,8 +203,8 @@ def test_a_text_model_continues_texts(tmp_path: Path) -> None:
         ({"held_out": {"type": "UnifiedGenerationDataset"}}, "data_path"),
     ],
 )
-def test_refused_at_the_start(data: Path, tmp_path: Path, arguments: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_refused_at_the_start(data: Path, tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         train(data, tmp_path / "run", preview(data, **arguments), updates=1)
     assert not (tmp_path / "run/metrics.jsonl").exists()
 

@@ -1,6 +1,6 @@
 """Answers of the model that is being trained to records of validation data, and pictures of prompts, under any engine.
 
-In: the engine and records. Out: what the model says or draws, for metrics and previews. A record's prompt is all before
+In: the engine and records. Out: what the model writes or draws, for metrics and previews. A record's prompt is all before
 its last answer of the wanted kind, read exactly as in training, and without condition dropout. The ranks share the
 work; a random number is keyed by the sample, so an answer does not depend on the number of ranks, and
 a group of ``batch_size`` records is always computed together, so it does not depend on it in the last bit either.
@@ -51,7 +51,7 @@ class Question:
     """A record, divided into what a model is shown and its answer."""
 
     key: str
-    """The sample's id: ``source:record``."""
+    """Its name among all records: ``source:record``, as a sample id begins."""
     wanted: Kind
     before: tuple[Split, ...]
     target: Split
@@ -200,7 +200,7 @@ def check_answers(inferencer: Any, wanted: Kind) -> None:
     able = getattr(inferencer, "answers", ())
     if wanted not in able:
         raise ConfigError(
-            f"{type(inferencer).__name__} gives no answer as {wanted}",
+            f"{type(inferencer).__name__} cannot answer with {wanted}",
             allowed=" or ".join(able) or "an inferencer with `answers` and `complete` (docs/inference.md)",
         )
 
@@ -341,7 +341,9 @@ def question_at(
     """That record's question, as ``question_of``."""
     tokenizer = getattr(processor, "tokenizer", None)
     eos_id = getattr(tokenizer, "eos_id", None)
-    question = question_of(datasets[source].sample(index), wanted, key=f"{names[source]}:{index}", eos_id=eos_id)
+    numbers = getattr(datasets[source], "numbers", None)  # a part of a file: ids have the numbers of the whole
+    key = f"{names[source]}:{index if numbers is None else int(numbers[index])}"
+    question = question_of(datasets[source].sample(index), wanted, key=key, eos_id=eos_id)
     if question is not None and isinstance(question.target, TextSplit):
         return Question(**{**vars(question), "begin": (tokenizer.bos_id,)})  # type: ignore[union-attr]
     return question

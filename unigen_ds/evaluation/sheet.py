@@ -25,7 +25,7 @@ def contact_sheet(cells: Sequence[Cell], *, columns: int | None = None, title: s
     """One picture of all cells, in RGB; ``columns``: None chooses them so that the sheet is about square.
 
     A picture is shown ``_SIDE`` pixels large, a small one with its own pixels visible. A text of more lines than there
-    is room for ends with an ellipsis: whoever needs all of it finds it in the file beside the sheet.
+    is space for ends with an ellipsis: whoever needs all of it finds it in the file beside the sheet.
     """
     widest = max([1, *(len(cell.pictures) for cell in cells)])
     columns = columns or max(1, math.ceil(math.sqrt(len(cells) / widest)))

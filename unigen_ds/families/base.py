@@ -130,8 +130,12 @@ class Family:
         return made
 
     def inferencer(self, model: Any, processor: Any) -> Any:
-        """An object with ``unified_generate(prompt, ...) -> Generated``, for ``tools/generate.py``."""
-        raise ConfigError(f"{type(model).__name__} has no inference", remedy="use the model itself, in your own code")
+        """An object with ``unified_generate(prompt, ...) -> Generated``, for ``tools/generate.py`` and ``PreviewHook``.
+
+        With ``answers`` and ``complete`` it answers validation records, too; with ``idle`` each process of a sharding
+        engine generates its own part (docs/inference.md). ``model`` may be a ``TrainedModel``.
+        """
+        raise ConfigError(f"{self.model.__name__} has no inference", remedy="use the model itself, in your own code")
 
 
 class ConversationFamily(Family):

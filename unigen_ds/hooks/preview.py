@@ -122,6 +122,8 @@ class PreviewHook(Hook):
         self._prompts += [Prompt(question, (path,), understand=True) for path in images]
         if not self._prompts and not num_held_out:
             raise ConfigError("PreviewHook has nothing to show", allowed="prompts, images or num_held_out")
+        if by_epoch and unit == "iteration":
+            raise ConfigError("PreviewHook has by_epoch=True and unit='iteration'", remedy="leave one of them out")
         if size is not None and (len(size) != 2 or min(size) < 1):
             raise ConfigError(f"PreviewHook.size is {size!r}", allowed="(height, width) in pixels")
         given_flow = dict(flow or {})
@@ -245,8 +247,8 @@ class PreviewHook(Hook):
         found: list[Question] = []
         for wanted in inferencer.answers:
             more = {"max_samples": self._num_held_out, "limit": limit}
-            places, _ = ask(datasets, names, run.processor, wanted=wanted, **more)
-            found += [question_at(datasets, names, run.processor, wanted, *place) for place in places]  # type: ignore[misc]
+            numbers, _ = ask(datasets, names, run.processor, wanted=wanted, **more)
+            found += [question_at(datasets, names, run.processor, wanted, *each) for each in numbers]  # type: ignore[misc]
         if not found:
             raise ConfigError(
                 "PreviewHook.num_held_out: no held-out record has an answer with a prompt before it",
@@ -264,7 +266,7 @@ class PreviewHook(Hook):
                 "PreviewHook.num_held_out needs validation data, and the config has no val_dataloader",
                 remedy="val_dataloader=..., or PreviewHook(held_out=dict(type=..., data_path=...))",
             )
-        return validation.datasets, validation.names
+        return validation.data.datasets, validation.data.names
 
     def _show(self, run: Run, made: Sequence[_Made]) -> None:
         """On rank 0."""

@@ -3,7 +3,7 @@
 Where an engine gathers weights in a forward pass (``Backend.gathers_in_forward``), all ranks make a pass or none. They
 have different prompts and answers of different lengths, so before each pass they agree (one small sum over gloo) on the
 method that most of them need. The others make an idle pass of the same method, or, where they have no work
-left, until nobody has any. A rank that fails tells the others in its next turn, and all of them end. A rank that fails
+left, until nobody has any. A rank that fails reports it in its next turn, and all of them end. A rank that fails
 *inside* of a pass (out of memory) leaves the others in a collective, as in training: ``env.dist_timeout_s`` ends them.
 """
 
@@ -59,7 +59,7 @@ class TrainedModel:
             self._pass_idle(turn)
 
     def fail(self) -> None:
-        """Tell the others, instead of ``finish``. Collective."""
+        """Report a failure to the others, instead of ``finish``. Collective."""
         if self._together:
             dist.sum_floats(self._vote(None, failed=True))
 

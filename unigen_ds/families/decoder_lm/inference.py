@@ -61,7 +61,7 @@ class TextInferencer:
         """
         prompts = [[*each.prompt, TokenSplit(tuple(each.begin), (-100,) * len(each.begin))] for each in requests]
         left = [self._limit(len(pack_documents([prompt], self.processor).text_ids)) for prompt in prompts]
-        short = [i for i, room in enumerate(left) if room < max_new_tokens]
+        short = [i for i, number in enumerate(left) if number < max_new_tokens]
         texts: dict[int, str] = {}
         for group in ([i for i in range(len(left)) if i not in short], *([i] for i in short)):
             written = continue_prompts(
