@@ -1,7 +1,7 @@
 """Answers of the model that is being trained to records of validation data, and pictures of prompts, under any engine.
 
-In: the engine and records. Out: what the model writes or draws, for metrics and previews. A record's prompt is all before
-its last answer of the wanted kind, read exactly as in training, and without condition dropout. The ranks share the
+In: the engine and records. Out: what the model writes or draws, for metrics and previews. A record's prompt is all
+before its last answer of the wanted kind, read exactly as in training, without condition dropout. The ranks share the
 work; a random number is keyed by the sample, so an answer does not depend on the number of ranks, and
 a group of ``batch_size`` records is always computed together, so it does not depend on it in the last bit either.
 Training is not affected: its generators are restored, and the weights are those of before, bit by bit.

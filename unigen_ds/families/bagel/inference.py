@@ -194,7 +194,11 @@ class InterleaveInferencer:
     def idle(self, method: str) -> tuple[Any, ...]:
         """Arguments of a forward pass that does nothing: of a rank that has no work while others have."""
         batch = self._pack(Context(), TokenSplit((self.processor.tokenizer.bos_id,), (-100,)))
-        more = {"forward": (), "velocity": (batch.flow_noise, 0.0), "next_token_logits": (batch.flow_noise,)}
+        more: dict[str, tuple[Any, ...]] = {
+            "forward": (),
+            "velocity": (batch.flow_noise, 0.0),
+            "next_token_logits": (batch.flow_noise,),
+        }
         more["read"] = (batch.flow_noise, KVCache().attend(causal=True, keep=False))
         return (batch, *more[method])
 
