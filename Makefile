@@ -1,5 +1,6 @@
-# make demo    train the small demo on this machine's CPU (3 minutes), check its ledger, print where its pictures are
+# make demo    train the small demo on this machine's CPU (3 minutes), check its ledger, write its report
 # make test    lint, types and all tests
+# make check-report  a report in headless Chromium, 1280 and 390 pixels, light and dark (REPORT=FILE; the demo's)
 # make docs    the tables of docs/configs.md, from the settings and the docstrings of components
 # make lint    ruff and mypy alone
 # make matrix  every engine, process count, precision and load, as a dated table (make test runs a pairwise part; half an hour)
@@ -16,7 +17,7 @@ TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 TOOLS := $(wildcard tools/*.py)
 DEMO_DIR := work_dirs/unified_digits
 
-.PHONY: demo docs test matrix mutations lint bench clean
+.PHONY: demo check-report docs test matrix mutations lint bench clean
 .DEFAULT_GOAL := test
 
 $(BIN)/python:
@@ -45,6 +46,7 @@ demo: $(VENV)/.stamp-demo
 	@echo
 	@echo "Reached:"
 	@grep _accuracy $(DEMO_DIR)/results.json
+	@printf "Report:   "; $(BIN)/python tools/report.py $(DEMO_DIR)
 	@echo "Pictures: $(DEMO_DIR)/samples.png  $(DEMO_DIR)/curves.png"
 	@echo "Numbers:  $(DEMO_DIR)/results.json  $(DEMO_DIR)/metrics.jsonl"
 	@echo "Resume:   $(BIN)/python tools/train.py unified_digits --work-dir $(DEMO_DIR) --resume"
@@ -67,6 +69,12 @@ lint: $(VENV)/.stamp-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy unigen_ds tools
+
+# Needs a Chromium: the system's, or `playwright install chromium`. Pictures go to a temporary folder.
+REPORT ?= $(DEMO_DIR)/report.html
+check-report: $(VENV)/.stamp-test
+	$(PIP) -e '.[browser]'
+	$(BIN)/python -m tests.browser.check_report $(REPORT)
 
 bench: $(VENV)/.stamp-test
 	@for script in benchmarks/*.py; do \

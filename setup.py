@@ -25,6 +25,7 @@ TENSORBOARD = ["tensorboard"]
 QUANTIZE = ["bitsandbytes>=0.49"]
 RAPIDOCR = "rapidocr-onnxruntime; python_version < '3.13'"  # there is no release for a newer Python
 METRICS = ["nltk", "pycocoevalcap", RAPIDOCR, "rouge-score", "sacrebleu", "torchmetrics"]
+BROWSER = ["playwright"]
 BENCH = ["accelerate", "datasets", "lightning"]
 
 setup(
@@ -36,7 +37,7 @@ setup(
     python_requires=">=3.10",
     packages=[*find_packages(include=["unigen_ds", "unigen_ds.*"]), "unigen_ds.ds_configs", "unigen_ds_tools"],
     package_dir={"unigen_ds.ds_configs": "ds_configs", "unigen_ds_tools": "tools"},
-    package_data={"": ["configs/*.py", "configs/*.yaml"], "unigen_ds.ds_configs": ["*.json"]},
+    package_data={"": ["configs/*.py", "configs/*.yaml", "*.css", "*.js"], "unigen_ds.ds_configs": ["*.json"]},
     install_requires=[
         "torch>=2.6",
         f"deepspeed{DEEPSPEED.group(1)}",
@@ -59,6 +60,7 @@ setup(
         "quantize": QUANTIZE,
         "metrics": METRICS,
         "bench": BENCH,
+        "browser": BROWSER,
         "test": [
             *DEMO,
             *TENSORBOARD,

@@ -1,4 +1,5 @@
-"""Plot the curves of a run: ``python tools/plot_run.py WORK_DIR [--out FILE]``; installed as ``unigen-plot-run``.
+"""Plot the curves of a run, or of several over each other: ``python tools/plot_run.py WORK_DIR [WORK_DIR ...]
+[--out FILE]``; installed as ``unigen-plot-run``.
 
 Reads ``metrics.jsonl``, without the lines that a resume invalidated. Can be called while the run continues.
 Exit status: 0 done, 1 nothing to plot, 2 wrong usage.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 if not __package__:
@@ -15,7 +17,6 @@ if not __package__:
 
 from unigen_ds.core.errors import ConfigError, UnigenError
 from unigen_ds.core.metrics import METRICS_FILE
-from unigen_ds.evaluation.plots import plot_curves
 
 FORMATS = (".png", ".pdf", ".svg")
 
@@ -24,16 +25,21 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="unigen-plot-run", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    p.add_argument("work_dir", type=Path, help="the output folder of a run")
-    p.add_argument("--out", type=Path, metavar="FILE", help="the image file; default WORK_DIR/curves.png")
+    p.add_argument("work_dirs", type=Path, nargs="+", metavar="WORK_DIR", help="the output folder of a run")
+    p.add_argument("--out", type=Path, metavar="FILE",
+                   help="the image file; default WORK_DIR/curves.png; with several runs curves.png\n"
+                   "in the present folder")  # fmt: skip
     return p
 
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
-    out: Path = arguments.out or arguments.work_dir / "curves.png"
+    from unigen_ds.evaluation.report.reading import run_names  # after parsing: --help does not wait for torch
+
+    folders: list[Path] = arguments.work_dirs
+    out: Path = arguments.out or (folders[0] / "curves.png" if len(folders) == 1 else Path("curves.png"))
     try:
-        draw(arguments.work_dir / METRICS_FILE, out)
+        draw({name: folder / METRICS_FILE for name, folder in run_names(folders).items()}, out)
     except UnigenError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_status
@@ -41,12 +47,14 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def draw(metrics_file: Path, out: Path) -> None:
+def draw(metrics_files: Mapping[str, Path], out: Path) -> None:
     """Write the image. Raises ``DataError`` if there is nothing to plot, ``ConfigError`` if it cannot be written."""
     if out.suffix not in FORMATS:
         raise ConfigError(f"--out {out}", allowed="a file ending in " + ", ".join(FORMATS))
+    from unigen_ds.evaluation.plots import plot_curves
+
     try:
-        plot_curves(metrics_file, out)
+        plot_curves(metrics_files, out)
     except ImportError as error:
         raise ConfigError(f"curves need matplotlib: {error}", remedy="pip install 'unigen_ds[demo]'") from error
     except OSError as error:

@@ -56,13 +56,15 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     quiet_libraries(int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))))
-    from unigen_ds.core import dist  # after parsing: --help and a wrong argument do not wait for torch
+    from unigen_ds.core import dist, startup  # after parsing: --help and a wrong argument do not wait for torch
     from unigen_ds.core.announced import announce, is_announced
     from unigen_ds.runner import train_config
     from unigen_ds.runner.inspect import advice, is_out_of_memory
     from unigen_ds.runner.origins import config_lines
     from unigen_ds.runner.settings import load_config
 
+    if argv is None:  # as a command
+        startup.begin(whole_process=True)
     failed = True
     try:
         overrides = overrides_of(arguments)

@@ -13,6 +13,7 @@ from tests.engines import cases
 from tests.engines.groups import GROUPS
 from tests.engines.launch import METRICS, tensors, unequal, want
 from unigen_ds.checkpoint.manifest import Manifest
+from unigen_ds.core.metrics import parse_lines
 
 runs = want("resume", "odd")
 pytestmark = pytest.mark.timeout(3600)
@@ -40,6 +41,9 @@ def test_it_really_was_killed_after_the_checkpoint(name):
     text = (folder / "metrics.jsonl").read_text(encoding="utf-8")
     assert text.count('"event": "resume"') == 1
     assert text.count('"update": 6,') == 2 and text.count('"update": 7,') == 1
+    timeline = parse_lines(folder / "timeline.jsonl")[0]
+    assert [line["update"] for line in timeline if line["event"] == "start"] == [0, cases.SAVED_AT], "of rank 0 alone"
+    assert [line["event"] for line in timeline].count("end") == 1
     saved = Manifest.read(folder / "iter_10.pth")
     assert saved.progress.updates == cases.SAVED_AT
 

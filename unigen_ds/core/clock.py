@@ -24,6 +24,8 @@ class Clock:
     def __init__(self, *, device: torch.device | None = None) -> None:
         self._on_cuda = device is not None and device.type == "cuda"
         self._sections: dict[str, float] = {}
+        self.totals: dict[str, float] = {}
+        """Seconds by section since the clock was made; reading does not reset them."""
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._since = time.perf_counter()
 
@@ -46,6 +48,7 @@ class Clock:
 
     def _add(self, section: str, seconds: float) -> None:
         self._sections[section] = self._sections.get(section, 0.0) + seconds
+        self.totals[section] = self.totals.get(section, 0.0) + seconds
 
     def read(self) -> tuple[float, dict[str, float]]:
         """Seconds since the last read, and seconds by section; starts anew."""

@@ -18,7 +18,8 @@ from typing import Any
 from unigen_ds.core.files import fsync_path
 from unigen_ds.core.json_values import json_values
 
-METRICS_FILE = "metrics.jsonl"
+METRICS_FILE, LEDGER_FILE, SKIPPED_FILE = "metrics.jsonl", "ledger.jsonl", "skipped_samples.jsonl"
+TIMELINE_FILE = "timeline.jsonl"
 
 
 class JsonLines:
@@ -101,16 +102,31 @@ def read_lines(path: Path, *, key: str = "update") -> list[dict[str, Any]]:
     ``key`` names the field that holds a line's update number (``update`` in ``metrics.jsonl`` and ``ledger.jsonl``).
     Resume events themselves are left out.
     """
-    kept: list[dict[str, Any]] = []
-    if not path.exists():
-        return kept
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    return in_effect(parse_lines(path)[0], key=key)
+
+
+def parse_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Every JSON object of a file, in its order, void ones and resume events too; and the number of lines that are none
+    (torn by a kill, or damaged). A missing file has no lines.
+    """
+    found: list[dict[str, Any]] = []
+    damaged = 0
+    for text in path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else ():
         try:
-            line = json.loads(text)
-        except json.JSONDecodeError:
-            continue
-        if not isinstance(line, dict):
-            continue
+            line = json.loads(text) if text.strip() else None
+        except (ValueError, RecursionError):
+            line = text
+        if isinstance(line, dict):
+            found.append(line)
+        else:
+            damaged += line is not None
+    return found, damaged
+
+
+def in_effect(lines: Iterable[dict[str, Any]], *, key: str = "update") -> list[dict[str, Any]]:
+    """The lines that no later resume event voids, without the events."""
+    kept: list[dict[str, Any]] = []
+    for line in lines:
         if line.get("event") == "resume":
             kept = [k for k in kept if key not in k or k[key] <= line["updates"]]
         else:

@@ -45,6 +45,7 @@ PRIORITY = {
     "signals": 65,
     "continuity": 68,
     "checkpoint": 70,
+    "timeline": 80,
     "profiler": 90,
 }
 """The order of hooks: lower runs earlier. A custom hook without an entry runs at 55, before the logger."""

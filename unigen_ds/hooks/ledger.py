@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from unigen_ds.core.metrics import LEDGER_FILE as LEDGER_FILE
 from unigen_ds.core.registry import HOOKS
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.hooks.journal import Journal
-
-LEDGER_FILE = "ledger.jsonl"
 
 
 @HOOKS.register_module()

@@ -9,11 +9,11 @@ from unigen_ds.core import dist
 from unigen_ds.core.batch import Batch
 from unigen_ds.core.errors import DataError
 from unigen_ds.core.log import logger
+from unigen_ds.core.metrics import SKIPPED_FILE as SKIPPED_FILE
 from unigen_ds.core.registry import HOOKS
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.hooks.journal import Journal
 
-SKIPPED_FILE = "skipped_samples.jsonl"
 _GRACE = 100  # samples seen before the share is checked
 
 

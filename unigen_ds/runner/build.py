@@ -34,6 +34,7 @@ from unigen_ds.hooks.base import Hook
 from unigen_ds.hooks.ledger import LedgerHook
 from unigen_ds.hooks.mmengine import completed
 from unigen_ds.hooks.skipped import SkippedSamplesHook
+from unigen_ds.hooks.timeline import TimelineHook
 from unigen_ds.optim.param_groups import build_param_groups
 from unigen_ds.resume.geometry import lr_factor
 from unigen_ds.runner.settings import ModelSettings, Settings, TrainCfg, family_of_model
@@ -207,7 +208,8 @@ def build_hooks(settings: Settings) -> list[Hook]:
     for name, component in settings.default_hooks.components.items():
         extra = {"writers": [writer.build() for writer in settings.visualizer.vis_backends]} if name == "logger" else {}
         hooks.append(component.build(**extra))
-    hooks += [LedgerHook(), SkippedSamplesHook(max_skipped_fraction=settings.train_dataloader.max_skipped_fraction)]
+    hooks += [LedgerHook(), TimelineHook()]
+    hooks.append(SkippedSamplesHook(max_skipped_fraction=settings.train_dataloader.max_skipped_fraction))
     hooks = completed([*hooks, *(component.build() for component in settings.custom_hooks)])
     names = [hook.name for hook in hooks if hook.name]
     twice = sorted({name for name in names if names.count(name) > 1})

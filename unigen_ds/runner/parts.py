@@ -19,7 +19,7 @@ from typing import Any
 from unigen_ds.backends.base import Backend
 from unigen_ds.backends.memory import on_meta
 from unigen_ds.checkpoint.manifest import Manifest
-from unigen_ds.core import dist, log
+from unigen_ds.core import dist, log, startup
 from unigen_ds.core.progress import Duration, Geometry, Ruler
 from unigen_ds.core.registry import registered_name
 from unigen_ds.core.seeding import seed_everything
@@ -30,6 +30,7 @@ from unigen_ds.data.processor import Processor
 from unigen_ds.data.statistics import start_lines
 from unigen_ds.data.stream import Cursor
 from unigen_ds.hooks.base import Hook
+from unigen_ds.resume.finding import Finding
 from unigen_ds.resume.plan import ResumePlan
 from unigen_ds.runner.build import (
     build_geometry,
@@ -79,15 +80,18 @@ class Parts:
     """Of the checkpoint that the run resumes from; made by ``adopt`` where another trainer wrote it."""
     parameters: list[dict[str, Any]]
     data_identity: dict[str, Any]
+    findings: Sequence[Finding] = ()
+    """Of the resume's checklist; on rank 0 alone."""
     max_updates: int | None = None
 
 
 def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
     """Build everything. Raises ``ConfigError``, ``DataError``, ``CheckpointError`` or ``ResumeBlocked``."""
+    startup.begin()
     settings = Settings.from_config(config)
     dist.launcher_environment(settings.launcher)
     backend, geometry = build_engine(settings)
-    plan, start, hooks = _begin(settings, backend, geometry)
+    plan, start, hooks, findings = _begin(settings, backend, geometry)
     settings = settings.with_seed(plan.seed)
     optimizer_cfg = build_optimizer_config(settings, fused=recorded_fused(settings, start.manifest))
     seed, data, loading = settings.seed, start.data, settings.train_dataloader
@@ -141,6 +145,7 @@ def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
         resumed=start.manifest,
         parameters=parameters,
         data_identity=data.stream.identity,
+        findings=findings,
         max_updates=max_updates,
     )
 
@@ -153,7 +158,9 @@ def build_engine(settings: Settings) -> tuple[Backend, Geometry]:
     return backend, geometry
 
 
-def _begin(settings: Settings, backend: Backend, geometry: Geometry) -> tuple[ResumePlan, Start, list[Hook]]:
+def _begin(
+    settings: Settings, backend: Backend, geometry: Geometry
+) -> tuple[ResumePlan, Start, list[Hook], Sequence[Finding]]:
     """Rank 0 reads the files and, on a resume, runs the checklist; then the processes join."""
     joined = dist.joined()
     found: Beginning | None = None
@@ -169,7 +176,8 @@ def _begin(settings: Settings, backend: Backend, geometry: Geometry) -> tuple[Re
         found = dist.only_on_main(lambda: begin(settings, backend=backend, geometry=geometry))
     plan: ResumePlan = dist.on_main(lambda: found.plan)  # type: ignore[union-attr]  # rank 0 has found it
     start = found.start if found else None
-    return plan, start or build_start(settings.with_seed(plan.seed), plan, geometry=geometry), hooks
+    start = start or build_start(settings.with_seed(plan.seed), plan, geometry=geometry)
+    return plan, start, hooks, found.findings if found else ()
 
 
 def config_text(config: Mapping[str, Any]) -> str:

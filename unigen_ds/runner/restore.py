@@ -52,7 +52,8 @@ def restore(parts: Parts, hooks: Sequence[Hook]) -> dict[str, Any] | None:
         seed_everything(seed, rank=dist.rank())
         logger().warning("The checkpoint is of another number of processes: network dropout is seeded anew.")
     dist.on_main(lambda: store.continue_from(parts.work_dir, checkpoint))
-    return {**manifest.state_dict(), "path": str(checkpoint)}
+    findings = [finding.state_dict() for finding in parts.findings]
+    return {**manifest.state_dict(), "path": str(checkpoint), "findings": findings}
 
 
 def fit_weights(

@@ -181,7 +181,8 @@ class Runner:
 
     def _call(self, point: str, *arguments: Any) -> None:
         for hook in self.hooks:
-            getattr(hook, point)(self, *arguments)
+            with self.clock(f"hook:{hook.name or type(hook).__name__}"):
+                getattr(hook, point)(self, *arguments)
 
     def _report(self, error: BaseException) -> None:
         """Report an error to every hook. If a hook fails here, the others and the caller still get the error."""

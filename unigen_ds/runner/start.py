@@ -74,6 +74,8 @@ class Beginning:
     plan: ResumePlan
     start: Start | None
     """On a resume, whose checklist needs it; else None."""
+    findings: tuple[Finding, ...] = ()
+    """Of the checklist, all of them."""
 
 
 def begin(settings: Settings, *, backend: Backend, geometry: Geometry) -> Beginning:
@@ -83,7 +85,7 @@ def begin(settings: Settings, *, backend: Backend, geometry: Geometry) -> Beginn
         return Beginning(plan, None)
     start, findings = check_resume(settings.with_seed(plan.seed), plan, backend=backend, geometry=geometry)
     report(findings)
-    return Beginning(plan, start)
+    return Beginning(plan, start, tuple(findings))
 
 
 def plan_run(settings: Settings) -> ResumePlan:
