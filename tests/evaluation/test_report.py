@@ -22,6 +22,7 @@ from tests.tiny import tiny_config
 from tools.plot_run import main as plot
 from tools.report import main
 from unigen_ds.core.errors import ConfigError
+from unigen_ds.evaluation.provenance import REQUIRED, Result, write_results
 from unigen_ds.evaluation.report.charts import MOST_POINTS, reduced, smoothed
 from unigen_ds.evaluation.report.goodput import PARTS, idle_before, spent_by_start
 from unigen_ds.evaluation.report.reading import flat, masked, read_work_dir, run_names
@@ -247,8 +248,11 @@ def test_validation_metrics_and_their_provenance(runs: Runs, tmp_path: Path) -> 
     stored = {"values": {"val/fid": 31.25}, "provenance": {"metric": "FID", "samples": 500, "model": {"hash": "abc"}}}
     (results / "step_6.json").write_text(json.dumps(stored))
     (results / "step_9.json").write_text("{")
+    known = dict.fromkeys(REQUIRED, "known")
+    write_results(results / "step_8.json", [Result({"bleu": 12.5}, known), Result({"rouge": 0.25}, known)])
     page = report(folder)
     rows = {row[0]: row[1:] for row in page.tables["validation"][0][1:]}
+    assert rows["bleu"][:5] == ["1", "12.5", "12.5", "12.5", "8"] and rows["rouge"][1] == "0.25"
     assert rows["val/loss"][:5] == ["3", "1.25", "2.5", "1.75", "9"]
     assert rows["val/fid"] == ["1", "31.25", "31.25", "31.25", "6", "eval_results/run/step_6.json"]
     for text in ("FID", "500", "model.hash", "abc"):

@@ -314,33 +314,34 @@ _POSITION = {"update", "iteration", "epoch", "sequences", "samples", "tokens", "
 
 
 def _results(path: Path, problems: list[tuple[str, str]]) -> list[Evaluated]:
-    """``eval_results/**/*.json`` and ``results.json``: ``{"values", "provenance"}``, or names and numbers."""
+    """``eval_results/**/*.json`` and ``results.json``: what ``provenance.write_results`` wrote, ``{"values", "provenance"}``,
+    or names and numbers.
+    """
     files = sorted((path / RESULTS).rglob("*.json")) if (path / RESULTS).is_dir() else []
     files += [file for file in (path / "results.json",) if file.is_file()]
     found = []
     for file in files:
-        content = _json(file, problems, name=str(file.relative_to(path)))
+        name = str(file.relative_to(path))
+        content = _json(file, problems, name=name)
         if content is None:
             continue
-        given = next(
-            (content[k] for k in ("values", "results", "metrics") if isinstance(content.get(k), Mapping)), None
-        )
-        values = {k: n for k, v in flat(content if given is None else given).items() if (n := number(v)) is not None}
-        provenance = content.get("provenance")
         step = re.search(r"(\d+)\.json$", file.name)
         update = content.get("update", content.get("updates", int(step[1]) if step else None))
-        if not values:
-            problems.append((str(file.relative_to(path)), "has no number"))
-            continue
-        found.append(
-            Evaluated(
-                update if _whole(update) else None,
-                {k: v for k, v in values.items() if k not in _POSITION and not k.startswith("provenance.")},
-                provenance if isinstance(provenance, Mapping) else {},
-                str(file.relative_to(path)),
-            )
-        )
+        listed = content.get("results")
+        parts = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else [content]
+        read = [one for part in parts if (one := _result_of(part, update if _whole(update) else None, name)).values]
+        if len(read) < len(parts) or not parts:
+            problems.append((name, f"{len(parts) - len(read)} of {len(parts)} results have no number"))
+        found += read
     return found
+
+
+def _result_of(content: Line, update: int | None, origin: str) -> Evaluated:
+    given = next((content[k] for k in ("values", "results", "metrics") if isinstance(content.get(k), Mapping)), content)
+    values = {k: n for k, v in flat(given).items() if (n := number(v)) is not None}
+    values = {k: v for k, v in values.items() if k not in _POSITION and not k.startswith("provenance.")}
+    provenance = content.get("provenance")
+    return Evaluated(update, values, provenance if isinstance(provenance, Mapping) else {}, origin)
 
 
 def _json(file: Path, problems: list[tuple[str, str]], *, name: str | None = None) -> dict[str, Any] | None:
