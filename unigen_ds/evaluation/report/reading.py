@@ -314,8 +314,8 @@ _POSITION = {"update", "iteration", "epoch", "sequences", "samples", "tokens", "
 
 
 def _results(path: Path, problems: list[tuple[str, str]]) -> list[Evaluated]:
-    """``eval_results/**/*.json`` and ``results.json``: what ``provenance.write_results`` wrote, ``{"values", "provenance"}``,
-    or names and numbers.
+    """``eval_results/**/*.json`` and ``results.json``: what ``provenance.write_results`` wrote,
+    ``{"values", "provenance"}``, or names and numbers.
     """
     files = sorted((path / RESULTS).rglob("*.json")) if (path / RESULTS).is_dir() else []
     files += [file for file in (path / "results.json",) if file.is_file()]
