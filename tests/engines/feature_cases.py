@@ -155,6 +155,39 @@ def _optimizer(name: str, engine: str, world: int, updates: int, *, equal: bool 
     return Phase(world, {**overrides, "custom_hooks": hooks}, updates)
 
 
+EVALUATED_UPDATES = 3
+EVALUATED_ENGINES = (("zero1", 2), ("zero2", 2), ("zero3", 2), ("FULL_SHARD", 2), ("SHARD_GRAD_OP", 2))
+EVALUATED_BY_FOUR = (("zero3", 4), ("FULL_SHARD", 4))
+_HELD = [
+    {"type": "UnifiedGenerationDataset", "data_path": "{data}/digits/held.jsonl"},
+    {"type": "UnifiedGenerationDataset", "data_path": "{data}/digits/few.jsonl"},
+]
+EVALUATION: dict[str, Any] = {"type": "EvaluateHook", "interval": 1, "unit": "update", "at_start": True}
+
+
+def evaluated(*, full: bool) -> list[Job]:
+    """The weights of a short run of one process, evaluated by each engine on 13 and 3 records, two at a time: ranks
+    have uneven shares, of text alone or with images. Two processes train on, with dropout, with and without evaluation
+    of the average.
+    """
+    start = Job("evaluated/start", [Phase(1, config("single", 1), 4)])
+    jobs = [start]
+    for engine, world in (("single", 1), *EVALUATED_ENGINES, *EVALUATED_BY_FOUR):
+        base = config(engine, world, model__llm__dropout=0.1, load_cfg={})
+        ema = {"type": "EMAHook", "momentum": 0.1}
+        hook = {**EVALUATION, "use_ema": world == 2}
+        overrides = {
+            **base, "val_dataloader": {"dataset": _HELD, "batch_size": 2}, "custom_hooks": [ema, hook],
+        }  # fmt: skip
+        updates = EVALUATED_UPDATES if world == 2 else 1
+        name = f"evaluated/{engine}@{world}"
+        jobs.append(Job(name, [Phase(world, overrides, updates)], resumes=start.name))
+        if world == 2:
+            without = {**base, "custom_hooks": [ema]}
+            jobs.append(Job(f"{name}/without", [Phase(world, without, updates)], resumes=start.name))
+    return jobs
+
+
 PLUGIN = "tests/plugin/config.py"
 PLUGIN_TEXT = "tests/plugin_text/config.py"
 PLUGIN_CHAIN = (("zero2", 2, 3), ("FULL_SHARD", 2, 6), ("zero3", 2, 9), ("single", 1, None))

@@ -34,6 +34,7 @@ GROUPS: dict[str, Callable[..., list[Job]]] = {
     "partial": lambda full: cases.partial(),
     "watched": feature_cases.watched,
     "mmengine_hooks": feature_cases.mmengine_hooks,
+    "evaluated": feature_cases.evaluated,
     "structure": feature_cases.structure,
     "compiled_fsdp": feature_cases.compiled,
     "optimizers": feature_cases.optimizers,

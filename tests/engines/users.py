@@ -52,6 +52,8 @@ def write_mixed(folder: Path) -> Path:
             lines.append(json.dumps({"conversations": turns}))
         else:
             lines.append((draw if i % 13 < 11 else caption)[i])
+    (digits / "held.jsonl").write_text("\n".join(lines[13:26]) + "\n", encoding="utf-8")
+    (digits / "few.jsonl").write_text("\n".join(lines[:3]) + "\n", encoding="utf-8")
     (digits / "prime.jsonl").write_text("\n".join(lines[:PRIME_RECORDS]) + "\n", encoding="utf-8")
     path = digits / "mixed.jsonl"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -158,7 +158,7 @@ def test_validation_and_late_results_are_lines_of_their_own(tmp_path: Path) -> N
     run.call("after_val", {"val/loss": 0.25})
     logger.log_metrics(run, {"lmms_eval/mme": 3.0}, update=0, event="lmms_eval")
     run.finish()
-    assert {"event": "val", "update": 1, "val/loss": 0.25} in lines(run)
+    assert {"event": "evaluation", "update": 1, "val/loss": 0.25} in lines(run)
     assert {"event": "lmms_eval", "update": 0, "lmms_eval/mme": 3.0} in lines(run)
 
 

@@ -157,7 +157,7 @@ def test_the_precision_of_an_optim_wrapper(plain: dict[str, Any], wrapper: dict[
         ("train_cfg", {"by_epoch": False}, "train_cfg.by_epoch=False and no train_cfg.max_iters"),
         ("train_dataloader", {"sampler": {"type": "DefaultSampler", "shuffle": False}}, "the order follows from"),
         ("train_dataloader", {"collate_fn": {"type": "own"}}, "the model's processor does it"),
-        ("train_cfg", {"val_interval": 1}, "there is no validation loop yet"),
+        ("train_cfg", {"val_begin": 1}, "EvaluateHook in custom_hooks sets when"),
     ],
 )
 def test_what_would_change_the_training_is_refused(

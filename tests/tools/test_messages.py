@@ -249,7 +249,7 @@ HINTS = [
     ({"world_size": 8}, "the launcher sets the number of processes: torchrun --nproc_per_node N"),
     ({"backend": {"type": "fsdp", "world_size": 8}}, "the launcher sets the number of processes"),
     ({"custom_keys": {"vit": {"lr_mult": 0.1}}}, "write optim_wrapper.paramwise_cfg.custom_keys"),
-    ({"train_cfg.val_interval": 1}, "there is no validation loop yet"),
+    ({"train_cfg.val_begin": 1}, "EvaluateHook in custom_hooks sets when and what is evaluated"),
     ({"train_cfg.max_steps": 9}, "train_cfg.max_updates counts optimizer steps"),
     ({"max_steps": 9}, "train_cfg.max_updates counts optimizer steps"),
     ({"backend": {"type": "zero2"}}, "did you mean --backend deepspeed:zero2?"),

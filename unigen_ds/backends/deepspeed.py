@@ -82,12 +82,21 @@ def check_fp16_on_cpu() -> None:
         )
 
 
+_EACH = "each:"
+"""Before the name of a term: the values of its targets. ZeRO-3 needs texts as keys."""
+
+
 def _terms_to_dict(module: nn.Module, inputs: Any, output: Any) -> Any:
-    return dict(output.sums) if isinstance(output, LossTerms) else None
+    if not isinstance(output, LossTerms):
+        return None
+    return {**output.sums, **{_EACH + name: value for name, value in output.each.items()}}
 
 
 def _dict_to_terms(module: nn.Module, inputs: Any, output: Any) -> Any:
-    return LossTerms(output) if isinstance(output, dict) else None
+    if not isinstance(output, dict):
+        return None
+    each = {key.removeprefix(_EACH): value for key, value in output.items() if key.startswith(_EACH)}
+    return LossTerms({key: value for key, value in output.items() if not key.startswith(_EACH)}, each)
 
 
 def _skip_modules_without_parameters(module: nn.Module) -> None:

@@ -154,6 +154,9 @@ class LossTerms:
     """
 
     sums: Mapping[str, Tensor]
+    each: Mapping[str, Tensor] = field(default_factory=dict)
+    """In eval mode a model may add the value of each target, [number of targets] by term, in the batch's order and
+    already weighted as in the sum; an evaluation then divides them by ``Family.target_groups``, too."""
 
     def weighted(self, loss_weights: Mapping[str, float], counts: Mapping[str, float]) -> Tensor:
         """``sum_k w_k * sum_k / count_k`` with the counts of the whole update. A term without targets adds zero.

@@ -10,6 +10,8 @@ import torch
 
 DEVICE_SECTIONS = ("forward_backward", "step")
 """Sections that queue work for the device: on CUDA their time is the device's."""
+EVALUATION = "evaluation"
+"""Section of what is no part of an update."""
 
 
 class Clock:

@@ -31,6 +31,7 @@ MMENGINE: dict[str, str] = {
     "optim_wrapper.loss_scale": "delete it, that of fp16 is dynamic",
     "optim_wrapper.clip_grad.error_if_nonfinite": "delete it, NanGuardHook skips and counts such updates",
     "optim_wrapper.clip_grad.norm_type": "delete it, the norm is the L2 norm of all gradients",
+    "val_dataloader.packing": "delete it, an evaluation has one sample in a sequence, so a sample is always the same",
     "train_cfg.type": "delete it, there is one loop",
     "train_cfg.by_epoch": "delete it, max_epochs or max_iters decides it",
     "train_dataloader.sampler": "delete it, the order follows from randomness.seed alone",
@@ -45,17 +46,18 @@ MMENGINE: dict[str, str] = {
 }
 """Keys of mmengine and xtuner configs that are not keys here, and what to do about them."""
 
-_NO_VALIDATION = "delete it, there is no validation loop yet"
+_EVALUATION = "delete it, EvaluateHook in custom_hooks sets when and what is evaluated: docs/evaluation.md"
+_TEST = "delete it, and give val_dataloader the data: docs/evaluation.md"
 ANYWHERE: dict[str, str] = {
     "world_size": "delete it, the launcher sets the number of processes: torchrun --nproc_per_node N",
     "runner_type": "delete it, one Runner trains every config, by epochs and by iterations: see train_cfg",
-    "val_interval": _NO_VALIDATION,
-    "val_begin": _NO_VALIDATION,
-    "val_cfg": _NO_VALIDATION,
-    "val_evaluator": _NO_VALIDATION,
-    "test_cfg": _NO_VALIDATION,
-    "test_dataloader": _NO_VALIDATION,
-    "test_evaluator": _NO_VALIDATION,
+    "val_interval": _EVALUATION,
+    "val_begin": _EVALUATION,
+    "val_cfg": _EVALUATION,
+    "val_evaluator": "delete it, the metrics of EvaluateHook in custom_hooks replace it: docs/evaluation.md",
+    "test_cfg": _TEST,
+    "test_dataloader": _TEST,
+    "test_evaluator": _TEST,
     "max_steps": "train_cfg.max_updates counts optimizer steps, train_cfg.max_iters forward and backward passes",
 }
 """The same, at any path of a config."""
@@ -76,6 +78,10 @@ ALIASES: dict[str, str] = {
     "dataloader_num_workers": "train_dataloader.num_workers",
     "data_path": "train_dataloader.dataset.data_path",
     "train_data_path": "train_dataloader.dataset.data_path",
+    "val_data_path": "val_dataloader.dataset.data_path",
+    "eval_interval": "EvaluateHook.interval, of custom_hooks",
+    "eval_steps": "EvaluateHook.interval, of custom_hooks",
+    "val_size": "val_dataloader.split, a share of the records",
     "num_epochs": "train_cfg.max_epochs",
     "num_train_epochs": "train_cfg.max_epochs",
     "total_steps": "train_cfg.max_updates",

@@ -15,6 +15,7 @@ _PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "fp32":
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 _ONE_LOOP = "there is one loop, and max_epochs or max_iters sets its length"
 _ORDER = "the order follows from randomness.seed alone"
+_ANY_ORDER = "the values of an evaluation depend on no order"
 _DROPPED: dict[str, str] = {
     "log_processor": "it changes what is shown, and each line has update, iteration and epoch",
     "default_scope": "there is one registry for each kind of component",
@@ -28,6 +29,8 @@ _DROPPED: dict[str, str] = {
     "default_hooks.sampler_seed": _ORDER,
     "default_hooks.runtime_info": "the logger has all of it",
     "train_dataloader.persistent_workers": "workers live as long as the run",
+    "val_dataloader.persistent_workers": "workers live as long as an evaluation",
+    "val_dataloader.drop_last": "every sample is evaluated",
 }
 """Keys without a counterpart whose removal changes no number, and why."""
 
@@ -42,6 +45,8 @@ def translate(config: dict[str, Any]) -> tuple[list[str], list[ConfigError]]:
     work.loop()
     work.precision()
     work.sampler()
+    work.no_validation()
+    work.validation()
     return work.lines, work.errors
 
 
@@ -160,10 +165,66 @@ class _Translation:
                 "seed",
                 "round_up",
             }
-            if known and sampler.get("shuffle", True) is True and sampler.get("seed") is None:
-                self.drop(f"{section}.sampler", _ORDER)
+            evaluated = section == "val_dataloader"  # in any order: the values are the same
+            if known and (evaluated or (sampler.get("shuffle", True) is True and sampler.get("seed") is None)):
+                self.drop(f"{section}.sampler", _ANY_ORDER if evaluated else _ORDER)
         if self.get("train_dataloader.shuffle") is True:
             self.drop("train_dataloader.shuffle", _ORDER)
+        if isinstance(self.get("val_dataloader.shuffle"), bool):
+            self.drop("val_dataloader.shuffle", _ANY_ORDER)
+
+    def no_validation(self) -> None:
+        """An empty text in place of validation data, as scripts pass it, means none."""
+        given = self.get("val_dataloader")
+        empty = given == "" or (isinstance(given, Mapping) and _names_no_data(given))
+        if not empty:
+            return
+        self.config["val_dataloader"] = None
+        self.lines.append("Config: val_dataloader names no data: there is no validation.")
+        hooks = self.config.get("custom_hooks")
+        if isinstance(hooks, (list, tuple)):
+            kept = [hook for hook in hooks if not _is_evaluation(hook)]
+            if len(kept) < len(hooks):
+                self.config["custom_hooks"] = kept
+                self.lines.append("Config: EvaluateHook is left out, since there is no validation.")
+
+    def validation(self) -> None:
+        """mmengine's loops and evaluators -> ``EvaluateHook``."""
+        for key in ("val_cfg", "val_evaluator", "test_cfg", "test_dataloader", "test_evaluator"):
+            if key in self.config and not self.config[key]:
+                self.pop(key)
+        if isinstance(loop := self.get("val_cfg"), Mapping) and {*loop} <= {"type", "fp16"}:
+            self.drop("val_cfg", "EvaluateHook evaluates, in the precision of the training")
+        interval = self.get("train_cfg.val_interval")
+        if not isinstance(interval, int) or isinstance(interval, bool) or interval < 1:
+            return
+        if self.config.get("val_dataloader") is None:
+            self.drop("train_cfg.val_interval", "there is no val_dataloader")
+            return
+        self.pop("train_cfg.val_interval")
+        was, hooks = f"train_cfg.val_interval={interval}", self.config.get("custom_hooks") or []
+        hooks = [*hooks] if isinstance(hooks, (list, tuple)) else [hooks]
+        if any(_is_evaluation(hook) for hook in hooks):
+            self.errors.append(ConfigError(f"the config has {was} and an EvaluateHook", remedy="delete val_interval"))
+            return
+        by_epoch = self.get("train_cfg.max_epochs") is not None
+        hook = {"type": "EvaluateHook", "interval": interval, "by_epoch": by_epoch}
+        self.config["custom_hooks"] = [*hooks, hook]
+        self.lines.append(f"Config: {was} is read as {hook!r} in custom_hooks.")
+
+
+def _names_no_data(loader: Mapping[str, Any]) -> bool:
+    """Whether a data set, or the file of the only one, is an empty text."""
+    if "dataset" not in loader or loader.get("split") is not None:
+        return False
+    data = loader["dataset"]
+    only = data[0] if isinstance(data, (list, tuple)) and len(data) == 1 else data
+    return only in ("", None) or (isinstance(only, Mapping) and only.get("data_path", "given") in ("", None))
+
+
+def _is_evaluation(hook: Any) -> bool:
+    kind = hook.get("type") if isinstance(hook, Mapping) else None
+    return str(getattr(kind, "__name__", kind)).rpartition(".")[2] == "EvaluateHook"
 
 
 def _short(value: Any) -> str:

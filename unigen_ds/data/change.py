@@ -32,8 +32,8 @@ class DataChange:
     """Differences, as sentences. False where the data is the same."""
 
     differences: tuple[tuple[str, str], ...] = ()
-    """(fact, what it was and is); facts: format, seed, packing, seq_length, overflow, rules, names, sizes, weights,
-    content."""
+    """(fact, what it was and is); facts: format, seed, packing, seq_length, validation, overflow, rules, names, sizes,
+    weights, content."""
     obstacles: tuple[str, ...] = ()
     """Why the new data is more than the old data with records appended; empty where it is just that."""
 
@@ -66,11 +66,18 @@ def _settings(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[
     for fact, words in _SETTINGS.items():
         if was[fact] != now[fact]:
             yield fact, f"{words} was {was[fact]} and is {now[fact]}"
+    if was.get("validation") != now.get("validation"):
+        then, is_now = _division(was.get("validation")), _division(now.get("validation"))
+        yield "validation", f"the share of the records for validation was {then} and is {is_now}"
     if was.get("overflow") != now["overflow"]:
         yield "overflow", f"overflow was {_overflow(was.get('overflow'))} and is {_overflow(now['overflow'])}"
     for rule, version in DataRules.stored(was).state_dict().items():
         if version != now["rules"][rule]:
             yield "rules", f"the data rule {rule} had version {version} and has {now['rules'][rule]}"
+
+
+def _division(facts: Mapping[str, float] | None) -> str:
+    return "none" if facts is None else f"{facts['share']:g} by seed {facts['seed']}"
 
 
 def _overflow(actions: Mapping[str, str] | None) -> str:

@@ -116,6 +116,10 @@ class UnifiedGenerationDataset:
     def prefix_digest(self, number: int) -> str:
         return prefix_digest(self.index.records, number, self.processor.fingerprint)
 
+    def content_digests(self) -> Array:
+        """[N] of each record's values, whatever the order of its keys and its white space. Cached with the index."""
+        return self.index.content_digests(self.path)
+
 
 class ScannedDataset:
     """A source that is read once at the start, for its lengths: the base of data sets that make their own samples.
@@ -163,6 +167,10 @@ class ScannedDataset:
 
     def prefix_digest(self, number: int) -> str:
         return prefix_digest(self._scanned[1], number)
+
+    def content_digests(self) -> Array:
+        """[N] of the ``repr`` of each sample, and of its counts."""
+        return self._scanned[1]
 
 
 @DATASETS.register_module()

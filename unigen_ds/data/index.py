@@ -9,6 +9,7 @@ fingerprint of data file, processor and format. Trade-off: the first start plans
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from unigen_ds.data.array_cache import cache_folder, cached, fingerprint
 from unigen_ds.data.content import content_digest
 from unigen_ds.data.counts import COLUMNS, NUM_DIGESTED, Array, Counts, record_digest
 from unigen_ds.data.data_file import check_data_file
-from unigen_ds.data.formats import Place, read_bytes
+from unigen_ds.data.formats import Place, load_record, read_bytes
 from unigen_ds.data.planning import plan_all
 from unigen_ds.data.processor import ConversationProcessor
 from unigen_ds.data.rules import DataRules
@@ -31,6 +32,7 @@ from unigen_ds.data.rules import DataRules
 _FORMAT = "unigen-index-1"
 """Of the digest that checkpoints keep."""
 _CACHE_FORMAT = "unigen-index-6"
+_CONTENT_FORMAT = "unigen-content-1"
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,23 @@ class Index:
                 remedy="restore the file, then continue with --resume; --on-data-change continues with changed data",
             )
         return raw, Place(path, offset)
+
+    def content_digests(self, path: Path) -> Array:
+        """[N] 64 bits of the values of each record. Reads the file once (cached)."""
+        key = fingerprint(_CONTENT_FORMAT, prefix_digest(self.records, len(self)))
+
+        def make() -> dict[str, Array]:
+            found = []
+            with path.open("rb") as stream:
+                for offset, length in zip(self.offsets.tolist(), self.lengths.tolist(), strict=True):
+                    stream.seek(offset)
+                    record = load_record(stream.read(length), Place(path, offset))
+                    text = json.dumps(record, sort_keys=True, separators=(",", ":"))
+                    found.append(hashlib.blake2b(text.encode(), digest_size=8).digest())
+            return {"digests": np.frombuffer(b"".join(found), dtype="<i8").astype(np.int64)}
+
+        cache = None if self.folder is None else self.folder / f"{path.name}-content-{key[:16]}.npz"
+        return cached(cache, key, make)["digests"]
 
     @classmethod
     def build(

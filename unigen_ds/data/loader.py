@@ -17,7 +17,7 @@ import re
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -32,6 +32,7 @@ from unigen_ds.core.batch import Batch
 from unigen_ds.core.errors import ConfigError, TrainingError, UnigenError
 from unigen_ds.core.progress import Geometry
 from unigen_ds.data.collate import collate
+from unigen_ds.data.datasets import PlannedDataset
 from unigen_ds.data.processor import Processor
 from unigen_ds.data.stream import Cursor, Row, SequenceStream
 
@@ -85,19 +86,78 @@ class UpdateLoader:
         pin_memory: bool = False,
         timeout: float = 0.0,
     ) -> None:
+        assert 0 <= dp_rank < geometry.dp_size, (dp_rank, geometry)
+        self.geometry = geometry
+        self._iterations = _Iterations(stream, geometry, dp_rank, cursor or Cursor())
+        self._batches = BatchLoader(
+            RowSource(stream.sources, stream.names, stream.seq_length),
+            processor,
+            self._iterations,
+            seed=seed,
+            num_workers=num_workers,
+            prefetch_factor=prefetch_factor,
+            pin_memory=pin_memory,
+            timeout=timeout,
+        )
+        self._closed = False
+
+    def __iter__(self) -> Iterator[list[MicroBatch]]:
+        while not self._closed:
+            yield [self._next() for _ in range(self.geometry.accumulative_counts)]
+
+    def _next(self) -> MicroBatch:
+        batch = self._batches.next()
+        cursor, rows = self._iterations.pending.popleft()
+        return MicroBatch(batch, cursor, rows)
+
+    def close(self) -> None:
+        """End the workers. Safe to call twice, and after an error."""
+        self._closed = True
+        self._batches.close()
+        self._iterations.pending.clear()
+
+
+@dataclass(frozen=True)
+class RowSource:
+    """What the draws of rows point into."""
+
+    datasets: Sequence[PlannedDataset]
+    names: Sequence[str]
+    seq_length: int
+
+
+class BatchLoader:
+    """One batch for each list of rows, made in this process or by workers. ``close`` when done.
+
+    Args:
+        source: what the rows point into.
+        processor: turns records into tensors.
+        iterations: the rows of each batch. Workers read ahead, so it is iterated faster than ``next`` is called.
+        seed, num_workers, prefetch_factor, pin_memory, timeout: as of ``UpdateLoader``.
+    """
+
+    def __init__(
+        self,
+        source: RowSource,
+        processor: Processor,
+        iterations: Iterable[list[Row]],
+        *,
+        seed: int | None = None,
+        num_workers: int = 0,
+        prefetch_factor: int | None = None,
+        pin_memory: bool = False,
+        timeout: float = 0.0,
+    ) -> None:
         if num_workers < 0 or timeout < 0 or (prefetch_factor is not None and prefetch_factor < 1):
             raise ConfigError(
                 f"num_workers {num_workers}, timeout {timeout}, prefetch_factor {prefetch_factor}",
                 allowed="num_workers >= 0, timeout >= 0 seconds, prefetch_factor >= 1",
             )
-        assert 0 <= dp_rank < geometry.dp_size, (dp_rank, geometry)
-        self.geometry = geometry
-        self._iterations = _Iterations(stream, geometry, dp_rank, cursor or Cursor())
         pinned = pin_memory and torch.accelerator.is_available()  # torch's loader has the same condition, and warns
         self._loader: DataLoader[Any] = DataLoader(
-            _Rows(stream, processor, seed, travels=num_workers > 0 or pinned),
+            _Rows(source, processor, seed, travels=num_workers > 0 or pinned),
             batch_size=None,
-            sampler=self._iterations,
+            sampler=iterations,
             collate_fn=_unchanged,
             num_workers=num_workers,
             prefetch_factor=(prefetch_factor or 2) if num_workers else None,
@@ -108,20 +168,17 @@ class UpdateLoader:
             generator=torch.Generator().manual_seed(0),
         )
         self._iterator: Iterator[Batch | Packet | UnigenError] | None = None
+        self._closed = False
 
-    def __iter__(self) -> Iterator[list[MicroBatch]]:
+    def next(self) -> Batch:
+        """The next batch, on the CPU. Raises ``StopIteration`` after the last one."""
+        assert not self._closed, "the loader is closed"
         if self._iterator is None:
             self._iterator = iter(self._loader)
-        while self._iterator is not None:
-            yield [self._next() for _ in range(self.geometry.accumulative_counts)]
-
-    def _next(self) -> MicroBatch:
-        assert self._iterator is not None, "the loader is closed"
         loaded = next(self._iterator)
         if isinstance(loaded, UnigenError):  # raised in a worker, whose traceback does not help
             raise loaded
-        cursor, rows = self._iterations.pending.popleft()
-        return MicroBatch(loaded.unpacked() if isinstance(loaded, Packet) else loaded, cursor, rows)
+        return loaded.unpacked() if isinstance(loaded, Packet) else loaded
 
     def close(self) -> None:
         """End the workers. Safe to call twice, and after an error."""
@@ -129,8 +186,7 @@ class UpdateLoader:
         shutdown = getattr(self._iterator, "_shutdown_workers", None)
         if shutdown is not None:
             shutdown()
-        self._iterator = None
-        self._iterations.pending.clear()
+        self._iterator, self._closed = None, True
 
 
 def lost_worker(error: BaseException) -> TrainingError | None:
@@ -170,15 +226,17 @@ class _Iterations(Sampler[list[Row]]):
 class _Rows(Dataset["Batch | Packet | UnigenError"]):
     """A list of rows is the index, a micro-batch the item: as a packet where it ``travels`` to another process."""
 
-    def __init__(self, stream: SequenceStream, processor: Processor, seed: int | None, *, travels: bool) -> None:
-        self._datasets, self._names, self._seq_length = stream.datasets, stream.names, stream.seq_length
+    def __init__(self, source: RowSource, processor: Processor, seed: int | None, *, travels: bool) -> None:
+        self._source = source
         self._processor, self._seed, self._travels = processor, seed, travels
 
     def __getitem__(self, rows: Sequence[Row]) -> Batch | Packet | UnigenError:
         try:
+            source = self._source
             batch = collate(
-                rows, self._datasets, self._processor, seq_length=self._seq_length, seed=self._seed, names=self._names
-            )
+                rows, source.datasets, self._processor, seq_length=source.seq_length, seed=self._seed,
+                names=source.names,
+            )  # fmt: skip
         except UnigenError as error:  # as a value: the loader would make a message of the worker's whole traceback
             return error
         if not self._travels:

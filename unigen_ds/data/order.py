@@ -65,14 +65,15 @@ def permute_many(indices: NDArray[np.int64], size: int, key: int) -> NDArray[np.
         value = result[todo]
         left, right = value >> half, value & low
         for k in keys:
-            left, right = right, left ^ (_mix_many(right + k) & low)
+            left, right = right, left ^ (mix_many(right + k) & low)
         value = (left << half) | right
         result[todo] = value
         todo = todo[value >= np.uint64(size)]
     return result.astype(np.int64)
 
 
-def _mix_many(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def mix_many(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finaliser of splitmix64 of each element: a bijection whose bits look random."""
     value = (value ^ (value >> np.uint64(30))) * np.uint64(_MIX_1)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(_MIX_2)
     return value ^ (value >> np.uint64(31))

@@ -23,6 +23,7 @@ from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.array_cache import cached, fingerprint
 from unigen_ds.data.counts import COLUMNS, CONTENT, KINDS, Array, Counts, count
 from unigen_ds.data.datasets import PlannedDataset
+from unigen_ds.data.held_out import record_number
 from unigen_ds.data.order import Draw
 from unigen_ds.data.rules import CURRENT
 from unigen_ds.data.samples import Sample, num_pieces, piece_bounds
@@ -103,10 +104,15 @@ class Fitted:
         return len(self.tokens)
 
     def record(self, unit: Draw) -> Draw:
-        """A draw of a unit as a draw of its record."""
-        if self._records is None or self._pieces is None:
-            return unit
-        return Draw(unit.source, int(self._records[unit.index]), unit.pass_number, int(self._pieces[unit.index]))
+        """A draw of a unit as a draw of its record, by its number in the whole source (``held_out.whole_of``)."""
+        index, piece = unit.index, -1
+        if self._records is not None and self._pieces is not None:
+            index, piece = int(self._records[unit.index]), int(self._pieces[unit.index])
+        return Draw(unit.source, record_number(self.dataset, index), unit.pass_number, piece)
+
+    def ids(self, name: str, records: Array) -> list[str]:
+        """What messages call some records of the source."""
+        return [f"{name}:{record_number(self.dataset, index)}" for index in records.tolist()]
 
     @property
     def touched(self) -> dict[str, Action]:
@@ -151,7 +157,7 @@ class Fitted:
             "longer": len(self.longer),
             **{_DONE[action]: len(self.by_action[action]) for action in ACTIONS},
             "pieces": int(num_pieces(whole.tokens[self.by_action["split"]], self.overflow.seq_length).sum()),
-            "skipped_records": [f"{name}:{index}" for index in self.by_action["skip"].tolist()],
+            "skipped_records": self.ids(name, self.by_action["skip"]),
             **targets,
             "share_lost": lost / max(int(whole.targets.sum()), 1),
         }
@@ -184,10 +190,11 @@ def check_overflow(sources: Sequence[Fitted], names: Sequence[str]) -> None:
     """
     for name, source in zip(names, sources, strict=True):
         refused, limit = source.by_action["error"], source.overflow.seq_length
+        first = ", ".join(source.ids(name, refused[:_NAMED])) + ", ..." * (refused.size > _NAMED)
         if refused.size:
             raise DataError(
                 f"{name}: {len(refused):,} of {len(source.dataset):,} records are longer than seq_length {limit:,}"
-                f" ({_first(name, refused)}), and train_dataloader.overflow is 'error'",
+                f" ({first}), and train_dataloader.overflow is 'error'",
                 remedy=f"seq_length of at least {int(source.dataset.lengths()[0].max()):,}, or another overflow:"
                 " 'split', 'truncate' or 'skip'",
             )
@@ -256,7 +263,3 @@ def overflow_line(report: Mapping[str, Any], *, records: int, seq_length: int) -
         f"{report['longer']:,} of {records:,} records are longer than seq_length {seq_length:,}: {', '.join(done)};"
         f" {report['share_lost']:.1%} of the targets are lost ({', '.join(lost)})"
     )
-
-
-def _first(name: str, records: Array) -> str:
-    return ", ".join(f"{name}:{index}" for index in records[:_NAMED].tolist()) + ", ..." * (len(records) > _NAMED)

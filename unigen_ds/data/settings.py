@@ -1,4 +1,4 @@
-"""``train_dataloader`` and ``tokenizer`` of a config, and the components that they are made of."""
+"""``train_dataloader``, ``val_dataloader`` and ``tokenizer`` of a config, and the components that they are made of."""
 
 from __future__ import annotations
 
@@ -69,4 +69,52 @@ class TrainDataloader(Section):
         if self.batch_size is None and self.global_batch_size is None:
             allowed = "sequences per device per iteration"
             raise ConfigError("train_dataloader has no batch_size", allowed=allowed)
+        return self
+
+
+class ValDataloader(Section):
+    """What is evaluated on: records of its own, or a share of the training records. One sample a sequence."""
+
+    dataset: Annotated[tuple[Source, ...], LISTED] = Field(
+        default=(), description="component, or a list of them, whose losses are also given one by one; or `split`"
+    )
+    split: Number | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="share of the training records that is evaluated on and never trained on. Which records is a"
+        " function of `seed` and of their content: equal ones stay together, appended ones move no other one",
+    )
+    seed: int | None = Field(
+        default=None, description="of `split`, and of the noise and time steps; None: `randomness.seed`"
+    )
+    batch_size: int | None = Field(
+        default=None, ge=1, description="sequences per device of an evaluation; None: that of the training"
+    )
+    seq_length: int | None = Field(
+        default=None, ge=1, description="tokens of a sequence at most; None: that of `train_dataloader`"
+    )
+    overflow: Literal["split", "truncate", "skip", "error"] | None = Field(
+        default=None, description="longer records, as in `train_dataloader`; None: as there"
+    )
+    num_workers: int | None = Field(
+        default=None,
+        ge=0,
+        description="loading processes, which live for one evaluation; None: as many as `train_dataloader` has",
+    )
+    prefetch_factor: int | None = Field(
+        default=2, ge=1, description="batches that each worker keeps ready, at least 1; None: 2"
+    )
+    pin_memory: bool | None = Field(default=None, description="page-locked batches; None: with CUDA")
+    timeout: Number = Field(default=0.0, ge=0, description="seconds to wait for a worker before an error; 0: for ever")
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> ValDataloader:
+        if bool(self.dataset) == (self.split is not None):
+            given = "both dataset and split" if self.dataset else "neither dataset nor split"
+            raise ConfigError(
+                f"val_dataloader has {given}",
+                allowed="dataset=dict(type=...), or split=0.02: a share of the training records",
+                remedy="val_dataloader=None: no validation",
+            )
         return self

@@ -101,7 +101,7 @@ def _packing(stream: SequenceStream) -> dict[str, Any]:
         rows: list[Row] = [row for row, _ in islice(stream.rows(Cursor(epoch)), units)]
     else:
         rows = [r for w in range(min(stream.num_windows(epoch), _WINDOWS)) for r in stream.window_rows(epoch, w)]
-    lengths, limit = [d.lengths()[0] for d in stream.datasets], stream.seq_length
+    lengths, limit = [d.lengths()[0] for d in stream.sources], stream.seq_length
     filled = sum(unit_tokens(int(lengths[d.source][d.index]), d.piece, limit) for row in rows for d in row)
     return {
         "packed": stream.packer is not None,

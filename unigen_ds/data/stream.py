@@ -27,6 +27,7 @@ from unigen_ds.core.seeding import derive_seed
 from unigen_ds.data.array_cache import cached, fingerprint
 from unigen_ds.data.counts import Array
 from unigen_ds.data.datasets import PlannedDataset, source_names
+from unigen_ds.data.held_out import division_of, whole_of
 from unigen_ds.data.order import Draw, GlobalOrder
 from unigen_ds.data.overflow import Fitted, Overflow
 from unigen_ds.data.rules import CURRENT, DataRules
@@ -142,6 +143,8 @@ class SequenceStream:
         self.fitted = tuple(Fitted(dataset, overflow or Overflow(seq_length)) for dataset in datasets)
         assert tuple(map(len, self.fitted)) == order.sizes, "the order is that of other data sets"
         self.datasets, self.order, self.packer, self.seq_length = tuple(datasets), order, packer, seq_length
+        self.sources = tuple(whole_of(dataset) for dataset in datasets)
+        """What the draws of rows point into."""
         self.drop_last, self.sequences_per_iteration, self.rules = drop_last, sequences_per_iteration, rules
         self.names = source_names(datasets)
         self._tokens = [source.tokens for source in self.fitted]
@@ -248,6 +251,7 @@ class SequenceStream:
     @property
     def _fingerprinted(self) -> dict[str, Any]:
         touched = sorted({item for source in self.fitted for item in source.touched.items()})
+        division = division_of(self.datasets)
         return {
             "format": _FORMAT,
             "names": list(self.names),
@@ -258,6 +262,7 @@ class SequenceStream:
             "packing": None if self.packer is None else self.packer.fingerprint,
             "seq_length": self.seq_length,
             **({"long_records": touched} if touched and self.rules.overflow else {}),
+            **({"validation": division.facts} if division else {}),
         }
 
     @property

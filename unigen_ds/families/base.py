@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.registry import FAMILIES, MODELS, TRANSFORMS, build, find
@@ -128,6 +128,15 @@ class Family:
         except TypeError as error:
             raise ConfigError(f"processor: {error}") from error
         return made
+
+    def target_groups(self, spec: Mapping[str, Any], batch: Any) -> Mapping[str, tuple[Tensor, Sequence[str]]]:
+        """Groups of the targets of a batch for an evaluation: term -> (number of the group of each target [number of
+        targets], names of the groups, the same for every batch). Of terms whose values the model returns one by one
+        (``LossTerms.each``); called on the CPU batch.
+
+        ``spec``: the section ``model``.
+        """
+        return {}
 
     def inferencer(self, model: Any, processor: Any) -> Any:
         """An object with ``unified_generate(prompt, ...) -> Generated``, for ``tools/generate.py`` and ``PreviewHook``.

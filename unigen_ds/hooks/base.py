@@ -10,9 +10,9 @@
             before_train_iter(i, batch)             accumulative_counts times
             after_train_iter(i, batch)              the last one's: after the optimizer step, as in mmengine
           after_update(result)                      progress already counts this update
+            before_val; after_val(metrics)          when the evaluate hook evaluates (or in its before_update)
             before_save_checkpoint(metrics)         when the checkpoint hook saves
         after_train_epoch                           when the update before it ended one
-        before_val; after_val(metrics)
       after_train
     after_run
     on_exception(error)                             instead of the rest; no collectives here
@@ -33,6 +33,7 @@ from unigen_ds.core.clock import Clock
 from unigen_ds.core.progress import Geometry, Progress, Ruler
 from unigen_ds.core.shards import Shard, ShardReader
 from unigen_ds.data.datasets import PlannedDataset
+from unigen_ds.evaluation.validation import Validation
 
 PRIORITY = {
     "timer": 10,
@@ -134,6 +135,11 @@ class Run(Protocol):
         ...
 
     @property
+    def validation(self) -> Validation | None:
+        """The validation data and its losses; None: the config has none."""
+        ...
+
+    @property
     def work_dir(self) -> Path: ...
     @property
     def config(self) -> Mapping[str, Any]:
@@ -195,7 +201,9 @@ class Hook:
     def after_update(self, run: Run, result: UpdateResult) -> None: ...
     def after_train_epoch(self, run: Run) -> None: ...
     def before_val(self, run: Run) -> None: ...
-    def after_val(self, run: Run, metrics: Mapping[str, float]) -> None: ...
+    def after_val(self, run: Run, metrics: Mapping[str, float]) -> None:
+        """``metrics``: ``val/loss`` and all others of this evaluation; the same on all ranks."""
+
     def before_save_checkpoint(self, run: Run, metrics: dict[str, float]) -> None: ...
     def sync(self) -> None:
         """Called on rank 0 alone, as the first step of each save: flush to disk what the hook has written to files of

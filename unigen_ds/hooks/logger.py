@@ -90,7 +90,7 @@ class LoggerHook(Hook):
             self._log(run, self._last)
 
     def after_val(self, run: Run, metrics: Mapping[str, float]) -> None:
-        self.log_metrics(run, metrics, update=run.progress.updates)
+        self.log_metrics(run, metrics, update=run.progress.updates, event="evaluation")
 
     def log_metrics(self, run: Run, metrics: Mapping[str, Any], *, update: int, event: str = "val") -> None:
         """Log results of a validation, or of an evaluation of an earlier ``update`` that ended late.

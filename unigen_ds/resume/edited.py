@@ -19,7 +19,7 @@ _SECTIONS = ("model", "processor", "loss_weights", "optim_wrapper", "custom_hook
 _ELSEWHERE = (
     "model.activation_checkpointing", "model.compile", "model.freeze", "model.quantize", "model.pretrained",
     "model.copy_init_moe", "optim_wrapper.accumulative_counts", "optim_wrapper.precision",
-    "optim_wrapper.optimizer.type",
+    "optim_wrapper.optimizer.type", "custom_hooks[EvaluateHook]",
 )  # fmt: skip
 """Keys that change no number, or that another finding reports, as it does every learning rate."""
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.log import notice
 from unigen_ds.core.optim import (
     OptimizerConfig,
     ParamGroup,
@@ -23,6 +25,7 @@ from unigen_ds.core.optim import (
 from unigen_ds.core.optimizer_state import state_of
 from unigen_ds.core.progress import Duration, Geometry, Ruler, split_global_batch
 from unigen_ds.data.datasets import dataset_weights, source_names
+from unigen_ds.data.held_out import Division, divided
 from unigen_ds.data.loader import UpdateLoader
 from unigen_ds.data.order import GlobalOrder
 from unigen_ds.data.overflow import Fitted, Overflow, check_overflow
@@ -30,7 +33,10 @@ from unigen_ds.data.packing import check_packer
 from unigen_ds.data.rules import CURRENT, DataRules
 from unigen_ds.data.settings import TrainDataloader
 from unigen_ds.data.stream import Cursor, SequenceStream
+from unigen_ds.data.validation_data import ValidationData
+from unigen_ds.evaluation.validation import Validation
 from unigen_ds.hooks.base import Hook
+from unigen_ds.hooks.evaluate import EvaluateHook
 from unigen_ds.hooks.ledger import LedgerHook
 from unigen_ds.hooks.mmengine import completed
 from unigen_ds.hooks.skipped import SkippedSamplesHook
@@ -59,6 +65,7 @@ class Data:
     processor: Any
     """As of ``Family.processor``."""
     stream: SequenceStream
+    validation: ValidationData | None = None
 
 
 def build_data(settings: Settings, *, geometry: Geometry, ruler: Ruler | None, rules: DataRules = CURRENT) -> Data:
@@ -68,6 +75,11 @@ def build_data(settings: Settings, *, geometry: Geometry, ruler: Ruler | None, r
     loader, seed = settings.train_dataloader, settings.seed
     processor = build_processor(settings, seed=seed, rules=rules)
     datasets = [source.build(processor=processor) for source in loader.dataset]
+    held_out: list[Any] = []
+    if settings.val_dataloader is not None and settings.val_dataloader.split is not None:
+        own = settings.val_dataloader.seed
+        division = Division(settings.val_dataloader.split, seed if own is None else own)
+        datasets, held_out = divided(datasets, division)
     overflow = Overflow(loader.seq_length, loader.overflow, rules.overflow)
     fitted = [Fitted(dataset, overflow) for dataset in datasets]
     if not all(map(len, fitted)):  # else the start refuses, and tools/inspect_data.py shows the numbers
@@ -86,7 +98,39 @@ def build_data(settings: Settings, *, geometry: Geometry, ruler: Ruler | None, r
         sequences_per_epoch=ruler.sequences_per_epoch if ruler else None,
         rules=rules,
     )
-    return Data(processor, stream)
+    return Data(processor, stream, build_validation_data(settings, processor, held_out, geometry=geometry, rules=rules))
+
+
+def build_validation_data(
+    settings: Settings, processor: Any, held_out: Sequence[Any], *, geometry: Geometry, rules: DataRules
+) -> ValidationData | None:
+    """``val_dataloader``'s own data sets, or the share ``held_out`` of the training's; None: it has neither."""
+    loader, training = settings.val_dataloader, settings.train_dataloader
+    if loader is None:
+        return None
+    datasets = [source.build(processor=processor) for source in loader.dataset] or held_out
+    named = [(name, dataset) for name, dataset in zip(source_names(datasets), datasets, strict=True) if len(dataset)]
+    seq_length = training.seq_length if loader.seq_length is None else loader.seq_length
+    overflow = Overflow(seq_length, loader.overflow or training.overflow, rules.overflow)
+    return ValidationData(
+        [Fitted(dataset, overflow) for _, dataset in named],
+        [name for name, _ in named],
+        processor=processor,
+        seed=settings.seed if loader.seed is None else loader.seed,
+        batch_size=loader.batch_size or geometry.batch_size,
+        num_workers=training.num_workers if loader.num_workers is None else loader.num_workers,
+        prefetch_factor=loader.prefetch_factor,
+        pin_memory=torch.cuda.is_available() if loader.pin_memory is None else loader.pin_memory,
+        timeout=loader.timeout,
+    )
+
+
+def build_validation(settings: Settings, data: Data) -> Validation | None:
+    """What a run is evaluated on."""
+    if data.validation is None:
+        return None
+    family, spec = family_of_model(settings.model.cls), settings.model.spec
+    return Validation(data.validation, settings.loss_weights, partial(family.target_groups, spec))
 
 
 def rules_of(settings: Settings, manifest: Manifest | None) -> DataRules:
@@ -210,7 +254,11 @@ def build_hooks(settings: Settings) -> list[Hook]:
         hooks.append(component.build(**extra))
     hooks += [LedgerHook(), TimelineHook()]
     hooks.append(SkippedSamplesHook(max_skipped_fraction=settings.train_dataloader.max_skipped_fraction))
-    hooks = completed([*hooks, *(component.build() for component in settings.custom_hooks)])
+    hooks += [component.build() for component in settings.custom_hooks]
+    if settings.val_dataloader is not None and not settings.evaluates:
+        notice("val_dataloader is evaluated after every epoch: EvaluateHook in custom_hooks sets another interval.")
+        hooks.append(EvaluateHook())
+    hooks = completed(hooks)
     names = [hook.name for hook in hooks if hook.name]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:

@@ -29,6 +29,7 @@ from unigen_ds.data.overflow import check_positions
 from unigen_ds.data.processor import Processor
 from unigen_ds.data.statistics import start_lines
 from unigen_ds.data.stream import Cursor
+from unigen_ds.evaluation.validation import Validation
 from unigen_ds.hooks.base import Hook
 from unigen_ds.resume.finding import Finding
 from unigen_ds.resume.plan import ResumePlan
@@ -40,6 +41,7 @@ from unigen_ds.runner.build import (
     build_model,
     build_optimizer_config,
     build_schedules,
+    build_validation,
     named_parameters,
     parameter_table,
     recorded_fused,
@@ -82,6 +84,7 @@ class Parts:
     data_identity: dict[str, Any]
     findings: Sequence[Finding] = ()
     """Of the resume's checklist; on rank 0 alone."""
+    validation: Validation | None = None
     max_updates: int | None = None
 
 
@@ -97,7 +100,8 @@ def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
     seed, data, loading = settings.seed, start.data, settings.train_dataloader
     seed_everything(seed, rank=dist.rank())
     model: Any = build_model(settings, data.processor, seed=seed, stream=True)
-    check_positions(data.stream.fitted, data.stream.names, limit=getattr(model, "max_document_tokens", None))
+    for part in (data.stream, data.validation) if data.validation else (data.stream,):
+        check_positions(part.fitted, part.names, limit=getattr(model, "max_document_tokens", None))
     initial = model.initial_weights(seed=seed) if on_meta(model) else None
     named = named_parameters(model)
     groups = build_groups(settings, named)
@@ -117,6 +121,8 @@ def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
     if dist.is_main():
         for warns, line in start_lines(data.stream):
             log.logger().log(WARNING if warns else INFO, line)
+        for line in data.validation.start_lines() if data.validation else ():
+            log.logger().info(line)
     log.logger().info(
         "Effective batch: %s sequences per update; %d per epoch.", geometry, start.ruler.sequences_per_epoch
     )
@@ -131,7 +137,7 @@ def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
             loading, data, geometry=geometry, dp_rank=backend.dp_rank, cursor=cursor, workers=False
         ),
         cursor=start.cursor,
-        datasets=data.stream.datasets,
+        datasets=data.stream.sources,
         source_names=data.stream.names,
         processor=data.processor,
         schedules=schedules,
@@ -146,6 +152,7 @@ def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
         parameters=parameters,
         data_identity=data.stream.identity,
         findings=findings,
+        validation=build_validation(settings, data),
         max_updates=max_updates,
     )
 

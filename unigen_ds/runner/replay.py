@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
-
-import torch
-from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from unigen_ds.backends.base import Backend
 from unigen_ds.checkpoint.manifest import Manifest
@@ -18,6 +13,7 @@ from unigen_ds.core.progress import Geometry
 from unigen_ds.core.seeding import rng_state, set_rng_state
 from unigen_ds.data.loader import UpdateLoader
 from unigen_ds.data.stream import Cursor
+from unigen_ds.evaluation.validation import evaluating
 from unigen_ds.runner.updates import Update, counted_alone
 
 
@@ -65,38 +61,9 @@ class LastUpdate:
 def losses(backend: Backend, update: Update) -> dict[str, float]:
     """The mean of each loss term over an update's targets, over all ranks; no gradients, no dropout. Collective."""
     sums = dict.fromkeys(sorted(update.counts), 0.0)
-    backend.model.eval()
-    try:
-        with torch.no_grad(), _stored_statistics(backend.model):
-            for micro_batch in update.micro_batches:
-                for name, value in backend.model(micro_batch.batch.to(backend.device)).sums.items():
-                    sums[name] += float(value)
-    finally:
-        backend.model.train()
+    with evaluating(backend):
+        for micro_batch in update.micro_batches:
+            for name, value in backend.model(micro_batch.batch.to(backend.device)).sums.items():
+                sums[name] += float(value)
     totals = dict(zip(sums, dist.sum_floats(list(sums.values())), strict=True))
     return {name: total / update.counts[name] for name, total in totals.items() if update.counts[name]}
-
-
-@contextmanager
-def _stored_statistics(model: nn.Module) -> Iterator[None]:
-    """Inside, running statistics (BatchNorm) are rank 0's on every rank, as a checkpoint stores them. Collective.
-
-    Each rank's own differ, because each saw other data; with them the losses would not be those after a resume.
-    """
-    parts = [part for part in model.modules() if isinstance(part, _NormBase) and part.track_running_stats]
-    own = [buffer for part in parts for buffer in part.buffers(recurse=False)]
-    if not own or dist.world_size() == 1:
-        yield
-        return
-    kept = [buffer.clone() for buffer in own]
-    stored = dist.broadcast_object([buffer.cpu() for buffer in own])
-    try:
-        _copy(own, stored)
-        yield
-    finally:
-        _copy(own, kept)
-
-
-def _copy(into: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    for buffer, value in zip(into, values, strict=True):
-        buffer.copy_(value)

@@ -39,6 +39,7 @@ class Runner:
         manifest = parts.resumed
         self.progress = self.previous = manifest.progress if manifest else Progress()
         self.processor, self.datasets = parts.processor, parts.datasets
+        self.validation = parts.validation
         self.clock = Clock(device=parts.backend.device)
         self.stop_reason: str | None = None
         self.hparams: Sequence[Mapping[str, Any]] = ()

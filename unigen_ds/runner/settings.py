@@ -33,11 +33,12 @@ from unigen_ds.core.values import Number
 from unigen_ds.data import augment as _augment  # noqa: F401
 from unigen_ds.data import packing as _packing  # noqa: F401
 from unigen_ds.data import tokenizers as _tokenizers  # noqa: F401
-from unigen_ds.data.settings import Tokenizer, TrainDataloader, Transform
+from unigen_ds.data.settings import Tokenizer, TrainDataloader, Transform, ValDataloader
 from unigen_ds.evaluation import metrics as _metrics  # noqa: F401
 from unigen_ds.families import directories as _families  # noqa: F401
 from unigen_ds.families.bagel.family import Bagel
 from unigen_ds.families.base import Family, families, family_of
+from unigen_ds.hooks.evaluate import EvaluateHook
 from unigen_ds.hooks.settings import CustomHook, DefaultHooks
 from unigen_ds.optim.settings import Finite, OptimWrapper
 from unigen_ds.runner.environment import Environment
@@ -123,7 +124,7 @@ class Settings(ModelSettings):
     """One field for each key of a config."""
 
     train_dataloader: TrainDataloader = Field(description="the data")
-    val_dataloader: TrainDataloader | None = Field(default=None, description="as `train_dataloader`; not used yet")
+    val_dataloader: ValDataloader | None = Field(default=None, description="what is evaluated on; None: nothing")
     optim_wrapper: OptimWrapper = Field(description="the optimizer, and what an update is made of")
     loss_weights: Mapping[str, Finite] = Field(
         default={}, description="term of the loss -> weight of its mean; 1 by default"
@@ -237,6 +238,11 @@ class Settings(ModelSettings):
         found: dict[str, Any] = self.completed(super().plain())
         return found
 
+    @property
+    def evaluates(self) -> bool:
+        """Whether a hook of the config evaluates."""
+        return any(issubclass(hook.cls, EvaluateHook) for hook in self.custom_hooks)
+
     def with_seed(self, seed: int) -> Settings:
         """The same, with a seed that was drawn or recorded."""
         found = self.model_copy(update={"randomness": Randomness(seed=seed)})
@@ -280,6 +286,8 @@ def load_config(name: str | Path, overrides: Iterable[str] | Mapping[str, Any] =
     config, schema, given = files.read(name), known_keys(), files.overrides_of(overrides)
     errors = _translate_file(config)
     errors += files.apply_overrides(config, given, schema)
+    if given and not errors:
+        errors += _translate_file(config)
     errors += files.top_problems(config, schema)
     sections = {key: value for key, value in files.plain_values(config).items() if key in schema}
     errors += Settings._of_given(sections, whole=whole)[1]
@@ -386,6 +394,11 @@ def _of_transforms(processor: Mapping[str, Any]) -> Iterator[ConfigError]:
 def _misfits(settings: Settings) -> Iterator[ConfigError]:
     """Methods that the engine needs and the model does not have, and images of other channels than its input."""
     engine, model = settings.backend, settings.model
+    if settings.evaluates and settings.val_dataloader is None:
+        yield ConfigError(
+            "custom_hooks has an EvaluateHook, and there is no val_dataloader",
+            remedy="val_dataloader=dict(split=0.02), or dict(dataset=dict(type=...)); or delete the hook",
+        )
     for method, advice in getattr(engine.cls, "model_needs", {}).items():
         if not hasattr(model.cls, method):
             problem = (

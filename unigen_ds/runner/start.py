@@ -101,8 +101,6 @@ def plan_run(settings: Settings) -> ResumePlan:
     for message in plan.messages:
         passed_over = message.startswith(NOT_RESUMED)  # updates are lost
         logger.log(WARNING if passed_over else INFO, message)
-    if settings.val_dataloader is not None:
-        logger.warning("val_dataloader is ignored: there is no validation loop yet.")
     return replace(plan, seed=settled_seed(settings.randomness.seed, plan))
 
 
@@ -130,13 +128,16 @@ def build_start(settings: Settings, plan: ResumePlan, *, geometry: Geometry) -> 
     data = build_data(settings, geometry=geometry, ruler=manifest.ruler if manifest else None, rules=rules)
     check_readable(data.stream.datasets, data.stream.names)
     check_overflow(data.stream.fitted, data.stream.names)
+    if data.validation is not None:
+        check_readable(data.validation.datasets, data.validation.names)
+        check_overflow(data.validation.fitted, data.validation.names)
     change, cursor = DataChange(), Cursor()
     ruler = manifest.ruler if manifest else Ruler(geometry, data.stream.sequences_per_epoch)
     if manifest:
         change, cursor = compare(manifest.loader, data.stream), Cursor.from_state_dict(manifest.loader["cursor"])
         if not change or choice == "restart" or (choice == "append" and change.only_appended):
             stream, cursor = continued(manifest.loader, data.stream, on_change=choice)
-            data = Data(data.processor, stream)
+            data = replace(data, stream=stream)
     limits = build_limits(settings.train_cfg, ruler)
     total = total_sequences(limits, geometry, data.stream.tokens_per_sequence)
     return Start(manifest, unknown, data, change, cursor, ruler, limits, total)

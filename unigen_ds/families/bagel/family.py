@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
+from unigen_ds.core.batch import PackedBatch
 from unigen_ds.core.registry import FAMILIES
 from unigen_ds.families.bagel.exported import read_exported
 from unigen_ds.families.bagel.inference import InterleaveInferencer
@@ -15,8 +17,10 @@ from unigen_ds.families.bagel.model import UnifiedModel
 from unigen_ds.families.bagel.processor import UnifiedProcessor
 from unigen_ds.families.bagel.published import is_published, read_pretrained, stated_configs, write_published
 from unigen_ds.families.base import ConversationFamily, PublishedFormat
+from unigen_ds.models.flow import training_timesteps
 from unigen_ds.models.weights import Pretrained
 
+_QUARTERS = ("t0.00-0.25", "t0.25-0.50", "t0.50-0.75", "t0.75-1.00")
 _VAE_LARGEST, _VIT_SMALLEST = 1024, 224  # pixels, as BAGEL's own transforms have them
 
 
@@ -74,6 +78,12 @@ class Bagel(ConversationFamily):
         "image": "weight of the mean squared velocity error per latent patch",
     }
     published = (BagelDirectory(),)
+
+    def target_groups(self, spec: Mapping[str, Any], batch: PackedBatch) -> Mapping[str, tuple[Tensor, Sequence[str]]]:
+        """Of the flow loss: quarters of the time step ``t``, after the shift; 1 is noise."""
+        raw = batch.timesteps[torch.isfinite(batch.timesteps)]
+        t = training_timesteps(raw, float(spec.get("timestep_shift", 1.0)))
+        return {"image": ((t * len(_QUARTERS)).long().clamp(max=len(_QUARTERS) - 1), _QUARTERS)}
 
     def inferencer(self, model: Any, processor: Any) -> InterleaveInferencer:
         return InterleaveInferencer(model, processor)

@@ -44,7 +44,7 @@ from unigen_ds.models.layers import (
     run_layers,
     sincos_2d,
 )
-from unigen_ds.models.losses import image_loss_sum, text_loss_sum
+from unigen_ds.models.losses import image_losses, loss_terms, text_losses
 from unigen_ds.models.quantized import quantize_frozen
 from unigen_ds.models.settings import Quantize, VisionSizes
 from unigen_ds.models.vae import encode_by_size, hold_as_buffers
@@ -318,13 +318,13 @@ class UnifiedModel(PretrainedModel):
         noisy_LC = flow.interpolate(clean_LC, batch.flow_noise, t_L)
         hidden_TD, row_of = self.hidden_states(batch, noisy_LC, t_L)
         logits = self.language_model.lm_head(hidden_TD[row_of[batch.text_target_index]])
-        text = text_loss_sum(logits, batch.text_target_ids, batch.text_target_weight)
+        text = text_losses(logits, batch.text_target_ids, batch.text_target_weight)
         target_row_M = row_of[batch.image_target_index]
         velocity = self.llm2vae(hidden_TD[target_row_M])
         # latents are last in expert order, one row each; a mask of the noisy ones would make the host wait for its size
         row_M = target_row_M - (batch.num_tokens - batch.latent_index.numel())
-        image = image_loss_sum(velocity, (batch.flow_noise - clean_LC)[row_M])
-        return LossTerms({"text": text, "image": image})
+        image = image_losses(velocity, (batch.flow_noise - clean_LC)[row_M])
+        return loss_terms({"text": text, "image": image}, training=self.training)
 
     def hidden_states(
         self, batch: PackedBatch, latents_LC: Tensor, t_L: Tensor, *, attend: Attend | None = None

@@ -27,7 +27,7 @@ from unigen_ds.families.decoder_lm.published import plain_config, read_pretraine
 from unigen_ds.families.decoder_lm.settings import DecoderSizes
 from unigen_ds.models.attention import Attend, plan_attention
 from unigen_ds.models.flops import attention_flops, linear_flops, trains
-from unigen_ds.models.losses import text_loss_sum
+from unigen_ds.models.losses import loss_terms, text_losses
 from unigen_ds.models.weights import PretrainedModel
 
 FREEZABLE = ("embed", "layers", "head")
@@ -114,7 +114,8 @@ class DecoderLM(PretrainedModel):
     def forward(self, batch: PackedBatch) -> LossTerms:
         """The sum of the cross-entropy over the text targets of one micro-batch."""
         logits = self.lm_head(self._hidden_states(batch)[batch.text_target_index])
-        return LossTerms({"text": text_loss_sum(logits, batch.text_target_ids, batch.text_target_weight)})
+        text = text_losses(logits, batch.text_target_ids, batch.text_target_weight)
+        return loss_terms({"text": text}, training=self.training)
 
     def logits(self, batch: PackedBatch) -> Tensor:
         """``[T, vocabulary]``: for every token what follows it."""

@@ -28,7 +28,7 @@ from unigen_ds.families.nanovlm.settings import LlamaSizes, SiglipSizes
 from unigen_ds.models.attention import Attend
 from unigen_ds.models.flops import attention_flops, linear_flops, trains
 from unigen_ds.models.llama import LlamaLM
-from unigen_ds.models.losses import text_loss_sum
+from unigen_ds.models.losses import loss_terms, text_losses
 from unigen_ds.models.quantized import quantize_frozen
 from unigen_ds.models.settings import Quantize
 from unigen_ds.models.vision import VisionTransformer
@@ -146,7 +146,8 @@ class VLM(PretrainedModel):
     def forward(self, batch: PackedBatch) -> LossTerms:
         """The sum of the cross-entropy over the text targets of one micro-batch."""
         logits = self.language_model.lm_head(self._hidden_states(batch)[batch.text_target_index])
-        return LossTerms({"text": text_loss_sum(logits, batch.text_target_ids, batch.text_target_weight)})
+        text = text_losses(logits, batch.text_target_ids, batch.text_target_weight)
+        return loss_terms({"text": text}, training=self.training)
 
     def logits(self, batch: PackedBatch) -> Tensor:
         """``[T, vocabulary]``: for every token what follows it."""

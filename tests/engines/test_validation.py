@@ -1,0 +1,52 @@
+"""The same losses on validation data under every engine and number of processes, and the same training afterwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.engines.feature_cases import EVALUATED_BY_FOUR, EVALUATED_ENGINES, EVALUATED_UPDATES
+from tests.engines.launch import METRICS, Outcome, relative, unequal, want
+from unigen_ds.core.metrics import read_lines
+
+runs = want("evaluated")
+pytestmark = pytest.mark.timeout(3600)
+BOUND = 1e-6
+"""Relative, of means in fp32."""
+
+
+def values(run: Outcome) -> list[dict[str, Any]]:
+    return [line for line in read_lines(run.folder / "metrics.jsonl") if line.get("event") == "evaluation"]
+
+
+@pytest.fixture(scope="module")
+def single() -> dict[str, Any]:
+    return values(runs().outcome("evaluated/single@1"))[0]
+
+
+@pytest.mark.parametrize(("engine", "world"), [*EVALUATED_ENGINES, *EVALUATED_BY_FOUR])
+def test_the_values_are_those_of_one_process(engine: str, world: int, single: dict[str, Any]) -> None:
+    """At the same weights; the average equals them before the first update."""
+    first = values(runs().outcome(f"evaluated/{engine}@{world}"))[0]
+    assert first.keys() == single.keys() and first["update"] == single["update"] == 0
+    assert {key: v for key, v in first.items() if key != "event" and relative(v, single[key]) > BOUND} == {}
+
+
+def test_each_source_and_time_step_has_a_value(single: dict[str, Any]) -> None:
+    sources = {f"val/loss/{term}/{name}" for term, name in (("text", "held"), ("text", "few"), ("image", "held"))}
+    assert sources < single.keys() and "val/loss/image/few" not in single
+    assert len([key for key in single if key.startswith("val/loss/image/t")]) >= 2
+
+
+@pytest.mark.parametrize(("engine", "world"), EVALUATED_ENGINES)
+def test_training_notices_no_evaluation(engine: str, world: int) -> None:
+    """Dropout, moments, average, generators: every bit."""
+    run, other = (runs().outcome(f"evaluated/{engine}@{world}{end}") for end in ("", "/without"))
+    assert [line["update"] for line in values(run)] == list(range(EVALUATED_UPDATES + 1))
+    assert len(run.lines) == len(other.lines) == EVALUATED_UPDATES
+    for a, b in zip(run.lines, other.lines, strict=True):
+        assert [a[key] for key in METRICS] == [b[key] for key in METRICS]
+    assert unequal(run.final, other.final) == []
+    drawn = [sorted((found.checkpoints[-1] / "rng").iterdir()) for found in (run, other)]
+    assert [path.read_bytes() for path in drawn[0]] == [path.read_bytes() for path in drawn[1]]

@@ -1,0 +1,145 @@
+"""A share of the training records that is never trained on: ``val_dataloader=dict(split=0.02)``.
+
+In: a source, a share and a seed. Out: two sources, one of all other records and one of the share. Whether a record is
+in the share is a function of (seed, digest of the record's content): equal records are on the same side, in whichever
+source they are, and records that are appended later move no other one. Numbers of records stay those of the data file,
+so a sample id names the same record with and without a split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.core.log import notice
+from unigen_ds.core.seeding import derive_seed
+from unigen_ds.data.array_cache import fingerprint
+from unigen_ds.data.counts import COLUMNS, Array, Counts
+from unigen_ds.data.datasets import PlannedDataset, source_names
+from unigen_ds.data.order import mix_many
+from unigen_ds.data.samples import Sample
+
+
+class Digested(Protocol):
+    """A source whose records can be divided."""
+
+    def content_digests(self) -> Array:
+        """[N] 64 bits of the content of each record, as its file has it: no setting of the run changes it."""
+        ...
+
+
+@dataclass(frozen=True)
+class Division:
+    """How the records are divided."""
+
+    share: float
+    """Of the records, in (0, 1), that are not trained on; of many records: each is drawn on its own."""
+    seed: int
+
+    def held_out(self, digests: Array) -> NDArray[np.bool_]:
+        """[N] whether each record is in the share. A larger share contains a smaller one."""
+        key = np.uint64(derive_seed(self.seed, "validation"))
+        drawn = mix_many(digests.astype(np.int64).view(np.uint64) ^ key) >> np.uint64(11)
+        return drawn.astype(np.float64) < self.share * 2.0**53
+
+    @property
+    def facts(self) -> dict[str, float]:
+        """For the manifest."""
+        return {"share": self.share, "seed": self.seed}
+
+
+class Part:
+    """Some records of a source, in its order; a ``PlannedDataset`` of their own number."""
+
+    def __init__(self, whole: PlannedDataset, numbers: Array, division: Division, which: str) -> None:
+        self.whole, self.numbers, self.division, self._which = whole, numbers, division, which
+        self.name, self.weight = whole.name, whole.weight
+
+    @property
+    def cache_folder(self) -> Path | None:
+        return self.whole.cache_folder
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def lengths(self) -> tuple[Array, Array]:
+        tokens, tiles = self.whole.lengths()
+        return tokens[self.numbers], tiles[self.numbers]
+
+    @cached_property
+    def _counts(self) -> Counts:
+        counts = self.whole.counts()
+        return Counts(*(getattr(counts, name)[self.numbers] for name in COLUMNS))
+
+    def counts(self) -> Counts:
+        return self._counts
+
+    def sample(self, index: int, *, pass_number: int = 0) -> Sample:
+        return self.whole.sample(int(self.numbers[index]), pass_number=pass_number)
+
+    @property
+    def fingerprint(self) -> str:
+        return fingerprint(self.whole.fingerprint, self.division, self._which)
+
+    def prefix_digest(self, number: int) -> str:
+        """Covers the records of the other side between them, too."""
+        last = int(self.numbers[number - 1]) + 1 if number else 0
+        return fingerprint(number, self.whole.prefix_digest(last), self.division, self._which)
+
+
+def whole_of(dataset: PlannedDataset) -> PlannedDataset:
+    """The source that a sample id refers to."""
+    return dataset.whole if isinstance(dataset, Part) else dataset
+
+
+def record_number(dataset: PlannedDataset, index: int) -> int:
+    """The number of a record of ``dataset`` in ``whole_of(dataset)``."""
+    return int(dataset.numbers[index]) if isinstance(dataset, Part) else index
+
+
+def division_of(datasets: Sequence[PlannedDataset]) -> Division | None:
+    """How the records of the sources are divided; None: they are not."""
+    return next((dataset.division for dataset in datasets if isinstance(dataset, Part)), None)
+
+
+def divided(datasets: Sequence[PlannedDataset], division: Division) -> tuple[list[Part], list[Part]]:
+    """Each source without the share, and the share of each, which may be empty.
+
+    Raises ``DataError`` where nothing would be left to train on, or nothing to validate on; ``ConfigError`` for a
+    source whose records have no digests.
+    """
+    left, held = [], []
+    for name, dataset in zip(source_names(datasets), datasets, strict=True):
+        digests: Any = getattr(dataset, "content_digests", None)
+        if digests is None:
+            kind = type(dataset).__name__
+            raise ConfigError(
+                f"val_dataloader.split divides {name}, and {kind} has no content_digests()",
+                remedy=f"add content_digests(self) to {kind}: 64 bits of each record as an int64 array; or give"
+                " val_dataloader a dataset of its own",
+            )
+        chosen = division.held_out(digests())
+        left.append(Part(dataset, np.flatnonzero(~chosen), division, "train"))
+        held.append(Part(dataset, np.flatnonzero(chosen), division, "validation"))
+        if not len(left[-1]):
+            raise DataError(
+                f"val_dataloader.split={division.share:g} leaves none of the {len(dataset):,} records of {name} to"
+                " train on",
+                remedy="a smaller share, more data, or a dataset of its own for val_dataloader",
+            )
+        if not len(held[-1]):
+            notice(f"val_dataloader.split={division.share:g} selects none of the {len(dataset):,} records of {name}.")
+    if not any(map(len, held)):
+        total = sum(map(len, datasets))
+        raise DataError(
+            f"val_dataloader.split={division.share:g} selects none of {total:,} records",
+            remedy="a larger share, more data, or a dataset of its own for val_dataloader",
+        )
+    return left, held

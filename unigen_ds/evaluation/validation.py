@@ -1,0 +1,145 @@
+"""The losses on validation data: ``val/loss`` and its parts, the same for every number of ranks and every engine.
+
+In: an engine and ``ValidationData``. Out: means over all targets of all ranks. A target weighs the same wherever it is:
+sums and numbers of targets are added in float64, and divided once at the end. ``evaluating`` is what every look at a
+model during training needs: afterwards the training continues as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from unigen_ds.backends.base import Backend
+from unigen_ds.core import dist
+from unigen_ds.core.batch import Batch
+from unigen_ds.core.log import logger
+from unigen_ds.core.seeding import rng_state, set_rng_state
+from unigen_ds.data.validation_data import ValidationData
+
+Groups = Mapping[str, tuple[Tensor, Sequence[str]]]
+"""As of ``Family.target_groups``."""
+
+
+@dataclass(frozen=True)
+class Validation:
+    """What a run is evaluated on, and how its losses are weighed and divided."""
+
+    data: ValidationData
+    loss_weights: Mapping[str, float]
+    groups: Callable[[Batch], Groups] = field(default=lambda batch: {})
+
+    def losses(self, backend: Backend, *, max_batches: int | None = None) -> dict[str, float]:
+        """Collective.
+
+        ``val/loss``: the sum of ``loss_weights[k]`` times ``val/loss/k`` over the terms k that have targets;
+        ``val/loss/<term>``: the mean over its targets; ``val/loss/<term>/<source>`` and ``val/loss/<term>/<group>``:
+        over those of a source or a group. A mean without targets is left out. The same on all ranks.
+
+        ``max_batches``: as of ``ValidationData.batches``.
+        """
+        sums, counts = _totals(self, backend, max_batches)
+        means = {key: sums[key] / count for key, count in sorted(counts.items()) if count}
+        terms = {key[0]: mean for key, mean in means.items() if len(key) == 1}
+        total = {"val/loss": sum(self.loss_weights.get(term, 1.0) * mean for term, mean in terms.items())}
+        named = {"/".join(("val/loss", *key)): mean for key, mean in means.items()}
+        return (total if terms else {}) | named
+
+
+_Key = tuple[str, ...]
+_Part = tuple[_Key, Tensor, float]
+_Totals = tuple[Mapping[_Key, float], Mapping[_Key, float]]
+
+
+def _totals(validation: Validation, backend: Backend, max_batches: int | None) -> _Totals:
+    """Sums of losses and numbers of targets by (term,), (term, source) and (term, group), over all ranks."""
+    sums: dict[_Key, Tensor] = {}
+    counts: defaultdict[_Key, float] = defaultdict(float)  # weights of targets may be fractional
+    skipped: list[str] = []
+    with evaluating(backend):
+        for one in validation.data.batches(max_batches, dp_rank=backend.dp_rank, dp_size=backend.dp_size):
+            terms = backend.model(one.batch.to(backend.device))
+            skipped += [f"{entry['sample']}: {entry['why']}" for entry in one.batch.skipped]
+            groups = validation.groups(one.batch) if terms.each else {}
+            numbers = one.batch.target_counts()
+            for term, total in terms.sums.items():
+                value, number = total.detach().double(), numbers.get(term, 0.0)
+                parts: list[_Part] = [((term,), value, number), ((term, one.source), value, number)]
+                if term in groups and term in terms.each:
+                    parts += _by_group(term, terms.each[term].detach().double(), *groups[term])
+                for key, part, targets in parts:
+                    sums[key] = sums[key] + part if key in sums else part
+                    counts[key] += targets
+    return _over_ranks({key: float(value) for key, value in sums.items()}, counts, skipped)
+
+
+def _by_group(term: str, each: Tensor, labels: Tensor, names: Sequence[str]) -> Iterator[_Part]:
+    """The sum and the number of the targets of each group."""
+    values = each.new_zeros(len(names)).index_add_(0, labels.to(each.device), each)
+    numbers = torch.bincount(labels, minlength=len(names)).tolist()
+    yield from (((term, name), value, number) for name, value, number in zip(names, values, numbers, strict=True))
+
+
+def _over_ranks(sums: Mapping[_Key, float], counts: Mapping[_Key, float], skipped: Sequence[str]) -> _Totals:
+    """Added in the order of the ranks, so that the result is the same on all. Collective."""
+    all_sums: defaultdict[_Key, float] = defaultdict(float)
+    all_counts: defaultdict[_Key, float] = defaultdict(float)
+    problems: list[str] = []
+    for rank_sums, rank_counts, rank_skipped in dist.gather_objects((dict(sums), dict(counts), list(skipped))):
+        for total, part in ((all_sums, rank_sums), (all_counts, rank_counts)):
+            for key, value in part.items():
+                total[key] += value
+        problems += rank_skipped
+    if problems and dist.is_main():
+        logger().warning("%d validation samples could not be read and are left out of val/loss. The first: %s",
+                         len(problems), problems[0])  # fmt: skip
+    return all_sums, all_counts
+
+
+@contextmanager
+def evaluating(backend: Backend) -> Iterator[None]:
+    """Inside, the model computes without gradients and dropout, with the running statistics that a checkpoint would
+    store. Afterwards each module is in its mode again, and torch, numpy and Python draw the numbers that they would
+    have drawn. Collective.
+    """
+    modes = [(module, module.training) for module in backend.model.modules()]
+    drawn = rng_state()
+    backend.model.eval()
+    try:
+        with torch.no_grad(), _stored_statistics(backend.model):
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        set_rng_state(drawn)
+
+
+@contextmanager
+def _stored_statistics(model: nn.Module) -> Iterator[None]:
+    """Inside, running statistics (BatchNorm) are rank 0's on every rank, as a checkpoint stores them. Collective.
+
+    Each rank's own differ, because each saw other data; with them the losses would not be those after a resume.
+    """
+    parts = [part for part in model.modules() if isinstance(part, _NormBase) and part.track_running_stats]
+    own = [buffer for part in parts for buffer in part.buffers(recurse=False)]
+    if not own or dist.world_size() == 1:
+        yield
+        return
+    kept = [buffer.clone() for buffer in own]
+    stored = dist.broadcast_object([buffer.cpu() for buffer in own])
+    try:
+        _copy(own, stored)
+        yield
+    finally:
+        _copy(own, kept)
+
+
+def _copy(into: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    for buffer, value in zip(into, values, strict=True):
+        buffer.copy_(value)

@@ -1,0 +1,123 @@
+"""Evaluate on the validation data at an interval, at the end of a run, and before it if wanted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from itertools import chain
+from typing import Annotated, Any, Literal
+
+import torch
+from annotated_types import Ge, Gt
+
+from unigen_ds.core import dist
+from unigen_ds.core.clock import EVALUATION
+from unigen_ds.core.errors import ConfigError, raise_any
+from unigen_ds.core.log import logger
+from unigen_ds.core.progress import Duration
+from unigen_ds.core.registry import HOOKS, METRICS, component_problems
+from unigen_ds.evaluation.validation import Validation
+from unigen_ds.hooks.base import Hook, Run, UpdateResult
+from unigen_ds.hooks.ema import ema_of
+
+
+@HOOKS.register_module()
+class EvaluateHook(Hook):
+    """Computes ``val/loss`` and its parts ([evaluation.md](evaluation.md)) and calls ``after_val`` of every hook with
+    them. The training is not changed by a bit: generators, running statistics, dropout and the engine's state are those
+    of a run without evaluation.
+
+    Args:
+        interval: between evaluations, in ``unit``; the end of the training is always evaluated. -1: only then.
+        by_epoch: whether ``interval`` means epochs; False: iterations.
+        unit: of ``interval``, in place of ``by_epoch``: ``'epoch'``, ``'iteration'`` or ``'update'``.
+        at_start: also before the first update.
+        max_batches: at most so many times ``val_dataloader.batch_size`` samples, over all processes, spread evenly over
+            each source; None: all.
+        use_ema: the weights are those of the ``EMAHook``.
+        metrics: components of further metrics, ``[dict(type='BLEU')]``.
+        metric_interval: between computations of ``metrics``, which need generation, in ``unit``; None: at every
+            evaluation.
+        empty_cache: release the unused memory of CUDA before and after.
+    """
+
+    name = "evaluate"
+
+    def __init__(
+        self,
+        interval: float = 1,
+        *,
+        by_epoch: bool = True,
+        unit: Literal["epoch", "iteration", "update"] | None = None,
+        at_start: bool = False,
+        max_batches: Annotated[int, Ge(1)] | None = None,
+        use_ema: bool = False,
+        metrics: Sequence[Mapping[str, Any]] = (),
+        metric_interval: Annotated[float, Gt(0)] | None = None,
+        empty_cache: bool = False,
+    ) -> None:
+        if interval <= 0 and interval != -1:
+            raise ConfigError(f"EvaluateHook.interval is {interval}", allowed="a positive number, or -1")
+        if metric_interval is not None and not metrics:
+            raise ConfigError("EvaluateHook.metric_interval has no effect without metrics")
+        problems = [component_problems(METRICS, spec, where=f"metrics[{k}]") for k, spec in enumerate(metrics)]
+        raise_any(list(chain.from_iterable(problems)))
+        self.interval, self.unit = interval, unit or ("epoch" if by_epoch else "iteration")
+        self.at_start, self.max_batches, self.use_ema = at_start, max_batches, use_ema
+        self.metrics, self.metric_interval, self.empty_cache = tuple(metrics), metric_interval, empty_cache
+        self._every: Duration | None = None
+        self._evaluated: tuple[int, Mapping[str, float]] | None = None
+
+    def before_run(self, run: Run) -> None:
+        if self.use_ema and ema_of(run) is None:
+            raise ConfigError("EvaluateHook.use_ema is True and there is no EMAHook", remedy="add one to custom_hooks")
+        self._every = run.ruler.duration(self.interval, self.unit) if self.interval > 0 else None
+
+    def before_update(self, run: Run) -> None:
+        if self.at_start and run.progress.updates == 0:
+            self.evaluate(run)
+
+    def after_update(self, run: Run, result: UpdateResult) -> None:
+        due = self._every is not None and self._every.every(run.progress, run.previous)
+        if due or run.finished:
+            self.evaluate(run)
+
+    def evaluate(self, run: Run) -> Mapping[str, float]:
+        """Now, at the present weights. Collective. Returns what ``after_val`` of every hook is called with."""
+        for hook in run.hooks:
+            hook.before_val(run)
+        begun = time.perf_counter()
+        with run.clock(EVALUATION):
+            self._empty_cache()
+            values = self._values(run)
+            self._empty_cache()
+        self._evaluated = (run.progress.updates, values)
+        if dist.is_main():
+            logger().info("Evaluation: %d samples in %.1f s.", self._num_samples(run), time.perf_counter() - begun)
+        for hook in run.hooks:
+            hook.after_val(run, values)
+        return values
+
+    def _values(self, run: Run) -> Mapping[str, float]:
+        ema = ema_of(run) if self.use_ema else None
+        with ema.swapped(run) if ema is not None else nullcontext():
+            return _validation(run).losses(run.backend, max_batches=self.max_batches)
+
+    def _num_samples(self, run: Run) -> int:
+        data = _validation(run).data
+        return len(data) if self.max_batches is None else min(len(data), self.max_batches * data.batch_size)
+
+    def _empty_cache(self) -> None:
+        if self.empty_cache and torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def before_save_checkpoint(self, run: Run, metrics: dict[str, float]) -> None:
+        """A checkpoint has the values of its own update."""
+        if self._evaluated is not None and self._evaluated[0] == run.progress.updates:
+            metrics.update(self._evaluated[1])
+
+
+def _validation(run: Run) -> Validation:
+    assert run.validation is not None, "checked with the config"
+    return run.validation
