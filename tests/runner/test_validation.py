@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 from tests.engines.launch import tensors, unequal
+from tests.runner.test_vlm_run import config as vlm_config
+from tests.runner.test_vlm_run import data as vlm_data  # noqa: F401 - a fixture
 from tests.runner.text_run import count_up, text_config, write_records
 from tests.tiny import tiny_config
 from unigen_ds.checkpoint.manifest import Manifest
@@ -316,6 +318,33 @@ def test_a_pause_is_not_the_end(tmp_path: Path) -> None:
     assert training(tmp_path / "a") == training(tmp_path / "b")
 
 
+@HOOKS.register_module(force=True)
+class FailOnce(Hook):
+    """Ends the process's training after the evaluation of an update, and before its checkpoint."""
+
+    def __init__(self, *, at_update: int) -> None:
+        self.at_update = at_update
+
+    def after_update(self, run: Run, result: UpdateResult) -> None:
+        if run.progress.updates == self.at_update:
+            raise RuntimeError("killed")
+
+
+def test_killed_with_a_share_and_resumed(tmp_path: Path) -> None:
+    """The line of the update that was lost is void; the repeated one has the same values."""
+    hooks = [{**EVERY, "interval": 1}, {"type": "EMAHook"}]
+    text_run(tmp_path / "straight", val_dataloader=SPLIT, custom_hooks=hooks).train()
+    with pytest.raises(RuntimeError, match="killed"):
+        text_run(
+            tmp_path / "killed", val_dataloader=SPLIT, custom_hooks=[*hooks, {"type": "FailOnce", "at_update": 5}]
+        ).train()
+    text_run(tmp_path / "killed", val_dataloader=SPLIT, custom_hooks=hooks, resume=True).train()
+    written = (tmp_path / "killed" / "run" / "metrics.jsonl").read_text().count('"event": "evaluation", "update": 5')
+    assert written == 2 and [line["update"] for line in evaluations(tmp_path / "killed")] == [1, 2, 3, 4, 5, 6]
+    assert evaluations(tmp_path / "killed") == evaluations(tmp_path / "straight")
+    assert training(tmp_path / "killed") == training(tmp_path / "straight")
+
+
 @pytest.mark.parametrize("interval", [0, -2, 0.0])
 def test_wrong_intervals(tmp_path: Path, interval: float) -> None:
     with pytest.raises(ConfigError, match=r"EvaluateHook\.interval is"):
@@ -487,3 +516,14 @@ def test_a_users_own_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (line,) = evaluations(tmp_path)
     assert {"val/loss", "val/loss/value", "val/loss/label", "val/loss/value/rows"} <= set(line)
     assert line["val/loss"] == pytest.approx(line["val/loss/value"] + 0.5 * line["val/loss/label"])
+
+
+def test_a_vision_language_model(vlm_data: Path, tmp_path: Path) -> None:  # noqa: F811
+    """Packed in training, one record a sequence in an evaluation."""
+    loader = {"split": 0.4, "batch_size": 3}
+    runner = Runner.from_cfg(
+        vlm_config(vlm_data, tmp_path / "run", val_dataloader=loader, train_cfg={"max_updates": 2})
+    )
+    runner.train()
+    line = evaluations(tmp_path)[-1]
+    assert line["val/loss"] == line["val/loss/text"] == line["val/loss/text/train"] > 0
