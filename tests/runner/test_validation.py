@@ -181,7 +181,7 @@ def test_the_values_are_means_over_targets_by_term_source_and_time_step(tmp_path
     loader = held_digits(digits, batch_size=50)
     run = digits_run(
         tmp_path, digits, model__type="UnifiedModel", val_dataloader=loader, custom_hooks=hooks,
-        loss_weights={"text": 2.0, "image": 0.5}, processor__text_dropout=0.9, train_cfg={"max_updates": 1},
+        loss_weights={"text": 2.0, "image": 0.5}, processor__vit_dropout=0.9, train_cfg={"max_updates": 1},
     )  # fmt: skip
     again = Settings.from_config(run.config)
     expected = by_hand(
