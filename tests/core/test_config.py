@@ -7,6 +7,7 @@ import pytest
 
 from unigen_ds.core.config import config_path, parse_override
 from unigen_ds.core.errors import ConfigError, raise_any
+from unigen_ds.core.paths import PACKAGE
 from unigen_ds.runner.settings import Settings, load_config, normalised
 
 TEXT = """
@@ -171,3 +172,17 @@ def test_a_shipped_config_is_found_by_its_name_and_by_its_former_path(tmp_path: 
     with pytest.raises(ConfigError, match="neither a file nor a shipped config") as caught:
         config_path(tmp_path / "other" / "decoder_lm_90m.py")
     assert "decoder_lm_300m, decoder_lm_90m, unified_digits" in str(caught.value)
+
+
+@pytest.mark.parametrize("suffix", [".py", ".yaml"])
+def test_a_base_is_found_where_it_is_now(tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """``tools/resume.py --write-config`` of an earlier version wrote such paths, and a relative one is as usual."""
+    former = PACKAGE / "configs" / "unified_digits.py"
+    assert not former.exists()
+    text = f"_base_ = {str(former)!r}\nbackend = dict(type='zero2')\n"
+    if suffix == ".yaml":
+        text = f"_base_: {former}\nbackend: {{type: zero2}}\n"
+    (tmp_path / f"mine{suffix}").write_text(text)
+    found = load_config(tmp_path / f"mine{suffix}")
+    assert found.backend.type == "zero2" and found.train_cfg == load_config("unified_digits").train_cfg
+    assert "unified_digits.py is now" in capsys.readouterr().err

@@ -17,15 +17,12 @@ from typing import Any
 from mmengine.config import Config, ConfigDict
 
 from unigen_ds.core import former
-from unigen_ds.core.config_file import read_file, unread_names
+from unigen_ds.core.config_file import present, read_file, shipped, unread_names
 from unigen_ds.core.config_hints import BACKEND_WORDS as BACKEND_WORDS
 from unigen_ds.core.config_hints import SETTINGS, hint, is_setting
 from unigen_ds.core.config_hints import backend_spec as backend_spec
 from unigen_ds.core.errors import ConfigError, UnknownKey, close, nearest
-from unigen_ds.core.log import notice
 from unigen_ds.core.registry import registered_name
-
-PACKAGE = Path(__file__).resolve().parent.parent
 
 
 class OfFamily(dict[str, Any]):
@@ -37,15 +34,14 @@ def config_path(name: str | Path) -> Path:
     path = Path(name)
     if path.suffix in (".py", ".yaml", ".yml", ".json") and path.exists():
         return path.resolve()
-    shipped = {p.stem: p for p in sorted(PACKAGE.glob("**/configs/*.py"), key=lambda p: p.stem)}
-    if str(name) in shipped:
-        return shipped[str(name)]
-    if path.parts[-3:-1] == ("unigen_ds", "configs") and path.stem in shipped:  # where all were in earlier versions
-        notice(f"{name} is now {shipped[path.stem]}; its name alone, {path.stem}, is found anywhere.")
-        return shipped[path.stem]
+    found = shipped()
+    if str(name) in found:
+        return found[str(name)]
+    if (moved := present(path)) != path:
+        return moved
     raise ConfigError(
         f"config {str(name)!r} is neither a file nor a shipped config",
-        allowed="a .py, .yaml or .json file, or one of " + ", ".join(shipped),
+        allowed="a .py, .yaml or .json file, or one of " + ", ".join(found),
     )
 
 

@@ -21,6 +21,8 @@ from mmengine.fileio.handlers import YamlHandler, file_handlers
 
 from unigen_ds.core.encoding import encoding_problem
 from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.log import notice
+from unigen_ds.core.paths import PACKAGE
 
 _BASE = "_base_"
 _PLACEHOLDER = re.compile(r"\{\{\s*_base_\.(\w+)")
@@ -46,15 +48,39 @@ class _SafeYaml(YamlHandler):
         return yaml.load(file, Loader=_Loader)
 
 
+def shipped() -> dict[str, Path]:
+    """Name -> path of each config of the package, in the ``configs/`` of a family or an example."""
+    return {p.stem: p for p in sorted(PACKAGE.glob("**/configs/*.py"), key=lambda p: p.stem)}
+
+
+def present(path: Path) -> Path:
+    """Where a shipped config is now, of a path in ``unigen_ds/configs``, where all were in earlier versions. Any other
+    path as it is.
+    """
+    found = shipped().get(path.stem) if path.parts[-3:-1] == ("unigen_ds", "configs") and not path.exists() else None
+    if found is None:
+        return path
+    notice(f"{path} is now {found}; its name alone, {path.stem}, is found anywhere.")
+    return found
+
+
 @contextmanager
-def _safe_yaml() -> Iterator[None]:
-    """Inside, mmengine reads YAML by the safe loader."""
+def _mmengine() -> Iterator[None]:
+    """Inside, mmengine reads YAML by the safe loader, and a base where it is now."""
     kept = {name: file_handlers[name] for name in ("yaml", "yml")}
+    base_path = Config._get_cfg_path
+
+    def found(path: str, filename: str) -> tuple[str, str | None]:
+        base, scope = base_path(path, filename)
+        return (base if scope else str(present(Path(base)))), scope
+
     file_handlers.update(dict.fromkeys(kept, _SafeYaml()))
+    Config._get_cfg_path = staticmethod(found)
     try:
         yield
     finally:
         file_handlers.update(kept)
+        Config._get_cfg_path = staticmethod(base_path)
 
 
 def read_file(path: Path) -> Config:
@@ -62,7 +88,7 @@ def read_file(path: Path) -> Config:
     try:
         if problem := encoding_problem(path):
             raise ConfigError(f"config {path} {problem[0]}", remedy=problem[1])
-        with _safe_yaml():
+        with _mmengine():
             return _from_file(path)
     except yaml.constructor.ConstructorError as error:
         raise ConfigError(
@@ -106,7 +132,7 @@ def unread_names(path: Path, *, read_above: frozenset[str] = frozenset()) -> set
         read_above: names that files above read of this one.
     """
     if path.suffix != ".py":
-        with _safe_yaml():
+        with _mmengine():
             return {*_from_file(path)} - read_above
     names = _names(path)
     found = names.bound - names.read - read_above
@@ -119,9 +145,9 @@ def bases_of(path: Path) -> list[Path]:
     """The files that a config file names as its bases, as far as that can be read without executing it."""
     if path.suffix == ".py":
         return _names(path).bases
-    with _safe_yaml():
+    with _mmengine():
         given = load(str(path)).get(_BASE) or ()
-    found = [path.parent / Path(name).expanduser() for name in ([given] if isinstance(given, str) else given)]
+    found = _bases(given, path.parent)
     return [base for base in found if base.is_file()]
 
 
@@ -173,7 +199,11 @@ def _paths(value: ast.expr, folder: Path) -> list[Path]:
         given = ast.literal_eval(value)
     except ValueError:
         return []
-    return [folder / Path(name).expanduser() for name in ([given] if isinstance(given, str) else given)]
+    return _bases(given, folder)
+
+
+def _bases(given: Any, folder: Path) -> list[Path]:
+    return [present(folder / Path(name).expanduser()) for name in ([given] if isinstance(given, str) else given)]
 
 
 def _module(node: ast.ImportFrom, folder: Path) -> Path:
