@@ -175,7 +175,7 @@ def test_a_shipped_config_is_found_by_its_name_and_by_its_former_path(tmp_path: 
 
 
 @pytest.mark.parametrize("suffix", [".py", ".yaml"])
-def test_a_base_is_found_where_it_is_now(tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_base_is_found_where_it_is_now(tmp_path: Path, suffix: str) -> None:
     """``tools/resume.py --write-config`` of an earlier version wrote such paths, and a relative one is as usual."""
     former = PACKAGE / "configs" / "unified_digits.py"
     assert not former.exists()
@@ -185,4 +185,3 @@ def test_a_base_is_found_where_it_is_now(tmp_path: Path, suffix: str, capsys: py
     (tmp_path / f"mine{suffix}").write_text(text)
     found = load_config(tmp_path / f"mine{suffix}")
     assert found.backend.type == "zero2" and found.train_cfg == load_config("unified_digits").train_cfg
-    assert "unified_digits.py is now" in capsys.readouterr().err

@@ -133,7 +133,8 @@ def unread_names(path: Path, *, read_above: frozenset[str] = frozenset()) -> set
     """
     if path.suffix != ".py":
         with _mmengine():
-            return {*_from_file(path)} - read_above
+            found = {*load(str(path))} - {_BASE} - read_above
+        return found.union(*(unread_names(base, read_above=read_above) for base in bases_of(path)))
     names = _names(path)
     found = names.bound - names.read - read_above
     for base in names.bases:
