@@ -17,7 +17,7 @@ from typing import Any
 from mmengine.config import Config, ConfigDict
 
 from unigen_ds.core import former
-from unigen_ds.core.config_file import present, read_file, shipped, unread_names
+from unigen_ds.core.config_file import plain_names, present, read_file, shipped, unread_names
 from unigen_ds.core.config_hints import BACKEND_WORDS as BACKEND_WORDS
 from unigen_ds.core.config_hints import SETTINGS, hint, is_setting
 from unigen_ds.core.config_hints import backend_spec as backend_spec
@@ -173,10 +173,13 @@ def top_problems(config: Any, schema: Mapping[str, Any], *, known: Collection[st
     """
     names = [str(key) for key in config if key not in (*schema, *known) and not str(key).startswith("_")]
     path = Path(getattr(config, "filename", None) or "")
-    if not names or path.suffix != ".py" or not path.is_file():
-        return [UnknownKey(name, section="", valid=schema, hint=hint(name, schema)) for name in names]
-    errors: list[ConfigError] = []
-    for name in sorted(unread_names(path) & {*names}, key=names.index):
+    is_file = bool(names) and path.is_file()
+    plain = {*names} & plain_names(path) if is_file else {*names}
+    errors: list[ConfigError] = [
+        UnknownKey(name, section="", valid=schema, hint=hint(name, schema)) for name in names if name in plain
+    ]
+    unread = unread_names(path) - plain if is_file else set()
+    for name in sorted(unread & {*names}, key=names.index):
         meant = close(name, schema, cutoff=0.8)
         if is_setting(name, schema):
             problem = f"{name!r} at the top of the config has no effect"

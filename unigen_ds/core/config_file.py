@@ -132,14 +132,22 @@ def unread_names(path: Path, *, read_above: frozenset[str] = frozenset()) -> set
         read_above: names that files above read of this one.
     """
     if path.suffix != ".py":
-        with _mmengine():
-            found = {*load(str(path))} - {_BASE} - read_above
+        found = plain_names(path) - read_above
         return found.union(*(unread_names(base, read_above=read_above) for base in bases_of(path)))
     names = _names(path)
     found = names.bound - names.read - read_above
     for base in names.bases:
         found |= unread_names(base, read_above=read_above | names.read_of_bases)
     return found
+
+
+def plain_names(path: Path) -> set[str]:
+    """Names at the top of a YAML or JSON file and of those of its bases that are such files, too."""
+    if path.suffix == ".py":
+        return set()
+    with _mmengine():
+        own = {*load(str(path))} - {_BASE}
+    return own.union(*map(plain_names, bases_of(path)))
 
 
 def bases_of(path: Path) -> list[Path]:
