@@ -1,8 +1,9 @@
-"""Inspect checkpoints: ``python tools/checkpoints.py list|verify|show DIR``; installed as ``unigen-checkpoints``.
+"""Inspect checkpoints: ``python tools/checkpoints.py list|verify|show|best DIR``; installed as ``unigen-checkpoints``.
 
 list    a table of all checkpoints of a work dir
 verify  read every byte and compare it with the hashes of the save
 show    the manifest of a checkpoint (of a work dir: of the newest one) as text
+best    path, metric, value and update of the best checkpoint of a work dir
 
 DIR is a work dir or one checkpoint. Exit status: 0 done, 1 a checkpoint is damaged or none exists, 2 wrong usage.
 """
@@ -23,7 +24,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="unigen-checkpoints", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    p.add_argument("action", choices=("list", "verify", "show"))
+    p.add_argument("action", choices=("list", "verify", "show", "best"))
     p.add_argument("directory", type=Path, metavar="DIR", help="a work dir, or one checkpoint")
     return p
 
@@ -35,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if arguments.action == "verify":
             return verify(arguments.directory)
-        lines = listing.table if arguments.action == "list" else listing.describe
+        lines = {"list": listing.table, "show": listing.describe, "best": listing.best}[arguments.action]
         print("\n".join(lines(arguments.directory)))
     except UnigenError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -212,9 +212,10 @@ def test_retention_deletes_abandoned_ones_first(tmp_path):
     assert [p.name for p in store.retain(tmp_path, max_keep=2)] == ["iter_24.pth", "iter_36.pth"]
 
 
-def test_protected_ones_stay_and_do_not_count(tmp_path):
+def test_one_that_a_hook_keeps_stays_beyond_the_number(tmp_path):
     paths = save_chain(tmp_path, 12, 24, 36, 48)
-    assert store.retain(tmp_path, max_keep=2, protected=[paths[0]]) == [paths[1]]
+    assert store.retain(tmp_path, max_keep=2, keeps=lambda manifest: manifest.commit in (1, 4)) == [paths[1]]
+    assert [path.name for path in sorted(tmp_path.glob("*.pth"))] == ["iter_12.pth", "iter_36.pth", "iter_48.pth"]
 
 
 def test_an_interrupted_deletion_leaves_nothing_that_looks_complete(tmp_path, monkeypatch):

@@ -6,11 +6,12 @@ reads every byte of every file.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from unigen_ds.checkpoint import store
+from unigen_ds.checkpoint.best import best_of
 from unigen_ds.checkpoint.lineage import Lineage
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.checkpoint.store import Found
@@ -45,12 +46,40 @@ def table(directory: Path) -> list[str]:
     abandoned = Lineage.read(found[0].path.parent).abandoned
     good = [f for f in found if f.problem is None and f.manifest and f.manifest.commit not in abandoned]
     newest = good[-1].path if good else None
-    rows = [COLUMNS, *(_row(f, abandoned=abandoned, newest=newest) for f in found)]
+    marks = _best_marks(newest)
+    rows = [COLUMNS, *(_row(f, abandoned=abandoned, newest=newest, marks=marks) for f in found)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return lines + [f"{path}{mark}" for path, mark in marks.items() if path not in {f.path for f in found}]
 
 
-def _row(found: Found, *, abandoned: Sequence[int], newest: Path | None) -> tuple[str, ...]:
+def best(directory: Path) -> list[str]:
+    """Path, metric, value and update of the best checkpoint of a work dir.
+
+    Raises ``CheckpointError`` where the run has none, or it is gone.
+    """
+    find(directory)
+    found = best_of(directory.resolve())
+    if found is None:
+        remedy = "custom_hooks=[dict(type='EvaluateHook', save_best='val/loss')] keeps the best one"
+        raise CheckpointError(f"no best checkpoint was recorded in {directory}", remedy=remedy)
+    path, chosen = found
+    facts = {"best": path, "metric": f"{chosen.metric} ({chosen.rule} is better)", "value": repr(chosen.value)}
+    return [f"{name.ljust(6)}  {value}" for name, value in {**facts, "update": chosen.updates}.items()]
+
+
+def _best_marks(newest: Path | None) -> dict[Path, str]:
+    """What to add to the state of the best checkpoint; a damaged record is shown where it is."""
+    if newest is None:
+        return {}
+    try:
+        found = best_of(newest)
+    except CheckpointError as error:
+        return {newest: f"; {error.problem}"}
+    return {} if found is None else {found[0]: f"; best: {found[1].metric} {found[1].value:.6g}"}
+
+
+def _row(found: Found, *, abandoned: Sequence[int], newest: Path | None, marks: Mapping[Path, str]) -> tuple[str, ...]:
     manifest = found.manifest
     if manifest is None:
         return (found.path.name, *["-"] * (len(COLUMNS) - 2), str(found.problem))
@@ -64,7 +93,7 @@ def _row(found: Found, *, abandoned: Sequence[int], newest: Path | None) -> tupl
         size_text(sum(entry.size for entry in manifest.files)),
         manifest.created,
         manifest.parent or "-",
-        found.problem or state,
+        found.problem or state + marks.get(found.path, ""),
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -175,25 +175,26 @@ def delete(directory: Path) -> None:
     shutil.rmtree(doomed)
 
 
-def retain(work_dir: Path, *, max_keep: int, protected: Iterable[Path] = ()) -> list[Path]:
+def retain(work_dir: Path, *, max_keep: int, keeps: Callable[[Manifest], bool] = lambda manifest: False) -> list[Path]:
     """Delete complete checkpoints beyond ``max_keep`` (-1: keep all): the abandoned ones first, then the oldest.
 
-    Called only after a commit. ``protected`` ones are kept and do not count; nor do damaged ones, which would replace
-    good ones. A checkpoint that cannot be deleted is a warning. Returns what was deleted.
+    Called only after a commit. One that ``keeps`` is not deleted, however old. Damaged ones do not count: they would
+    replace good ones. A checkpoint that cannot be deleted is a warning. Returns what was deleted.
     """
     if max_keep < 0:
         return []
-    keep = {path.resolve() for path in protected}
     abandoned = Lineage.read(work_dir).abandoned
-    complete = [f for f in list_checkpoints(work_dir) if f.problem is None and f.path.resolve() not in keep]
-    complete.sort(key=lambda f: f.manifest is None or f.manifest.commit not in abandoned)
+    complete = [(f.path, f.manifest) for f in list_checkpoints(work_dir) if f.problem is None and f.manifest]
+    complete.sort(key=lambda pair: pair[1].commit not in abandoned)
     deleted = []
-    for found in complete[: max(0, len(complete) - max_keep)]:
+    for path, manifest in complete[: max(0, len(complete) - max_keep)]:
+        if keeps(manifest):
+            continue
         try:
-            delete(found.path)
-            deleted.append(found.path)
+            delete(path)
+            deleted.append(path)
         except OSError as error:
-            logger().warning("Old checkpoint %s could not be deleted: %s", found.path, error)
+            logger().warning("Old checkpoint %s could not be deleted: %s", path, error)
     return deleted
 
 

@@ -12,6 +12,7 @@
           after_update(result)                      progress already counts this update
             before_val; after_val(metrics)          when the evaluate hook evaluates (or in its before_update)
             before_save_checkpoint(metrics)         when the checkpoint hook saves
+            after_save_checkpoint(path)             when that has succeeded, before old checkpoints are deleted
         after_train_epoch                           when the update before it ended one
       after_train
     after_run
@@ -28,6 +29,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from unigen_ds.backends.base import Backend
+from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.batch import Batch
 from unigen_ds.core.clock import Clock
 from unigen_ds.core.progress import Geometry, Progress, Ruler
@@ -205,6 +207,10 @@ class Hook:
         """``metrics``: ``val/loss`` and all others of this evaluation; the same on all ranks."""
 
     def before_save_checkpoint(self, run: Run, metrics: dict[str, float]) -> None: ...
+    def after_save_checkpoint(self, run: Run, path: Path) -> None:
+        """Called on every rank when a checkpoint of the present update is complete; not after a save that failed. May
+        be collective."""
+
     def sync(self) -> None:
         """Called on rank 0 alone, as the first step of each save: flush to disk what the hook has written to files of
         the work dir. Raises ``OSError`` where that fails; the save then fails, and training continues."""
@@ -219,6 +225,18 @@ class Hook:
         The answers are summed with the counts of the next update: every rank finds ``UpdateResult.stop_wanted`` after
         the update that begins next, and no rank waits for it.
         """
+        return False
+
+    def wants_save(self) -> bool:
+        """Whether the checkpoint hook is to save at this update, which it does once, whoever asks.
+
+        Asked in its ``after_update``, on every rank; the answer must be the same on all. Not collective.
+        """
+        return False
+
+    def keeps(self, manifest: Manifest) -> bool:
+        """Whether the checkpoint of the work dir with this manifest must not be deleted as an old one. Asked on rank 0
+        alone, after each save."""
         return False
 
     def state_dict(self) -> dict[str, Any]:

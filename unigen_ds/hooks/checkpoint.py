@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 from unigen_ds.checkpoint import store
+from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core import dist
 from unigen_ds.core.errors import ConfigError, SaveError, UnigenError
 from unigen_ds.core.log import logger
@@ -25,7 +27,8 @@ class CheckpointHook(Hook):
     Args:
         interval: epochs or iterations between saves; -1: only when the run ends or is stopped.
         by_epoch: whether ``interval`` means epochs.
-        max_keep_ckpts: complete checkpoints to keep, oldest deleted after the new one is durable; -1: all.
+        max_keep_ckpts: complete checkpoints to keep, oldest deleted after the new one is durable; -1: all. One that
+            a hook still needs (the best one, one that is being evaluated) is kept beyond that number.
         filename_tmpl: name of the directory, with one ``{}`` for the iteration and the ending ``.pth``.
 
     A periodic save that fails (a full disk) is an error in the log and training continues: the state in memory is worth
@@ -60,12 +63,16 @@ class CheckpointHook(Hook):
     def after_update(self, run: Run, result: UpdateResult) -> None:
         if run.done:
             self._save(run)
-        elif self._every is not None and self._every.every(run.progress, run.previous):
+        elif self._due(run):
             try:
                 self._save(run)
             except SaveError as error:  # raised on every rank alike
                 if dist.is_main():
                     logger().error("%s Training continues without this checkpoint.", error)
+
+    def _due(self, run: Run) -> bool:
+        regular = self._every is not None and self._every.every(run.progress, run.previous)
+        return regular or any(hook.wants_save() for hook in run.hooks)
 
     def after_train(self, run: Run) -> None:
         if self._settled != run.progress.updates:  # a hook that runs later asked for the stop
@@ -77,7 +84,11 @@ class CheckpointHook(Hook):
         logger().info("Saved checkpoint %s.", path)
         if dist.is_main():
             try:
-                for old in store.retain(run.work_dir, max_keep=self.max_keep_ckpts):
+                for old in store.retain(run.work_dir, max_keep=self.max_keep_ckpts, keeps=_kept_by(run.hooks)):
                     logger().info("Deleted old checkpoint %s.", old)
             except (OSError, UnigenError) as error:  # happens on this rank alone: it must not end the run
                 logger().warning("Old checkpoints were not deleted: %s", error)
+
+
+def _kept_by(hooks: Sequence[Hook]) -> Callable[[Manifest], bool]:
+    return lambda manifest: any(hook.keeps(manifest) for hook in hooks)

@@ -9,13 +9,14 @@ from unigen_ds.runner.runner import Runner
 
 
 def train_config(config: Any, *, max_updates: int | None = None) -> str | None:
-    """Train a loaded config. Returns None when training is complete or hit ``max_updates``, ``'signal'`` when stopped.
+    """Train a loaded config. Returns None when training is complete or hit ``max_updates``, ``'signal'`` when stopped
+    by one, else the reason that a hook gave.
 
     Raises what ``runner.build.build_parts`` raises, and ``TrainingError``.
     """
     runner = Runner.from_cfg(config, max_updates=max_updates)
     progress = runner.train()
-    state = "complete" if runner.finished else "stopped"
+    state = "complete" if runner.finished else f"stopped ({runner.stop_reason})" if runner.stop_reason else "stopped"
     logger().info(
         "Training %s after %d updates (%d skipped), %d sequences, epoch %.2f.",
         state,

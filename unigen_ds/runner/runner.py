@@ -222,6 +222,7 @@ class Runner:
             write_tokenizer=write_tokenizer(parts.settings.tokenizer, getattr(parts.processor, "tokenizer", None)),
         )
         self._parent = path.name
+        self._call("after_save_checkpoint", path)
         return path
 
     def _before_save(self) -> None:

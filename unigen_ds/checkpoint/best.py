@@ -1,0 +1,116 @@
+"""The best checkpoint of a run: what checkpoints record of it, and where it is.
+
+Each checkpoint has it in ``hooks.json``, as the state of the hook that evaluates: ``{"evaluate": {"best": {...}}}``.
+So after a resume from any checkpoint the best is the best up to there. The file ``best_checkpoint`` of the work dir
+names it in one line, for people and other tools: a hint, as ``last_checkpoint`` is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unigen_ds.checkpoint import store
+from unigen_ds.checkpoint.lineage import Lineage
+from unigen_ds.checkpoint.saver import HOOKS_FILE, read_hook_states
+from unigen_ds.core.errors import CheckpointError
+from unigen_ds.core.files import write_text_atomic
+
+HINT = "best_checkpoint"
+WEIGHTS = "best_weights"
+"""Folder of the work dir with the best weights alone (``save_best_weights_only``): ``best_weights/update_<n>/``."""
+HOOK, KEY = "evaluate", "best"
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best value of a metric so far, and where the weights that have it are."""
+
+    metric: str
+    rule: str
+    """``less`` or ``greater``."""
+    value: float
+    updates: int
+    path: str | None = None
+    """Beside the checkpoint that stores this, by name; or whole, where it is elsewhere. None: that checkpoint itself."""
+
+    def beaten_by(self, value: float) -> bool:
+        """Whether ``value`` is better. NaN and infinite values are never better."""
+        return better(value, self.value, rule=self.rule)
+
+    def where(self, checkpoint: Path) -> Path:
+        """Its place, as stored in ``checkpoint``; weights alone come first."""
+        if self.path is not None:
+            return checkpoint.parent / self.path
+        alone = weights_folder(checkpoint.parent, self.updates)
+        return alone if alone.is_dir() else checkpoint
+
+    def state_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> Best:
+        """Raises ``ValueError``, ``KeyError`` or ``TypeError`` where the state is none."""
+        path = state["path"]
+        if not isinstance(path, str | None):
+            raise TypeError(f"path is {path!r}")
+        found = cls(str(state["metric"]), str(state["rule"]), float(state["value"]), int(state["updates"]), path)
+        if found.rule not in ("less", "greater"):
+            raise ValueError(f"rule is {found.rule!r}")
+        return found
+
+
+def better(value: float, than: float, *, rule: str) -> bool:
+    """Whether a finite ``value`` is better by ``rule`` ('less' or 'greater')."""
+    return math.isfinite(value) and (value < than if rule == "less" else value > than)
+
+
+def weights_folder(work_dir: Path, updates: int) -> Path:
+    """Where the weights of an update alone are, if they are the best."""
+    return work_dir / WEIGHTS / f"update_{updates}"
+
+
+def write_hint(work_dir: Path, best: Path) -> None:
+    """Name the best checkpoint, in one line."""
+    write_text_atomic(work_dir / HINT, str(best) + "\n")
+
+
+def stored_best(checkpoint: Path) -> Best | None:
+    """The best so far as of ``checkpoint``; None where it has none. Raises ``CheckpointError`` for a damaged one."""
+    try:
+        state = read_hook_states(checkpoint).get(HOOK, {}).get(KEY)
+        return None if state is None else Best.from_state_dict(state)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{checkpoint / HOOKS_FILE} is damaged: {error}") from error
+
+
+def best_of(directory: Path) -> tuple[Path, Best] | None:
+    """Place and value of the best checkpoint, as the newest checkpoint of a work dir, or the one that ``directory``
+    is, has it. None where none was found yet.
+
+    Raises ``CheckpointError`` where there is no complete checkpoint, or the best one is gone.
+    """
+    newest = directory if store.is_checkpoint_name(directory.name) else _newest(directory)
+    best = stored_best(newest)
+    if best is None:
+        return None
+    place = best.where(newest)
+    if not place.is_dir():
+        raise CheckpointError(
+            f"the best checkpoint, {place} ({best.metric} {best.value:.6g} at update {best.updates}), is not there",
+            remedy="it was moved or deleted by hand; a resume starts to look for a best one anew",
+        )
+    return place, best
+
+
+def _newest(work_dir: Path) -> Path:
+    abandoned = Lineage.read(work_dir).abandoned
+    complete = [f for f in store.list_checkpoints(work_dir) if f.problem is None and f.manifest is not None]
+    current = [f.path for f in complete if f.manifest is not None and f.manifest.commit not in abandoned]
+    if not current:
+        raise CheckpointError(f"no complete checkpoint found in {work_dir}")
+    return current[-1]

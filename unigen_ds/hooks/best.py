@@ -1,0 +1,211 @@
+"""Which checkpoint is the best one by a metric: found, saved, kept. The evaluation hook has one of these.
+
+A better value asks the checkpoint hook for a save at this update; only the checkpoint that is then complete becomes the
+best one, and only after that the former one may be deleted. So a save that fails (a full disk) leaves the former.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from unigen_ds.checkpoint import best as stored
+from unigen_ds.checkpoint import store
+from unigen_ds.checkpoint.best import Best
+from unigen_ds.checkpoint.convert import merge
+from unigen_ds.checkpoint.manifest import Manifest
+from unigen_ds.checkpoint.saver import CONFIG_FILE, TOKENIZER
+from unigen_ds.core import dist
+from unigen_ds.core.errors import ConfigError, UnigenError
+from unigen_ds.core.files import fsync_path, make_directory, new_directory
+from unigen_ds.core.log import logger
+from unigen_ds.hooks.base import Run
+from unigen_ds.hooks.checkpoint import CheckpointHook
+
+RULES = ("less", "greater")
+_GREATER = ("acc", "top", "ar@", "auc", "precision", "map", "mdice", "miou", "macc", "aacc")
+"""mmengine's, in lower case: a metric whose name contains one is better when it is greater. ``loss``: when it is less."""
+_OWN = {
+    "less": ("fid", "kid", "frechet", "perplexity"),
+    "greater": ("bleu", "rouge", "meteor", "bertscore", "exact_match", "vqa", "clip", "consistency", "text_rendering"),
+}
+"""Beginnings of the names of this project's metrics."""
+
+
+def rule_of(metric: str, rule: str | None = None) -> str:
+    """``rule``; or, where it is None, ``'less'`` or ``'greater'`` by the metric's name, as mmengine infers it.
+
+    The first part of the name after ``val/`` decides, so that ``val/loss/text/accounts.jsonl`` is a loss.
+    Raises ``ConfigError`` for another rule, and where none can be inferred.
+    """
+    if rule is not None:
+        if rule not in RULES:
+            raise ConfigError(f"rule is {rule!r}", allowed="'less' or 'greater'")
+        return rule
+    name = metric.removeprefix("val/").lower()
+    for part in (name.split("/")[0], name):
+        for found, beginnings in _OWN.items():
+            if part.startswith(beginnings):
+                return found
+        if part != "loss" and any(key in part for key in _GREATER):
+            return "greater"
+        if "loss" in part:
+            return "less"
+    raise ConfigError(
+        f"whether {metric!r} is better when it is less or greater cannot be inferred from its name",
+        remedy="add rule='less' or rule='greater'",
+    )
+
+
+def value_of(metric: str, metrics: Mapping[str, Any], *, where: str, later: Collection[str] = ()) -> float | None:
+    """The metric's value; NaN where it has none. None: it is one of ``later``, which this evaluation leaves out.
+
+    Raises ``ConfigError`` with the names that exist where there is no such metric.
+    """
+    if metric in metrics:
+        value = metrics[metric]
+        return math.nan if value is None else float(value)
+    if any(metric == name or metric.startswith(f"{name}/") for name in later):
+        return None
+    raise ConfigError(f"{where} is {metric!r}, which the evaluation does not have",
+                      allowed=", ".join(sorted({*metrics, *later})) or "nothing: it has no metrics")  # fmt: skip
+
+
+class BestCheckpoint:
+    """Finds the best checkpoint by one metric, and keeps it. Methods are called on every rank, in the run's order.
+
+    Args:
+        metric: a name of the evaluation's results, such as ``val/loss``.
+        rule: ``'less'`` or ``'greater'``; None: by the name (``rule_of``).
+        weights_only: keep the best weights alone, in ``best_weights/update_<n>/``, instead of a whole checkpoint.
+        ema: the value is one of the averaged weights (EMA); the weights that are kept are then these.
+    """
+
+    def __init__(self, metric: str, *, rule: str | None = None, weights_only: bool = False, ema: bool = False) -> None:
+        self.metric, self.rule = metric, rule_of(metric, rule)
+        self._weights_only, self._ema = weights_only, ema
+        self._best: Best | None = None
+        self._place: Path | None = None
+        self._offered: Best | None = None
+        self._commit: int | None = None
+
+    @property
+    def best(self) -> Best | None:
+        """The best one that is saved."""
+        return self._best
+
+    def before_run(self, run: Run) -> None:
+        """Raises ``ConfigError`` where nothing would save it."""
+        if not any(isinstance(hook, CheckpointHook) for hook in run.hooks):
+            raise ConfigError(f"save_best={self.metric!r} without a CheckpointHook", remedy="add the hook that saves")
+
+    def before_update(self) -> None:
+        """What was not saved at its own update is not the best one."""
+        if self._offered is not None and dist.is_main():
+            kept = "none is kept" if self._place is None else f"{self._place} stays the best checkpoint"
+            logger().warning("The best %s so far, %.6g at update %d, was not saved: %s.",
+                             self.metric, self._offered.value, self._offered.updates, kept)  # fmt: skip
+        self._offered = None
+
+    def offer(self, run: Run, metrics: Mapping[str, Any], *, later: Collection[str] = ()) -> None:
+        """The results of an evaluation at the present update. ``later``: names that only other evaluations have."""
+        value = value_of(self.metric, metrics, where="save_best", later=later)
+        if value is None:
+            return
+        worst = math.inf if self.rule == "less" else -math.inf
+        if not math.isfinite(value) and dist.is_main():
+            logger().warning("%s is %g at update %d: it is not the best.", self.metric, value, run.progress.updates)
+        if stored.better(value, worst if self._best is None else self._best.value, rule=self.rule):
+            self._offered = Best(self.metric, self.rule, value, run.progress.updates)
+
+    def wants_save(self) -> bool:
+        """As ``Hook.wants_save``."""
+        return self._offered is not None
+
+    def after_save_checkpoint(self, run: Run, path: Path) -> None:
+        """The checkpoint of the present update is complete: if its value is the best, it is the best one now."""
+        if self._offered is None:
+            return
+        former, best, self._offered = self._place, self._offered, None
+        self._settle(run, best, path)
+        if dist.is_main():
+            logger().info("Best checkpoint so far: %s (%s %.6g at update %d).",
+                          self._place, best.metric, best.value, best.updates)  # fmt: skip
+            if former is not None and former.parent.name == stored.WEIGHTS and former != self._place:
+                shutil.rmtree(former, ignore_errors=True)
+
+    def _settle(self, run: Run, best: Best, checkpoint: Path) -> None:
+        """``checkpoint`` has ``best``: write its weights alone if asked, and the hint. A failure is a warning."""
+
+        def settle() -> tuple[Path, int | None]:
+            place, commit = checkpoint, Manifest.read(checkpoint).commit
+            try:
+                if self._weights_only:
+                    place, commit = self._write_weights(run.work_dir, best, checkpoint), None
+                stored.write_hint(run.work_dir, place)
+            except (OSError, UnigenError) as error:
+                logger().warning("The best checkpoint is %s, complete and kept, but: %s", place, error)
+            return place, commit
+
+        self._refer(run, best, *dist.on_main(settle))
+
+    def _refer(self, run: Run, best: Best, place: Path, commit: int | None) -> None:
+        """``place`` has ``best``. ``commit``: of the checkpoint of this work dir that retention must not delete."""
+        inside = place.resolve().is_relative_to(run.work_dir.resolve())
+        name = place.resolve().relative_to(run.work_dir.resolve()) if inside else place.absolute()
+        self._best, self._place, self._commit = replace(best, path=str(name)), place, commit
+
+    def _write_weights(self, work_dir: Path, best: Best, checkpoint: Path) -> Path:
+        """The weights of ``checkpoint`` with its config and tokenizer, on disk when this returns. Rank 0."""
+        folder = stored.weights_folder(work_dir, best.updates)
+        make_directory(folder.parent)
+        if folder.exists():  # of a branch of the run that a resume abandoned
+            shutil.rmtree(folder)
+        with new_directory(folder) as staging:
+            merge(checkpoint, staging, ema=self._ema, safe_serialization=True)
+            shutil.copyfile(checkpoint / CONFIG_FILE, staging / CONFIG_FILE)
+            if (checkpoint / TOKENIZER).is_dir():
+                shutil.copytree(checkpoint / TOKENIZER, staging / TOKENIZER)
+                for path in (staging / TOKENIZER).iterdir():
+                    fsync_path(path)
+        return folder
+
+    def keeps(self, manifest: Manifest) -> bool:
+        """As ``Hook.keeps``: the checkpoint that is the best one."""
+        return manifest.commit == self._commit
+
+    def state_dict(self) -> dict[str, Any]:
+        """For the checkpoint that is being saved: it is the best one itself if its value is."""
+        best = self._offered or self._best
+        return {} if best is None else {stored.KEY: best.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore ``state_dict``'s value; ``after_load_checkpoint`` then finds the checkpoint."""
+        self._best = Best.from_state_dict(state[stored.KEY]) if state.get(stored.KEY) else None
+
+    def after_load_checkpoint(self, run: Run, manifest: Mapping[str, Any]) -> None:
+        """Find the best checkpoint again, which another engine or work dir may have written."""
+        best, checkpoint = self._best, Path(manifest["path"])
+        self._best = None
+        if best is None:
+            return
+        problem: str | None = None
+        if (best.metric, best.rule) != (self.metric, self.rule):
+            problem = f"it was chosen by {best.metric} ({best.rule}), and save_best is now {self.metric} ({self.rule})"
+        place = dist.on_main(lambda: best.where(checkpoint))
+        if problem is None and not dist.on_main(place.is_dir):
+            problem = "it is not there any more"
+        if problem is not None:
+            if dist.is_main():
+                logger().warning("%s (%s %.6g at update %d) is not the best checkpoint any more: %s. The next evaluation"
+                                 " starts anew.", place, best.metric, best.value, best.updates, problem)  # fmt: skip
+            return
+        if store.is_checkpoint_name(place.name) and store.is_inside(run.work_dir, place):
+            self._settle(run, best, place)
+        else:
+            self._refer(run, best, place, None)
+            dist.on_main(lambda: stored.write_hint(run.work_dir, place))
