@@ -214,8 +214,8 @@ def test_nan_never_is_the_best(tmp_path):
 
 
 def test_a_name_that_the_evaluation_lacks_is_refused_at_the_first(tmp_path):
-    with pytest.raises(ConfigError, match=r"val/bleu2.*Allowed: val/bleu, val/loss"):
-        run(tmp_path, VALUES, save_best="val/bleu2")
+    with pytest.raises(ConfigError, match=r"val/bleu.*Allowed: val/bleu, val/loss"):
+        run(tmp_path, VALUES, save_best="val/bleu")
     with pytest.raises(ConfigError, match=r"EarlyStoppingHook.monitor is 'val/los'"):
         run(tmp_path / "b", VALUES, hooks=({"type": "EarlyStoppingHook", "monitor": "val/los", "rule": "less"},))
 

@@ -1,0 +1,222 @@
+"""Evaluations by other processes, while a training continues: their commands, their records and their results.
+
+One folder for each run: ``step_<n>.json`` is the result for the checkpoint of update n, ``step_<n>.log`` what the
+command printed, and ``step_<n>.job`` the record of an evaluation that has no result yet. Records are on disk, so a
+training that was killed finds its evaluations again. A command is a list of arguments; no shell reads it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import shlex
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.files import write_text_atomic
+
+FIELDS = ("checkpoint", "step", "out")
+"""What a command may contain in braces: a checkpoint's directory, its update, the file for the result."""
+_FIELD = re.compile(r"\{(\w+)\}")
+_SHELL_TEXT = ("--wrap", "-c")
+"""Options whose value is read by a shell: ``sbatch --wrap``, ``bash -c``."""
+_RESULT = re.compile(r"step_(\d+)\.json")
+_SUBMITTED = re.compile(r"(?:Submitted batch job )?(\d+)(?:;\S+)?(?: on cluster \S+)?")
+_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+_LAUNCHER_BEGINNINGS = ("TORCHELASTIC_", "GROUP_", "ROLE_", "SLURM_", "PMI_", "OMPI_")
+_HOST = socket.gethostname()
+
+
+@dataclass(frozen=True)
+class Job:
+    """The evaluation of one checkpoint."""
+
+    update: int
+    commit: int
+    """Of the checkpoint's manifest."""
+    checkpoint: str
+    command: tuple[str, ...]
+    created: float
+    """Seconds since 1970, as of ``time.time()``."""
+    host: str = _HOST
+    pid: int | None = None
+    """Of the local process; None: it waits for its turn."""
+    pid_start: str | None = None
+    """When the process started, in the kernel's ticks: another process may get the same number later."""
+    batch_job: str | None = None
+    """SLURM's number, where ``sbatch`` has accepted it."""
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether the command only submits the evaluation."""
+        return os.path.basename(self.command[0]) == "sbatch"
+
+    @property
+    def text(self) -> str:
+        """The command, as one would type it."""
+        return shlex.join(self.command)
+
+
+def arguments_of(command: str | Sequence[str], *, where: str) -> tuple[str, ...]:
+    """The command as a list of arguments. Raises ``ConfigError`` where it cannot be split, or has an unknown field."""
+    try:
+        found = tuple(shlex.split(command) if isinstance(command, str) else command)
+    except ValueError as error:
+        raise ConfigError(f"{where} is {command!r}: {error}", allowed="a command as typed, or a list of texts") from error
+    unknown = sorted({name for part in found for name in _FIELD.findall(part)} - set(FIELDS))
+    if not found or unknown:
+        problem = f"{where} has {', '.join(f'{{{name}}}' for name in unknown)}" if unknown else f"{where} is empty"
+        raise ConfigError(problem, allowed=", ".join(f"{{{name}}}" for name in FIELDS))
+    return found
+
+
+def filled(command: Sequence[str], values: Mapping[str, str]) -> tuple[str, ...]:
+    """The command with its fields replaced. What a shell will read (``sbatch --wrap``) gets them quoted."""
+
+    def fill(text: str, before: str) -> str:
+        quoted = before in _SHELL_TEXT or text.startswith("--wrap=")
+        return _FIELD.sub(lambda field: shlex.quote(values[field[1]]) if quoted else values[field[1]], text)
+
+    return tuple(fill(text, before) for before, text in zip(("", *command), command, strict=False))
+
+
+class JobFolder:
+    """The folder of one run's evaluations. Every method may raise ``OSError``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+
+    def result_file(self, update: int) -> Path:
+        return self.folder / f"step_{update}.json"
+
+    def log_file(self, update: int) -> Path:
+        return self.folder / f"step_{update}.log"
+
+    def results(self) -> list[tuple[int, Path]]:
+        """Updates and files of all results that are there, in order."""
+        names = ((_RESULT.fullmatch(path.name), path) for path in self.folder.iterdir()) if self.folder.is_dir() else ()
+        return sorted((int(match[1]), path) for match, path in names if match)
+
+    def records(self) -> Iterator[Job | str]:
+        """Every record; for one that cannot be read a sentence that names it."""
+        for path in sorted(self.folder.glob("step_*.job")):
+            try:
+                state = json.loads(path.read_text(encoding="utf-8"))
+                yield Job(**{**state, "command": tuple(map(str, state["command"])), "update": int(state["update"])})
+            except (ValueError, KeyError, TypeError) as error:
+                yield f"{path} is no record of an evaluation ({type(error).__name__}: {error}): it is not used"
+
+    def keep(self, job: Job) -> Job:
+        """Write the record."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_text_atomic(self._record(job.update), json.dumps(dataclasses.asdict(job), indent=1) + "\n")
+        return job
+
+    def forget(self, job: Job) -> None:
+        """Delete the record."""
+        self._record(job.update).unlink(missing_ok=True)
+
+    def _record(self, update: int) -> Path:
+        return self.folder / f"step_{update}.job"
+
+    def start(self, job: Job, environment: Mapping[str, str]) -> Job:
+        """Start its command in a session of its own: no signal to the training reaches it. Returns it with its number.
+
+        It does not see the launcher's variables, or it would try to join the training's processes.
+        """
+        inherited = {name: value for name, value in os.environ.items() if not _of_launcher(name)}
+        with self.log_file(job.update).open("wb") as log:
+            process = subprocess.Popen(
+                job.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**inherited, **environment},
+                start_new_session=True,
+            )
+        self._processes[process.pid] = process
+        return self.keep(replace(job, pid=process.pid, pid_start=_start_of(process.pid), host=_HOST))
+
+    def status(self, job: Job) -> int | None:
+        """Exit status of its process; None while it runs; -1 where another process started it and it has ended."""
+        if job.pid in self._processes:
+            return self._processes[job.pid].poll()
+        if job.host != _HOST:  # its process cannot be seen from here
+            return None
+        return None if job.pid is not None and _start_of(job.pid) == (job.pid_start or "") else -1
+
+    def submitted(self, job: Job) -> str | None:
+        """The number that ``sbatch`` printed."""
+        with contextlib.suppress(OSError):
+            for line in self.log_file(job.update).read_text(encoding="utf-8", errors="replace").splitlines():
+                if match := _SUBMITTED.fullmatch(line.strip()):
+                    return match[1]
+        return None
+
+
+def _of_launcher(name: str) -> bool:
+    return name in _LAUNCHER or (name.startswith(_LAUNCHER_BEGINNINGS) and name != "SLURM_CONF")
+
+
+def _start_of(pid: int) -> str:
+    """When a process started, in the kernel's ticks; empty where there is none, or it is dead and not yet reaped."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] == "Z" else fields[19]
+
+
+def read_result(path: Path, *, update: int) -> tuple[dict[str, float], int]:
+    """Numbers of a result, with joined names (``mmstar/average``), and how many other values (texts) it has.
+
+    ``{"global_step": n, "results": {...}}`` as nanoVLM writes it, or ``{"values": {...}}`` of ``tools/evaluate.py``.
+    Raises ``ValueError`` with what is wrong.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"it is no JSON ({error})") from error
+    values = next((found[key] for key in ("results", "values") if key in found), None) if _is_object(found) else None
+    if not _is_object(values):
+        raise ValueError('it has no object under "results" or "values"')
+    step = found.get("global_step", update)
+    if step != update:
+        raise ValueError(f'its "global_step" is {step!r}')
+    leaves = dict(_leaves(values))
+    numbers = {name: float(value) for name, value in leaves.items() if _is_number(value)}
+    if not numbers:
+        raise ValueError("it has no number")
+    return numbers, len(leaves) - len(numbers)
+
+
+def _leaves(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if _is_object(value):
+            yield from _leaves(value, f"{above}{name}/")
+        else:
+            yield f"{above}{name}", value
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def new_job(update: int, commit: int, checkpoint: Path, command: Sequence[str], out: Path) -> Job:
+    """A job that waits."""
+    values = {"checkpoint": str(checkpoint.absolute()), "step": str(update), "out": str(out.absolute())}
+    return Job(update, commit, str(checkpoint), filled(command, values), time.time())

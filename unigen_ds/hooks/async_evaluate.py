@@ -1,0 +1,245 @@
+"""Evaluate saved checkpoints in other processes while the training continues, and log each result once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt
+
+from unigen_ds.checkpoint.lineage import Lineage
+from unigen_ds.checkpoint.manifest import Manifest
+from unigen_ds.core import dist
+from unigen_ds.core.errors import ConfigError, UnigenError
+from unigen_ds.core.files import rename_into_place
+from unigen_ds.core.log import logger
+from unigen_ds.core.metrics import METRICS_FILE, read_lines
+from unigen_ds.core.progress import Duration
+from unigen_ds.core.registry import HOOKS
+from unigen_ds.evaluation.jobs import Job, JobFolder, arguments_of, new_job, read_result
+from unigen_ds.hooks.base import Hook, Run, UpdateResult
+from unigen_ds.hooks.logger import logger_of
+
+EVENT = "async_evaluation"
+ABANDONED = ".abandoned"
+
+
+@HOOKS.register_module()
+class AsyncEvaluateHook(Hook):
+    """A command of your own evaluates a checkpoint: as a local process, or by ``sbatch``. Training never waits for it,
+    and nothing that it does ends the training ([evaluation.md](evaluation.md#in-another-process)).
+
+    Args:
+        command: a command line, or its list of arguments; ``{checkpoint}``, ``{step}`` (the update) and ``{out}`` (the
+            file for its result) are replaced. No shell reads it.
+        interval: between evaluations, in ``unit``. A checkpoint is saved for each.
+        by_epoch: whether ``interval`` means epochs; False: iterations.
+        unit: of ``interval``, in place of ``by_epoch``: ``'epoch'``, ``'iteration'`` or ``'update'``.
+        prefix: of the names of all results in the log.
+        results: folder of the results; None: ``eval_results`` in the work dir.
+        run_name: name of the run's own folder in ``results``; None: the work dir's name.
+        max_running: local processes at a time; further checkpoints wait, and are kept until then.
+        environment: additional variables of the process, such as ``dict(CUDA_VISIBLE_DEVICES='7')``.
+        give_up_hours: after which an evaluation by ``sbatch`` without a result no longer keeps its checkpoint.
+        poll_seconds: least time between two looks for results.
+    """
+
+    name = "async_evaluate"
+
+    def __init__(
+        self,
+        command: str | Sequence[str],
+        interval: Annotated[float, Gt(0)] = 1,
+        *,
+        by_epoch: bool = True,
+        unit: Literal["epoch", "iteration", "update"] | None = None,
+        prefix: str = "lmms_eval",
+        results: str | None = None,
+        run_name: str | None = None,
+        max_running: Annotated[int, Ge(1)] = 1,
+        environment: Mapping[str, str] | None = None,
+        give_up_hours: Annotated[float, Gt(0)] = 24.0,
+        poll_seconds: Annotated[float, Ge(0)] = 10.0,
+    ) -> None:
+        if run_name is not None and (not run_name or Path(run_name).name != run_name):
+            raise ConfigError(f"AsyncEvaluateHook.run_name is {run_name!r}", allowed="the name of a folder")
+        self.command = arguments_of(command, where="AsyncEvaluateHook.command")
+        self.interval, self.unit = interval, unit or ("epoch" if by_epoch else "iteration")
+        self.prefix, self.results, self.run_name = prefix, results, run_name
+        self.max_running, self.environment = max_running, dict(environment or {})
+        self.give_up_hours, self.poll_seconds = give_up_hours, poll_seconds
+        self._every: Duration | None = None
+        self._due = self._asks = False
+        self._jobs: dict[int, Job] = {}
+        """Of rank 0: by update, those without a result."""
+        self._logged: set[int] = set()
+        self._named: dict[Path, tuple[int, int]] = {}
+        """Time and size of each malformed result that was named."""
+        self._seen: dict[Path, tuple[int, int]] = {}
+        self._looked = -float("inf")
+        self._folder = JobFolder(Path())
+
+    def before_run(self, run: Run) -> None:
+        self._every = run.ruler.duration(self.interval, self.unit)
+        folder = run.work_dir / "eval_results" if self.results is None else Path(self.results)
+        self._folder = JobFolder(folder / (self.run_name or run.work_dir.resolve().name))
+
+    def before_train(self, run: Run) -> None:
+        self._on_main(lambda: self._find(run))
+
+    def after_update(self, run: Run, result: UpdateResult) -> None:
+        assert self._every is not None
+        self._asks = self._every.every(run.progress, run.previous)
+        self._due = self._due or self._asks
+        if time.monotonic() - self._looked >= self.poll_seconds:
+            self._on_main(lambda: self._look(run))
+
+    def wants_save(self) -> bool:
+        return self._asks
+
+    def after_save_checkpoint(self, run: Run, path: Path) -> None:
+        if self._due:
+            self._due = False  # a save that fails is made up for by the next one
+            self._on_main(lambda: self._add(run, path))
+
+    def after_train(self, run: Run) -> None:
+        self._on_main(lambda: self._look(run))
+        if self._jobs:
+            logger().info("Evaluations without a result yet, at update %s: they continue, and the next start of this"
+                          " run logs what they write into %s.", _listed(self._jobs), self._folder.folder)  # fmt: skip
+
+    def keeps(self, manifest: Manifest) -> bool:
+        return any(job.commit == manifest.commit for job in self._jobs.values())
+
+    def _on_main(self, action: Callable[[], None]) -> None:
+        """On rank 0 alone; not collective. Whatever goes wrong is a warning."""
+        if not dist.is_main():
+            return
+        try:
+            action()
+        except Exception as error:
+            logger().warning("AsyncEvaluateHook: %s: %s. Training continues.", type(error).__name__, error)
+
+    def _find(self, run: Run) -> None:
+        """What earlier starts of this run left: results that are in the log, and evaluations that are not finished."""
+        lines = read_lines(run.work_dir / METRICS_FILE)
+        self._logged = {int(line["update"]) for line in lines if line.get("event") == EVENT}
+        for record in self._folder.records():
+            if isinstance(record, str):
+                logger().warning("%s.", record)
+            else:
+                self._jobs[record.update] = record
+        for update, path in self._folder.results():
+            if update > run.progress.updates:
+                self._set_aside(path, "this start continues from an earlier checkpoint")
+        self._release_abandoned(run)
+
+    def _release_abandoned(self, run: Run) -> None:
+        abandoned = Lineage.read(run.work_dir).abandoned
+        for job in list(self._jobs.values()):
+            if job.commit in abandoned or job.update > run.progress.updates:
+                if self._folder.result_file(job.update).exists():
+                    self._set_aside(self._folder.result_file(job.update), "its checkpoint was abandoned by a resume")
+                logger().warning("The evaluation of update %d is not logged: a resume abandoned its checkpoint %s.",
+                                 job.update, job.checkpoint)  # fmt: skip
+                self._end(job)
+
+    def _set_aside(self, path: Path, why: str) -> None:
+        aside = path.with_name(path.name + ABANDONED)
+        rename_into_place(path, aside)
+        logger().warning("The result %s is not logged and is now %s: %s.", path, aside.name, why)
+
+    def _add(self, run: Run, path: Path) -> None:
+        update = run.progress.updates
+        out = self._folder.result_file(update)
+        if out.exists():
+            self._set_aside(out, "its update is evaluated again")
+        self._logged.discard(update)
+        job = new_job(update, Manifest.read(path).commit, path, self.command, out)
+        self._jobs[update] = self._folder.keep(job)
+        self._look(run)
+
+    def _look(self, run: Run) -> None:
+        """Log new results, release what has ended, start what waits."""
+        self._looked = time.monotonic()
+        for job in list(self._jobs.values()):
+            if job.pid is not None and self._log_result(run, job.update, ended=False):
+                self._end(job)
+            elif job.pid is not None:
+                self._check(run, job)
+        for update, _ in self._folder.results():  # of others: written by hand, or after an evaluation was given up
+            if update not in self._jobs and update <= run.progress.updates:
+                self._log_result(run, update, ended=True)
+        self._start_waiting()
+
+    def _start_waiting(self) -> None:
+        waiting = [job for job in self._jobs.values() if job.pid is None]
+        local = sum(job.pid is not None and job.batch_job is None for job in self._jobs.values())
+        for job in sorted(waiting, key=lambda job: job.update)[: max(0, self.max_running - local)]:
+            try:
+                self._jobs[job.update] = self._folder.start(job, self.environment)
+                logger().info("Evaluation of update %d started: %s", job.update, job.text)
+            except (OSError, ValueError) as error:
+                logger().warning("The evaluation of update %d cannot be started: %s. Command: %s",
+                                 job.update, error, job.text)  # fmt: skip
+                self._end(job)
+
+    def _check(self, run: Run, job: Job) -> None:
+        """Whether a job without a result has ended, or takes too long."""
+        if job.batch_job is not None:
+            if time.time() - job.created > 3600 * self.give_up_hours:
+                logger().warning("The evaluation of update %d (batch job %s) has no result after %g hours: %s is no longer"
+                                 " kept for it.", job.update, job.batch_job, self.give_up_hours, job.checkpoint)  # fmt: skip
+                self._end(job)
+            return
+        status = self._folder.status(job)
+        if status is None:
+            return
+        if job.is_batch and (number := self._folder.submitted(job)) is not None and status <= 0:
+            self._jobs[job.update] = self._folder.keep(replace(job, batch_job=number))
+            logger().info("The evaluation of update %d is batch job %s.", job.update, number)
+            return
+        if not self._log_result(run, job.update, ended=True) and not self._folder.result_file(job.update).exists():
+            ended = "has ended" if status < 0 else f"has ended with status {status}"
+            logger().warning("The evaluation of update %d %s without a result. Its output: %s. Command: %s",
+                             job.update, ended, self._folder.log_file(job.update), job.text)  # fmt: skip
+        self._end(job)
+
+    def _end(self, job: Job) -> None:
+        del self._jobs[job.update]
+        self._folder.forget(job)
+
+    def _log_result(self, run: Run, update: int, *, ended: bool) -> bool:
+        """Log the result of an update's checkpoint, if it is there, complete, and not in the log yet. True: it was."""
+        path = self._folder.result_file(update)
+        if update in self._logged or not path.exists():
+            return False
+        try:
+            values, others = read_result(path, update=update)
+        except ValueError as error:
+            self._name(path, str(error), ended=ended)
+            return False
+        self._logged.add(update)
+        logger_of(run).log(run, {f"{self.prefix}/{name}": v for name, v in values.items()}, update=update, event=EVENT)
+        if others:
+            logger().info("%s has %d values that are no numbers: they are not logged.", path, others)
+        return True
+
+    def _name(self, path: Path, problem: str, *, ended: bool) -> None:
+        """Name a malformed result, once for each content: not while it may still be being written."""
+        status = path.stat()
+        content = (status.st_mtime_ns, status.st_size)
+        unchanged, self._seen[path] = self._seen.get(path) == content, content
+        if (ended or unchanged) and self._named.get(path) != content:
+            self._named[path] = content
+            logger().warning("The result %s is not logged: %s.", path, problem)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+def _listed(jobs: Mapping[int, Job]) -> str:
+    return ", ".join(map(str, sorted(jobs)))
