@@ -77,8 +77,11 @@ def config(folder: Path, values: list[Any], *, hooks: tuple[dict[str, Any], ...]
         "default_hooks__checkpoint": {"interval": 2, "by_epoch": False, "max_keep_ckpts": 1},
         "custom_hooks": [{"type": "ScriptedEvaluation", "values": values, **script}, *hooks],
     }
-    records = [{"conversations": [{"role": "user", "type": "text", "content": words(3, k)},
-                                  {"role": "assistant", "type": "text", "content": words(5, k)}]} for k in range(40)]  # fmt: skip
+    turns = (("user", 3), ("assistant", 5))
+    records = [
+        {"conversations": [{"role": role, "type": "text", "content": words(number, k)} for role, number in turns]}
+        for k in range(40)
+    ]
     return text_config(folder, records, **{**given, **overrides})
 
 
@@ -214,8 +217,8 @@ def test_nan_never_is_the_best(tmp_path):
 
 
 def test_a_name_that_the_evaluation_lacks_is_refused_at_the_first(tmp_path):
-    with pytest.raises(ConfigError, match=r"val/bleu.*Allowed: val/bleu, val/loss"):
-        run(tmp_path, VALUES, save_best="val/bleu")
+    with pytest.raises(ConfigError, match=r"val/bleu2.*Allowed: val/bleu, val/loss"):
+        run(tmp_path, VALUES, save_best="val/bleu2")
     with pytest.raises(ConfigError, match=r"EarlyStoppingHook.monitor is 'val/los'"):
         run(tmp_path / "b", VALUES, hooks=({"type": "EarlyStoppingHook", "monitor": "val/los", "rule": "less"},))
 

@@ -36,11 +36,7 @@ class Best:
     value: float
     updates: int
     path: str | None = None
-    """Beside the checkpoint that stores this, by name; or whole, where it is elsewhere. None: that checkpoint itself."""
-
-    def beaten_by(self, value: float) -> bool:
-        """Whether ``value`` is better. NaN and infinite values are never better."""
-        return better(value, self.value, rule=self.rule)
+    """Relative to the folder of the checkpoint that stores this, or absolute. None: that checkpoint itself."""
 
     def where(self, checkpoint: Path) -> Path:
         """Its place, as stored in ``checkpoint``; weights alone come first."""

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import socket
 import subprocess
 import time
@@ -71,7 +72,8 @@ def arguments_of(command: str | Sequence[str], *, where: str) -> tuple[str, ...]
     try:
         found = tuple(shlex.split(command) if isinstance(command, str) else command)
     except ValueError as error:
-        raise ConfigError(f"{where} is {command!r}: {error}", allowed="a command as typed, or a list of texts") from error
+        allowed = "a command as typed, or a list of texts"
+        raise ConfigError(f"{where} is {command!r}: {error}", allowed=allowed) from error
     unknown = sorted({name for part in found for name in _FIELD.findall(part)} - set(FIELDS))
     if not found or unknown:
         problem = f"{where} has {', '.join(f'{{{name}}}' for name in unknown)}" if unknown else f"{where} is empty"
@@ -155,6 +157,14 @@ class JobFolder:
             return None
         return None if job.pid is not None and _start_of(job.pid) == (job.pid_start or "") else -1
 
+    def cancel(self, job: Job) -> None:
+        """End its process, or have ``scancel`` end its batch job, if it is still there."""
+        with contextlib.suppress(OSError):
+            if job.batch_job is not None:
+                subprocess.run(("scancel", job.batch_job), stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
+            elif job.pid is not None and self.status(job) is None and job.host == _HOST:
+                os.killpg(job.pid, signal.SIGTERM)
+
     def submitted(self, job: Job) -> str | None:
         """The number that ``sbatch`` printed."""
         with contextlib.suppress(OSError):
@@ -187,8 +197,9 @@ def read_result(path: Path, *, update: int) -> tuple[dict[str, float], int]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"it is no JSON ({error})") from error
-    values = next((found[key] for key in ("results", "values") if key in found), None) if _is_object(found) else None
-    if not _is_object(values):
+    found = found if isinstance(found, dict) else {}
+    values: Any = next((found[key] for key in ("results", "values") if key in found), None)
+    if not isinstance(values, dict):
         raise ValueError('it has no object under "results" or "values"')
     step = found.get("global_step", update)
     if step != update:
@@ -202,14 +213,10 @@ def read_result(path: Path, *, update: int) -> tuple[dict[str, float], int]:
 
 def _leaves(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in values.items():
-        if _is_object(value):
+        if isinstance(value, dict):
             yield from _leaves(value, f"{above}{name}/")
         else:
             yield f"{above}{name}", value
-
-
-def _is_object(value: Any) -> bool:
-    return isinstance(value, dict)
 
 
 def _is_number(value: Any) -> bool:

@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt
 
 from unigen_ds.checkpoint.lineage import Lineage
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core import dist
-from unigen_ds.core.errors import ConfigError, UnigenError
+from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.files import rename_into_place
 from unigen_ds.core.log import logger
 from unigen_ds.core.metrics import METRICS_FILE, read_lines
@@ -143,8 +143,9 @@ class AsyncEvaluateHook(Hook):
             if job.commit in abandoned or job.update > run.progress.updates:
                 if self._folder.result_file(job.update).exists():
                     self._set_aside(self._folder.result_file(job.update), "its checkpoint was abandoned by a resume")
-                logger().warning("The evaluation of update %d is not logged: a resume abandoned its checkpoint %s.",
+                logger().warning("The evaluation of update %d is ended: a resume abandoned its checkpoint %s.",
                                  job.update, job.checkpoint)  # fmt: skip
+                self._folder.cancel(job)
                 self._end(job)
 
     def _set_aside(self, path: Path, why: str) -> None:
@@ -166,9 +167,11 @@ class AsyncEvaluateHook(Hook):
         """Log new results, release what has ended, start what waits."""
         self._looked = time.monotonic()
         for job in list(self._jobs.values()):
-            if job.pid is not None and self._log_result(run, job.update, ended=False):
+            if job.pid is None:
+                continue
+            if job.update in self._logged or self._log_result(run, job.update, ended=False):
                 self._end(job)
-            elif job.pid is not None:
+            else:
                 self._check(run, job)
         for update, _ in self._folder.results():  # of others: written by hand, or after an evaluation was given up
             if update not in self._jobs and update <= run.progress.updates:
@@ -191,8 +194,9 @@ class AsyncEvaluateHook(Hook):
         """Whether a job without a result has ended, or takes too long."""
         if job.batch_job is not None:
             if time.time() - job.created > 3600 * self.give_up_hours:
-                logger().warning("The evaluation of update %d (batch job %s) has no result after %g hours: %s is no longer"
-                                 " kept for it.", job.update, job.batch_job, self.give_up_hours, job.checkpoint)  # fmt: skip
+                logger().warning("The evaluation of update %d (batch job %s) has no result after %g hours: %s is no"
+                                 " longer kept for it.",
+                                 job.update, job.batch_job, self.give_up_hours, job.checkpoint)  # fmt: skip
                 self._end(job)
             return
         status = self._folder.status(job)
@@ -223,7 +227,8 @@ class AsyncEvaluateHook(Hook):
             self._name(path, str(error), ended=ended)
             return False
         self._logged.add(update)
-        logger_of(run).log(run, {f"{self.prefix}/{name}": v for name, v in values.items()}, update=update, event=EVENT)
+        named = {f"{self.prefix}/{name}": value for name, value in values.items()}
+        logger_of(run).log(run, {"event": EVENT, **named}, update=update, axis=f"{self.prefix}/step")
         if others:
             logger().info("%s has %d values that are no numbers: they are not logged.", path, others)
         return True
@@ -236,9 +241,6 @@ class AsyncEvaluateHook(Hook):
         if (ended or unchanged) and self._named.get(path) != content:
             self._named[path] = content
             logger().warning("The result %s is not logged: %s.", path, problem)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
 
 
 def _listed(jobs: Mapping[int, Job]) -> str:

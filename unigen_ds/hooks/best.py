@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from unigen_ds.hooks.checkpoint import CheckpointHook
 
 RULES = ("less", "greater")
 _GREATER = ("acc", "top", "ar@", "auc", "precision", "map", "mdice", "miou", "macc", "aacc")
-"""mmengine's, in lower case: a metric whose name contains one is better when it is greater. ``loss``: when it is less."""
+"""mmengine's, in lower case: a metric whose name contains one is better when it is greater (``loss``: when less)."""
 _OWN = {
     "less": ("fid", "kid", "frechet", "perplexity"),
     "greater": ("bleu", "rouge", "meteor", "bertscore", "exact_match", "vqa", "clip", "consistency", "text_rendering"),
@@ -61,18 +61,18 @@ def rule_of(metric: str, rule: str | None = None) -> str:
     )
 
 
-def value_of(metric: str, metrics: Mapping[str, Any], *, where: str, later: Collection[str] = ()) -> float | None:
-    """The metric's value; NaN where it has none. None: it is one of ``later``, which this evaluation leaves out.
+def value_of(metric: str, metrics: Mapping[str, Any], *, where: str, complete: bool = True) -> float | None:
+    """The metric's value; NaN where it has none. None: this evaluation is not ``complete`` and leaves it out.
 
     Raises ``ConfigError`` with the names that exist where there is no such metric.
     """
     if metric in metrics:
         value = metrics[metric]
         return math.nan if value is None else float(value)
-    if any(metric == name or metric.startswith(f"{name}/") for name in later):
+    if not complete and not metric.startswith("val/loss"):
         return None
-    raise ConfigError(f"{where} is {metric!r}, which the evaluation does not have",
-                      allowed=", ".join(sorted({*metrics, *later})) or "nothing: it has no metrics")  # fmt: skip
+    allowed = ", ".join(sorted(metrics)) or "nothing: it has no results"
+    raise ConfigError(f"{where} is {metric!r}, which the evaluation does not have", allowed=allowed)
 
 
 class BestCheckpoint:
@@ -111,9 +111,9 @@ class BestCheckpoint:
                              self.metric, self._offered.value, self._offered.updates, kept)  # fmt: skip
         self._offered = None
 
-    def offer(self, run: Run, metrics: Mapping[str, Any], *, later: Collection[str] = ()) -> None:
-        """The results of an evaluation at the present update. ``later``: names that only other evaluations have."""
-        value = value_of(self.metric, metrics, where="save_best", later=later)
+    def offer(self, run: Run, metrics: Mapping[str, Any], *, complete: bool = True) -> None:
+        """The results of an evaluation at the present update. ``complete``: whether others have no further metrics."""
+        value = value_of(self.metric, metrics, where="save_best", complete=complete)
         if value is None:
             return
         worst = math.inf if self.rule == "less" else -math.inf
@@ -142,7 +142,8 @@ class BestCheckpoint:
         """``checkpoint`` has ``best``: write its weights alone if asked, and the hint. A failure is a warning."""
 
         def settle() -> tuple[Path, int | None]:
-            place, commit = checkpoint, Manifest.read(checkpoint).commit
+            place: Path = checkpoint
+            commit: int | None = Manifest.read(checkpoint).commit
             try:
                 if self._weights_only:
                     place, commit = self._write_weights(run.work_dir, best, checkpoint), None
@@ -201,8 +202,9 @@ class BestCheckpoint:
             problem = "it is not there any more"
         if problem is not None:
             if dist.is_main():
-                logger().warning("%s (%s %.6g at update %d) is not the best checkpoint any more: %s. The next evaluation"
-                                 " starts anew.", place, best.metric, best.value, best.updates, problem)  # fmt: skip
+                logger().warning("%s (%s %.6g at update %d) is not the best checkpoint any more: %s. The next"
+                                 " evaluation starts anew.",
+                                 place, best.metric, best.value, best.updates, problem)  # fmt: skip
             return
         if store.is_checkpoint_name(place.name) and store.is_inside(run.work_dir, place):
             self._settle(run, best, place)

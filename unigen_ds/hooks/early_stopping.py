@@ -55,8 +55,8 @@ class EarlyStoppingHook(Hook):
         self._waited = 0
 
     def after_val(self, run: Run, metrics: Mapping[str, float]) -> None:
-        later = {name for hook in run.hooks for name in getattr(hook, "later_metrics", ())}
-        value = value_of(self.monitor, metrics, where="EarlyStoppingHook.monitor", later=later)
+        complete = all(getattr(hook, "complete", True) for hook in run.hooks)
+        value = value_of(self.monitor, metrics, where="EarlyStoppingHook.monitor", complete=complete)
         if value is None:
             return
         self._last = value
@@ -76,7 +76,8 @@ class EarlyStoppingHook(Hook):
             return
         if dist.is_main():
             logger().warning("%s, at update %d: %s. Remedy: to train further, change EarlyStoppingHook (a larger"
-                             " patience, say) or remove it, and resume.", beginning, run.progress.updates, reason)  # fmt: skip
+                             " patience, say) or remove it, and resume.",
+                             beginning, run.progress.updates, reason)  # fmt: skip
         run.request_stop(f"early stopping: {reason}")
 
     def _reason(self) -> str | None:

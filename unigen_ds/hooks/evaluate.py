@@ -6,11 +6,13 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from itertools import chain
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
 from annotated_types import Ge, Gt
 
+from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core import dist
 from unigen_ds.core.clock import EVALUATION
 from unigen_ds.core.errors import ConfigError, raise_any
@@ -19,6 +21,7 @@ from unigen_ds.core.progress import Duration
 from unigen_ds.core.registry import HOOKS, METRICS, component_problems
 from unigen_ds.evaluation.validation import Validation
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
+from unigen_ds.hooks.best import BestCheckpoint
 from unigen_ds.hooks.ema import ema_of
 
 
@@ -39,6 +42,10 @@ class EvaluateHook(Hook):
         metrics: components of further metrics, ``[dict(type='BLEU')]``.
         metric_interval: between computations of ``metrics``, which need generation, in ``unit``; None: at every
             evaluation.
+        save_best: a name of the results, such as ``val/loss``: the checkpoint with the best value is saved when it is
+            found and never deleted as an old one ([evaluation.md](evaluation.md#the-best-checkpoint)).
+        rule: ``'less'`` or ``'greater'`` is better; None: inferred from the name, as mmengine does.
+        best_weights_only: keep the best weights alone, in ``best_weights/``, instead of a whole checkpoint.
         empty_cache: release the unused memory of CUDA before and after.
     """
 
@@ -55,17 +62,25 @@ class EvaluateHook(Hook):
         use_ema: bool = False,
         metrics: Sequence[Mapping[str, Any]] = (),
         metric_interval: Annotated[float, Gt(0)] | None = None,
+        save_best: str | None = None,
+        rule: str | None = None,
+        best_weights_only: bool = False,
         empty_cache: bool = False,
     ) -> None:
         if interval <= 0 and interval != -1:
             raise ConfigError(f"EvaluateHook.interval is {interval}", allowed="a positive number, or -1")
         if metric_interval is not None and not metrics:
             raise ConfigError("EvaluateHook.metric_interval has no effect without metrics")
+        if save_best is None and (rule is not None or best_weights_only):
+            raise ConfigError("EvaluateHook.rule and best_weights_only have no effect without save_best")
         problems = [component_problems(METRICS, spec, where=f"metrics[{k}]") for k, spec in enumerate(metrics)]
         raise_any(list(chain.from_iterable(problems)))
         self.interval, self.unit = interval, unit or ("epoch" if by_epoch else "iteration")
         self.at_start, self.max_batches, self.use_ema = at_start, max_batches, use_ema
         self.metrics, self.metric_interval, self.empty_cache = tuple(metrics), metric_interval, empty_cache
+        self.best = None
+        if save_best is not None:
+            self.best = BestCheckpoint(save_best, rule=rule, weights_only=best_weights_only, ema=use_ema)
         self._every: Duration | None = None
         self._evaluated: tuple[int, Mapping[str, float]] | None = None
 
@@ -73,8 +88,16 @@ class EvaluateHook(Hook):
         if self.use_ema and ema_of(run) is None:
             raise ConfigError("EvaluateHook.use_ema is True and there is no EMAHook", remedy="add one to custom_hooks")
         self._every = run.ruler.duration(self.interval, self.unit) if self.interval > 0 else None
+        if self.best is not None:
+            self.best.before_run(run)
+
+    def after_load_checkpoint(self, run: Run, manifest: Mapping[str, Any]) -> None:
+        if self.best is not None:
+            self.best.after_load_checkpoint(run, manifest)
 
     def before_update(self, run: Run) -> None:
+        if self.best is not None:
+            self.best.before_update()
         if self.at_start and run.progress.updates == 0:
             self.evaluate(run)
 
@@ -95,9 +118,16 @@ class EvaluateHook(Hook):
         self._evaluated = (run.progress.updates, values)
         if dist.is_main():
             logger().info("Evaluation: %d samples in %.1f s.", self._num_samples(run), time.perf_counter() - begun)
+        if self.best is not None and run.progress.updates:
+            self.best.offer(run, values, complete=self.complete)
         for hook in run.hooks:
             hook.after_val(run, values)
         return values
+
+    @property
+    def complete(self) -> bool:
+        """Whether every evaluation has all metrics, so that a name that one lacks does not exist."""
+        return self.metric_interval is None
 
     def _values(self, run: Run) -> Mapping[str, float]:
         ema = ema_of(run) if self.use_ema else None
@@ -116,6 +146,23 @@ class EvaluateHook(Hook):
         """A checkpoint has the values of its own update."""
         if self._evaluated is not None and self._evaluated[0] == run.progress.updates:
             metrics.update(self._evaluated[1])
+
+    def wants_save(self) -> bool:
+        return self.best is not None and self.best.wants_save()
+
+    def after_save_checkpoint(self, run: Run, path: Path) -> None:
+        if self.best is not None:
+            self.best.after_save_checkpoint(run, path)
+
+    def keeps(self, manifest: Manifest) -> bool:
+        return self.best is not None and self.best.keeps(manifest)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.best is None else self.best.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self.best is not None:
+            self.best.load_state_dict(state)
 
 
 def _validation(run: Run) -> Validation:

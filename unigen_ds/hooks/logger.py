@@ -109,6 +109,15 @@ class LoggerHook(Hook):
         for writer in self._writers:
             writer.image(name, picture, update=update)
 
+    def log(self, run: Run, values: Mapping[str, Any], *, update: int, axis: str = "update") -> None:
+        """Write one line ``{"update": n, **values}``, also to the writers. ``axis``: a further name for the update of
+        results that come late, against which dashboards draw them. On rank 0 alone; not collective.
+        """
+        own = {} if axis == "update" else {axis: update}
+        self._journal.append(run, {"update": update, **values, **own})
+        for writer in self._writers:
+            writer.write({**values, **own}, update=update)
+
     def sync(self) -> None:
         self._journal.sync()
 

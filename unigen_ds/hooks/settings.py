@@ -9,7 +9,8 @@ from pydantic import Field, model_validator
 
 from unigen_ds.core.registry import HOOKS
 from unigen_ds.core.settings import Component, Of, Section
-from unigen_ds.hooks import early_stopping as _early_stopping  # noqa: F401 - these register themselves
+from unigen_ds.hooks import async_evaluate as _async_evaluate  # noqa: F401 - these register themselves
+from unigen_ds.hooks import early_stopping as _early_stopping  # noqa: F401
 from unigen_ds.hooks import ema as _ema  # noqa: F401
 from unigen_ds.hooks import evaluate as _evaluate  # noqa: F401
 from unigen_ds.hooks import preview as _preview  # noqa: F401
