@@ -234,7 +234,7 @@ def test_a_malformed_result_is_named_once(tmp_path, text, problem):
 def test_a_result_that_is_repaired_by_hand_is_logged(tmp_path):
     folder = tmp_path / "run" / "eval_results" / "run"
     run(tmp_path, [sys.executable, "-c", "pass"], updates=3)
-    (folder / "step_2.json").write_text('{"values": {"val/loss": 1.5}, "provenance": {}}')
+    (folder / "step_2.json").write_text('{"results": [{"values": {"val/loss": 1.5}, "provenance": {"a": 1}}]}')
     run(tmp_path, [sys.executable, "-c", "pass"], updates=3, resume=True)
     assert logged(tmp_path) == [(2, {"lmms_eval/val/loss": 1.5, "lmms_eval/step": 2})]
 

@@ -190,7 +190,8 @@ def _start_of(pid: int) -> str:
 def read_result(path: Path, *, update: int) -> tuple[dict[str, float], int]:
     """Numbers of a result, with joined names (``mmstar/average``), and how many other values (texts) it has.
 
-    ``{"global_step": n, "results": {...}}`` as nanoVLM writes it, or ``{"values": {...}}`` of ``tools/evaluate.py``.
+    ``{"global_step": n, "results": {...}}`` as nanoVLM writes it, or ``{"results": [{"values": {...}}, ...]}`` of
+    ``tools/evaluate.py``.
     Raises ``ValueError`` with what is wrong.
     """
     try:
@@ -198,9 +199,13 @@ def read_result(path: Path, *, update: int) -> tuple[dict[str, float], int]:
     except (OSError, ValueError) as error:
         raise ValueError(f"it is no JSON ({error})") from error
     found = found if isinstance(found, dict) else {}
-    values: Any = next((found[key] for key in ("results", "values") if key in found), None)
+    values: Any = found.get("results")
+    if isinstance(values, list) and all(
+        isinstance(part, dict) and isinstance(part.get("values"), dict) for part in values
+    ):
+        values = {name: value for part in values for name, value in part["values"].items()}
     if not isinstance(values, dict):
-        raise ValueError('it has no object under "results" or "values"')
+        raise ValueError('it has no object under "results"')
     step = found.get("global_step", update)
     if step != update:
         raise ValueError(f'its "global_step" is {step!r}')

@@ -55,9 +55,7 @@ def open_model(
     _import_layout(path, tag, config=config, allow=allow_custom_imports)
     source = read_source(path, tag=tag)
     if config is None:
-        found = published_format(source.directory)
-        others = found is not None and not found.pretrained
-        config = found.config(source.directory) if found and others else _stored_config(source.directory)
+        config = config_of(source.directory)
         if not allow_custom_imports:
             _refuse_imports(config, source.directory)
         config = self_contained(config, source.directory)
@@ -100,7 +98,11 @@ def _seed_of(config: Mapping[str, Any]) -> int:
     return int((config.get("randomness") or {}).get("seed") or 0)
 
 
-def _stored_config(directory: Path) -> dict[str, Any]:
+def config_of(directory: Path) -> dict[str, Any]:
+    """The config that a checkpoint contains. Raises ``CheckpointError`` where it has none."""
+    found = published_format(directory)
+    if found is not None and not found.pretrained:
+        return found.config(directory)
     if not (directory / FILE_NAME).is_file():
         raise CheckpointError(f"{directory} does not contain its config", remedy="name it: --config CONFIG")
     return Manifest.read(directory).config

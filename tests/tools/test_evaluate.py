@@ -1,0 +1,192 @@
+"""``tools/evaluate.py``: the evaluation hook's values, for checkpoints, merged weights and published directories."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from tests.data.chat_support import NANOVLM, character_tokenizer
+from tests.processes import ranks
+from tests.text_run import text_config, words
+from tools import evaluate as tool
+from tools.evaluate import main
+from unigen_ds.checkpoint.convert import merge
+from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.core.metrics import read_lines
+from unigen_ds.evaluation.jobs import read_result
+from unigen_ds.evaluation.lmms_eval import TASKS, model_class
+from unigen_ds.runner import Runner
+
+TURNS = (("user", 3), ("assistant", 5))
+
+
+def records(first: int, number: int) -> list[Any]:
+    return [
+        {"conversations": [{"role": role, "type": "text", "content": words(2 + (k + n) % 4, k)} for role, n in TURNS]}
+        for k in range(first, first + number)
+    ]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on 40 records of which some are evaluated; the value of the last update's evaluation is in its log."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    Runner.from_cfg(config(folder)).train()
+    return folder
+
+
+def config(folder: Path, **overrides: Any) -> Any:
+    given: dict[str, Any] = {
+        "train_cfg": {"max_updates": 6},
+        "val_dataloader": {"split": 0.3, "batch_size": 3},
+        "custom_hooks": [{"type": "EvaluateHook", "interval": 3, "unit": "update"},
+                         {"type": "EMAHook", "momentum": 0.3}],
+        "default_hooks__checkpoint": {"interval": 3, "by_epoch": False},
+    }  # fmt: skip
+    return text_config(folder, records(0, 40), **{**given, **overrides})
+
+
+def evaluations(folder: Path) -> dict[int, dict[str, Any]]:
+    lines = read_lines(folder / "run" / "metrics.jsonl")
+    return {line["update"]: line for line in lines if line.get("event") == "evaluation"}
+
+
+def values(capsys: pytest.CaptureFixture[str]) -> dict[str, float]:
+    printed = capsys.readouterr().out.splitlines()
+    return {name: float(value) for name, value in (line.split() for line in printed if line.startswith("val/"))}
+
+
+@pytest.mark.parametrize("update", [3, 6])
+def test_the_values_are_the_hooks_to_the_last_bit(trained, capsys, update):
+    assert main([str(trained / "run" / f"iter_{update}.pth")]) == 0
+    found = values(capsys)
+    assert found == {name: value for name, value in evaluations(trained)[update].items() if name.startswith("val/")}
+    assert {"val/loss", "val/loss/text"} <= set(found)
+
+
+def test_a_work_dir_is_its_newest_checkpoint_and_the_batch_size_changes_nothing(trained, capsys):
+    assert main([str(trained / "run"), "--batch-size", "7"]) == 0
+    assert values(capsys)["val/loss"] == pytest.approx(evaluations(trained)[6]["val/loss"], rel=1e-6)
+
+
+def test_several_processes_share_the_data(trained, capsys):
+    run = str(trained / "run" / "iter_6.pth")
+    one, two = ranks([sys.executable, tool.__file__, run, "--out", str(trained / "two.json")])
+    assert one.status == two.status == 0, one.ending + two.ending
+    assert main([run, "--out", str(trained / "one.json")]) == 0
+    first, second = (json.loads((trained / name).read_text())["results"][0] for name in ("one.json", "two.json"))
+    assert second["values"] == pytest.approx(first["values"], rel=1e-6)
+    assert second["provenance"] == first["provenance"] and int(first["provenance"]["num_samples"]) > 3
+    assert not any(line.startswith("val/") for line in two.out.splitlines())
+
+
+def test_the_average_of_the_weights(trained, capsys):
+    assert main([str(trained / "run" / "iter_6.pth"), "--ema"]) == 0
+    ema = values(capsys)["val/loss"]
+    assert main([str(trained / "run" / "iter_6.pth")]) == 0
+    assert ema != values(capsys)["val/loss"]
+
+
+def test_merged_weights(trained, capsys, tmp_path):
+    merge(trained / "run" / "iter_6.pth", tmp_path / "merged")
+    assert main([str(tmp_path / "merged"), "--config", str(trained / "config.py")]) == 2
+    assert "--data FILE" in capsys.readouterr().err
+    (tmp_path / "other.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records(5, 9)))
+    given = ["--config", str(trained / "config.py"), "--data", str(tmp_path / "other.jsonl"), "--batch-size", "3"]
+    assert main([str(tmp_path / "merged"), *given]) == 0
+    merged = values(capsys)
+    assert main([str(trained / "run" / "iter_6.pth"), *given[2:]]) == 0
+    assert merged == values(capsys)
+    assert main([str(tmp_path / "merged"), *given, "--ema"]) == 2
+    assert "has no average" in capsys.readouterr().err
+    assert main([str(tmp_path / "merged")]) == 1 and "does not contain its config" in capsys.readouterr().err
+
+
+def test_compare(trained, capsys, tmp_path):
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    for update, out in zip((3, 6), files, strict=True):
+        assert main([str(trained / "run" / f"iter_{update}.pth"), "--out", str(out)]) == 0
+    capsys.readouterr()
+    assert main(["--compare", *map(str, files)]) == 0
+    before, after = (evaluations(trained)[update]["val/loss"] for update in (3, 6))
+    assert capsys.readouterr().out.startswith(
+        f"val/loss: {before:.6g} -> {after:.6g}, difference {after - before:+.6g}"
+    )
+    assert main([str(trained / "run"), "--max-batches", "1", "--out", str(files[1])]) == 0
+    assert main(["--compare", *map(str, files)]) == 1
+    assert "num_samples is" in capsys.readouterr().err
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> Path:
+    """nanoVLM's directory with its tokenizer beside it."""
+    character_tokenizer().save_pretrained(tmp_path / "published")
+    for name in ("config.json", "model.safetensors"):
+        shutil.copyfile(NANOVLM / name, tmp_path / "published" / name)
+    return tmp_path / "published"
+
+
+def test_a_published_directory(published, capsys, tmp_path):
+    Image.new("RGB", (64, 64), "red").save(tmp_path / "red.png")
+    turns = [("user", "image", str(tmp_path / "red.png")), ("user", "text", "?"), ("assistant", "text", "red")]
+    record = {"conversations": [dict(zip(("role", "type", "content"), turn, strict=True)) for turn in turns]}
+    (tmp_path / "data.jsonl").write_text(json.dumps(record) + "\n")
+    assert main([str(published)]) == 2 and "--data FILE" in capsys.readouterr().err
+    assert main([str(published), "--data", str(tmp_path / "data.jsonl"), "--seq-length", "128"]) == 0
+    assert values(capsys)["val/loss/text"] > 0
+
+
+def test_tasks_of_lmms_eval(published, capsys, tmp_path, monkeypatch):
+    """With a stand-in for the package: what it reads is logged by ``AsyncEvaluateHook``."""
+    assert main([str(published), "--lmms-tasks"]) == 2 and "pip install lmms-eval" in capsys.readouterr().err
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "lmms_stand_in"))
+    out = tmp_path / "step_7.json"
+    assert main([str(published), "--lmms-tasks", "--step", "7", "--limit", "1", "--out", str(out)]) == 0
+    numbers, texts = read_result(out, update=7)
+    assert len(TASKS) == 9 == texts and {f"{task}/samples" for task in TASKS} <= set(numbers)
+    assert main([str(published), "--lmms-tasks", "mme,mmstar"]) == 0
+    assert [line.split("/")[0] for line in capsys.readouterr().out.splitlines() if "samples" in line][-2:] == [
+        "mme",
+        "mmstar",
+    ]
+
+
+def test_the_wrapper_of_lmms_eval(monkeypatch):
+    """Pictures, placeholders, ends and limits of a request reach the inferencer; the abstract methods are all there."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "lmms_stand_in"))
+    from lmms_eval.api.model import lmms
+
+    class Inferencer:
+        def unified_generate(self, prompt: str, *, images: Any, max_length: int, seed: int, **rest: Any) -> Any:
+            self.asked = prompt, [Image.open(path).getpixel((0, 0)) for path in images], max_length, rest
+            return SimpleNamespace(text=" yes\nEND no", images=[])
+
+    model = model_class(lmms)(inferencer := Inferencer())
+    model.task_dict["t"] = {"test": [[Image.new("L", (4, 4), 7), [Image.new("RGB", (4, 4), (1, 2, 3))]]]}
+    request = SimpleNamespace(
+        args=("a <image>b", {"max_new_tokens": 9, "until": ["END"]}, lambda doc: doc, 0, "t", "test")
+    )
+    assert model.generate_until([request, request]) == ["yes", "yes"]
+    prompt, pixels, length, rest = inferencer.asked
+    assert (prompt, pixels, length) == ("a b", [(7, 7, 7), (1, 2, 3)], 9) and rest["temperature"] == 0.0
+    for method in (model.loglikelihood, model.generate_until_multi_round):
+        with pytest.raises(ConfigError, match="Allowed: tasks"):
+            method([request])
+    request.args = ("a", {}, lambda doc: [b"sound"], 0, "t", "test")
+    with pytest.raises(DataError, match="shows bytes"):
+        model.generate_until([request])
+
+
+def test_wrong_usage(trained, capsys):
+    for arguments in ([], [str(trained), "--compare", "a", "b"]):
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == 2
+    assert main([str(trained / "nowhere")]) == 1

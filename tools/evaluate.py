@@ -1,0 +1,151 @@
+"""Evaluate a model: ``python tools/evaluate.py CKPT [--data FILE] ...``; installed as ``unigen-evaluate``.
+
+CKPT is a checkpoint of any engine or a work dir (its newest checkpoint), merged weights (with --config), or a published
+directory (with --data). val/loss and its parts are those of EvaluateHook; the data are val_dataloader's of the
+checkpoint's config. Started by torchrun, each process has the whole model and its share of the data.
+
+    torchrun --nproc_per_node=4 tools/evaluate.py CKPT --out results.json
+    python tools/evaluate.py --compare A.json B.json
+
+Exit status: 0 done, 1 the checkpoint or the data cannot be read, or two results are unlike, 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+if not __package__:
+    import _path  # noqa: F401 - a script runs from a checkout without installation
+
+from unigen_ds.core.errors import UnigenError
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="unigen-evaluate", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    p.add_argument("model", type=Path, metavar="CKPT", nargs="?")
+    p.add_argument("--config", help="config of the training, if the checkpoint does not contain it")
+    p.add_argument("--data", metavar="FILE", help="a file of records to evaluate on, instead of val_dataloader's data")
+    p.add_argument("--metrics", nargs="+", default=[], metavar="NAME",
+                   help="further metrics, such as BLEU, or as dict(type='BLEU', ...) with arguments")  # fmt: skip
+    p.add_argument("--batch-size", type=int, metavar="N", help="of each process; default: val_dataloader's")
+    p.add_argument(
+        "--seq-length", type=int, metavar="N", help="tokens of a sequence at most; default: val_dataloader's"
+    )
+    p.add_argument("--max-batches", type=int, metavar="N", help="evaluate at most N batches; default: all records")
+    p.add_argument("--ema", action="store_true", help="the average of the weights instead of the weights")
+    p.add_argument("--tag", help="name of the checkpoint's folder below CKPT")
+    p.add_argument("--out", type=Path, metavar="FILE", help="write the values with their provenance there, as JSON")
+    p.add_argument("--lmms-tasks", nargs="?", const="", metavar="TASK,...",
+                   help="run these tasks of lmms-eval instead; without names nanoVLM's nine")  # fmt: skip
+    p.add_argument("--step", type=int, metavar="N", help="update to record in the file of --lmms-tasks")
+    p.add_argument("--limit", type=int, metavar="N", help="samples of each task of --lmms-tasks at most")
+    p.add_argument("--compare", nargs=2, type=Path, metavar=("A", "B"), help="two files of --out: B minus A")
+    p.add_argument("--allow-custom-imports", action="store_true",
+                   help="import (and so execute) the modules that the checkpoint's config names")  # fmt: skip
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    p = parser()
+    arguments = p.parse_args(argv)
+    if (arguments.model is None) == (arguments.compare is None):
+        p.error("name a checkpoint, or two files with --compare")
+    if arguments.compare is None:
+        from unigen_ds.core import dist, log  # after parsing: --help does not wait for torch
+
+        log.setup(rank=dist.env_rank())
+    try:
+        if arguments.compare is not None:
+            return compare(*arguments.compare)
+        return run(arguments)
+    except UnigenError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+
+
+def compare(a: Path, b: Path) -> int:
+    """Print the differences; 1 if some values are unlike."""
+    from unigen_ds.evaluation.comparison import compare_files
+
+    found = compare_files(a, b)
+    for difference in found.differences:
+        print(difference)
+    for refusal in found.refusals:
+        print(f"not compared: {refusal}", file=sys.stderr)
+    return 1 if found.refusals else 0
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from unigen_ds.core import dist
+
+    dist.init()
+    failed = True
+    try:
+        evaluate(arguments) if arguments.lmms_tasks is None else benchmark(arguments)
+        failed = False
+    finally:
+        dist.shutdown(after_error=failed)
+    return 0
+
+
+def source(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What both kinds of evaluation open."""
+    from unigen_ds.runner.settings import load_config
+
+    config = load_config(arguments.config) if arguments.config else None
+    return {"config": config, "tag": arguments.tag, "allow_custom_imports": arguments.allow_custom_imports}
+
+
+def evaluate(arguments: argparse.Namespace) -> None:
+    """On validation data."""
+    from unigen_ds.core import dist
+    from unigen_ds.evaluation.provenance import write_results
+    from unigen_ds.runner import evaluate as library
+
+    names = ("data", "batch_size", "seq_length", "max_batches", "ema")
+    options = {name: getattr(arguments, name) for name in names}
+    results = library.evaluate(library.Evaluated(arguments.model, **options, **source(arguments)))
+    if not dist.is_main():
+        return
+    for result in results:
+        show(result.values)
+    if arguments.out is not None:
+        write_results(arguments.out, results)
+
+
+def benchmark(arguments: argparse.Namespace) -> None:
+    """On tasks of lmms-eval."""
+    import torch
+
+    from unigen_ds.core import dist
+    from unigen_ds.core.files import write_text_atomic
+    from unigen_ds.evaluation.lmms_eval import TASKS, run_tasks
+    from unigen_ds.runner.trained import open_inferencer
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    model = open_inferencer(arguments.model, device=device, dtype=dtype, raw=not arguments.ema, **source(arguments))
+    found = run_tasks(model, arguments.lmms_tasks.split(",") if arguments.lmms_tasks else TASKS, limit=arguments.limit)
+    if not dist.is_main():
+        return
+    show({f"{task}/{name}": value for task, values in found.items() for name, value in values.items()})
+    if arguments.out is not None:
+        step = {} if arguments.step is None else {"global_step": arguments.step}
+        content = {**step, "checkpoint": str(arguments.model), "results": found}
+        write_text_atomic(arguments.out, json.dumps(content, indent=1, default=str) + "\n")
+
+
+def show(values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        print(f"{name}  {value!r}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,200 @@
+"""Evaluate a checkpoint of any engine, files of weights or a published directory on validation data.
+
+In: what ``open_model`` reads, and the ``val_dataloader`` of a config. Out: ``val/loss`` with its parts, as
+``EvaluateHook`` computes them, with their provenance. With several processes each has the whole model and its share of
+the data.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from unigen_ds.checkpoint.convert import read_source
+from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
+from unigen_ds.checkpoint.weight_files import locate
+from unigen_ds.core import dist
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.metrics import sample_digest
+from unigen_ds.core.optim import COMPUTE_DTYPE
+from unigen_ds.core.progress import Geometry
+from unigen_ds.data.overflow import check_overflow
+from unigen_ds.evaluation.provenance import Result
+from unigen_ds.evaluation.validation import Validation
+from unigen_ds.families.base import published_format
+from unigen_ds.runner.build import Data, build_data, build_processor, build_validation, build_validation_data, rules_of
+from unigen_ds.runner.settings import Settings
+from unigen_ds.runner.trained import config_of, open_model, self_contained
+
+_SECTIONS = ("model", "tokenizer", "processor", "train_dataloader", "val_dataloader", "optim_wrapper", "loss_weights",
+             "randomness", "custom_imports")  # fmt: skip
+_TRAINING = {"optim_wrapper": {"optimizer": {"type": "AdamW", "lr": 0.0}}, "train_cfg": {"max_epochs": 1}}
+"""Sections that ``Settings`` requires and an evaluation does not use."""
+NOT_USED = "none"
+"""In a provenance: there is no such thing."""
+DEFINITION = 1
+"""Of ``val/loss`` and its parts; another number means that values changed."""
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What is evaluated, and how.
+
+    Args:
+        path: a checkpoint, a work dir, files of weights, or a published directory.
+        config: of the training; None: the checkpoint's own.
+        data: a file of records in place of ``val_dataloader``'s data.
+        batch_size: sequences of a forward pass on each process; None: that of ``val_dataloader``.
+        seq_length: tokens of a sequence at most; None: that of ``val_dataloader``.
+        max_batches: as of ``EvaluateHook``.
+        ema: the average of the weights instead of the weights.
+        tag: name of the checkpoint's folder below ``path``.
+        allow_custom_imports: as of ``open_model``.
+    """
+
+    path: Path
+    config: Mapping[str, Any] | None = None
+    data: str | None = None
+    batch_size: int | None = None
+    seq_length: int | None = None
+    max_batches: int | None = None
+    ema: bool = False
+    tag: str | None = None
+    allow_custom_imports: bool = False
+
+    @cached_property
+    def manifest(self) -> Manifest | None:
+        """Of the checkpoint, where it is one of this project."""
+        if self.published is not None:
+            return None
+        directory = locate(self.path, self.tag)
+        return Manifest.read(directory) if (directory / FILE_NAME).is_file() else None
+
+    @cached_property
+    def published(self) -> Any:
+        """The format of a published directory, which has weights and sizes but no training."""
+        found = published_format(self.path, complete=self.config is not None)
+        return found if found is not None and found.pretrained else None
+
+    @property
+    def name(self) -> str:
+        """What the provenance calls it."""
+        place = self.path if self.published is not None else locate(self.path, self.tag)
+        update = "" if self.manifest is None else f" (update {self.manifest.progress.updates})"
+        return f"{place}{update}{' EMA' if self.ema else ''}"
+
+    @cached_property
+    def settings(self) -> Settings:
+        """The sections that an evaluation uses. Raises ``ConfigError`` where nothing says what to evaluate on."""
+        if self.config is not None:
+            given = dict(self.config)
+        elif self.published is not None:
+            given = dict(self.published.config(self.path))
+        else:
+            directory = locate(self.path, self.tag)
+            given = self_contained(config_of(directory), directory)
+        wanted = {**_TRAINING, **{key: given[key] for key in _SECTIONS if given.get(key) is not None}}
+        wanted["val_dataloader"] = self._loader(given)
+        wanted.setdefault("train_dataloader", {"batch_size": 1, "dataset": wanted["val_dataloader"].get("dataset")})
+        found = Settings.from_config(wanted)
+        return found if self.manifest is None else found.with_seed(int(self.manifest.loader["seed"]))
+
+    def _loader(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        loader = dict(given.get("val_dataloader") or {})
+        if self.data is not None:
+            loader = {**loader, "dataset": _with_path(self.data, loader, given.get("train_dataloader") or {})}
+            loader.pop("split", None)
+        if not loader:
+            raise ConfigError(
+                f"nothing says what {self.path} is to be evaluated on",
+                remedy="--data FILE, or --config with a config that has val_dataloader",
+            )
+        own = {"batch_size": self.batch_size, "seq_length": self.seq_length}
+        return {**loader, **{key: value for key, value in own.items() if value is not None}}
+
+    def open(self) -> tuple[WholeModel, Validation]:
+        """The model on this process's device, in the precision of the training, and the data. Not collective."""
+        if self.ema and (self.published is not None or read_source(self.path, tag=self.tag).average is None):
+            raise ConfigError(f"{self.path} has no average of the weights (EMA)", remedy="leave out --ema")
+        options = {"tag": self.tag, "config": self.config, "allow_custom_imports": self.allow_custom_imports}
+        model, _ = open_model(self.path, raw=not self.ema, **options)  # type: ignore[arg-type]
+        settings, manifest = self.settings, self.manifest
+        rules = rules_of(settings, manifest)
+        geometry = Geometry(settings.train_dataloader.batch_size or 1) if manifest is None else manifest.geometry
+        assert settings.val_dataloader is not None
+        if settings.val_dataloader.split is not None:
+            data = build_data(settings, geometry=geometry, ruler=manifest.ruler if manifest else None, rules=rules)
+        else:  # the training data are not needed, and may not be there
+            processor = build_processor(settings, seed=settings.seed, rules=rules)
+            found = build_validation_data(settings, processor, [], geometry=geometry, rules=rules)
+            data = Data(processor, None, found)  # type: ignore[arg-type]
+        validation = build_validation(settings, data)
+        assert validation is not None
+        check_overflow(validation.data.fitted, validation.data.names)
+        return WholeModel(model, precision=settings.optim_wrapper.precision), validation
+
+
+class WholeModel:
+    """A whole model on each process, with what an evaluation uses of a ``Backend``."""
+
+    gathers_in_forward = False
+
+    def __init__(self, model: nn.Module, *, precision: str) -> None:
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.model = model.to(self.device).eval().requires_grad_(False)
+        self.precision = precision
+        self.dp_rank, self.dp_size = dist.rank(), dist.world_size()
+        if precision != "fp32":
+            for parameter in self.model.parameters():
+                parameter.data = parameter.data.to(COMPUTE_DTYPE[precision])
+
+
+def _with_path(data: str, *loaders: Mapping[str, Any]) -> dict[str, Any]:
+    """The first data set of the loaders that reads a file, reading ``data``; else the usual one."""
+    for loader in loaders:
+        sources = loader.get("dataset") or ()
+        for source in [sources] if isinstance(sources, Mapping) else sources:
+            if "data_path" in source:
+                return {**{key: value for key, value in source.items() if key != "name"}, "data_path": data}
+    return {"type": "UnifiedGenerationDataset", "data_path": data}
+
+
+def evaluate(given: Evaluated) -> list[Result]:
+    """``val/loss`` and its parts. Collective; the same on all ranks.
+
+    Raises what ``open_model`` raises, and ``ConfigError`` or ``DataError`` where the data cannot be read.
+    """
+    engine, validation = given.open()
+    values = validation.losses(engine, max_batches=given.max_batches)  # type: ignore[arg-type]
+    return [Result(values, _provenance(given, engine, validation))]
+
+
+def _provenance(given: Evaluated, engine: WholeModel, validation: Validation) -> dict[str, str]:
+    data = validation.data
+    settings = {"loss_weights": dict(validation.loss_weights), "max_batches": given.max_batches,
+                "seq_length": data.seq_length}  # fmt: skip
+    chosen = [draw.sample_id(data.names) for draws in data.draws(_limit(given, data.batch_size)) for draw in draws]
+    facts = {
+        "metric": "val/loss",
+        "version": f"unigen_ds definition {DEFINITION}",
+        "settings": json.dumps(settings, sort_keys=True, default=str),
+        "resize": NOT_USED,
+        "precision": engine.precision,
+        "seed": str(data.seed),
+        "model": NOT_USED,
+        "num_samples": str(len(chosen)),
+        "samples": sample_digest([*chosen, *(source.fingerprint for source in data.sources)]),
+        "checkpoint": given.name,
+    }
+    return facts
+
+
+def _limit(given: Evaluated, batch_size: int) -> int | None:
+    return None if given.max_batches is None else given.max_batches * batch_size
