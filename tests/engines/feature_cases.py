@@ -235,3 +235,26 @@ def _numbers(engine: str, world: int, **overrides: Any) -> Phase:
         **overrides,
     }
     return Phase(world, settings, PLUGIN_TEXT_UPDATES, config_file=PLUGIN_TEXT)
+
+
+BEST_CHAIN = (("zero2", 2, 3), ("FULL_SHARD", 2, 6), ("single", 1, 8))
+"""Engine, processes, and the update at which the phase ends; each resumes the one before."""
+
+
+def best() -> list[Job]:
+    """The best checkpoint of one run under three engines: the loss falls, so the *greatest* ``val/loss`` is an early one,
+    which ``max_keep_ckpts=1`` would delete.
+    """
+    phases = []
+    for number, (engine, world, updates) in enumerate(BEST_CHAIN):
+        hook = {"type": "EvaluateHook", "interval": 1, "unit": "update", "save_best": "val/loss", "rule": "greater"}
+        overrides = config(
+            engine,
+            world,
+            custom_hooks=[hook, {"type": "EMAHook", "momentum": 0.1}],
+            val_dataloader={"split": 0.3, "batch_size": 2},
+            default_hooks__checkpoint__max_keep_ckpts=1,
+            resume=number > 0,
+        )
+        phases.append(Phase(world, overrides, updates))
+    return [Job("best", phases)]

@@ -39,6 +39,7 @@ GROUPS: dict[str, Callable[..., list[Job]]] = {
     "compiled_fsdp": feature_cases.compiled,
     "optimizers": feature_cases.optimizers,
     "plugin": feature_cases.plugin,
+    "best": lambda full: feature_cases.best(),
     "models": model_cases.models,
     "models_bf16": model_cases.models_bf16,
     "parts": model_cases.parts,

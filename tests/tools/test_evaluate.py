@@ -135,8 +135,9 @@ def published(tmp_path: Path) -> Path:
 
 def test_a_published_directory(published, capsys, tmp_path):
     Image.new("RGB", (64, 64), "red").save(tmp_path / "red.png")
-    turns = [("user", "image", str(tmp_path / "red.png")), ("user", "text", "?"), ("assistant", "text", "red")]
-    record = {"conversations": [dict(zip(("role", "type", "content"), turn, strict=True)) for turn in turns]}
+    shown = {"role": "user", "type": "image", "image_path": str(tmp_path / "red.png")}
+    turns = [{"role": role, "type": "text", "content": text} for role, text in (("user", "?"), ("assistant", "red"))]
+    record = {"conversations": [shown, *turns]}
     (tmp_path / "data.jsonl").write_text(json.dumps(record) + "\n")
     assert main([str(published)]) == 2 and "--data FILE" in capsys.readouterr().err
     assert main([str(published), "--data", str(tmp_path / "data.jsonl"), "--seq-length", "128"]) == 0

@@ -228,7 +228,7 @@ class AsyncEvaluateHook(Hook):
             return False
         self._logged.add(update)
         named = {f"{self.prefix}/{name}": value for name, value in values.items()}
-        logger_of(run).log(run, {"event": EVENT, **named}, update=update, axis=f"{self.prefix}/step")
+        logger_of(run).log(run, named, update=update, axis=f"{self.prefix}/step", event=EVENT)
         if others:
             logger().info("%s has %d values that are no numbers: they are not logged.", path, others)
         return True

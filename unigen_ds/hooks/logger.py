@@ -109,13 +109,13 @@ class LoggerHook(Hook):
         for writer in self._writers:
             writer.image(name, picture, update=update)
 
-    def log(self, run: Run, values: Mapping[str, Any], *, update: int, axis: str = "update") -> None:
-        """Write one line ``{"update": n, **values}``, also to the writers. ``axis``: a further name for the update of
-        results that come late, against which dashboards draw them. On rank 0 alone; not collective.
-        """
+    def log(
+        self, run: Run, values: Mapping[str, Any], *, update: int, axis: str = "update", event: str = "log"
+    ) -> None:
+        """Log values of an ``update``, which may be an earlier one: a line of its own, and the writers."""
+        self._journal.append(run, {"event": event, "update": update, **values})
         own = {} if axis == "update" else {axis: update}
-        self._journal.append(run, {"update": update, **values, **own})
-        for writer in self._writers:
+        for writer in self._writers if dist.is_main() else ():
             writer.write({**values, **own}, update=update)
 
     def sync(self) -> None:
