@@ -22,7 +22,7 @@ from typing import Any
 if not __package__:
     import _path  # noqa: F401 - a script runs from a checkout without installation
 
-from unigen_ds.core.errors import UnigenError
+from unigen_ds.core.errors import ConfigError, UnigenError
 
 
 def parser() -> argparse.ArgumentParser:
@@ -33,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--config", help="config of the training, if the checkpoint does not contain it")
     p.add_argument("--data", metavar="FILE", help="a file of records to evaluate on, instead of val_dataloader's data")
     p.add_argument("--metrics", nargs="+", default=[], metavar="NAME",
-                   help="further metrics, such as BLEU, or as dict(type='BLEU', ...) with arguments")  # fmt: skip
+                   help='further metrics: BLEU, or with arguments {"type": "BLEU", ...}')  # fmt: skip
     p.add_argument("--batch-size", type=int, metavar="N", help="of each process; default: val_dataloader's")
     p.add_argument(
         "--seq-length", type=int, metavar="N", help="tokens of a sequence at most; default: val_dataloader's"
@@ -111,6 +111,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
 
     names = ("data", "batch_size", "seq_length", "max_batches", "ema")
     options = {name: getattr(arguments, name) for name in names}
+    options["metrics"] = [metric(text) for text in arguments.metrics]
     results = library.evaluate(library.Evaluated(arguments.model, **options, **source(arguments)))
     if not dist.is_main():
         return
@@ -140,6 +141,16 @@ def benchmark(arguments: argparse.Namespace) -> None:
         step = {} if arguments.step is None else {"global_step": arguments.step}
         content = {**step, "checkpoint": str(arguments.model), "results": found}
         write_text_atomic(arguments.out, json.dumps(content, indent=1, default=str) + "\n")
+
+
+def metric(text: str) -> dict[str, Any]:
+    """``BLEU``, or ``{"type": "BLEU", ...}``. Raises ``ConfigError``."""
+    if not text.startswith("{"):
+        return {"type": text}
+    try:
+        return dict(json.loads(text))
+    except ValueError as error:
+        raise ConfigError(f"--metrics {text} is no JSON: {error}", allowed='BLEU, or {"type": "BLEU", ...}') from error
 
 
 def show(values: Mapping[str, Any]) -> None:

@@ -242,8 +242,8 @@ BEST_CHAIN = (("zero2", 2, 3), ("FULL_SHARD", 2, 6), ("single", 1, 8))
 
 
 def best() -> list[Job]:
-    """The best checkpoint of one run under three engines: the loss falls, so the *greatest* ``val/loss`` is an early one,
-    which ``max_keep_ckpts=1`` would delete.
+    """The best checkpoint of one run under three engines: the loss falls, so the *greatest* ``val/loss`` is an early
+    one, which ``max_keep_ckpts=1`` would delete.
     """
     phases = []
     for number, (engine, world, updates) in enumerate(BEST_CHAIN):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import sys
 from pathlib import Path
@@ -10,18 +11,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
+from safetensors.torch import load_file
 
 from tests.data.chat_support import NANOVLM, character_tokenizer
 from tests.processes import ranks
 from tests.text_run import text_config, words
 from tools import evaluate as tool
 from tools.evaluate import main
+from unigen_ds.checkpoint.best import best_of
 from unigen_ds.checkpoint.convert import merge
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.metrics import read_lines
 from unigen_ds.evaluation.jobs import read_result
 from unigen_ds.evaluation.lmms_eval import TASKS, model_class
+from unigen_ds.evaluation.provenance import read_results
 from unigen_ds.runner import Runner
 
 TURNS = (("user", 3), ("assistant", 5))
@@ -107,6 +112,44 @@ def test_merged_weights(trained, capsys, tmp_path):
     assert main([str(tmp_path / "merged"), *given, "--ema"]) == 2
     assert "has no average" in capsys.readouterr().err
     assert main([str(tmp_path / "merged")]) == 1 and "does not contain its config" in capsys.readouterr().err
+
+
+def test_metrics_beside_the_loss(trained, capsys, tmp_path):
+    """Perplexity is that of the loss; and it has an interval in a comparison, which several processes do not change."""
+    run, files = trained / "run", [tmp_path / "a.json", tmp_path / "b.json"]
+    metrics = ["--metrics", "Perplexity", '{"type": "ExactMatch"}']
+    assert main([str(run / "iter_6.pth"), *metrics, "--out", str(files[0])]) == 0
+    printed = capsys.readouterr().out
+    found = dict(line.split("  ") for line in printed.splitlines() if "  " in line)
+    assert float(found["perplexity"]) == pytest.approx(math.exp(float(found["val/loss/text"])), rel=1e-6)
+    assert 0 <= float(found["exact_match"]) <= 1
+    command = [sys.executable, tool.__file__, str(run / "iter_3.pth"), *metrics, "--out", str(files[1])]
+    assert [one.status for one in ranks(command)] == [0, 0]
+    assert main(["--compare", *map(str, files)]) == 0
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines() if "95 % interval" in line] == [
+        "perplexity", "exact_match",
+    ]  # fmt: skip
+    for wrong, message in (("BLUE", "BLEU"), ("{", "is no JSON")):
+        assert main([str(run), "--metrics", wrong]) == 2 and message in capsys.readouterr().err
+
+
+def test_the_hook_computes_metrics_at_an_interval_of_their_own(trained, capsys, tmp_path):
+    """Their values are the tool's, one of them chooses the best checkpoint, and the training is not changed by a bit."""
+    every = {"interval": 1, "unit": "update", "metric_interval": 3, "save_best": "val/perplexity"}
+    hook = {"type": "EvaluateHook", **every, "metrics": [{"type": "Perplexity"}, {"type": "ExactMatch"}]}
+    hooks = [hook, {"type": "EMAHook", "momentum": 0.3}]
+    Runner.from_cfg(config(tmp_path, custom_hooks=hooks)).train()
+    lines = evaluations(tmp_path)
+    assert [n for n, line in lines.items() if "val/perplexity" in line] == [3, 6] and len(lines) == 6
+    assert main([str(tmp_path / "run" / "iter_3.pth"), "--metrics", "Perplexity", "ExactMatch"]) == 0
+    found = dict(line.split("  ") for line in capsys.readouterr().out.splitlines() if "  " in line)
+    for name in ("perplexity", "exact_match"):
+        assert lines[3][f"val/{name}"] == pytest.approx(float(found[name]), rel=1e-6)
+    assert best_of(tmp_path / "run")[1].metric == "val/perplexity"
+    stored = read_results(tmp_path / "run" / "evaluations" / "update_3.json")
+    assert [result.provenance["metric"] for result in stored] == ["perplexity", "exact_match"]
+    mine, other = (load_file(folder / "run" / "iter_6.pth" / "model.safetensors") for folder in (tmp_path, trained))
+    assert all(torch.equal(mine[name], other[name]) for name in other)
 
 
 def test_compare(trained, capsys, tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,13 +16,21 @@ from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core import dist
 from unigen_ds.core.clock import EVALUATION
 from unigen_ds.core.errors import ConfigError, raise_any
+from unigen_ds.core.files import make_directory
 from unigen_ds.core.log import logger
-from unigen_ds.core.progress import Duration
+from unigen_ds.core.progress import Duration, Progress
 from unigen_ds.core.registry import HOOKS, METRICS, component_problems
+from unigen_ds.evaluation.generation import Weights
+from unigen_ds.evaluation.metrics import Metric, build_metrics
+from unigen_ds.evaluation.provenance import write_results
+from unigen_ds.evaluation.scoring import scores
 from unigen_ds.evaluation.validation import Validation
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.hooks.best import BestCheckpoint
 from unigen_ds.hooks.ema import ema_of
+
+FOLDER = "evaluations"
+"""Of the work dir: ``update_<n>.json`` has the metrics of an update with their provenance."""
 
 
 @HOOKS.register_module()
@@ -82,12 +90,19 @@ class EvaluateHook(Hook):
         if save_best is not None:
             self.best = BestCheckpoint(save_best, rule=rule, weights_only=best_weights_only, ema=use_ema)
         self._every: Duration | None = None
+        self._metric_every: Duration | None = None
+        self._built: list[Metric] = []
+        self._scored = Progress()
+        self.complete = True
+        """Whether the present evaluation has all metrics, so that a name that it lacks does not exist."""
         self._evaluated: tuple[int, Mapping[str, float]] | None = None
 
     def before_run(self, run: Run) -> None:
         if self.use_ema and ema_of(run) is None:
             raise ConfigError("EvaluateHook.use_ema is True and there is no EMAHook", remedy="add one to custom_hooks")
         self._every = run.ruler.duration(self.interval, self.unit) if self.interval > 0 else None
+        self._metric_every = run.ruler.duration(self.metric_interval, self.unit) if self.metric_interval else None
+        self._built = build_metrics(self.metrics, where="EvaluateHook.metrics")
         if self.best is not None:
             self.best.before_run(run)
 
@@ -124,15 +139,36 @@ class EvaluateHook(Hook):
             hook.after_val(run, values)
         return values
 
-    @property
-    def complete(self) -> bool:
-        """Whether every evaluation has all metrics, so that a name that one lacks does not exist."""
-        return self.metric_interval is None
-
     def _values(self, run: Run) -> Mapping[str, float]:
         ema = ema_of(run) if self.use_ema else None
-        with ema.swapped(run) if ema is not None else nullcontext():
-            return _validation(run).losses(run.backend, max_batches=self.max_batches)
+
+        def weights() -> AbstractContextManager[None]:
+            return nullcontext() if ema is None else ema.swapped(run)
+
+        with weights():
+            values = _validation(run).losses(run.backend, max_batches=self.max_batches)
+        self.complete = not self._built or self._metrics_due(run)
+        return {**values, **self._scores(run, weights)} if self._built and self.complete else values
+
+    def _metrics_due(self, run: Run) -> bool:
+        return self._metric_every is None or run.finished or self._metric_every.every(run.progress, self._scored)
+
+    def _scores(self, run: Run, weights: Weights) -> dict[str, float]:
+        """The further metrics; a file has them with their provenance. Collective."""
+        updates, self._scored = run.progress.updates, run.progress
+        made_by = {"ema": str(self.use_ema), "precision": str(run.backend.topology().get("precision"))}
+        results = scores(
+            run.backend, _validation(run), self._built, checkpoint=f"{run.work_dir}, update {updates}",
+            max_samples=None if self.max_batches is None else self.max_batches * _validation(run).data.batch_size,
+            weights=weights, resamples=0, made_by=made_by,
+        )  # fmt: skip
+        if dist.is_main():
+            try:
+                make_directory(run.work_dir / FOLDER)
+                write_results(run.work_dir / FOLDER / f"update_{updates}.json", results)
+            except OSError as error:
+                logger().warning("The provenance of the metrics of update %d is not stored: %s.", updates, error)
+        return {f"val/{name}": value for result in results for name, value in result.values.items()}
 
     def _num_samples(self, run: Run) -> int:
         data = _validation(run).data
@@ -158,9 +194,11 @@ class EvaluateHook(Hook):
         return self.best is not None and self.best.keeps(manifest)
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self.best is None else self.best.state_dict()
+        scored = {"scored": self._scored.state_dict()} if self._metric_every is not None else {}
+        return {**scored, **({} if self.best is None else self.best.state_dict())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._scored = Progress.from_state_dict(state["scored"]) if "scored" in state else Progress()
         if self.best is not None:
             self.best.load_state_dict(state)
 

@@ -1,14 +1,14 @@
 """Evaluate a checkpoint of any engine, files of weights or a published directory on validation data.
 
 In: what ``open_model`` reads, and the ``val_dataloader`` of a config. Out: ``val/loss`` with its parts, as
-``EvaluateHook`` computes them, with their provenance. With several processes each has the whole model and its share of
-the data.
+``EvaluateHook`` computes them, and further metrics, each with its provenance. With several processes each has the whole
+model and its share of the data.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +26,9 @@ from unigen_ds.core.metrics import sample_digest
 from unigen_ds.core.optim import COMPUTE_DTYPE
 from unigen_ds.core.progress import Geometry
 from unigen_ds.data.overflow import check_overflow
+from unigen_ds.evaluation.metrics import build_metrics
 from unigen_ds.evaluation.provenance import Result
+from unigen_ds.evaluation.scoring import scores
 from unigen_ds.evaluation.validation import Validation
 from unigen_ds.families.base import published_format
 from unigen_ds.runner.build import Data, build_data, build_processor, build_validation, build_validation_data, rules_of
@@ -53,7 +55,7 @@ class Evaluated:
         data: a file of records in place of ``val_dataloader``'s data.
         batch_size: sequences of a forward pass on each process; None: that of ``val_dataloader``.
         seq_length: tokens of a sequence at most; None: that of ``val_dataloader``.
-        max_batches: as of ``EvaluateHook``.
+        max_batches, metrics: as of ``EvaluateHook``.
         ema: the average of the weights instead of the weights.
         tag: name of the checkpoint's folder below ``path``.
         allow_custom_imports: as of ``open_model``.
@@ -65,6 +67,7 @@ class Evaluated:
     batch_size: int | None = None
     seq_length: int | None = None
     max_batches: int | None = None
+    metrics: Sequence[Mapping[str, Any]] = ()
     ema: bool = False
     tag: str | None = None
     allow_custom_imports: bool = False
@@ -167,13 +170,18 @@ def _with_path(data: str, *loaders: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def evaluate(given: Evaluated) -> list[Result]:
-    """``val/loss`` and its parts. Collective; the same on all ranks.
+    """``val/loss`` and its parts, then each metric. Collective; the same on all ranks.
 
-    Raises what ``open_model`` raises, and ``ConfigError`` or ``DataError`` where the data cannot be read.
+    Raises what ``open_model`` raises, and ``ConfigError`` or ``DataError`` where the data or a metric cannot be used.
     """
+    metrics = build_metrics(given.metrics)
     engine, validation = given.open()
     values = validation.losses(engine, max_batches=given.max_batches)  # type: ignore[arg-type]
-    return [Result(values, _provenance(given, engine, validation))]
+    losses = Result(values, _provenance(given, engine, validation))
+    made_by = {"precision": engine.precision}
+    limit = _limit(given, validation.data.batch_size)
+    scored = scores(engine, validation, metrics, checkpoint=given.name, max_samples=limit, made_by=made_by)
+    return [losses, *scored]
 
 
 def _provenance(given: Evaluated, engine: WholeModel, validation: Validation) -> dict[str, str]:
