@@ -107,7 +107,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
     """On validation data."""
     from unigen_ds.core import dist
     from unigen_ds.evaluation.provenance import write_results
-    from unigen_ds.runner import evaluate as library
+    from unigen_ds.runner import evaluated as library
 
     names = ("data", "batch_size", "seq_length", "max_batches", "ema")
     options = {name: getattr(arguments, name) for name in names}

@@ -9,7 +9,7 @@ import pytest
 from tests.engines.feature_cases import BEST_CHAIN
 from tests.engines.launch import want
 from tools.evaluate import main
-from unigen_ds.checkpoint.best import HINT, best_of
+from unigen_ds.checkpoint.best_record import HINT, best_of
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.metrics import read_lines
 

@@ -1,4 +1,4 @@
-"""Evaluations by other processes while a run trains: real processes, a stand-in for ``sbatch``, kills and restarts."""
+"""Evaluations by other processes while a run trains: real processes, an imitation of ``sbatch``, kills and restarts."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def newest(folder: Path) -> int:
 
 
 SBATCH = """#!/bin/sh
-# a stand-in: answers at once, and runs the rest later, as a batch system does
+# an imitation: answers at once, and runs the rest later, as a batch system does
 echo "some advice of the cluster"
 echo "Submitted batch job 4711"
 echo "$@" > "$SUBMITTED"
@@ -252,7 +252,7 @@ def test_what_goes_wrong_never_ends_the_training(tmp_path):
 
 
 def test_results_of_an_abandoned_branch_are_not_logged(tmp_path, script):
-    """The run goes back behind update 4, whose result is there already, and evaluates update 4 again."""
+    """The run goes back to before update 4, whose result is there already, and evaluates update 4 again."""
     keep = {"default_hooks__checkpoint__max_keep_ckpts": -1}
     run(tmp_path, f"{script} 0", updates=6, wait=(2, 4, 5), **keep)
     assert [update for update, _ in logged(tmp_path)][:2] == [2, 4]

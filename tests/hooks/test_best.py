@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from tests.text_run import text_config, words
 from tools.checkpoints import main
 from unigen_ds.checkpoint import saver, store
-from unigen_ds.checkpoint.best import HINT, WEIGHTS, best_of
+from unigen_ds.checkpoint.best_record import HINT, WEIGHTS, best_of
 from unigen_ds.core.errors import ConfigError, SaveError
 from unigen_ds.core.registry import HOOKS
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
@@ -24,7 +24,7 @@ from unigen_ds.runner import Runner
 
 @HOOKS.register_module(force=True)
 class ScriptedEvaluation(Hook):
-    """Stands for ``EvaluateHook``: an evaluation after each update, whose value is ``values[update]``."""
+    """Instead of ``EvaluateHook``: an evaluation after each update, whose value is ``values[update]``."""
 
     name = "evaluate"
 
@@ -162,6 +162,13 @@ def test_a_resume_from_an_earlier_checkpoint_has_the_best_up_to_there(tmp_path):
     run(tmp_path, [5.0, 4.0, 3.5, 6.0, 9.0, 9.0, 9.0], resume=str(work_dir / "iter_4.pth"))
     assert best_of(work_dir)[0].name == "iter_3.pth" and "iter_3.pth" in checkpoints(work_dir)
     assert (work_dir / HINT).read_text().strip().endswith("iter_3.pth")
+
+
+def test_a_resume_from_the_best_one_itself(tmp_path):
+    run(tmp_path, VALUES[:3])
+    run(tmp_path, VALUES, resume=True)
+    assert best_of(tmp_path / "run")[0].name == "iter_3.pth"
+    assert checkpoints(tmp_path / "run") == ["iter_3.pth", "iter_8.pth"]
 
 
 def test_a_resume_into_another_folder_refers_to_it(tmp_path):

@@ -20,7 +20,7 @@ from tests.processes import ranks
 from tests.text_run import text_config, words
 from tools import evaluate as tool
 from tools.evaluate import main
-from unigen_ds.checkpoint.best import best_of
+from unigen_ds.checkpoint.best_record import best_of
 from unigen_ds.checkpoint.convert import merge
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.metrics import read_lines
@@ -134,7 +134,7 @@ def test_metrics_beside_the_loss(trained, capsys, tmp_path):
 
 
 def test_the_hook_computes_metrics_at_an_interval_of_their_own(trained, capsys, tmp_path):
-    """Their values are the tool's, one of them chooses the best checkpoint, and the training is not changed by a bit."""
+    """Their values are the tool's, one of them chooses the best checkpoint, and the training is bit-equal."""
     every = {"interval": 1, "unit": "update", "metric_interval": 3, "save_best": "val/perplexity"}
     hook = {"type": "EvaluateHook", **every, "metrics": [{"type": "Perplexity"}, {"type": "ExactMatch"}]}
     hooks = [hook, {"type": "EMAHook", "momentum": 0.3}]
@@ -188,9 +188,9 @@ def test_a_published_directory(published, capsys, tmp_path):
 
 
 def test_tasks_of_lmms_eval(published, capsys, tmp_path, monkeypatch):
-    """With a stand-in for the package: what it reads is logged by ``AsyncEvaluateHook``."""
+    """With an imitation of the package: what it reads is logged by ``AsyncEvaluateHook``."""
     assert main([str(published), "--lmms-tasks"]) == 2 and "pip install lmms-eval" in capsys.readouterr().err
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "lmms_stand_in"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "lmms_imitation"))
     out = tmp_path / "step_7.json"
     assert main([str(published), "--lmms-tasks", "--step", "7", "--limit", "1", "--out", str(out)]) == 0
     numbers, texts = read_result(out, update=7)
@@ -204,7 +204,7 @@ def test_tasks_of_lmms_eval(published, capsys, tmp_path, monkeypatch):
 
 def test_the_wrapper_of_lmms_eval(monkeypatch):
     """Pictures, placeholders, ends and limits of a request reach the inferencer; the abstract methods are all there."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "lmms_stand_in"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "lmms_imitation"))
     from lmms_eval.api.model import lmms
 
     class Inferencer:

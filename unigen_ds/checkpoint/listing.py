@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from unigen_ds.checkpoint import store
-from unigen_ds.checkpoint.best import best_of
+from unigen_ds.checkpoint.best_record import best_of
 from unigen_ds.checkpoint.lineage import Lineage
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.checkpoint.store import Found

@@ -37,7 +37,7 @@ class AsyncEvaluateHook(Hook):
             file for its result) are replaced. No shell reads it.
         interval: between evaluations, in ``unit``. A checkpoint is saved for each.
         by_epoch: whether ``interval`` means epochs; False: iterations.
-        unit: of ``interval``, in place of ``by_epoch``: ``'epoch'``, ``'iteration'`` or ``'update'``.
+        unit: of ``interval``, instead of ``by_epoch``: ``'epoch'``, ``'iteration'`` or ``'update'``.
         prefix: of the names of all results in the log.
         results: folder of the results; None: ``eval_results`` in the work dir.
         run_name: name of the run's own folder in ``results``; None: the work dir's name.
@@ -191,7 +191,7 @@ class AsyncEvaluateHook(Hook):
                 self._end(job)
 
     def _check(self, run: Run, job: Job) -> None:
-        """Whether a job without a result has ended, or takes too long."""
+        """Whether a job without a result has ended, or needs too long."""
         if job.batch_job is not None:
             if time.time() - job.created > 3600 * self.give_up_hours:
                 logger().warning("The evaluation of update %d (batch job %s) has no result after %g hours: %s is no"

@@ -13,9 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from unigen_ds.checkpoint import best as stored
+from unigen_ds.checkpoint import best_record as stored
 from unigen_ds.checkpoint import store
-from unigen_ds.checkpoint.best import Best
+from unigen_ds.checkpoint.best_record import Best
 from unigen_ds.checkpoint.convert import merge
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.checkpoint.saver import CONFIG_FILE, TOKENIZER
@@ -89,7 +89,7 @@ class BestCheckpoint:
         self.metric, self.rule = metric, rule_of(metric, rule)
         self._weights_only, self._ema = weights_only, ema
         self._best: Best | None = None
-        self._place: Path | None = None
+        self._folder: Path | None = None
         self._offered: Best | None = None
         self._commit: int | None = None
 
@@ -106,7 +106,7 @@ class BestCheckpoint:
     def before_update(self) -> None:
         """What was not saved at its own update is not the best one."""
         if self._offered is not None and dist.is_main():
-            kept = "none is kept" if self._place is None else f"{self._place} stays the best checkpoint"
+            kept = "none is kept" if self._folder is None else f"{self._folder} stays the best checkpoint"
             logger().warning("The best %s so far, %.6g at update %d, was not saved: %s.",
                              self.metric, self._offered.value, self._offered.updates, kept)  # fmt: skip
         self._offered = None
@@ -130,35 +130,35 @@ class BestCheckpoint:
         """The checkpoint of the present update is complete: if its value is the best, it is the best one now."""
         if self._offered is None:
             return
-        former, best, self._offered = self._place, self._offered, None
+        former, best, self._offered = self._folder, self._offered, None
         self._settle(run, best, path)
         if dist.is_main():
             logger().info("Best checkpoint so far: %s (%s %.6g at update %d).",
-                          self._place, best.metric, best.value, best.updates)  # fmt: skip
-            if former is not None and former.parent.name == stored.WEIGHTS and former != self._place:
+                          self._folder, best.metric, best.value, best.updates)  # fmt: skip
+            if former is not None and former.parent.name == stored.WEIGHTS and former != self._folder:
                 shutil.rmtree(former, ignore_errors=True)
 
     def _settle(self, run: Run, best: Best, checkpoint: Path) -> None:
         """``checkpoint`` has ``best``: write its weights alone if asked, and the hint. A failure is a warning."""
 
         def settle() -> tuple[Path, int | None]:
-            place: Path = checkpoint
+            folder: Path = checkpoint
             commit: int | None = Manifest.read(checkpoint).commit
             try:
                 if self._weights_only:
-                    place, commit = self._write_weights(run.work_dir, best, checkpoint), None
-                stored.write_hint(run.work_dir, place)
+                    folder, commit = self._write_weights(run.work_dir, best, checkpoint), None
+                stored.write_hint(run.work_dir, folder)
             except (OSError, UnigenError) as error:
-                logger().warning("The best checkpoint is %s, complete and kept, but: %s", place, error)
-            return place, commit
+                logger().warning("The best checkpoint is %s, complete and kept, but: %s", folder, error)
+            return folder, commit
 
         self._refer(run, best, *dist.on_main(settle))
 
-    def _refer(self, run: Run, best: Best, place: Path, commit: int | None) -> None:
-        """``place`` has ``best``. ``commit``: of the checkpoint of this work dir that retention must not delete."""
-        inside = place.resolve().is_relative_to(run.work_dir.resolve())
-        name = place.resolve().relative_to(run.work_dir.resolve()) if inside else place.absolute()
-        self._best, self._place, self._commit = replace(best, path=str(name)), place, commit
+    def _refer(self, run: Run, best: Best, folder: Path, commit: int | None) -> None:
+        """``folder`` has ``best``. ``commit``: of the checkpoint of this work dir that retention must not delete."""
+        inside = folder.resolve().is_relative_to(run.work_dir.resolve())
+        name = folder.resolve().relative_to(run.work_dir.resolve()) if inside else folder.absolute()
+        self._best, self._folder, self._commit = replace(best, path=str(name)), folder, commit
 
     def _write_weights(self, work_dir: Path, best: Best, checkpoint: Path) -> Path:
         """The weights of ``checkpoint`` with its config and tokenizer, on disk when this returns. Rank 0."""
@@ -197,17 +197,17 @@ class BestCheckpoint:
         problem: str | None = None
         if (best.metric, best.rule) != (self.metric, self.rule):
             problem = f"it was chosen by {best.metric} ({best.rule}), and save_best is now {self.metric} ({self.rule})"
-        place = dist.on_main(lambda: best.where(checkpoint))
-        if problem is None and not dist.on_main(place.is_dir):
+        folder = dist.on_main(lambda: best.where(checkpoint))
+        if problem is None and not dist.on_main(folder.is_dir):
             problem = "it is not there any more"
         if problem is not None:
             if dist.is_main():
                 logger().warning("%s (%s %.6g at update %d) is not the best checkpoint any more: %s. The next"
                                  " evaluation starts anew.",
-                                 place, best.metric, best.value, best.updates, problem)  # fmt: skip
+                                 folder, best.metric, best.value, best.updates, problem)  # fmt: skip
             return
-        if store.is_checkpoint_name(place.name) and store.is_inside(run.work_dir, place):
-            self._settle(run, best, place)
+        if store.is_checkpoint_name(folder.name) and store.is_inside(run.work_dir, folder):
+            self._settle(run, best, folder)
         else:
-            self._refer(run, best, place, None)
-            dist.on_main(lambda: stored.write_hint(run.work_dir, place))
+            self._refer(run, best, folder, None)
+            dist.on_main(lambda: stored.write_hint(run.work_dir, folder))

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from annotated_types import Ge
 
-from unigen_ds.checkpoint.best import better
+from unigen_ds.checkpoint.best_record import better
 from unigen_ds.core import dist
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.log import logger
@@ -32,7 +32,7 @@ class EarlyStoppingHook(Hook):
         stopping_threshold: end the run as soon as the value is better than this.
 
     The run ends after the update of the evaluation, with a checkpoint and exit status 0. A later ``--resume`` ends at
-    once and says why, until an argument here allows more training, or the hook is removed.
+    once with the reason, until an argument here allows more training, or the hook is removed.
     """
 
     name = "early_stopping"

@@ -10,7 +10,7 @@ from unigen_ds.runner.runner import Runner
 
 def train_config(config: Any, *, max_updates: int | None = None) -> str | None:
     """Train a loaded config. Returns None when training is complete or hit ``max_updates``, ``'signal'`` when stopped
-    by one, else the reason that a hook gave.
+    by one, else the reason of the hook that stopped it.
 
     Raises what ``runner.build.build_parts`` raises, and ``TrainingError``.
     """

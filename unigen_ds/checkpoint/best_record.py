@@ -39,7 +39,7 @@ class Best:
     """Relative to the folder of the checkpoint that stores this, or absolute. None: that checkpoint itself."""
 
     def where(self, checkpoint: Path) -> Path:
-        """Its place, as stored in ``checkpoint``; weights alone come first."""
+        """Its folder, as stored in ``checkpoint``; weights alone come first."""
         if self.path is not None:
             return checkpoint.parent / self.path
         alone = weights_folder(checkpoint.parent, self.updates)
@@ -85,7 +85,7 @@ def stored_best(checkpoint: Path) -> Best | None:
 
 
 def best_of(directory: Path) -> tuple[Path, Best] | None:
-    """Place and value of the best checkpoint, as the newest checkpoint of a work dir, or the one that ``directory``
+    """Folder and value of the best checkpoint, as the newest checkpoint of a work dir, or the one that ``directory``
     is, has it. None where none was found yet.
 
     Raises ``CheckpointError`` where there is no complete checkpoint, or the best one is gone.
@@ -94,13 +94,13 @@ def best_of(directory: Path) -> tuple[Path, Best] | None:
     best = stored_best(newest)
     if best is None:
         return None
-    place = best.where(newest)
-    if not place.is_dir():
+    folder = best.where(newest)
+    if not folder.is_dir():
         raise CheckpointError(
-            f"the best checkpoint, {place} ({best.metric} {best.value:.6g} at update {best.updates}), is not there",
+            f"the best checkpoint, {folder} ({best.metric} {best.value:.6g} at update {best.updates}), is not there",
             remedy="it was moved or deleted by hand; a resume starts to look for a best one anew",
         )
-    return place, best
+    return folder, best
 
 
 def _newest(work_dir: Path) -> Path:

@@ -52,7 +52,7 @@ class Evaluated:
     Args:
         path: a checkpoint, a work dir, files of weights, or a published directory.
         config: of the training; None: the checkpoint's own.
-        data: a file of records in place of ``val_dataloader``'s data.
+        data: a file of records instead of ``val_dataloader``'s data.
         batch_size: sequences of a forward pass on each process; None: that of ``val_dataloader``.
         seq_length: tokens of a sequence at most; None: that of ``val_dataloader``.
         max_batches, metrics: as of ``EvaluateHook``.
@@ -89,13 +89,13 @@ class Evaluated:
     @property
     def name(self) -> str:
         """What the provenance calls it."""
-        place = self.path if self.published is not None else locate(self.path, self.tag)
+        path = self.path if self.published is not None else locate(self.path, self.tag)
         update = "" if self.manifest is None else f" (update {self.manifest.progress.updates})"
-        return f"{place}{update}{' EMA' if self.ema else ''}"
+        return f"{path}{update}{' EMA' if self.ema else ''}"
 
     @cached_property
     def settings(self) -> Settings:
-        """The sections that an evaluation uses. Raises ``ConfigError`` where nothing says what to evaluate on."""
+        """The sections that an evaluation uses. Raises ``ConfigError`` where no data to evaluate on is named."""
         if self.config is not None:
             given = dict(self.config)
         elif self.published is not None:
@@ -116,7 +116,7 @@ class Evaluated:
             loader.pop("split", None)
         if not loader:
             raise ConfigError(
-                f"nothing says what {self.path} is to be evaluated on",
+                f"no data is named on which {self.path} is to be evaluated",
                 remedy="--data FILE, or --config with a config that has val_dataloader",
             )
         own = {"batch_size": self.batch_size, "seq_length": self.seq_length}

@@ -1,1 +1,0 @@
-"""A stand-in for the package lmms-eval: the parts of its interface that are used, with one task of two records."""
