@@ -112,7 +112,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
     names = ("data", "batch_size", "seq_length", "max_batches", "ema")
     options = {name: getattr(arguments, name) for name in names}
     options["metrics"] = [metric(text) for text in arguments.metrics]
-    results = library.evaluate(library.Evaluated(arguments.model, **options, **source(arguments)))
+    results = library.evaluate(library.EvaluationSubject(arguments.model, **options, **source(arguments)))
     if not dist.is_main():
         return
     for result in results:

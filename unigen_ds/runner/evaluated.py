@@ -30,7 +30,7 @@ from unigen_ds.evaluation.metrics import build_metrics
 from unigen_ds.evaluation.provenance import Result
 from unigen_ds.evaluation.scoring import scores
 from unigen_ds.evaluation.validation import Validation
-from unigen_ds.families.base import published_format
+from unigen_ds.families.directories import published_format
 from unigen_ds.runner.build import Data, build_data, build_processor, build_validation, build_validation_data, rules_of
 from unigen_ds.runner.settings import Settings
 from unigen_ds.runner.trained import config_of, open_model, self_contained
@@ -46,7 +46,7 @@ DEFINITION = 1
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class EvaluationSubject:
     """What is evaluated, and how.
 
     Args:
@@ -169,7 +169,7 @@ def _with_path(data: str, *loaders: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "UnifiedGenerationDataset", "data_path": data}
 
 
-def evaluate(given: Evaluated) -> list[Result]:
+def evaluate(given: EvaluationSubject) -> list[Result]:
     """``val/loss`` and its parts, then each metric. Collective; the same on all ranks.
 
     Raises what ``open_model`` raises, and ``ConfigError`` or ``DataError`` where the data or a metric cannot be used.
@@ -184,7 +184,7 @@ def evaluate(given: Evaluated) -> list[Result]:
     return [losses, *scored]
 
 
-def _provenance(given: Evaluated, engine: WholeModel, validation: Validation) -> dict[str, str]:
+def _provenance(given: EvaluationSubject, engine: WholeModel, validation: Validation) -> dict[str, str]:
     data = validation.data
     settings = {"loss_weights": dict(validation.loss_weights), "max_batches": given.max_batches,
                 "seq_length": data.seq_length}  # fmt: skip
@@ -204,5 +204,5 @@ def _provenance(given: Evaluated, engine: WholeModel, validation: Validation) ->
     return facts
 
 
-def _limit(given: Evaluated, batch_size: int) -> int | None:
+def _limit(given: EvaluationSubject, batch_size: int) -> int | None:
     return None if given.max_batches is None else given.max_batches * batch_size
