@@ -229,6 +229,17 @@ def test_what_shows_a_requirement_exists(row: tuple[str, str]) -> None:
         assert not function or function in functions(ROOT / path), name
 
 
+def test_the_table_against_plain_trainers_has_the_numbers_of_the_results() -> None:
+    folder = ROOT / "benchmarks"
+    table = (folder / "README.md").read_text(encoding="utf-8").split("## Against plain trainers")[1].split("##")[0]
+    (name,) = (path.name for path in (folder / "results").glob("peers_*.json"))
+    ms = {side: found["median"] for side, found in json.loads((folder / "results" / name).read_text())["ms"].items()}
+    sides = {"bare": "`DataLoader`", "trainer": "Trainer", "mmengine": "mmengine's Runner", "lightning": "Lightning"}
+    assert f"| {ms['ours']:.1f} ms | a bare" in table and f"`{name}`" in table
+    assert all(f"{shown} {ms[side]:.1f}" in table for side, shown in sides.items())
+    assert all((folder / "results" / result).exists() for result in re.findall(r"`(\w+\.json)`", table))
+
+
 # --- all pages ----------------------------------------------------------------------------------------------------
 
 
