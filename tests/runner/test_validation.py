@@ -498,6 +498,39 @@ def test_mmengines_loops_are_read(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         assert words in caplog.text, words
 
 
+@pytest.mark.parametrize(
+    ("given", "hooks", "wanted"),
+    [
+        ({"save_best": "auto"}, [], {"save_best": "val/loss"}),
+        ({"save_best": "bleu", "rule": "greater"}, [], {"save_best": "val/bleu", "rule": "greater"}),
+        (
+            {"save_best": "val/loss"},
+            [EVERY],
+            {"save_best": "val/loss", **{k: v for k, v in EVERY.items() if k != "type"}},
+        ),
+    ],
+)
+def test_mmengines_best_checkpoint_is_read(
+    tmp_path: Path, given: dict[str, Any], hooks: list[Any], wanted: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="unigen_ds")
+    config = {key: text_config(tmp_path)[key] for key in text_config(tmp_path)}
+    config |= {"val_dataloader": SPLIT, "custom_hooks": hooks, "default_hooks": {"checkpoint": given}}
+    (hook,) = Settings.from_config(config).custom_hooks
+    assert hook.arguments == wanted and "checkpoint.save_best=" in caplog.text
+    config["val_dataloader"] = None
+    config["custom_hooks"] = []
+    assert Settings.from_config(config).custom_hooks == () and "there is no val_dataloader" in caplog.text
+
+
+def test_two_best_checkpoints_are_a_contradiction(tmp_path: Path) -> None:
+    config = {key: text_config(tmp_path)[key] for key in text_config(tmp_path)}
+    config |= {"val_dataloader": SPLIT, "custom_hooks": [{**EVERY, "save_best": "val/loss/text"}]}
+    config["default_hooks"] = {"checkpoint": {"save_best": "loss"}}
+    with pytest.raises(ConfigError, match=r"save_best='loss' and EvaluateHook.save_best='val/loss/text'"):
+        Settings.from_config(config)
+
+
 # --- other kinds of models --------------------------------------------------------------------------------------------
 
 

@@ -47,6 +47,7 @@ def translate(config: dict[str, Any]) -> tuple[list[str], list[ConfigError]]:
     work.sampler()
     work.no_validation()
     work.validation()
+    work.best()
     return work.lines, work.errors
 
 
@@ -202,8 +203,7 @@ class _Translation:
             self.drop("train_cfg.val_interval", "there is no val_dataloader")
             return
         self.pop("train_cfg.val_interval")
-        was, hooks = f"train_cfg.val_interval={interval}", self.config.get("custom_hooks") or []
-        hooks = [*hooks] if isinstance(hooks, (list, tuple)) else [hooks]
+        was, hooks = f"train_cfg.val_interval={interval}", self._hooks()
         if any(_is_evaluation(hook) for hook in hooks):
             self.errors.append(ConfigError(f"the config has {was} and an EvaluateHook", remedy="delete val_interval"))
             return
@@ -211,6 +211,35 @@ class _Translation:
         hook = {"type": "EvaluateHook", "interval": interval, "by_epoch": by_epoch}
         self.config["custom_hooks"] = [*hooks, hook]
         self.lines.append(f"Config: {was} is read as {hook!r} in custom_hooks.")
+
+    def best(self) -> None:
+        """``save_best`` and ``rule`` of mmengine's ``CheckpointHook`` -> those of ``EvaluateHook``."""
+        given = {key: self.get(f"default_hooks.checkpoint.{key}") for key in ("save_best", "rule")}
+        if not isinstance(given["save_best"], str) or not isinstance(given["rule"], str | None):
+            return  # stays an unknown key, with its hint
+        if self.config.get("val_dataloader") is None:
+            for key in given:
+                self.drop(f"default_hooks.checkpoint.{key}", "there is no val_dataloader")
+            return
+        for key in given:
+            self.pop(f"default_hooks.checkpoint.{key}")
+        name = "loss" if given["save_best"] == "auto" else given["save_best"].removeprefix("val/")
+        wanted = {"save_best": f"val/{name}", **({"rule": given["rule"]} if given["rule"] else {})}
+        was, hooks = f"default_hooks.checkpoint.save_best={given['save_best']!r}", self._hooks()
+        number = next((k for k, hook in enumerate(hooks) if _is_evaluation(hook)), len(hooks))
+        hook = dict(hooks[number]) if number < len(hooks) else {"type": "EvaluateHook"}
+        if any(hook.get(key, value) != value for key, value in wanted.items()):
+            problem = f"the config has {was} and EvaluateHook.save_best={hook.get('save_best')!r}"
+            self.errors.append(ConfigError(problem, remedy="delete default_hooks.checkpoint.save_best and rule"))
+            return
+        self.config["custom_hooks"] = [*hooks[:number], {**hook, **wanted}, *hooks[number + 1 :]]
+        shown = ", ".join(f"{key}={value!r}" for key, value in wanted.items())
+        self.lines.append(f"Config: {was} is read as EvaluateHook({shown}) in custom_hooks.")
+
+    def _hooks(self) -> list[Any]:
+        """``custom_hooks``, which may be one hook alone."""
+        hooks = self.config.get("custom_hooks") or []
+        return [*hooks] if isinstance(hooks, (list, tuple)) else [hooks]
 
 
 def _names_no_data(loader: Mapping[str, Any]) -> bool:
