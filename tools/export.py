@@ -8,7 +8,10 @@ AutoModelForCausalLM and AutoTokenizer load; for every model the tokenizer. The 
 started is not needed. With --source the configs (not of a DecoderLM) and all other files (the tokenizer) are copied
 from that published directory, byte for byte. The average of the weights (EMA) is written if the checkpoint has one.
 
-Exit status: 0 done, 1 the checkpoint cannot be loaded, 2 wrong usage.
+With --push-to-hub the complete OUT is then uploaded with the token of `hf auth login` or HF_TOKEN, to the server that
+HF_ENDPOINT names (default: huggingface.co). If that fails, OUT is kept, and the message has the command that uploads it.
+
+Exit status: 0 done, 1 the checkpoint cannot be loaded or the upload failed, 2 wrong usage.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ if not __package__:
 
 from unigen_ds.core import log
 from unigen_ds.core.choices import DTYPE_NAMES
-from unigen_ds.core.errors import UnigenError
+from unigen_ds.core.errors import ConfigError, UnigenError
+from unigen_ds.core.hub import HubRepo
 
 
 def parser() -> argparse.ArgumentParser:
@@ -39,39 +43,54 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--config", help="config of the training, if the checkpoint does not contain it")
     p.add_argument("--allow-custom-imports", action="store_true",
                    help="import (and so execute) the modules that the checkpoint's config names")  # fmt: skip
+    p.add_argument("--push-to-hub", metavar="OWNER/NAME", help="upload OUT to this repository, created if needed")
+    p.add_argument("--private", action="store_true", help="the repository of --push-to-hub must be a private one")
+    p.add_argument("--revision", metavar="BRANCH", help="of --push-to-hub; created if needed; default: the main one")
     return p
+
+
+def hub_repo(arguments: argparse.Namespace) -> HubRepo | None:
+    """Where to upload; None: nowhere. Raises ``ConfigError``."""
+    if arguments.push_to_hub is not None:
+        return HubRepo(arguments.push_to_hub, private=arguments.private, revision=arguments.revision)
+    for flag, value in (("--private", arguments.private), ("--revision", arguments.revision is not None)):
+        if value:
+            raise ConfigError(f"{flag} without --push-to-hub", remedy="add --push-to-hub OWNER/NAME, or leave it out")
+    return None
 
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
-    from unigen_ds.checkpoint.convert import DTYPES  # after parsing: --help does not wait for torch
-    from unigen_ds.runner.publish import publish
-    from unigen_ds.runner.settings import load_config
-    from unigen_ds.runner.trained import open_model
-
-    log.setup(rank=0)
     try:
-        config = load_config(arguments.config) if arguments.config else None
-        model, processor = open_model(
-            arguments.model,
-            raw=arguments.raw,
-            tag=arguments.tag,
-            config=config,
-            allow_custom_imports=arguments.allow_custom_imports,
-        )
-        publish(
-            model,
-            processor,
-            arguments.out,
-            source=arguments.source,
-            dtype=DTYPES[arguments.dtype],
-            max_shard_size=arguments.max_shard_size,
-        )
-        print(arguments.out)
+        repo = hub_repo(arguments)
+        run(arguments)
+        print(arguments.out, flush=True)
+        if repo is not None:
+            print(repo.upload(arguments.out))
     except UnigenError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_status
     return 0
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Write OUT."""
+    from unigen_ds.checkpoint.convert import DTYPES  # after parsing: --help does not wait for torch
+    from unigen_ds.runner.publish import export
+    from unigen_ds.runner.settings import load_config
+
+    log.setup(rank=0)
+    export(
+        arguments.model,
+        arguments.out,
+        raw=arguments.raw,
+        tag=arguments.tag,
+        config=load_config(arguments.config) if arguments.config else None,
+        allow_custom_imports=arguments.allow_custom_imports,
+        source=arguments.source,
+        dtype=DTYPES[arguments.dtype],
+        max_shard_size=arguments.max_shard_size,
+    )
 
 
 if __name__ == "__main__":

@@ -52,6 +52,10 @@ class ResumeBlocked(CheckpointError):
     exit_status = 3
 
 
+class UploadError(UnigenError, RuntimeError):
+    """A model could not be uploaded; the folder that was to be uploaded is complete and kept."""
+
+
 class SaveError(CheckpointError):
     """A checkpoint could not be written; nothing of it is left. Raised on all ranks alike.
 

@@ -26,7 +26,7 @@ from unigen_ds.data.datasets import PlannedDataset
 from unigen_ds.data.samples import IGNORED, Loaded, Sample, Split
 from unigen_ds.data.splits import ImageSplit, TextSplit, TokenSplit
 from unigen_ds.data.transforms import UnreadableImage
-from unigen_ds.families.base import family_of
+from unigen_ds.families.base import Family, family_of
 from unigen_ds.inference.generated import Generated, Kind, Request, to_picture
 from unigen_ds.inference.sampling import Sampling
 from unigen_ds.inference.together import AnotherRankFailed, TrainedModel
@@ -179,8 +179,8 @@ def _last_targets(labels: Sequence[int]) -> tuple[int, int]:
     return start, stop
 
 
-def inferencer_of(backend: Backend, processor: Any) -> tuple[TrainedModel, Any]:
-    """The family's inferencer of the model that is being trained. Raises ``ConfigError`` where the family has none."""
+def trained_family(backend: Backend) -> tuple[Family, type]:
+    """Family and class of the model that is being trained. Raises ``ConfigError`` where no family has it."""
     engine: Any = backend.model
     kind = type(engine)
     family = family_of(kind)
@@ -189,6 +189,12 @@ def inferencer_of(backend: Backend, processor: Any) -> tuple[TrainedModel, Any]:
         family = family_of(kind)
     if family is None:
         raise ConfigError(f"no family has a {kind.__name__}", remedy="register one in FAMILIES (docs/extending.md)")
+    return family, kind
+
+
+def inferencer_of(backend: Backend, processor: Any) -> tuple[TrainedModel, Any]:
+    """The family's inferencer of the model that is being trained. Raises ``ConfigError`` where the family has none."""
+    family, _ = trained_family(backend)
     model = TrainedModel(backend)
     made = family.inferencer(model, processor)
     model.idle = getattr(made, "idle", None)

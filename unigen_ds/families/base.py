@@ -201,3 +201,14 @@ def family_of(kind: type) -> Family | None:
         same = [f for f in families() if getattr(f.processor_arguments(), "__name__", "") == named]
         found = same[0] if same else None
     return found
+
+
+def exported_format(family: Family, kind: type) -> PublishedFormat:
+    """The format that an export of a ``kind`` writes. Raises ``ConfigError`` where its family has none."""
+    if not family.published:
+        raise ConfigError(
+            f"{kind.__name__} has no published form",
+            allowed=", ".join(family.model.__name__ for family in families() if family.published),
+            remedy="tools/zero_to_fp32.py writes plain weights of any model",
+        )
+    return family.published[0]
