@@ -9,7 +9,7 @@ started is not needed. With --source the configs (not of a DecoderLM) and all ot
 from that published directory, byte for byte. The average of the weights (EMA) is written if the checkpoint has one.
 
 With --push-to-hub the complete OUT is then uploaded with the token of `hf auth login` or HF_TOKEN, to the server that
-HF_ENDPOINT names (default: huggingface.co). If that fails, OUT is kept, and the message has the command that uploads it.
+HF_ENDPOINT names (default: huggingface.co). If that fails, OUT is kept, and the message has the command to repeat it.
 
 Exit status: 0 done, 1 the checkpoint cannot be loaded or the upload failed, 2 wrong usage.
 """
@@ -76,11 +76,11 @@ def main(argv: list[str] | None = None) -> int:
 def run(arguments: argparse.Namespace) -> None:
     """Write OUT."""
     from unigen_ds.checkpoint.convert import DTYPES  # after parsing: --help does not wait for torch
-    from unigen_ds.runner.publish import export
+    from unigen_ds.runner.publish import export_checkpoint
     from unigen_ds.runner.settings import load_config
 
     log.setup(rank=0)
-    export(
+    export_checkpoint(
         arguments.model,
         arguments.out,
         raw=arguments.raw,

@@ -35,7 +35,7 @@ class HubRepo:
 
     def __post_init__(self) -> None:
         from huggingface_hub.errors import HFValidationError
-        from huggingface_hub.utils import validate_repo_id
+        from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
         allowed = "OWNER/NAME with letters, digits, '-', '_' and '.'"
         try:
@@ -50,8 +50,7 @@ class HubRepo:
 
     def command(self, folder: Path) -> str:
         """The command that uploads ``folder`` by hand."""
-        words = ["hf", "upload", self.name, str(folder), ".", *self._options()]
-        return shlex.join(words)
+        return shlex.join(["hf", "upload", self.name, str(folder), *self._options()])
 
     def export_command(self, checkpoint: Path, out: Path, *options: str) -> str:
         """The command that writes ``out`` from a checkpoint and uploads it, with further ``options``."""

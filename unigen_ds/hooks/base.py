@@ -50,6 +50,7 @@ PRIORITY = {
     "checkpoint": 70,
     "timeline": 80,
     "profiler": 90,
+    "push_to_hub": 95,
 }
 """The order of hooks: lower runs earlier. A custom hook without an entry runs at 55, before the logger."""
 DEFAULT_PRIORITY = 55
@@ -180,6 +181,14 @@ class Run(Protocol):
 
     def save_checkpoint(self, name: str) -> Path:
         """Save and commit now, at an update boundary. Collective. Raises ``CheckpointError``; nothing is lost then."""
+        ...
+
+    def export(self, checkpoint: Path, out: Path, *, raw: bool = False, dtype: str = "fp32") -> None:
+        """Write a checkpoint of this run, or its best weights, into the new folder ``out``, as ``tools/export.py``
+        does: the model is opened a second time, on the CPU. On the calling rank alone; not collective.
+
+        Raises ``ConfigError`` where ``out`` exists, ``CheckpointError`` where it cannot be written.
+        """
         ...
 
 

@@ -70,6 +70,11 @@ class EarlyStoppingHook(Hook):
     def before_train(self, run: Run) -> None:
         self._stop(run, "This run was stopped early and is not trained further")
 
+    @property
+    def stopped(self) -> bool:
+        """Whether this hook has ended the run, which is complete then."""
+        return self._reason() is not None
+
     def _stop(self, run: Run, beginning: str) -> None:
         reason = self._reason()
         if reason is None:

@@ -37,7 +37,7 @@ def publish(
     found.write(model, processor, out, source=source, dtype=dtype, max_shard_size=max_shard_size)
 
 
-def export(
+def export_checkpoint(
     checkpoint: Path,
     out: Path,
     *,

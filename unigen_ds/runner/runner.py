@@ -9,8 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from unigen_ds.checkpoint import saver, store
+from unigen_ds.checkpoint.convert import DTYPES
 from unigen_ds.checkpoint.lock import WorkDirLock
-from unigen_ds.checkpoint.manifest import Manifest
+from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.core import dist
 from unigen_ds.core.clock import Clock
 from unigen_ds.core.files import write_text_atomic
@@ -22,6 +23,7 @@ from unigen_ds.data.loader import lost_worker
 from unigen_ds.data.stream import Cursor
 from unigen_ds.hooks.base import Hook, Iteration, UpdateResult
 from unigen_ds.runner.parts import Parts, build_parts
+from unigen_ds.runner.publish import export_checkpoint
 from unigen_ds.runner.replay import LastUpdate, losses
 from unigen_ds.runner.restore import restore
 from unigen_ds.runner.updates import Update, counted
@@ -224,6 +226,11 @@ class Runner:
         self._parent = path.name
         self._call("after_save_checkpoint", path)
         return path
+
+    def export(self, checkpoint: Path, out: Path, *, raw: bool = False, dtype: str = "fp32") -> None:
+        """See ``hooks.base.Run``."""
+        config = None if (checkpoint / FILE_NAME).is_file() else self.config  # weights alone have no manifest
+        export_checkpoint(checkpoint, out, raw=raw, config=config, dtype=DTYPES[dtype])
 
     def _before_save(self) -> None:
         """On rank 0. Raises ``OSError`` or ``TrainingError``: then the save fails."""
