@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -68,6 +70,16 @@ def set_rng_state(state: dict[str, Any]) -> None:
     keys = tuple(int(k) for k in state["python_keys"].tolist())
     random.setstate((scalars["python_version"], keys, scalars["python_gauss"]))
     _set_cuda_state(state)
+
+
+@contextmanager
+def kept_generators() -> Iterator[None]:
+    """Afterwards torch, numpy and Python draw the numbers that they would have drawn without what is inside."""
+    state = rng_state()
+    try:
+        yield
+    finally:
+        set_rng_state(state)
 
 
 def _set_cuda_state(state: dict[str, Any]) -> None:

@@ -10,8 +10,8 @@ Training is not affected: its generators are restored, and the weights are those
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,11 +21,12 @@ from PIL import Image
 from unigen_ds.backends.base import Backend
 from unigen_ds.core import dist
 from unigen_ds.core.errors import ConfigError, TrainingError
-from unigen_ds.core.seeding import derive_seed, rng_state, set_rng_state
+from unigen_ds.core.seeding import derive_seed
 from unigen_ds.data.datasets import PlannedDataset
 from unigen_ds.data.samples import IGNORED, Loaded, Sample, Split
 from unigen_ds.data.splits import ImageSplit, TextSplit, TokenSplit
 from unigen_ds.data.transforms import UnreadableImage
+from unigen_ds.evaluation.validation import evaluating
 from unigen_ds.families.base import Family, family_of
 from unigen_ds.inference.generated import Generated, Kind, Request, to_picture
 from unigen_ds.inference.sampling import Sampling
@@ -229,7 +230,7 @@ def generate_all(
     mine = range(rank, len(requests), world)
     made: dict[int, A] = {}
     problem: str | None = None
-    with _evaluating(backend), weights(), torch.no_grad():
+    with weights(), evaluating(backend):
         try:
             for number in mine if model.shares else range(len(requests)):
                 made[number] = make(inferencer, requests[number])
@@ -244,18 +245,6 @@ def generate_all(
         own = [each for each in problems if each.startswith("rank ")]
         raise GenerationError((own or problems)[0])
     return {number: made[number] for number in mine}
-
-
-@contextmanager
-def _evaluating(backend: Backend) -> Iterator[None]:
-    """Inside, the model is in evaluation mode; after it, the random generators are those of before."""
-    kept = rng_state()
-    backend.model.eval()
-    try:
-        yield
-    finally:
-        backend.model.train()
-        set_rng_state(kept)
 
 
 def answers(
@@ -292,7 +281,9 @@ def answers(
     """
     check_answers(inferencer_of(backend, processor)[1], wanted)
     limit = getattr(backend.model, "max_document_tokens", None)
-    asked, left_out = ask(datasets, names, processor, wanted=wanted, max_samples=max_samples, limit=limit)
+    asked, left_out = dist.on_main(
+        lambda: ask(datasets, names, processor, wanted=wanted, max_samples=max_samples, limit=limit)
+    )
     groups = [asked[i : i + batch_size] for i in range(0, len(asked), batch_size)]
 
     def make(inferencer: Any, group: Sequence[tuple[int, int]]) -> list[Answer | None]:

@@ -1,89 +1,264 @@
-"""Metrics on validation data: the model's answers to its records, scored against the records' own.
+"""An evaluation: the losses on validation data, and metrics of the model's answers to its records.
 
-In: an engine (or a whole model on each process), ``Validation``, built metrics. Out: a ``Result`` for each, with its
-provenance. Collective; the values do not depend on the number of processes.
+In: an engine (or a whole model on each process), ``Validation``, built metrics. Out: the losses, and a ``Result`` for
+each metric with its provenance; a metric that fails is left out on all ranks. The values do not depend on the number of
+processes, and no random generator is changed.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
 
-from unigen_ds.core.errors import ConfigError
+from annotated_types import Ge
+
+from unigen_ds.core import dist
+from unigen_ds.core.batch import Batch, LossTerms
+from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.log import logger
-from unigen_ds.evaluation.generation import Answers, Weights, answers
+from unigen_ds.core.registry import check_arguments
+from unigen_ds.core.seeding import kept_generators
+from unigen_ds.evaluation.generation import Answers, answers, ask, check_answers, inferencer_of
 from unigen_ds.evaluation.metrics import Metric, evaluated
 from unigen_ds.evaluation.provenance import Result
-from unigen_ds.evaluation.validation import Validation, evaluating
+from unigen_ds.evaluation.validation import Validation
+from unigen_ds.families.bagel.flow_settings import BAGEL_FLOW, FlowSettings, flow_for
+from unigen_ds.inference.generated import Kind
+from unigen_ds.inference.sampling import Sampling
 
-_TEXT = "text"
+KINDS: tuple[Kind, ...] = ("text", "image")
+TEXT = "text"
 """The loss term of texts, of which perplexity is computed."""
+Given = tuple[Sequence[Any], Sequence[Any], Sequence[str]]
+"""Predictions, references and keys, as ``Metric.update`` has them."""
 
 
-def scores(
+@dataclass(frozen=True)
+class Answering:
+    """How the model answers validation records for metrics. Raises ``ConfigError``."""
+
+    max_new_tokens: Annotated[int, Ge(1)] = 64
+    """Of a text."""
+    temperature: float = 0.0
+    """Of texts; 0 chooses the likeliest token."""
+    top_p: float = 1.0
+    """Of texts: only the likeliest tokens are drawn, which have this probability together."""
+    batch_size: Annotated[int, Ge(1)] | None = None
+    """Records that are answered together; None: ``val_dataloader.batch_size``."""
+    seed: int | None = None
+    """Of every random number; None: that of ``val_dataloader``."""
+    flow: Mapping[str, Any] | None = None
+    """Of pictures: settings of drawing as of ``PreviewHook.flow``; what is left out is BAGEL's."""
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], *, where: str) -> Answering:
+        """From a config. Raises ``ConfigError`` for unknown keys and wrong values."""
+        check_arguments(cls, dict(given), where=where)
+        check_arguments(FlowSettings, dict(given.get("flow") or {}), where=f"{where}.flow")
+        made = cls(**given)
+        try:
+            made.sampling, made.flow_settings(None)  # both check their values
+        except ConfigError as error:
+            raise error.at(where) from error
+        return made
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(self.temperature, self.top_p)
+
+    def flow_settings(self, model: Any) -> FlowSettings:
+        """To draw with; ``model`` None: without its time-step shift."""
+        given = dict(self.flow or {})
+        shift = given.pop("timestep_shift", None)
+        flow = replace(BAGEL_FLOW, **given)
+        return flow if model is None else flow_for(model, flow, shift=shift)[0]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The same on all ranks."""
+
+    losses: Mapping[str, float]
+    """As of ``Validation.losses``."""
+    results: Sequence[Result]
+    """Of the metrics that have a value."""
+    failed: Mapping[str, str]
+    """Name of each other metric -> why it has none."""
+
+    @property
+    def values(self) -> dict[str, float]:
+        """The losses, and the metrics as ``val/<name>``."""
+        scored = {f"val/{name}": value for result in self.results for name, value in result.values.items()}
+        return {**self.losses, **scored}
+
+
+@dataclass
+class TextLosses:
+    """Sum of the losses and number of the targets of each text, one entry for each sample of this rank."""
+
+    sums: list[float] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+    keys: list[str] = field(default_factory=list)
+    missing: str = ""
+
+    def __call__(self, batch: Batch, terms: LossTerms) -> None:
+        """Add a batch with one sample a sequence; ``batch`` on the CPU. Without the weights of ``ce_reweight``."""
+        each: Any = terms.each.get(TEXT)
+        found: Any = batch
+        if each is None or not hasattr(batch, "text_target_weight"):
+            self.missing = f"{type(batch).__name__} and the model's LossTerms.each have no loss of each text target"
+            return
+        losses = each.detach().double().cpu() / found.text_target_weight.double()
+        sample = found.document_ids[found.text_target_index]  # a document is a sample; empty ones are the last
+        sums = losses.new_zeros(batch.num_sequences).index_add_(0, sample, losses)
+        numbers = sample.bincount(minlength=batch.num_sequences)
+        for key, total, number in zip(batch.sample_ids, sums.tolist(), numbers.tolist(), strict=False):
+            if number:
+                self.sums.append(total)
+                self.numbers.append(number)
+                self.keys.append(key)
+
+    def given(self) -> Given:
+        """Raises ``DataError`` where the model does not return what is needed."""
+        if self.missing:
+            raise DataError(
+                self.missing, remedy="return them in eval mode (docs/evaluation.md), or leave out Perplexity"
+            )
+        return self.sums, self.numbers, self.keys
+
+
+def check(metrics: Sequence[Metric], backend: Any, validation: Validation) -> None:
+    """Raise ``ConfigError`` on all ranks where the model or the data cannot give what a metric scores. Collective."""
+    data = validation.data
+    for metric in metrics:
+        if metric.predicts not in (*KINDS, "loss"):
+            raise ConfigError(f"{metric.name} scores {metric.predicts}, which no validation record is answered with",
+                              allowed="metrics of texts, of images, and of losses")  # fmt: skip
+    for wanted in _kinds(metrics):
+        names = ", ".join(metric.name for metric in metrics if metric.predicts == wanted)
+        try:
+            check_answers(inferencer_of(backend, data.processor)[1], wanted)
+        except ConfigError as error:
+            raise error.at(f"metrics {names}") from error
+        if not dist.on_main(lambda kind=wanted: _first(backend, validation, kind)):  # type: ignore[misc]
+            raise ConfigError(
+                f"no validation record has an answer of kind {wanted} with a prompt before it, as {names} needs",
+                remedy="other records in val_dataloader, or leave out the metric",
+            )
+
+
+def _first(backend: Any, validation: Validation, wanted: Kind) -> list[tuple[int, int]]:
+    data, limit = validation.data, getattr(backend.model, "max_document_tokens", None)
+    return ask(data.datasets, data.names, data.processor, wanted=wanted, max_samples=1, limit=limit)[0]
+
+
+def evaluate(
     backend: Any,
     validation: Validation,
-    metrics: Sequence[Metric],
+    metrics: Sequence[Metric] = (),
     *,
-    checkpoint: str,
+    checkpoint: str = "",
+    max_batches: int | None = None,
     max_samples: int | None = None,
-    weights: Weights = nullcontext,
+    answering: Answering = Answering(),
     resamples: int | None = None,
     made_by: Mapping[str, str] | None = None,
-) -> list[Result]:
-    """The metrics of the model on validation data. Collective; the same on all ranks.
+) -> Evaluation:
+    """Losses and metrics of the model with its present weights. Collective; the same on all ranks.
 
     Args:
         backend: what computes: ``Backend``, or an object with its ``model``, ``device``, ``dp_rank`` and ``dp_size``.
+        metrics: as ``check`` has found them to be possible.
         checkpoint: what made the predictions, for the provenance.
-        max_samples: records at most that the model answers; None: all.
-        weights: the context with the weights to evaluate.
+        max_batches: as of ``Validation.losses``.
+        max_samples: records at most that the model answers; None: as many as ``max_batches`` has.
+        answering: how it answers them.
         resamples, made_by: as of ``evaluated``.
 
-    Raises ``ConfigError`` where the model cannot give what a metric scores.
+    A metric that fails is a warning that names it, and is in ``failed``.
     """
+    with kept_generators():
+        texts = TextLosses()
+        watch = texts if any(metric.predicts == "loss" for metric in metrics) else None
+        losses = validation.losses(backend, max_batches=max_batches, watch=watch)
+        if max_samples is None and max_batches is not None:
+            max_samples = max_batches * validation.data.batch_size
+        given: dict[str, Given | Answers | str] = {}
+        for kind in _kinds(metrics):
+            given[kind] = _answers(backend, validation, kind, answering, max_samples)
+        details = {key: str(value) for key, value in vars(answering).items() if key != "batch_size"}
+        made_by = {**details, **(made_by or {})}
+        results, failed = [], {}
+        for metric in metrics:
+            scored = _scored(metric, given.get(metric.predicts), texts,
+                             checkpoint=checkpoint, resamples=resamples, made_by=made_by)  # fmt: skip
+            if isinstance(scored, Result):
+                results.append(scored)
+                continue
+            failed[metric.name] = scored
+            if dist.is_main():
+                logger().warning("The metric %s has no value this time: %s", metric.name, scored)
+    return Evaluation(losses, results, failed)
+
+
+def _kinds(metrics: Sequence[Metric]) -> list[Kind]:
+    return [kind for kind in KINDS if any(metric.predicts == kind for metric in metrics)]
+
+
+def _answers(
+    backend: Any, validation: Validation, wanted: Kind, answering: Answering, max_samples: int | None
+) -> Answers | str:
+    """The model's answers, or on all ranks why there are none. Collective."""
     data = validation.data
-    given: dict[str, Answers] = {}
-    for wanted in sorted({metric.predicts for metric in metrics} & {"text", "image"}):
-        given[wanted] = answers(
-            backend, data.processor, data.datasets, data.names, wanted=wanted, seed=data.seed,  # type: ignore[arg-type]
-            max_samples=max_samples, batch_size=data.batch_size, weights=weights,
+    try:
+        found = answers(
+            backend, data.processor, data.datasets, data.names, wanted=wanted,
+            seed=data.seed if answering.seed is None else answering.seed, max_samples=max_samples,
+            batch_size=answering.batch_size or data.batch_size, max_new_tokens=answering.max_new_tokens,
+            sampling=answering.sampling,
+            flow=answering.flow_settings(backend.model) if wanted == "image" else None,
         )  # fmt: skip
-        for why, number in given[wanted].left_out.items():
-            logger().warning("Metrics: %d validation records are left out: %s.", number, why)
-    results = []
-    for metric in metrics:
+    except Exception as error:  # ``answers`` fails on every rank alike
+        return f"no {wanted} could be generated: {type(error).__name__}: {error}"
+    if dist.is_main():
+        for why, number in found.left_out.items():
+            logger().info("Metrics of %ss: %d validation records are left out, %s; %d are answered.",
+                          wanted, number, why, found.asked)  # fmt: skip
+    return found
+
+
+def _scored(metric: Metric, given: Any, texts: TextLosses, **options: Any) -> Result | str:
+    """The metric's result, or on all ranks why it has none. Collective."""
+
+    def update() -> None:
         metric.reset()
-        if metric.predicts == "loss":
-            metric.update(*_losses(backend, validation, weights))
-        elif metric.predicts in given:
-            found = given[metric.predicts]
-            asks_prompt = metric.compares == "prompt" or (metric.predicts == "image" and metric.compares == "text")
-            metric.update(found.predictions, found.prompts if asks_prompt else found.references, found.keys)
-        else:
-            raise ConfigError(f"{metric.name} scores {metric.predicts}, which validation data does not ask for",
-                              allowed="metrics of texts, of images, and of losses")  # fmt: skip
-        results.append(evaluated(metric, checkpoint=checkpoint, resamples=resamples, made_by=made_by))
-    return results
+        metric.update(*(texts.given() if metric.predicts == "loss" else _pairs(metric, given)))
+
+    try:
+        if isinstance(given, str):
+            return given
+        problem = _problem(update)
+        if problem is not None:
+            return problem
+        return evaluated(metric, **options)
+    except Exception as error:  # of rank 0's computation, raised on every rank alike
+        return f"{type(error).__name__}: {error}"
+    finally:
+        metric.reset()
 
 
-def _losses(backend: Any, validation: Validation, weights: Weights) -> tuple[list[float], list[float], list[str]]:
-    """Sum of the losses of the texts, number of their targets, and id, of each sample of this rank. Collective."""
-    data = copy.copy(validation.data)
-    data.batch_size = 1
-    found: list[tuple[float, float, str]] = []
-    size, rank = backend.dp_size, backend.dp_rank
-    mine = [part[rank : rank + 1] for draws in data.draws() for part in _parts(draws, size)]  # empty: a filled-up row
-    with evaluating(backend), weights():
-        for one, draws in zip(data.batches(dp_rank=rank, dp_size=size), mine, strict=True):
-            terms = backend.model(one.batch.to(backend.device))
-            if draws:
-                number = float(one.batch.target_counts().get(_TEXT, 0.0))
-                found.append((float(terms.sums[_TEXT]) if number else 0.0, number, draws[0].sample_id(data.names)))
-    return [row[0] for row in found], [row[1] for row in found], [row[2] for row in found]
+def _problem(action: Callable[[], None]) -> str | None:
+    """Why ``action`` failed on any rank, the same on all. Collective; ``action`` is not."""
+    problem = None
+    try:
+        action()
+    except Exception as error:
+        problem = f"rank {dist.rank()}: {type(error).__name__}: {error}"
+    return next((each for each in dist.gather_objects(problem) if each is not None), None)
 
 
-def _parts(draws: Sequence[Any], size: int) -> list[Sequence[Any]]:
-    return [draws[first : first + size] for first in range(0, len(draws), size)]
+def _pairs(metric: Metric, found: Answers) -> Given:
+    """A picture is compared with a picture or with the text that it was asked for."""
+    prompts = metric.compares == "prompt" or (metric.predicts == "image" and metric.compares == "text")
+    return found.predictions, found.prompts if prompts else found.references, found.keys

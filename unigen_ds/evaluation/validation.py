@@ -18,13 +18,15 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from unigen_ds.backends.base import Backend
 from unigen_ds.core import dist
-from unigen_ds.core.batch import Batch
+from unigen_ds.core.batch import Batch, LossTerms
 from unigen_ds.core.log import logger
-from unigen_ds.core.seeding import rng_state, set_rng_state
+from unigen_ds.core.seeding import kept_generators
 from unigen_ds.data.validation_data import ValidationData
 
 Groups = Mapping[str, tuple[Tensor, Sequence[str]]]
 """As of ``Family.target_groups``."""
+Watch = Callable[[Batch, LossTerms], None]
+"""Is shown each batch, on the CPU, and what the model returned for it."""
 
 
 @dataclass(frozen=True)
@@ -35,16 +37,18 @@ class Validation:
     loss_weights: Mapping[str, float]
     groups: Callable[[Batch], Groups] = field(default=lambda batch: {})
 
-    def losses(self, backend: Backend, *, max_batches: int | None = None) -> dict[str, float]:
+    def losses(
+        self, backend: Backend, *, max_batches: int | None = None, watch: Watch | None = None
+    ) -> dict[str, float]:
         """Collective.
 
         ``val/loss``: the sum of ``loss_weights[k]`` times ``val/loss/k`` over the terms k that have targets;
         ``val/loss/<term>``: the mean over its targets; ``val/loss/<term>/<source>`` and ``val/loss/<term>/<group>``:
         over those of a source or a group. A mean without targets is left out. The same on all ranks.
 
-        ``max_batches``: as of ``ValidationData.batches``.
+        ``max_batches``: as of ``ValidationData.batches``. ``watch``: sees this rank's batches; not collective.
         """
-        sums, counts = _totals(self, backend, max_batches)
+        sums, counts = _totals(self, backend, max_batches, watch)
         means = {key: sums[key] / count for key, count in sorted(counts.items()) if count}
         terms = {key[0]: mean for key, mean in means.items() if len(key) == 1}
         total = {"val/loss": sum(self.loss_weights.get(term, 1.0) * mean for term, mean in terms.items())}
@@ -57,7 +61,7 @@ _Part = tuple[_Key, Tensor, float]
 _Totals = tuple[Mapping[_Key, float], Mapping[_Key, float]]
 
 
-def _totals(validation: Validation, backend: Backend, max_batches: int | None) -> _Totals:
+def _totals(validation: Validation, backend: Backend, max_batches: int | None, watch: Watch | None) -> _Totals:
     """Sums of losses and numbers of targets by (term,), (term, source) and (term, group), over all ranks."""
     sums: dict[_Key, Tensor] = {}
     counts: defaultdict[_Key, float] = defaultdict(float)  # weights of targets may be fractional
@@ -65,6 +69,8 @@ def _totals(validation: Validation, backend: Backend, max_batches: int | None) -
     with evaluating(backend):
         for one in validation.data.batches(max_batches, dp_rank=backend.dp_rank, dp_size=backend.dp_size):
             terms = backend.model(one.batch.to(backend.device))
+            if watch is not None:
+                watch(one.batch, terms)
             skipped += [f"{entry['sample']}: {entry['why']}" for entry in one.batch.skipped]
             groups = validation.groups(one.batch) if terms.each else {}
             numbers = one.batch.target_counts()
@@ -109,15 +115,14 @@ def evaluating(backend: Backend) -> Iterator[None]:
     have drawn. Collective.
     """
     modes = [(module, module.training) for module in backend.model.modules()]
-    drawn = rng_state()
-    backend.model.eval()
-    try:
-        with torch.no_grad(), _stored_statistics(backend.model):
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
-        set_rng_state(drawn)
+    with kept_generators():
+        backend.model.eval()
+        try:
+            with torch.no_grad(), _stored_statistics(backend.model):
+                yield
+        finally:
+            for module, training in modes:
+                module.training = training
 
 
 @contextmanager

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from itertools import chain
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,22 +14,15 @@ from annotated_types import Ge, Gt
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core import dist
 from unigen_ds.core.clock import EVALUATION
-from unigen_ds.core.errors import ConfigError, raise_any
-from unigen_ds.core.files import make_directory
+from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.log import logger
-from unigen_ds.core.progress import Duration, Progress
-from unigen_ds.core.registry import HOOKS, METRICS, component_problems
-from unigen_ds.evaluation.generation import Weights
-from unigen_ds.evaluation.metrics import Metric, build_metrics
-from unigen_ds.evaluation.provenance import write_results
-from unigen_ds.evaluation.scoring import scores
+from unigen_ds.core.progress import Duration
+from unigen_ds.core.registry import HOOKS
 from unigen_ds.evaluation.validation import Validation
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.hooks.best import BestCheckpoint
 from unigen_ds.hooks.ema import ema_of
-
-FOLDER = "evaluations"
-"""Of the work dir: ``update_<n>.json`` has the metrics of an update with their provenance."""
+from unigen_ds.hooks.scores import Scores
 
 
 @HOOKS.register_module()
@@ -47,9 +39,13 @@ class EvaluateHook(Hook):
         max_batches: at most so many times ``val_dataloader.batch_size`` samples, over all processes, spread evenly over
             each source; None: all.
         use_ema: the weights are those of the ``EMAHook``.
-        metrics: components of further metrics, ``[dict(type='BLEU')]``.
-        metric_interval: between computations of ``metrics``, which need generation, in ``unit``; None: at every
-            evaluation.
+        metrics: components of further metrics ([metrics.md](metrics.md)), ``[dict(type='BLEU')]``; each may have an
+            ``interval`` of its own, in ``unit``.
+        metric_interval: between computations of each metric without its own ``interval``, in ``unit``; None: at every
+            evaluation. At the end of the training, and with ``at_start``, all are computed.
+        max_samples: records at most that the model answers for metrics; None: as many as ``max_batches`` has.
+        generation: how it answers them: ``max_new_tokens`` (64), ``temperature`` (0), ``top_p``, ``batch_size``
+            (``val_dataloader``'s), ``seed`` (``val_dataloader``'s) and ``flow``, as of ``PreviewHook``.
         save_best: a name of the results, such as ``val/loss``: the checkpoint with the best value is saved when it is
             found and never deleted as an old one ([evaluation.md](evaluation.md#the-best-checkpoint)).
         rule: ``'less'`` or ``'greater'`` is better; None: inferred from the name, as mmengine does.
@@ -70,6 +66,8 @@ class EvaluateHook(Hook):
         use_ema: bool = False,
         metrics: Sequence[Mapping[str, Any]] = (),
         metric_interval: Annotated[float, Gt(0)] | None = None,
+        max_samples: Annotated[int, Ge(1)] | None = None,
+        generation: Mapping[str, Any] | None = None,
         save_best: str | None = None,
         rule: str | None = None,
         best_weights_only: bool = False,
@@ -81,32 +79,30 @@ class EvaluateHook(Hook):
             raise ConfigError("EvaluateHook.metric_interval has no effect without metrics")
         if save_best is None and (rule is not None or best_weights_only):
             raise ConfigError("EvaluateHook.rule and best_weights_only have no effect without save_best")
-        problems = [component_problems(METRICS, spec, where=f"metrics[{k}]") for k, spec in enumerate(metrics)]
-        raise_any(list(chain.from_iterable(problems)))
+        if (max_samples is not None or generation) and not metrics:
+            raise ConfigError("EvaluateHook.max_samples and generation have no effect without metrics")
         self.interval, self.unit = interval, unit or ("epoch" if by_epoch else "iteration")
         self.at_start, self.max_batches, self.use_ema = at_start, max_batches, use_ema
-        self.metrics, self.metric_interval, self.empty_cache = tuple(metrics), metric_interval, empty_cache
+        self.empty_cache = empty_cache
+        self._scores = Scores(
+            metrics, interval=metric_interval, unit=self.unit, max_samples=max_samples, generation=generation
+        )
         self.best = None
         if save_best is not None:
             self.best = BestCheckpoint(save_best, rule=rule, weights_only=best_weights_only, ema=use_ema)
         self._every: Duration | None = None
-        self._metric_every: Duration | None = None
-        self._built: list[Metric] = []
-        self._scored = Progress()
-        self.complete = True
-        """Whether the present evaluation has all metrics, so that a name that it lacks does not exist."""
         self._evaluated: tuple[int, Mapping[str, float]] | None = None
 
     def before_run(self, run: Run) -> None:
         if self.use_ema and ema_of(run) is None:
             raise ConfigError("EvaluateHook.use_ema is True and there is no EMAHook", remedy="add one to custom_hooks")
         self._every = run.ruler.duration(self.interval, self.unit) if self.interval > 0 else None
-        self._metric_every = run.ruler.duration(self.metric_interval, self.unit) if self.metric_interval else None
-        self._built = build_metrics(self.metrics, where="EvaluateHook.metrics")
+        self._scores.before_run(run)
         if self.best is not None:
             self.best.before_run(run)
 
     def after_load_checkpoint(self, run: Run, manifest: Mapping[str, Any]) -> None:
+        self._scores.after_load_checkpoint(run)
         if self.best is not None:
             self.best.after_load_checkpoint(run, manifest)
 
@@ -141,34 +137,13 @@ class EvaluateHook(Hook):
 
     def _values(self, run: Run) -> Mapping[str, float]:
         ema = ema_of(run) if self.use_ema else None
+        with ema.swapped(run) if ema is not None else nullcontext():
+            return self._scores.evaluate(run, max_batches=self.max_batches, use_ema=self.use_ema)
 
-        def weights() -> AbstractContextManager[None]:
-            return nullcontext() if ema is None else ema.swapped(run)
-
-        with weights():
-            values = _validation(run).losses(run.backend, max_batches=self.max_batches)
-        self.complete = not self._built or self._metrics_due(run)
-        return {**values, **self._scores(run, weights)} if self._built and self.complete else values
-
-    def _metrics_due(self, run: Run) -> bool:
-        return self._metric_every is None or run.finished or self._metric_every.every(run.progress, self._scored)
-
-    def _scores(self, run: Run, weights: Weights) -> dict[str, float]:
-        """The further metrics; a file has them with their provenance. Collective."""
-        updates, self._scored = run.progress.updates, run.progress
-        made_by = {"ema": str(self.use_ema), "precision": str(run.backend.topology().get("precision"))}
-        results = scores(
-            run.backend, _validation(run), self._built, checkpoint=f"{run.work_dir}, update {updates}",
-            max_samples=None if self.max_batches is None else self.max_batches * _validation(run).data.batch_size,
-            weights=weights, resamples=0, made_by=made_by,
-        )  # fmt: skip
-        if dist.is_main():
-            try:
-                make_directory(run.work_dir / FOLDER)
-                write_results(run.work_dir / FOLDER / f"update_{updates}.json", results)
-            except OSError as error:
-                logger().warning("The provenance of the metrics of update %d is not stored: %s.", updates, error)
-        return {f"val/{name}": value for result in results for name, value in result.values.items()}
+    @property
+    def complete(self) -> bool:
+        """Whether the last evaluation has all metrics, so that a name that it lacks does not exist."""
+        return self._scores.complete
 
     def _num_samples(self, run: Run) -> int:
         data = _validation(run).data
@@ -194,11 +169,10 @@ class EvaluateHook(Hook):
         return self.best is not None and self.best.keeps(manifest)
 
     def state_dict(self) -> dict[str, Any]:
-        scored = {"scored": self._scored.state_dict()} if self._metric_every is not None else {}
-        return {**scored, **({} if self.best is None else self.best.state_dict())}
+        return {**self._scores.state_dict(), **({} if self.best is None else self.best.state_dict())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._scored = Progress.from_state_dict(state["scored"]) if "scored" in state else Progress()
+        self._scores.load_state_dict(state)
         if self.best is not None:
             self.best.load_state_dict(state)
 

@@ -10,7 +10,6 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt
@@ -34,13 +33,14 @@ from unigen_ds.evaluation.generation import (
 )
 from unigen_ds.evaluation.sheet import Cell, contact_sheet
 from unigen_ds.families.bagel.flow_settings import BAGEL_FLOW, FlowSettings, flow_for
+from unigen_ds.hooks.abandoned import set_aside
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.hooks.ema import ema_of
 from unigen_ds.hooks.logger import logger_of
 from unigen_ds.inference.sampling import Sampling
 from unigen_ds.inference.together import AnotherRankFailed
 
-FOLDER, ABANDONED = "previews", "abandoned"
+FOLDER = "previews"
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class PreviewHook(Hook):
 
     def after_load_checkpoint(self, run: Run, manifest: Mapping[str, Any]) -> None:
         if dist.is_main():
-            _abandon(run.work_dir / FOLDER, after=run.progress.updates)
+            set_aside(run.work_dir / FOLDER, after=run.progress.updates)
 
     def after_update(self, run: Run, result: UpdateResult) -> None:
         assert self._every is not None, "used before before_run"
@@ -285,18 +285,3 @@ def _prompt(given: Any, where: str) -> Prompt:
         return Prompt(given)
     check_arguments(Prompt, given, where=where)
     return Prompt(**given)
-
-
-def _abandon(folder: Path, *, after: int) -> None:
-    """Move pictures of updates that the run has gone back from, so that no strip shows them among the others."""
-    later = [path for path in folder.glob("*.*") if path.stem.isdigit() and int(path.stem) > after]
-    if not later:
-        return
-    try:
-        (folder / ABANDONED).mkdir(exist_ok=True)
-        for path in later:
-            path.replace(folder / ABANDONED / path.name)
-    except OSError as error:
-        logger().warning("Previews after update %d could not be moved to %s: %s", after, folder / ABANDONED, error)
-    else:
-        logger().info("%d file(s) of previews after update %d: moved to %s.", len(later), after, folder / ABANDONED)

@@ -21,14 +21,15 @@ from unigen_ds.checkpoint.convert import read_source
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.checkpoint.weight_files import locate
 from unigen_ds.core import dist
-from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.metrics import sample_digest
 from unigen_ds.core.optim import COMPUTE_DTYPE
 from unigen_ds.core.progress import Geometry
 from unigen_ds.data.overflow import check_overflow
 from unigen_ds.evaluation.metrics import build_metrics
 from unigen_ds.evaluation.provenance import Result
-from unigen_ds.evaluation.scoring import scores
+from unigen_ds.evaluation.scoring import check
+from unigen_ds.evaluation.scoring import evaluate as score
 from unigen_ds.evaluation.validation import Validation
 from unigen_ds.families.directories import published_format
 from unigen_ds.runner.build import Data, build_data, build_processor, build_validation, build_validation_data, rules_of
@@ -176,12 +177,14 @@ def evaluate(given: EvaluationSubject) -> list[Result]:
     """
     metrics = build_metrics(given.metrics)
     engine, validation = given.open()
-    values = validation.losses(engine, max_batches=given.max_batches)  # type: ignore[arg-type]
-    losses = Result(values, _provenance(given, engine, validation))
-    made_by = {"precision": engine.precision}
-    limit = _limit(given, validation.data.batch_size)
-    scored = scores(engine, validation, metrics, checkpoint=given.name, max_samples=limit, made_by=made_by)
-    return [losses, *scored]
+    check(metrics, engine, validation)
+    found = score(
+        engine, validation, metrics, checkpoint=given.name, max_batches=given.max_batches,
+        made_by={"precision": engine.precision},
+    )  # fmt: skip
+    if found.failed:
+        raise DataError("; ".join(f"the metric {name} has no value: {why}" for name, why in found.failed.items()))
+    return [Result(found.losses, _provenance(given, engine, validation)), *found.results]
 
 
 def _provenance(given: EvaluationSubject, engine: WholeModel, validation: Validation) -> dict[str, str]:

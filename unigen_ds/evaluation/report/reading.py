@@ -12,7 +12,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.metrics import LEDGER_FILE, METRICS_FILE, SKIPPED_FILE, TIMELINE_FILE, in_effect, parse_lines
 
 BEST_HINT, LOG_FILE, PREVIEWS, RESULTS = "best_checkpoint", "train.log", "previews", "eval_results"
+SCORES = "evaluations"
+"""Of the metrics of ``EvaluateHook``, whose lines in ``metrics.jsonl`` have the same values without provenance."""
 Line = dict[str, Any]
 _SECRET = re.compile(r"(?i)(api_?key|password|passwd|secret|access_token)$")
 _LOGGED = re.compile(r"(\S+ \S+) (WARNING|ERROR|CRITICAL) (.*)")
@@ -162,7 +164,7 @@ def read_work_dir(path: Path) -> WorkDir:
         starts=starts,
         updates=lines_of_updates(kept),
         abandoned=_abandoned(metrics, kept),
-        evaluations=[*_evaluations(kept), *_results(path, problems)],
+        evaluations=_once(_evaluations(kept), _results(path, problems)),
         checkpoints=checkpoints,
         lineage=_lineage(path, problems),
         best=best,
@@ -313,12 +315,23 @@ def _evaluations(lines: Iterable[Line]) -> list[Evaluated]:
 _POSITION = {"update", "iteration", "epoch", "sequences", "samples", "tokens", "updates"}
 
 
+def _once(lines: Iterable[Evaluated], files: Sequence[Evaluated]) -> list[Evaluated]:
+    """Without the values of lines that a file has with their provenance."""
+    stored = {(one.update, key) for one in files for key in one.values}
+    kept = [
+        replace(line, values={key: n for key, n in line.values.items() if (line.update, key) not in stored})
+        for line in lines
+    ]
+    return [*(line for line in kept if line.values), *files]
+
+
 def _results(path: Path, problems: list[tuple[str, str]]) -> list[Evaluated]:
-    """``eval_results/**/*.json`` and ``results.json``: what ``provenance.write_results`` wrote,
+    """``eval_results/**/*.json``, ``evaluations/*.json`` and ``results.json``: what ``provenance.write_results`` wrote,
     ``{"values", "provenance"}``, or names and numbers.
     """
     files = sorted((path / RESULTS).rglob("*.json")) if (path / RESULTS).is_dir() else []
-    files += [file for file in (path / "results.json",) if file.is_file()]
+    scores = sorted((path / SCORES).glob("*.json"), key=lambda file: (len(file.name), file.name))
+    files += [*scores, *(file for file in (path / "results.json",) if file.is_file())]
     found = []
     for file in files:
         name = str(file.relative_to(path))
@@ -332,6 +345,9 @@ def _results(path: Path, problems: list[tuple[str, str]]) -> list[Evaluated]:
         read = [one for part in parts if (one := _result_of(part, update if _whole(update) else None, name)).values]
         if len(read) < len(parts) or not parts:
             problems.append((name, f"{len(parts) - len(read)} of {len(parts)} results have no number"))
+        if file in scores:
+            named = [{f"val/{key}": value for key, value in one.values.items()} for one in read]
+            read = [replace(one, values=v, origin=SCORES) for one, v in zip(read, named, strict=True)]
         found += read
     return found
 

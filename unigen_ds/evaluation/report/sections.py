@@ -189,13 +189,18 @@ def validation_part(run: WorkDir) -> list[Any]:
         at, reached = run.best_state.get("updates"), number(run.best_state.get("value"))
         parts.append(tag("p", f"Best by {rule} ({run.best_state.get('rule', 'less')}): {number_text(reached)}"
                               f" at update {value_text(at)}.", class_="note"))  # fmt: skip
-    given = {json.dumps(e.provenance, sort_keys=True): e for e in run.evaluations if e.provenance}
+    given = {_made_alike(e.provenance): e for e in run.evaluations if e.provenance}
     for one in given.values():
         texts = {key: value_text(value) for key, value in flat(one.provenance).items()}
         parts.append(details(f"Provenance: {', '.join([*one.values][:4])} ({one.origin})", pairs(texts)))
     if not given:
         parts.append(missing("No provenance is stored with these values."))
     return parts
+
+
+def _made_alike(provenance: Mapping[str, Any]) -> str:
+    """The same for the values of all checkpoints that were computed alike; the last one is shown."""
+    return json.dumps({key: value for key, value in provenance.items() if key != "checkpoint"}, sort_keys=True)
 
 
 def previews_part(run: WorkDir, *, budget: int) -> list[Any]:
