@@ -162,7 +162,13 @@ _HELD = [
     {"type": "UnifiedGenerationDataset", "data_path": "{data}/digits/held.jsonl"},
     {"type": "UnifiedGenerationDataset", "data_path": "{data}/digits/few.jsonl"},
 ]
-EVALUATION: dict[str, Any] = {"type": "EvaluateHook", "interval": 1, "unit": "update", "at_start": True}
+EVALUATED_METRICS = ("bleu", "exact_match", "perplexity", "vqa_accuracy")
+"""Of the evaluated runs; another one fails on the last rank."""
+EVALUATION: dict[str, Any] = {
+    "type": "EvaluateHook", "interval": 1, "unit": "update", "at_start": True,
+    "metrics": [{"type": name} for name in ("BLEU", "FailsOnTheLastRank", "ExactMatch", "Perplexity", "VQAAccuracy")],
+    "metric_interval": 3, "generation": {"max_new_tokens": 6},
+}  # fmt: skip
 
 
 def evaluated(*, full: bool) -> list[Job]:

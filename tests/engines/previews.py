@@ -1,4 +1,4 @@
-"""Hooks of the engine tests that let a model speak and draw while it is trained. Imported by every worker process."""
+"""Hooks and a metric of the engine tests for what a model says and draws in training. Every worker imports it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import numpy as np
 
 from tests.engines.cases import FAILS_AT
 from unigen_ds.core import dist
-from unigen_ds.core.registry import DATASETS, HOOKS, build
+from unigen_ds.core.registry import DATASETS, HOOKS, METRICS, build
 from unigen_ds.evaluation.generation import answers
+from unigen_ds.evaluation.metrics.exact_match import ExactMatch
 from unigen_ds.families.bagel.flow_settings import FlowSettings
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.hooks.preview import PreviewHook
@@ -29,6 +30,18 @@ class FailingPreviewHook(PreviewHook):
         if self._fails:
             raise RuntimeError("on purpose")
         return made
+
+
+@METRICS.register_module()
+class FailsOnTheLastRank(ExactMatch):
+    """As a program does that ends."""
+
+    name = "fails"
+
+    def rows(self, predictions: Any, references: Any, keys: Any) -> Any:
+        if dist.rank() == dist.world_size() - 1:
+            raise BrokenPipeError("on purpose")
+        return super().rows(predictions, references, keys)
 
 
 @HOOKS.register_module()

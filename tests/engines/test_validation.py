@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from tests.engines.feature_cases import EVALUATED_BY_FOUR, EVALUATED_ENGINES, EVALUATED_UPDATES
+from tests.engines.feature_cases import EVALUATED_BY_FOUR, EVALUATED_ENGINES, EVALUATED_METRICS, EVALUATED_UPDATES
 from tests.engines.launch import METRICS, Outcome, relative, unequal, want
 from unigen_ds.core.metrics import read_lines
+from unigen_ds.evaluation.provenance import read_results
 
 runs = want("evaluated")
 pytestmark = pytest.mark.timeout(3600)
@@ -31,6 +32,25 @@ def test_the_values_are_those_of_one_process(engine: str, world: int, single: di
     first = values(runs().outcome(f"evaluated/{engine}@{world}"))[0]
     assert first.keys() == single.keys() and first["update"] == single["update"] == 0
     assert {key: v for key, v in first.items() if key != "event" and relative(v, single[key]) > BOUND} == {}
+
+
+@pytest.mark.parametrize(("engine", "world"), [("single", 1), *EVALUATED_ENGINES, *EVALUATED_BY_FOUR])
+def test_metrics_are_computed_and_one_that_fails_on_one_rank_is_left_out(
+    engine: str, world: int, single: dict[str, Any]
+) -> None:
+    """Before the training, at their interval and at the end; the run goes on. Their files have the line's values."""
+    run = runs().outcome(f"evaluated/{engine}@{world}")
+    lines = values(run)
+    updates = [line["update"] for line in lines if "val/bleu" in line]
+    assert updates == [0, lines[-1]["update"]]
+    assert 0 < single["val/vqa_accuracy"] < 1 or 0 < single["val/bleu"] < 100
+    for line in (line for line in lines if line["update"] in updates):
+        assert {f"val/{name}" for name in EVALUATED_METRICS} < line.keys() and "val/fails" not in line
+        stored = read_results(run.folder / "evaluations" / f"{line['update']}.json")
+        found = {f"val/{name}": value for one in stored for name, value in one.values.items()}
+        assert found == {f"val/{name}": line[f"val/{name}"] for name in EVALUATED_METRICS}
+    words = f"The metric fails has no value this time: rank {world - 1}: BrokenPipeError: on purpose"
+    assert (run.folder / "train.log").read_text(encoding="utf-8").count(words) == len(updates)
 
 
 def test_each_source_and_time_step_has_a_value(single: dict[str, Any]) -> None:

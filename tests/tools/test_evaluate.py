@@ -146,7 +146,7 @@ def test_the_hook_computes_metrics_at_an_interval_of_their_own(trained, capsys, 
     for name in ("perplexity", "exact_match"):
         assert lines[3][f"val/{name}"] == pytest.approx(float(found[name]), rel=1e-6)
     assert best_of(tmp_path / "run")[1].metric == "val/perplexity"
-    stored = read_results(tmp_path / "run" / "evaluations" / "update_3.json")
+    stored = read_results(tmp_path / "run" / "evaluations" / "3.json")
     assert [result.provenance["metric"] for result in stored] == ["perplexity", "exact_match"]
     mine, other = (load_file(folder / "run" / "iter_6.pth" / "model.safetensors") for folder in (tmp_path, trained))
     assert all(torch.equal(mine[name], other[name]) for name in other)

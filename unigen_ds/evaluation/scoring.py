@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from annotated_types import Ge
+from PIL import Image
 
 from unigen_ds.core import dist
 from unigen_ds.core.batch import Batch, LossTerms
@@ -261,4 +262,10 @@ def _problem(action: Callable[[], None]) -> str | None:
 def _pairs(metric: Metric, found: Answers) -> Given:
     """A picture is compared with a picture or with the text that it was asked for."""
     prompts = metric.compares == "prompt" or (metric.predicts == "image" and metric.compares == "text")
-    return found.predictions, found.prompts if prompts else found.references, found.keys
+    references = found.prompts if prompts else found.references
+    return [*map(_colored, found.predictions)], [*map(_colored, references)], found.keys
+
+
+def _colored(answer: str | Image.Image) -> str | Image.Image:
+    """A picture as metrics read it: a model may draw in shades of gray."""
+    return answer.convert("RGB") if isinstance(answer, Image.Image) else answer
