@@ -167,7 +167,7 @@ EVALUATED_METRICS = ("bleu", "exact_match", "perplexity", "vqa_accuracy")
 EVALUATION: dict[str, Any] = {
     "type": "EvaluateHook", "interval": 1, "unit": "update", "at_start": True,
     "metrics": [{"type": name} for name in ("BLEU", "FailsOnTheLastRank", "ExactMatch", "Perplexity", "VQAAccuracy")],
-    "metric_interval": 3, "generation": {"max_new_tokens": 6},
+    "metric_interval": EVALUATED_UPDATES, "generation": {"max_new_tokens": 6},
 }  # fmt: skip
 
 
