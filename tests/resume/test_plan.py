@@ -112,7 +112,7 @@ def test_auto_begins_as_load_from_says_and_then_goes_on_with_its_own(tmp_path):
     other = str(save(tmp_path / "other"))
     begin = plan_resume(tmp_path / "run", resume=AUTO, load_from=other, load_cfg=LoadSettings(allow=("missing",)))
     assert begin.mode == "weights" and begin.load_cfg.allow == {"missing"}
-    assert "No checkpoint found" in begin.messages[0] and "weights only" in begin.messages[1]
+    assert len(begin.messages) == 1 and "No checkpoint found" in begin.messages[0]
     own = save(tmp_path / "run")
     again = plan_resume(tmp_path / "run", resume=AUTO, load_from=other, load_cfg=LoadSettings(allow=("missing",)))
     assert (again.mode, again.checkpoint) == ("resume", own)
@@ -132,7 +132,7 @@ def test_load_from_alone_takes_weights_only(tmp_path):
     path = save(tmp_path / "other")
     plan = plan_resume(tmp_path / "run", resume=False, load_from=str(path))
     assert (plan.mode, plan.checkpoint) == ("weights", path)
-    assert "weights only" in plan.messages[0] and "starts at zero" in plan.messages[0]
+    assert plan.messages == (), "what was loaded is logged once it is loaded"
 
 
 def test_two_names_are_refused(tmp_path):

@@ -115,6 +115,48 @@ def test_every_problem_is_in_one_message_with_the_value_and_what_is_allowed(plai
     assert len(lines) == 14, lines
 
 
+def test_what_only_constructors_refuse_is_in_the_same_message(plain: dict[str, Any]) -> None:
+    plain["train_dataloader"]["dataset"] = {**plain["train_dataloader"]["dataset"], "paht": 3}
+    plain["optim_wrapper"]["optimizer"]["betas"] = [0.9, 1.5]
+    plain["backend"] = {"type": "deepspeed", "config": "zero5"}
+    plain["model"]["freeze"] = ["vit", "llmm"]
+    plain["processor"]["vit_transform"] |= {"min_size": 64, "max_size": 8}
+    plain["randomness"] = {"deterministic": True}
+    plain["env_cfg"] = {"cudnn_benchmark": True}
+    with pytest.raises(ConfigError) as raised:
+        Settings.from_config(plain)
+    lines = str(raised.value).splitlines()
+    for line in (
+        "env_cfg.cudnn_benchmark is True", "dataset[0] has no key 'paht'", "Invalid beta parameter at index 1: 1.5",
+        "DeepSpeed config 'zero5' is neither", "model.freeze is ['vit', 'llmm']. Allowed: a list of 'vae', 'vit'",
+        "processor.vit_transform: image transform of max_size 8, min_size 64",
+        "randomness.deterministic: write env.deterministic",
+    ):  # fmt: skip
+        assert sum(line in one for one in lines) == 1, line
+    assert len(lines) == 8, lines
+
+
+def test_more_problems_than_a_screen_has_lines_are_all_there(plain: dict[str, Any]) -> None:
+    plain["param_scheduler"] = [{"type": "LinearLR", "start_factor": 2 + k} for k in range(40)]
+    with pytest.raises(ConfigError) as raised:
+        Settings.from_config(plain)
+    assert len(str(raised.value).splitlines()) == 41
+
+
+@pytest.mark.parametrize("text", ["param_scheduler[0].end=0.5", "param_scheduler.0.end=0.5"])
+def test_an_override_as_print_config_shows_the_key(plain: dict[str, Any], tmp_path: Path, text: str) -> None:
+    config = load_config(as_file(tmp_path, plain), [text, "default_hooks.continuity.on_mismatch=halt"])
+    assert config.param_scheduler[0].end == 0.5
+    assert Settings.from_config(config).default_hooks.continuity.arguments == {"on_mismatch": "halt"}
+    given = "default_hooks.continuity=dict(on_mismatch='halt', tolerance=[1, 2.5][0])"
+    with pytest.raises(ConfigError, match=r"default_hooks\.continuity is"):
+        load_config(as_file(tmp_path, plain), [given], whole=True)  # a call of anything but dict is a text
+    found = load_config(as_file(tmp_path, plain), [given.replace("[1, 2.5][0]", "0.5")], whole=True)
+    assert found.default_hooks.continuity == {"on_mismatch": "halt", "tolerance": 0.5}
+    with pytest.raises(ConfigError, match="no key 'continuty'"):
+        load_config(as_file(tmp_path, plain), ["default_hooks.continuty.on_mismatch=halt"])
+
+
 def test_runtime_keys_of_xtuner_are_translated(plain: dict[str, Any], tmp_path: Path) -> None:
     """Each with a line in the log of the run."""
     for key in ("train_cfg", "default_hooks", "randomness"):
@@ -198,6 +240,10 @@ def test_a_default_made_explicit_is_no_edit(plain: dict[str, Any], tmp_path: Pat
     plain["optim_wrapper"]["optimizer"]["eps"] = 1e-8
     plain["processor"]["vit_dropout"] = 0
     plain["model"]["timestep_shift"] = 1.0
+    plain["model"]["vit_max_patches_per_side"] = (
+        plain["model"]["vit"]["image_size"] // plain["model"]["vit"]["patch_size"]
+    )
+    plain["optim_wrapper"]["optimizer"] |= {"fused": None, "foreach": None}
     plain["param_scheduler"][0]["end_factor"] = 1
     log = tmp_path / "run" / "train.log"
     length = len(log.read_text())
@@ -225,7 +271,9 @@ def test_every_key_with_its_value_and_where_it_comes_from(
     child.write_text("_base_ = './second.py'\nlog_level = 'ERROR'\ntrain_dataloader = dict(seq_length=81)\n")
     options = ["--cfg-options", "optim_wrapper.optimizer.lr=0.5", "param_scheduler.0.start_factor=0.5", "--seed", "9"]
     assert main([str(child), "--print-config", *options, "--work-dir", str(tmp_path / "run")]) == 0
-    lines = {line.split(" = ")[0]: line.split(" = ", 1)[1] for line in capsys.readouterr().out.splitlines()}
+    noted, *rows = capsys.readouterr().out.splitlines()
+    assert noted == "# Config: log_level='ERROR' is read as env.log_level='ERROR'."
+    lines = {line.split(" = ")[0]: line.split(" = ", 1)[1] for line in rows}
     shown = {key: [part.strip() for part in text.rsplit("  # ", 1)] for key, text in lines.items()}
     assert shown["train_dataloader.seq_length"] == ["81", "child.py"]
     assert shown["train_dataloader.batch_size"] == ["12", "base first.py"]

@@ -9,6 +9,7 @@ nested mapping (``core/settings.py: keys``), and ``runner/settings.py: load_conf
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from types import FunctionType
@@ -90,9 +91,28 @@ def parse_override(text: str) -> tuple[str, Any]:
     if raw.lower() in words:
         return dotted.strip(), words[raw.lower()]
     try:
-        return dotted.strip(), ast.literal_eval(raw)
+        return dotted.strip(), _literal(ast.parse(raw.strip(), mode="eval").body)
     except (ValueError, SyntaxError, MemoryError, RecursionError):  # the last two: thousands of brackets
         return dotted.strip(), raw
+
+
+def override_path(dotted: str) -> list[str]:
+    """The steps of an override's key; a list's member is ``.0`` or, as ``--print-config`` shows it, ``[0]``."""
+    return re.sub(r"\[(\d+)\]", r".\1", dotted).split(".")
+
+
+def _literal(node: ast.expr) -> Any:
+    """A literal, in which ``dict(a=1)`` is one, too. Raises ``ValueError`` for anything else."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "dict" and not node.args:
+        if any(keyword.arg is None for keyword in node.keywords):
+            raise ValueError("dict(**...)")
+        return {str(keyword.arg): _literal(keyword.value) for keyword in node.keywords}
+    if isinstance(node, (ast.List, ast.Tuple)):
+        members = map(_literal, node.elts)
+        return [*members] if isinstance(node, ast.List) else (*members,)
+    if isinstance(node, ast.Dict) and None not in node.keys:
+        return {_literal(key): _literal(value) for key, value in zip(node.keys, node.values, strict=True) if key}
+    return ast.literal_eval(node)
 
 
 def __getattr__(name: str) -> Any:
@@ -124,7 +144,7 @@ def _apply(config: Any, dotted: str, value: Any, whole: Mapping[str, Any]) -> No
     node: Any = config
     schema: Any = whole
     of_component = False  # its arguments, and what they contain, are checked with it
-    *parents, last = dotted.split(".")
+    *parents, last = override_path(dotted)
     if not parents and last not in whole and (last in SETTINGS or (last in config and not last.startswith("_"))):
         raise ConfigError(
             f"override {dotted!r} would have no effect: the config read this helper while it was loaded",

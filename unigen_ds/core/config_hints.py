@@ -41,7 +41,7 @@ MMENGINE: dict[str, str] = {
     "default_hooks.param_scheduler": "delete it, param_scheduler acts by itself",
     "default_hooks.sampler_seed": "delete it, the order follows from randomness.seed alone",
     "default_hooks.runtime_info": "delete it, the logger has all of it",
-    "randomness.deterministic": "delete it, a run is deterministic as far as its kernels are",
+    "randomness.deterministic": "write env.deterministic",
     "randomness.diff_rank_seed": "delete it, every sample has a seed of its own",
 }
 """Keys of mmengine and xtuner configs that are not keys here, and what to do about them."""

@@ -92,7 +92,7 @@ class UnknownKey(ConfigError):
         super().__init__(problem or f"unknown config key {self.path!r}", remedy=self.hint or valid_names(self.valid))
 
 
-_MOST = 20
+_MOST = 100
 
 
 def several(errors: Sequence[ConfigError]) -> ConfigError:

@@ -141,7 +141,8 @@ def default_weight_decay(kind: OptimizerKind) -> float:
 
 def default_fused(name: OptimizerKind, arguments: Mapping[str, Any]) -> bool:
     """Whether a new run uses torch's fused kernel: for AdamW, where no argument chooses another implementation."""
-    return name == "AdamW" and not {"fused", "foreach", "capturable", "differentiable"} & set(arguments)
+    given = {key for key, value in arguments.items() if value is not None}
+    return name == "AdamW" and not {"fused", "foreach", "capturable", "differentiable"} & given
 
 
 def fuses(device: torch.device) -> bool:
@@ -199,6 +200,13 @@ def build_torch_optimizer(
         _build(torch.optim.AdamW, rest, cfg.adamw, where=f"{WHERE}.adamw") if rest else None,
         torch_groups,
     )
+
+
+def check_values(kind: OptimizerKind, arguments: Mapping[str, Any]) -> None:
+    """Raise ``ConfigError`` for a value of ``arguments`` that torch's own class refuses; others are not called."""
+    cls = optimizer_class(kind)
+    if is_torchs(cls):
+        _build(cls, [{"params": [torch.nn.Parameter(torch.zeros(1, 1))], "lr": 1.0}], arguments, where=WHERE)
 
 
 def construct(

@@ -383,7 +383,10 @@ def _explained(
     """Pydantic's errors as ours, in the order of the config; a value that fails in several ways only once."""
     found: dict[tuple[str, str], ConfigError] = {}
     missing: list[str] = []
+    members = {one["loc"][:-1] for one in problems if one["loc"] and isinstance(one["loc"][-1], int)}
     for one in problems:
+        if one["type"] == "too_short" and one["loc"] in members:
+            continue  # it has a member, whose own problem is reported
         if not whole and one["type"] in ("missing", "component", "value_error", "too_short"):
             continue
         for path, problem in _explain(cls, given, one, where=where):

@@ -33,6 +33,17 @@ _DROPPED: dict[str, str] = {
     "val_dataloader.drop_last": "every sample is evaluated",
 }
 """Keys without a counterpart whose removal changes no number, and why."""
+_NO_EFFECT: dict[str, tuple[Any, str]] = {
+    "optim_wrapper.clip_grad.error_if_nonfinite": (False, "NanGuardHook skips and counts such updates"),
+    "optim_wrapper.clip_grad.norm_type": (2, "the norm is the L2 norm of all gradients"),
+    "randomness.deterministic": (False, "it is off: env.deterministic"),
+    "randomness.diff_rank_seed": (False, "every sample has a seed of its own"),
+    "env_cfg.cudnn_benchmark": (False, "it is off"),
+    "default_hooks.checkpoint.save_optimizer": (True, "a checkpoint always has the optimizer's state"),
+    "default_hooks.checkpoint.save_param_scheduler": (True, "the learning rate is a function of the progress"),
+    "default_hooks.checkpoint.save_last": (True, "the end of a run is always saved"),
+}
+"""Keys without a counterpart that change nothing with this value, and why."""
 
 
 def translate(config: dict[str, Any]) -> tuple[list[str], list[ConfigError]]:
@@ -40,6 +51,10 @@ def translate(config: dict[str, Any]) -> tuple[list[str], list[ConfigError]]:
     work = _Translation(config)
     for dotted, why in _DROPPED.items():
         work.drop(dotted, why)
+    for dotted, (value, why) in _NO_EFFECT.items():
+        if work.get(dotted) is not None and work.get(dotted) == value:
+            work.drop(dotted, why)
+    work.collate()
     work.log_level()
     work.environment()
     work.loop()
@@ -100,14 +115,27 @@ class _Translation:
             self.pop("log_level")
             self.set("env.log_level", level.upper(), was=f"log_level={level!r}")
 
+    def collate(self) -> None:
+        """mmengine's own ways to make a batch of samples: the model's processor does it here."""
+        for section in ("train_dataloader", "val_dataloader"):
+            given = self.get(f"{section}.collate_fn")
+            kind = given.get("type") if isinstance(given, Mapping) else given
+            if str(getattr(kind, "__name__", kind)).rpartition(".")[2] in ("default_collate", "pseudo_collate"):
+                self.drop(f"{section}.collate_fn", "the model's processor makes a batch")
+
     def environment(self) -> None:
         """``env_cfg``: what is left of it is an unknown key."""
         timeout = self.get("env_cfg.dist_cfg.timeout")
         if isinstance(timeout, (int, float)):
             self.pop("env_cfg.dist_cfg.timeout")
             self.set("env.dist_timeout_s", timeout, was=f"env_cfg.dist_cfg.timeout={timeout!r}")
-        if self.get("env_cfg.cudnn_benchmark") is False:
-            self.drop("env_cfg.cudnn_benchmark", "it is off")
+        given = self.config.get("env_cfg")
+        left: dict[str, Any] = given if isinstance(given, dict) else {}
+        for key in [*left]:
+            if left[key] and not (key == "dist_cfg" and isinstance(left[key], Mapping)):
+                problem = f"env_cfg.{key} is {left.pop(key)!r}"
+                remedy = "delete it; env.dist_timeout_s and env.num_threads, and launcher are what there is of env_cfg"
+                self.errors.append(ConfigError(problem, remedy=remedy))
         for section in ("env_cfg.dist_cfg", "env_cfg"):
             node, last = self._above(section)
             if last in node and not node[last]:

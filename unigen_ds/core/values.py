@@ -139,7 +139,8 @@ def described(hint: Any, metadata: Sequence[Any] = ()) -> str:
     if origin is Literal:
         return ", ".join(map(repr, inner))
     if origin is tuple and inner and inner[1:] != (...,):
-        return f"a list of {len(inner)}"
+        kinds = dict.fromkeys(described(one) for one in inner)
+        return f"a list of {len(inner)}, each {next(iter(kinds))}" if len(kinds) == 1 else f"a list of {len(inner)}"
     if origin in (Sequence, list, tuple):
         every, limits = _plain(inner[0]) if inner else (None, ())
         if every is Literal:

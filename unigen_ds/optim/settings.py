@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.optim import adamw_settings, default_weight_decay, is_torchs, optimizer_class
+from unigen_ds.core.optim import adamw_settings, check_values, default_weight_decay, is_torchs, optimizer_class
 from unigen_ds.core.registry import argument_problems
 from unigen_ds.core.settings import LISTED, Section, SettingErrors, argument_defaults, plain
 from unigen_ds.core.values import Number, argument_hints, converted
@@ -129,6 +129,11 @@ class Optimizer(Section, extra="allow"):
         if self.adamw is not None:
             adamw = optimizer_class("AdamW")
             errors += argument_problems(adamw, self.adamw.arguments, where="optim_wrapper.optimizer.adamw")
+        if not errors:
+            try:
+                check_values(self.type, self.arguments)
+            except ConfigError as error:
+                errors.append(error)
         if "params" in self.arguments:
             problem = "optim_wrapper.optimizer.params cannot be given here: it follows from the rest of the config"
             errors = [ConfigError(problem, remedy="leave it out")]
@@ -138,12 +143,14 @@ class Optimizer(Section, extra="allow"):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Those of the class, without ``lr`` and ``weight_decay``."""
+        """Those of the class, without ``lr`` and ``weight_decay``, and without None where that is the default."""
         try:
             hints = argument_hints(optimizer_class(self.type))
+            defaults = argument_defaults(optimizer_class(self.type))
         except ConfigError:
-            hints = {}
-        extra = self.__pydantic_extra__ or {}
+            hints, defaults = {}, {}
+        given = self.__pydantic_extra__ or {}
+        extra = {key: value for key, value in given.items() if value is not None or defaults.get(key, 0) is not None}
         return {key: converted(value, hints.get(key, Any)) for key, value in extra.items()}
 
     @property

@@ -51,6 +51,8 @@ def edited_settings(stored: Mapping[str, Any], config: Mapping[str, Any]) -> lis
         {key: value for section in _SECTIONS for key, value in _leaves(side.get(section), section)}
         for side in (stored, config)
     )
+    built = dict(_leaves((stored.get(BUILT) or {}).get("model"), "model"))
+    was = {**{key: built[key] for key in now.keys() & built.keys()}, **was}  # a default that is made explicit
     passed = {*filter(_is_size, was.keys() & now.keys()), *_ELSEWHERE}
     return [
         f"{key} was {_shown(was, key)} and is {_shown(now, key)}"

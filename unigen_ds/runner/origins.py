@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unigen_ds.core.config import config_path, plain_values
+from unigen_ds.core.config import config_path, override_path, plain_values
 from unigen_ds.core.config_file import bases_of, read_file
 from unigen_ds.core.translate import translate
 from unigen_ds.runner.settings import Settings
@@ -27,16 +27,19 @@ class Layer:
     path: Path
     values: Mapping[str, Any]
     bases: Sequence[Layer]
+    notes: Sequence[str] = ()
+    """What was translated in it."""
 
     @classmethod
     def read(cls, path: Path) -> Layer:
         values = plain_values(read_file(path))
-        translate(values)
-        return cls(path, values, [cls.read(base) for base in bases_of(path)])
+        notes, _ = translate(values)
+        return cls(path, values, [cls.read(base) for base in bases_of(path)], notes)
 
     def origin(self, leaf: Leaf, value: Any, *, top: bool = True) -> str | None:
         """The file that sets a key to this value; None where no file does."""
-        if _at(self.values, leaf) != value:
+        own = _at(self.values, leaf)
+        if own != value and getattr(own, "__name__", _MISSING) != value:
             return None
         below = next((found for base in self.bases if (found := base.origin(leaf, value, top=False))), None)
         return below or (self.path.name if top else f"base {self.path.name}")
@@ -56,7 +59,7 @@ def config_lines(config: Any, name: str | Path, overrides: Mapping[str, Any]) ->
             origin = layer.origin(leaf, given) or "default"
         rows.append((f"{dotted(leaf)} = {value!r}", origin))
     width = min(max(len(text) for text, _ in rows), 72)
-    return [f"{text:<{width}}  # {origin}" for text, origin in rows]
+    return [*(f"# {note}" for note in layer.notes), *(f"{text:<{width}}  # {origin}" for text, origin in rows)]
 
 
 def dotted(leaf: Leaf) -> str:
@@ -97,5 +100,5 @@ def _overridden(leaf: Leaf, overrides: Mapping[str, Any]) -> bool:
     steps = [str(step) for step in leaf]
     alone = [step for step, one in zip(steps, leaf, strict=True) if not isinstance(one, int)]
     return any(
-        given == path[: len(given)] for given in (key.split(".") for key in overrides) for path in (steps, alone)
+        given == path[: len(given)] for given in (override_path(key) for key in overrides) for path in (steps, alone)
     )

@@ -131,7 +131,7 @@ class Settings(ModelSettings):
     )
     param_scheduler: Annotated[tuple[Curve, ...], LISTED] = Field(default=(), description="learning-rate curves")
     train_cfg: TrainCfg = Field(description="the length of training")
-    backend: Annotated[Component, Of(BACKENDS), BeforeValidator(_single_by_default)] = Field(
+    backend: Annotated[Component, Of(BACKENDS, trial=True), BeforeValidator(_single_by_default)] = Field(
         default_factory=lambda: Component(_single.SingleBackend), description="component: the engine"
     )
     default_hooks: DefaultHooks = Field(
@@ -216,6 +216,11 @@ class Settings(ModelSettings):
         errors += more
         if whole:
             errors += _of_family(given)
+            part = (
+                found
+                or ModelSettings.checked({key: given[key] for key in ModelSettings.model_fields if key in given})[0]
+            )
+            errors += [] if part is None else _channels(part)
         if found is None or errors:
             return None, errors
         found._given = given
@@ -266,7 +271,9 @@ class Settings(ModelSettings):
 def known_keys() -> dict[str, Any]:
     """Every key of a config: those of a section as a mapping, else None."""
     of_family = {"processor": PROCESSOR_KEYS, "loss_weights": Bagel.terms}
-    return {**keys(Settings), **{key: files.OfFamily(dict.fromkeys(names)) for key, names in of_family.items()}}
+    found = keys(Settings)
+    found["default_hooks"] = {name: files.OfFamily() for name in found["default_hooks"]}  # components with a default
+    return {**found, **{key: files.OfFamily(dict.fromkeys(names)) for key, names in of_family.items()}}
 
 
 def family_of_model(kind: type) -> Family:
@@ -392,7 +399,7 @@ def _of_transforms(processor: Mapping[str, Any]) -> Iterator[ConfigError]:
 
 
 def _misfits(settings: Settings) -> Iterator[ConfigError]:
-    """Methods that the engine needs and the model does not have, and images of other channels than its input."""
+    """Methods that the engine needs and the model does not have, and hooks without the data that they need."""
     engine, model = settings.backend, settings.model
     if settings.evaluates and settings.val_dataloader is None:
         yield ConfigError(
@@ -405,6 +412,11 @@ def _misfits(settings: Settings) -> Iterator[ConfigError]:
                 f"model.type is {model.cls.__name__}, which has no {method}(), and backend {engine.name!r} needs it"
             )
             yield ConfigError(problem, remedy=advice)
+
+
+def _channels(settings: ModelSettings) -> Iterator[ConfigError]:
+    """Images of other channels than the model's input."""
+    model = settings.model
     for part, key in (("vae", "channels"), ("vit", "num_channels")):
         transform, section = settings.processor.get(f"{part}_transform"), model.get(part)
         given = section.get(key, 3) if isinstance(section, Mapping) else None

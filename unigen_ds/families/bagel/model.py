@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from annotated_types import Ge, Le
@@ -200,7 +200,7 @@ class UnifiedModel(PretrainedModel):
         max_latent_size: Annotated[int, Ge(1)] | None = None,
         vit_max_patches_per_side: Annotated[int, Ge(1)] | None = None,
         timestep_shift: float = 1.0,
-        freeze: Sequence[str] = ("vae",),
+        freeze: Sequence[Literal["vae", "vit", "llm", "connector"]] = ("vae",),
         quantize: Annotated[Mapping[str, str] | None, Quantize] = None,
         activation_checkpointing: bool = False,
         compile: bool = False,

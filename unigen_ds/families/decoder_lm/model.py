@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from annotated_types import Ge, Lt
@@ -61,7 +61,7 @@ class DecoderLM(PretrainedModel):
         llm: Annotated[Mapping[str, Any] | None, DecoderSizes] = None,
         pretrained: str | None = None,
         dropout: Annotated[float, Ge(0), Lt(1)] = 0.0,
-        freeze: Sequence[str] = (),
+        freeze: Sequence[Literal["embed", "layers", "head"]] = (),
         activation_checkpointing: bool = False,
         compile: bool = False,
     ) -> None:

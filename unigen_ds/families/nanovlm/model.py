@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from annotated_types import Ge
@@ -84,7 +84,7 @@ class VLM(PretrainedModel):
         llm: Annotated[Mapping[str, Any] | None, LlamaSizes] = None,
         vit: Annotated[Mapping[str, Any] | None, SiglipSizes] = None,
         pixel_shuffle_factor: Annotated[int, Ge(1)] | None = None,
-        freeze: Sequence[str] = (),
+        freeze: Sequence[Literal["vit", "llm", "connector"]] = (),
         quantize: Annotated[Mapping[str, str] | None, Quantize] = None,
         activation_checkpointing: bool = False,
         compile: bool = False,
