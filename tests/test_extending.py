@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 import unigen_ds.runner.build  # noqa: F401 - registers everything
@@ -107,3 +108,22 @@ def test_everything_of_a_family_is_in_the_table() -> None:
 def test_every_field_of_an_update_is_named() -> None:
     section = PAGE.split("`UpdateResult` is the same")[1].split("\n\n")[0]
     assert set(UpdateResult.__dataclass_fields__) <= set(re.findall(r"`(\w+)`", section))
+
+
+def imported() -> dict[str, str]:
+    """Name -> module of the table of imports."""
+    table = PAGE.split("| name | from |")[1].split("\n\n")[0]
+    found = re.findall(r"^\| (.+?) \| `([\w.]+)` \|$", table, re.MULTILINE)
+    return {name: module for names, module in found for name in re.findall(r"`(\w+)`", names)}
+
+
+def test_every_imported_name_is_in_the_table_with_its_module() -> None:
+    names = imported()
+    assert len(names) > 40
+    assert [name for name, module in names.items() if not hasattr(import_module(module), name)] == []
+    for path in (*PACKAGE, ROOT / "tests" / "plugin_text" / "numbers.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("unigen_ds"):
+                assert {alias.name: names.get(alias.name) for alias in node.names} == {
+                    alias.name: node.module for alias in node.names
+                }

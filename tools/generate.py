@@ -55,10 +55,10 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("model", type=Path, metavar="MODEL")
     source = p.add_mutually_exclusive_group()
-    source.add_argument("--prompt", help="one prompt")
-    source.add_argument(
-        "--prompts", type=Path, metavar="FILE", help='one prompt per line; .jsonl: {"prompt": ..., "images": [...]}'
-    )
+    source.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt; can be repeated")
+    source.add_argument("--prompts", type=Path, action="append", metavar="FILE",
+                        help='one prompt per line; .jsonl: {"prompt": ..., "images": [...]}; can be repeated'
+                        )  # fmt: skip
     p.add_argument("--image", action="append", default=[], metavar="FILE", help="before the prompt; can be repeated")
     p.add_argument("--out", type=Path, default=Path("generated"), metavar="DIR", help="default: generated")
     p.add_argument("--understand", action="store_true", help="answer in text, generate no image")
@@ -115,6 +115,8 @@ def check(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}", allowed="at least 1")
     if arguments.columns is not None and not arguments.grid:
         raise ConfigError(f"--columns {arguments.columns} without --grid, which it belongs to", remedy="--grid")
+    if arguments.understand and arguments.size is not None:
+        raise ConfigError("--size with --understand, which draws nothing", remedy="leave out one of the two")
 
 
 DRAWING = ("num_timesteps", "timestep_shift", "cfg_text_scale", "cfg_img_scale", "cfg_interval", "cfg_renorm_type",
@@ -158,9 +160,9 @@ def requests(arguments: argparse.Namespace) -> Iterator[Request]:
     """From the command line, the file, or the terminal. ``--understand`` needs none. Raises ``ConfigError``."""
     shown = tuple(arguments.image)
     if arguments.prompt is not None:
-        yield Request(arguments.prompt, shown)
+        yield from (Request(prompt, shown) for prompt in arguments.prompt)
     elif arguments.prompts is not None:
-        yield from from_file(arguments.prompts, shown)
+        yield from [request for path in arguments.prompts for request in from_file(path, shown)]
     else:
         found = False
         for prompt in _typed(arguments):
@@ -281,7 +283,7 @@ def generate(arguments: argparse.Namespace) -> None:
             understand=arguments.understand,
             think=arguments.think,
             size=arguments.size,
-            flow=flow,
+            flow=None if arguments.understand else flow,
             max_length=arguments.max_length,
             temperature=arguments.temperature,
             seed=seed,

@@ -22,6 +22,7 @@ if not __package__:
 
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.checkpoint.store import list_checkpoints
+from unigen_ds.core.choices import SHIPPED
 from unigen_ds.core.errors import ConfigError, DataError, UnigenError
 from unigen_ds.core.metrics import read_lines, sample_digest
 
@@ -33,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="unigen-inspect-data", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    p.add_argument("config", help="a config file, or the name of a shipped config (unified_digits)")
+    p.add_argument("config", help=f"a config file, or the name of a shipped config: {SHIPPED}")
     what = p.add_mutually_exclusive_group()
     what.add_argument("--sequences", type=_range, metavar="A:B", help="the sample ids of sequences A .. B-1 of the run")
     what.add_argument("--ledger", type=Path, metavar="FILE", help="check every valid line of a run's ledger.jsonl")

@@ -18,7 +18,7 @@ from pathlib import Path
 if not __package__:
     import _path  # noqa: F401 - a script runs from a checkout without installation
 
-from unigen_ds.core.choices import BATCH_CHOICES, DATA_CHOICES
+from unigen_ds.core.choices import BATCH_CHOICES, DATA_CHOICES, SHIPPED
 from unigen_ds.core.errors import UnigenError
 
 
@@ -26,7 +26,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="unigen-resume", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    p.add_argument("config", help="a config file, or the name of a shipped config")
+    p.add_argument("config", help=f"a config file, or the name of a shipped config: {SHIPPED}")
     p.add_argument("--checkpoint", metavar="CKPT", help="default: the newest of the work dir")
     p.add_argument("--work-dir", help="output folder of the run; default work_dirs/<config name>")
     p.add_argument("--world-size", type=int, metavar="N", help="processes of the resumed run; default: as saved")

@@ -14,7 +14,7 @@ from typing import Any
 if not __package__:
     import _path  # noqa: F401 - a script runs from a checkout without installation
 
-from unigen_ds.core.choices import AUTO, BATCH_CHOICES, DATA_CHOICES, LAUNCHERS
+from unigen_ds.core.choices import AUTO, BATCH_CHOICES, DATA_CHOICES, LAUNCHERS, SHIPPED
 from unigen_ds.core.errors import ConfigError, UnigenError
 from unigen_ds.core.log import logger, quiet_libraries
 
@@ -24,7 +24,7 @@ STOPPED_BY_SIGNAL = 143
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     p = argparse.ArgumentParser(prog="unigen-train", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    p.add_argument("config", help="a config file, or the name of a shipped config (unified_digits)")
+    p.add_argument("config", help=f"a config file, or the name of a shipped config: {SHIPPED}")
     p.add_argument("--work-dir", help="output folder; default work_dirs/<config name>")
     p.add_argument("--resume", nargs="?", const=AUTO, default=None, metavar="CKPT",
                    help="continue from the newest valid checkpoint of the work dir, or from CKPT;\n"

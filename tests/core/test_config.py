@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
+from unigen_ds.core.choices import SHIPPED
 from unigen_ds.core.config import config_path, parse_override
+from unigen_ds.core.config_file import shipped
 from unigen_ds.core.errors import ConfigError, raise_any
 from unigen_ds.core.paths import PACKAGE
 from unigen_ds.runner.settings import Settings, load_config, normalised
@@ -172,6 +174,9 @@ def test_a_shipped_config_is_found_by_its_name_and_by_its_former_path(tmp_path: 
     with pytest.raises(ConfigError, match="neither a file nor a shipped config") as caught:
         config_path(tmp_path / "other" / "decoder_lm_90m.py")
     assert "decoder_lm_300m, decoder_lm_90m, unified_digits" in str(caught.value)
+    with pytest.raises(ConfigError, match="did you mean 'unified_digits'"):
+        config_path("unifed_digits")
+    assert sorted(shipped()) == SHIPPED.replace(" or ", ", ").split(", ")
 
 
 @pytest.mark.parametrize("suffix", [".py", ".yaml"])

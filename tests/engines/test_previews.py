@@ -50,10 +50,11 @@ def test_a_preview_shows_what_the_checkpoint_draws_and_writes(name: str, tmp_pat
         if "missing" in "".join(images):
             assert "missing.png" in row["error"] and not row["text"]
             continue
+        drawn = {"size": given["size"], "flow": flow}
+        how = {"understand": True} if prompt.get("understand") else drawn
         alone = inferencer.unified_generate(
-            prompt.get("prompt", ""), images=images, understand=prompt.get("understand", False), seed=number,
-            size=given["size"], flow=flow, max_length=given["max_new_tokens"],
-        )  # fmt: skip
+            prompt.get("prompt", ""), images=images, seed=number, max_length=given["max_new_tokens"], **how
+        )
         assert row["text"] == alone.text and not row["error"]
         for image in alone.images:
             assert shown_in(sheet, np.asarray(image, dtype=int)), number

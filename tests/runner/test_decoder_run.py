@@ -77,6 +77,10 @@ def test_as_transformers_does_from_the_export(run: Runner, tmp_path: Path) -> No
     assert len(inferencer.write(begin, 99, temperature=5.0)) <= 46
     with pytest.raises(ConfigError, match="images, size: this model continues a text"):
         inferencer.unified_generate("one", images=["x.png"], size=(8, 8))
+    with pytest.raises(ConfigError, match="did you mean 'temperature'"):
+        inferencer.unified_generate("one", temprature=1.0)
+    with pytest.raises(ConfigError, match=r"max_length is 0\. Allowed: a whole number of at least 1"):
+        inferencer.unified_generate("one", max_length=0)
 
 
 def test_the_export_may_be_trained_on(run: Runner, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

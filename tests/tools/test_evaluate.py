@@ -111,7 +111,18 @@ def test_merged_weights(trained, capsys, tmp_path):
     assert merged == values(capsys)
     assert main([str(tmp_path / "merged"), *given, "--ema"]) == 2
     assert "has no average" in capsys.readouterr().err
-    assert main([str(tmp_path / "merged")]) == 1 and "does not contain its config" in capsys.readouterr().err
+    assert main([str(tmp_path / "merged")]) == 1 and "does not contain its config. " in capsys.readouterr().err
+    (tmp_path / "merged" / "config.json").write_text('{"model": {"type": "OfAnotherProcess"}}')
+    assert main([str(tmp_path / "merged")]) == 1
+    said = capsys.readouterr().err
+    for part in (
+        "not one that a registered family recognises",
+        "nanoVLM's directory",
+        "BAGEL's",
+        "--config CONFIG",
+        "custom_imports",
+    ):
+        assert part in said
 
 
 def test_metrics_beside_the_loss(trained, capsys, tmp_path):

@@ -121,6 +121,7 @@ def test_a_contact_sheet_of_several_answers_to_several_prompts(run: Runner, tmp_
         (["--samples", "0"], "--samples is 0"),
         (["--grid", "--columns", "0"], "--columns is 0"),
         (["--columns", "2"], "without --grid"),
+        (["--understand", "--size", "8", "8"], "--size with --understand"),
     ],
 )
 def test_bad_values_are_refused_before_the_model_is_opened(
@@ -128,6 +129,19 @@ def test_bad_values_are_refused_before_the_model_is_opened(
 ) -> None:
     assert main([str(tmp_path / "none"), "--prompt", "a", "--out", str(tmp_path / "out"), *words]) == 2
     assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_every_prompt_and_every_file_of_prompts_is_answered(decoder: Path, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.txt").write_text(f"{name}\n")
+    more = ["--out", str(tmp_path / "out"), "--device", "cpu", "--max-length", "2", "--grid"]
+    assert main([str(decoder), "--prompt", "three", "--prompt", "four", *more]) == 0
+    assert (
+        main([str(decoder), "--prompts", str(tmp_path / "one.txt"), "--prompts", str(tmp_path / "two.txt"), *more]) == 0
+    )
+    assert [row["prompt"] for row in rows(tmp_path / "out")] == ["three", "four", "one", "two"]
+    assert [row["seed"] for row in rows(tmp_path / "out")] == [0, 1, 0, 1]
+    assert sorted(path.name for path in (tmp_path / "out").glob("grid*")) == ["grid-00000.png", "grid-00002.png"]
 
 
 def test_a_loop_of_prompts(run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,10 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 from tests.data.chat_support import NANOVLM, character_tokenizer
@@ -15,10 +17,11 @@ from tests.data.support import picture
 from tests.runner.test_vlm_run import config, data  # noqa: F401 - a fixture
 from tools.export import main as export
 from tools.generate import main as generate
+from unigen_ds.core.errors import ConfigError
 from unigen_ds.data.formats import Turn
 from unigen_ds.families.nanovlm.inference import answer
 from unigen_ds.runner import Runner
-from unigen_ds.runner.trained import open_model
+from unigen_ds.runner.trained import open_inferencer, open_model
 
 FAST = ["--max-length", "6", "--device", "cpu"]
 
@@ -56,6 +59,14 @@ def test_it_answers_with_the_weights_or_their_average(run: Runner, data: Path, t
     assert said(run.work_dir, tmp_path, *shown, "--raw") == "red" != average
     assert said(run.work_dir, tmp_path, *shown) == average
     assert said(run.work_dir, tmp_path, *shown, "--raw", "--dtype", "bf16", "--understand") == "red"
+    inferencer = open_inferencer(run.work_dir, raw=True)
+    red = Image.open(data / "red.png")
+    for image in (str(data / "red.png"), red, np.asarray(red.convert("RGB")), [red.convert("CMYK").convert("RGB")]):
+        assert inferencer.unified_generate("?", images=image, max_length=6).text == "red"
+    with pytest.raises(ConfigError, match="parts: this model answers in text"):
+        inferencer.unified_generate("?", parts=["a", red])
+    with pytest.raises(ConfigError, match="did you mean 'images'"):
+        inferencer.unified_generate("?", image=red)
 
 
 def test_answers_are_drawn_by_temperature_top_p_and_seed(published: Path, tmp_path: Path) -> None:

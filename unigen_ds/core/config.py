@@ -22,7 +22,7 @@ from unigen_ds.core.config_file import plain_names, present, read_file, shipped,
 from unigen_ds.core.config_hints import BACKEND_WORDS as BACKEND_WORDS
 from unigen_ds.core.config_hints import SETTINGS, hint, is_setting
 from unigen_ds.core.config_hints import backend_spec as backend_spec
-from unigen_ds.core.errors import ConfigError, UnknownKey, close, nearest
+from unigen_ds.core.errors import ConfigError, UnknownKey, close, nearest, suggestion
 from unigen_ds.core.registry import registered_name
 
 
@@ -43,6 +43,7 @@ def config_path(name: str | Path) -> Path:
     raise ConfigError(
         f"config {str(name)!r} is neither a file nor a shipped config",
         allowed="a .py, .yaml or .json file, or one of " + ", ".join(found),
+        remedy=suggestion(path.stem, found),
     )
 
 

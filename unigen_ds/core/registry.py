@@ -15,9 +15,9 @@ from unigen_ds.core import former
 from unigen_ds.core.config_hints import ANYWHERE, backend_hint, backend_spec
 from unigen_ds.core.errors import ConfigError, UnknownKey, nearest, raise_any
 from unigen_ds.core.log import logger
-from unigen_ds.core.values import argument_hints, described, fits, nested
+from unigen_ds.core.values import argument_hints, described, fits, nested, shown
 
-_Init = TypeVar("_Init", bound=Callable[..., None])
+_Called = TypeVar("_Called", bound=Callable[..., Any])
 
 MODELS = Registry("unigen_model")
 FAMILIES = Registry("unigen_family")
@@ -208,28 +208,39 @@ def argument_problems(
         if part is not None and (value is None or isinstance(value, Mapping)):
             errors += part.argument_problems(value, where=f"{where}.{key}", beside=arguments)
         elif key in arguments and value is not parameters[key].default and (part or not fits(value, hint)):
-            errors.append(ConfigError(f"{where}.{key} is {value!r}", allowed=described(hint)))
+            errors.append(ConfigError(f"{where}.{key} is {shown(value)}", allowed=described(hint)))
     return errors
 
 
-def checked(where: str | None = None) -> Callable[[_Init], _Init]:
-    """Decorator of a component's ``__init__``: a direct call raises ``ConfigError`` for what no config can have, too.
+def checked(where: str | None = None) -> Callable[[_Called], _Called]:
+    """Decorator of a component's ``__init__``, or of another method: a direct call raises ``ConfigError`` for what no
+    config can have, too, and for an argument that it does not have.
 
     ``where``: how the paths in errors begin; None: with the name of the class.
     """
 
-    def decorated(init: _Init) -> _Init:
+    def decorated(init: _Called) -> _Called:
         signature = inspect.signature(init)
 
         @functools.wraps(init)
-        def checking(self: Any, *args: Any, **kwargs: Any) -> None:
-            _, *given = signature.bind(self, *args, **kwargs).arguments.items()
+        def checking(self: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                _, *given = signature.bind(self, *args, **kwargs).arguments.items()
+            except TypeError:
+                raise_any(_unknown_arguments(signature, kwargs, where=where or type(self).__name__))
+                raise
             check_arguments(init, dict(given), where=where or type(self).__name__)
-            init(self, *args, **kwargs)
+            return init(self, *args, **kwargs)
 
-        return cast(_Init, checking)
+        return cast(_Called, checking)
 
     return decorated
+
+
+def _unknown_arguments(signature: inspect.Signature, given: Collection[str], *, where: str) -> list[ConfigError]:
+    valid = [name for name in signature.parameters if name != "self"]
+    problem = "{} has no argument {!r}".format
+    return [UnknownKey(k, section=where, valid=valid, problem=problem(where, k)) for k in given if k not in valid]
 
 
 def build(registry: Registry, spec: Mapping[str, Any], *, where: str, **extra: Any) -> Any:

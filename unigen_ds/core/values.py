@@ -126,6 +126,15 @@ def converted(value: Any, hint: Any) -> Any:
     return number if number is not value and fits(value, hint) and not fits("a text", hint) else value
 
 
+def shown(value: Any) -> str:
+    """A value as an error names it; an array or a tensor by its type and shape alone."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"a {type(value).__name__} of {value.dtype} with shape {tuple(value.shape)}"
+    if isinstance(value, (list, tuple)) and any(hasattr(one, "shape") for one in value):
+        return f"[{', '.join(map(shown, value))}]"
+    return repr(value)
+
+
 def described(hint: Any, metadata: Sequence[Any] = ()) -> str:
     """A hint in words: ``int | None`` with a limit is "a whole number of at least 1, or None"."""
     allowed = [one for one in metadata if isinstance(one, Allowed)]

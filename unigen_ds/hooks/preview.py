@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt
@@ -32,7 +32,7 @@ from unigen_ds.evaluation.generation import (
     question_at,
 )
 from unigen_ds.evaluation.sheet import Cell, contact_sheet
-from unigen_ds.families.bagel.flow_settings import BAGEL_FLOW, FlowSettings, flow_for
+from unigen_ds.families.bagel.flow_settings import flow_for, from_mapping
 from unigen_ds.hooks.abandoned import set_aside
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.hooks.ema import ema_of
@@ -126,10 +126,7 @@ class PreviewHook(Hook):
             raise ConfigError("PreviewHook has by_epoch=True and unit='iteration'", remedy="leave one of them out")
         if size is not None and (len(size) != 2 or min(size) < 1):
             raise ConfigError(f"PreviewHook.size is {size!r}", allowed="(height, width) in pixels")
-        given_flow = dict(flow or {})
-        shift = given_flow.pop("timestep_shift", None)
-        check_arguments(FlowSettings, dict(flow or {}), where="PreviewHook.flow")
-        self._flow, self._shift = replace(BAGEL_FLOW, **given_flow), shift
+        self._flow, self._shift = from_mapping(flow or {}, where="PreviewHook.flow")
         self._sampling = Sampling(temperature, top_p)
         self._num_held_out, self._held_out = num_held_out, held_out
         self._interval, self._unit = interval, "epoch" if by_epoch else unit
@@ -217,7 +214,7 @@ class PreviewHook(Hook):
         options: dict[str, Any] = {"images": request.images} if request.images else {}
         if draws:
             flow = flow_for(inferencer.model, self._flow, shift=self._shift)[0]
-            options |= {"flow": flow, "understand": request.understand, "size": self._size}
+            options |= {"understand": True} if request.understand else {"flow": flow, "size": self._size}
         options |= {key: value for key, value in vars(self._sampling).items() if value != vars(Sampling())[key]}
         made.pictures += [processor.read_image(path) for path in request.images]
         result = inferencer.unified_generate(request.prompt, max_length=self._max_new_tokens, seed=made.seed, **options)

@@ -20,7 +20,7 @@ from unigen_ds.core.fitting import by_first_name, misfit, refuse_misfit
 from unigen_ds.core.log import logger
 from unigen_ds.core.modules import tied_names
 from unigen_ds.core.registry import LAYOUTS
-from unigen_ds.families.directories import published_format
+from unigen_ds.families.directories import formats, published_format
 from unigen_ds.resume.edited import BUILT
 from unigen_ds.runner.build import build_model, build_processor
 from unigen_ds.runner.settings import ModelSettings, custom_modules, family_of_model, import_custom
@@ -104,7 +104,12 @@ def config_of(directory: Path) -> dict[str, Any]:
     if found is not None and not found.pretrained:
         return found.config(directory)
     if not (directory / FILE_NAME).is_file():
-        raise CheckpointError(f"{directory} does not contain its config", remedy="name it: --config CONFIG")
+        raise CheckpointError(
+            f"{directory} does not contain its config"
+            + ", at least not one that a registered family recognises" * (directory / "config.json").is_file(),
+            allowed="a checkpoint, or " + ", ".join(dict.fromkeys(each.name for each in formats())),
+            remedy="--config CONFIG; for a family of your own one with its custom_imports, which register it",
+        )
     return Manifest.read(directory).config
 
 

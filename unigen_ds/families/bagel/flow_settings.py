@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,6 +46,17 @@ BAGEL_FLOW = FlowSettings(
     num_timesteps=50, timestep_shift=3.0, text_scale=4.0, image_scale=1.5, interval=(0.4, 1.0), renorm="global"
 )
 """The settings of the public code."""
+
+
+def from_mapping(given: Mapping[str, Any], *, where: str) -> tuple[FlowSettings, float | None]:
+    """BAGEL's settings with those of ``given``, and its ``timestep_shift``, for ``flow_for``.
+
+    Raises ``ConfigError``, whose paths begin with ``where``, for unknown names and wrong values.
+    """
+    from unigen_ds.core.registry import check_arguments  # which imports torch
+
+    check_arguments(FlowSettings, given, where=where)
+    return replace(BAGEL_FLOW, **given), given.get("timestep_shift")
 
 
 def flow_for(model: Any, flow: FlowSettings = BAGEL_FLOW, *, shift: float | None = None) -> tuple[FlowSettings, str]:

@@ -1,6 +1,7 @@
 """Texts and pictures in, a text or a picture out, with a KV cache: BAGEL's inference rules, number for number.
 
-Three contexts are extended in parallel: ``full`` has everything, ``without_text`` all before the last text, and
+Three contexts are extended in parallel: ``full`` has everything, ``without_text`` all before the last text (all, where
+a picture is the last), and
 ``without_image`` the texts alone; guidance compares their velocities for the same noise. One conversation at a time;
 many short drawings at once are ``sampler.draw``'s.
 
@@ -10,27 +11,30 @@ Source: ByteDance-Seed/Bagel (Deng et al., 2025).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
 from unigen_ds.core.batch import PackedBatch
 from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.registry import check_arguments, checked
 from unigen_ds.core.seeding import derive_seed, generator
 from unigen_ds.data.collate import pack_documents
 from unigen_ds.data.samples import Loaded
 from unigen_ds.data.splits import ImageSplit, TextSplit, TokenSplit
-from unigen_ds.families.bagel.flow_settings import FlowSettings, flow_for
+from unigen_ds.families.bagel.flow_settings import FlowSettings, flow_for, from_mapping
 from unigen_ds.families.bagel.processor import UnifiedProcessor
 from unigen_ds.families.bagel.sampler import guide, image_grid, noise_image, times, vit_image
 from unigen_ds.inference.continuation import chooser, device_of
 from unigen_ds.inference.generated import Generated, Request
 from unigen_ds.inference.generated import to_picture as to_picture
+from unigen_ds.inference.given import MaxLength, MaxParts, Picture, Size, in_order, pictures
 from unigen_ds.inference.kv_cache import KVCache
 from unigen_ds.inference.sampling import Sampling
 from unigen_ds.models.flow import unpatchify_latent
@@ -99,32 +103,36 @@ class InterleaveInferencer:
     def __init__(self, model: Any, processor: UnifiedProcessor) -> None:
         self.model, self.processor = model, processor
 
+    @checked("unified_generate")
     @torch.no_grad()
     def unified_generate(
         self,
         prompt: str,
         *,
-        images: Sequence[Image.Image | str | Path] = (),
+        images: Picture | Sequence[Picture] = (),
+        parts: Sequence[str | Image.Image | Path | np.ndarray] = (),
         understand: bool = False,
         think: bool = False,
-        size: Sequence[int] | None = None,
-        flow: FlowSettings | None = None,
-        max_length: int = 1000,
+        size: Size = None,
+        flow: FlowSettings | Mapping[str, Any] | None = None,
+        max_length: MaxLength = 1000,
         temperature: float = 0.0,
         top_p: float = 1.0,
         seed: int = 0,
         on_step: OnStep | None = None,
-        max_parts: int = 0,
+        max_parts: MaxParts = 0,
     ) -> Generated:
         """A picture for ``prompt``; with ``images`` an edited one; with ``understand`` a text instead; with
         ``max_parts`` texts and pictures in alternation.
 
         Args:
-            images: pictures or paths, shown before the prompt.
+            images: pictures (PIL, uint8 ``[H, W, 3]``) or paths, one alone or several, shown before the prompt.
+            parts: texts and pictures that follow each other, shown after ``images`` and before the prompt, which may
+                then be ''. A ``str`` is a text, a ``Path`` a picture.
             understand: answer in text, and draw nothing.
             think: the model writes its thoughts first, and uses them for the answer, too.
-            size: (height, width) of the picture; None: of the last of ``images``, else the largest square.
-            flow: how it is drawn; None: as ``flow_for`` decides.
+            size: (height, width) of the picture; None: of the last one shown, else the largest square.
+            flow: how it is drawn; a mapping changes these fields of the default; None: as ``flow_for`` decides.
             max_length: tokens of the text at most.
             temperature: of the text; 0 chooses the likeliest token.
             top_p: of the text: only the likeliest tokens are drawn, which have this probability together.
@@ -132,35 +140,55 @@ class InterleaveInferencer:
             on_step: called in each Euler step.
             max_parts: 0: one answer, as above. Else a text, a picture, a text, ..., up to so many; each is read again
                 before the next, as if the user had sent it. It ends earlier where a text is empty.
+
+        Raises ``ConfigError`` for an argument that is unknown, wrong, or without effect, and ``UnreadableImage``.
         """
-        if max_parts < 0 or (max_parts and understand):
+        if max_parts and understand:
             raise ConfigError(
-                f"max_parts is {max_parts}" + " with understand" * understand,
-                allowed="a whole number of at least 0; with understand there is one text and no picture",
+                f"max_parts is {max_parts} with understand", allowed="0: there is one text and no picture"
             )
+        drawing = {"size": size, "flow": flow, "on_step": on_step}
+        if understand and (unused := [name for name, value in drawing.items() if value is not None]):
+            problem = f"unified_generate got {', '.join(unused)} with understand, which draws nothing"
+            raise ConfigError(problem, remedy="leave out one of the two")
         sampling = Sampling(temperature, top_p)
-        contexts, flow = Contexts(), flow or flow_for(self.model)[0]
+        contexts, given = Contexts(), [*pictures(images), *in_order(parts)]
         if think:
             self._show_prompt(contexts, THINK_THEN_ANSWER if understand else THINK_THEN_DRAW)
-        of_last: Sequence[int] | None = None
-        for number, given in enumerate(images):
-            image = self.processor.read_image(given)
-            shown = self._show_image(contexts, image, draw=not understand, noise_key=(seed, number, "vae"))
-            of_last = (shown.height, shown.width)
+        of_last: Size = None
+        num_shown = 0
+        for part in given:
+            if isinstance(part, str):
+                self._add_text(contexts, part)
+                continue
+            image = self.processor.read_image(part)
+            shown = self._show_image(contexts, image, draw=not understand, noise_key=(seed, num_shown, "vae"))
+            of_last, num_shown = (shown.height, shown.width), num_shown + 1
         size = size or of_last
-        if prompt or not understand:  # a picture alone may be read, as in training
+        if prompt or not (understand or parts):  # a picture alone may be read, as in training
             self._add_text(contexts, prompt)
         if not understand:
             size = size or self._largest_square()
-        options = _Options(size or (), flow, on_step, max_length, sampling, seed)
+        options = _Options(size or (), self._flow(flow), on_step, max_length, sampling, seed)
         if max_parts:
-            return self._alternate(contexts, options, max_parts, shown=len(images))
+            return self._alternate(contexts, options, max_parts, shown=num_shown)
         text = self._written(contexts, options) if think or understand else ""
         if understand:
             return Generated(text, [])
         if think:
             self.extend_text(contexts.full, self.processor.tokenizer.encode(text))
         return Generated(text, [self._drawn(contexts, options)])
+
+    def _flow(self, given: Any) -> FlowSettings:
+        """How a picture is drawn, from the argument ``flow``."""
+        where = "unified_generate.flow"
+        if isinstance(given, FlowSettings):
+            check_arguments(FlowSettings, vars(given), where=where)
+            return given
+        if not isinstance(given, Mapping | None):
+            raise ConfigError(f"{where} is {given!r}", allowed="FlowSettings, a mapping with fields of it, or None")
+        flow, shift = from_mapping(given or {}, where=where)
+        return flow_for(self.model, flow, shift=shift)[0]
 
     @torch.no_grad()
     def complete(
@@ -266,6 +294,8 @@ class InterleaveInferencer:
             shape = (self.processor.latent_channels, pixels.shape[1] // side, pixels.shape[2] // side)
             self.extend_vae(contexts.full, pixels, torch.randn(shape, generator=generator(*noise_key)))
         self.extend_vit(contexts.full, image)
+        if draw:  # as in the public code: guidance by the text is by the texts that follow
+            contexts.without_text = contexts.full.copy()
         return image
 
     def _largest_square(self) -> tuple[int, int]:

@@ -7,11 +7,13 @@ from typing import Any
 
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.log import logger
+from unigen_ds.core.registry import checked
 from unigen_ds.data.collate import pack_documents
 from unigen_ds.data.processor import ConversationProcessor
 from unigen_ds.data.splits import TokenSplit
 from unigen_ds.inference.continuation import chooser, continue_prompts, idle_arguments
 from unigen_ds.inference.generated import Generated, Request
+from unigen_ds.inference.given import MaxLength, MaxParts, Size, pictures
 from unigen_ds.inference.sampling import Sampling
 
 _LIKELIEST = Sampling()
@@ -26,25 +28,29 @@ class TextInferencer:
     def __init__(self, model: Any, processor: ConversationProcessor) -> None:
         self.model, self.processor = model, processor
 
+    @checked("unified_generate")
     def unified_generate(
         self,
         prompt: str,
         *,
-        images: Sequence[Any] = (),
+        images: Any = (),
+        parts: Sequence[Any] = (),
+        understand: bool = True,
         think: bool = False,
-        size: Sequence[int] | None = None,
-        max_length: int = 1000,
+        size: Size = None,
+        flow: Any = None,
+        max_length: MaxLength = 1000,
         temperature: float = 0.0,
         top_p: float = 1.0,
         seed: int = 0,
-        max_parts: int = 0,
-        **_: Any,
+        on_step: Any = None,
+        max_parts: MaxParts = 0,
     ) -> Generated:
-        """The continuation of ``prompt``. Arguments for drawing have no effect.
+        """The continuation of ``prompt``. ``understand``, ``flow`` and ``on_step`` have no effect.
 
-        Raises ``ConfigError`` for ``images``, ``think``, ``size`` and ``max_parts``.
+        Raises ``ConfigError`` for ``images``, ``parts``, ``think``, ``size`` and ``max_parts``.
         """
-        given = {"images": images, "think": think, "size": size, "max_parts": max_parts}
+        given = {"images": pictures(images), "parts": parts, "think": think, "size": size, "max_parts": max_parts}
         unsupported = [name for name, value in given.items() if value]
         if unsupported:
             raise ConfigError(f"{', '.join(unsupported)}: this model continues a text, and does nothing else")

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
 from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.registry import checked
 from unigen_ds.data.formats import Turn
 from unigen_ds.data.samples import Loaded, Sample
 from unigen_ds.data.splits import TokenSplit
 from unigen_ds.families.nanovlm.processor import VLMProcessor
 from unigen_ds.inference.continuation import Choose, chooser, continue_prompts, idle_arguments, likeliest
 from unigen_ds.inference.generated import Generated, Request
+from unigen_ds.inference.given import MaxLength, MaxParts, Picture, Size, pictures
 from unigen_ds.inference.sampling import Sampling
 
 _LIKELIEST = Sampling()
@@ -27,32 +32,41 @@ class ChatInferencer:
     def __init__(self, model: Any, processor: VLMProcessor) -> None:
         self.model, self.processor = model, processor
 
+    @checked("unified_generate")
     def unified_generate(
         self,
         prompt: str,
         *,
-        images: Sequence[str | Path] = (),
+        images: Picture | Sequence[Picture] = (),
+        parts: Sequence[Any] = (),
+        understand: bool = True,
         think: bool = False,
-        size: Sequence[int] | None = None,
-        max_length: int = 1000,
+        size: Size = None,
+        flow: Any = None,
+        max_length: MaxLength = 1000,
         temperature: float = 0.0,
         top_p: float = 1.0,
         seed: int = 0,
-        max_parts: int = 0,
-        **_: Any,
+        on_step: Any = None,
+        max_parts: MaxParts = 0,
     ) -> Generated:
-        """The answer to ``prompt``, with ``images`` shown before it: the likeliest, or with a ``temperature`` one that
-        ``seed`` determines (``Sampling``). Arguments for drawing have no effect.
+        """The answer to ``prompt``, with ``images`` shown before it, as of ``InterleaveInferencer``: the likeliest, or
+        with a ``temperature`` one that ``seed`` determines (``Sampling``). ``understand``, ``flow`` and ``on_step``
+        have no effect.
 
-        Raises ``ConfigError`` for ``think``, ``size`` and ``max_parts``, and ``UnreadableImage``.
+        Raises ``ConfigError`` for ``think``, ``size``, ``max_parts`` and ``parts`` (a message has its pictures before
+        its texts), and ``UnreadableImage``.
         """
-        given = {"think": think, "size": size, "max_parts": max_parts}
+        given = {"parts": parts, "think": think, "size": size, "max_parts": max_parts}
         unsupported = [name for name, value in given.items() if value]
         if unsupported:
             raise ConfigError(f"{', '.join(unsupported)}: this model answers in text")
-        turns = [*(Turn("user", "image", str(path)) for path in images), Turn("user", "text", prompt)]
         choose = chooser(Sampling(temperature, top_p), [seed])
-        return Generated(answer(self.model, self.processor, [turns], max_new_tokens=max_length, choose=choose)[0], [])
+        with tempfile.TemporaryDirectory() as folder:
+            paths = [_as_file(each, Path(folder) / f"{number}.png") for number, each in enumerate(pictures(images))]
+            turns = [*(Turn("user", "image", str(path)) for path in paths), Turn("user", "text", prompt)]
+            made = answer(self.model, self.processor, [turns], max_new_tokens=max_length, choose=choose)
+        return Generated(made[0], [])
 
     def complete(
         self, requests: Sequence[Request], *, max_new_tokens: int, sampling: Sampling = _LIKELIEST, **_: Any
@@ -66,6 +80,15 @@ class ChatInferencer:
     def idle(self, method: str) -> tuple[Any, ...]:
         """As of ``InterleaveInferencer``."""
         return idle_arguments(self.model, self.processor)
+
+
+def _as_file(picture: Image.Image | Path, path: Path) -> Path:
+    """Where a picture can be read: its own path, or ``path``."""
+    if isinstance(picture, Path):
+        return picture
+    stored = picture if picture.mode in ("1", "L", "LA", "P", "RGB", "RGBA") else picture.convert("RGB")
+    stored.save(path)
+    return path
 
 
 def answer(
