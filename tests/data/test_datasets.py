@@ -119,7 +119,7 @@ def test_adapter_from_config_and_its_errors() -> None:
     for wrong in ({"type": "no.such.Thing"}, {"type": Own, "nmber": 3}, {"type": "Own"}, 5):
         with pytest.raises(ConfigError, match="DatasetAdapter"):
             DatasetAdapter(wrong, make_processor())
-    with pytest.raises(ConfigError, match="generate, understand"):
+    with pytest.raises(ConfigError, match="'generate', 'understand'"):
         DatasetAdapter(Own(), make_processor(), images="both")  # type: ignore[arg-type]
 
 
