@@ -3,6 +3,9 @@
 ``MMEngineHook`` calls such a hook at the points and with the arguments of mmengine's loops, and passes a ``RunnerView``
 as the runner. mmengine's ``RuntimeInfoHook`` runs beside the first one (``completed``), so ``runner.message_hub`` has
 what it has there. Validation is one step here: ``before_val_iter`` and ``after_val_iter`` are not called.
+
+mmengine's hooks and Runner are imported where a config names a hook of mmengine: they import DeepSpeed, which takes
+seconds and prints.
 """
 
 from __future__ import annotations
@@ -11,11 +14,9 @@ import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import mmengine.hooks
 from mmengine.registry import HOOKS as MMENGINE_HOOKS
-from mmengine.runner.priority import get_priority
 
 from unigen_ds.core import dist
 from unigen_ds.core.batch import Batch
@@ -23,7 +24,11 @@ from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.log import logger
 from unigen_ds.core.registry import HOOKS, check_arguments
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
-from unigen_ds.hooks.mmengine_runner import RunnerView, stop_wanted
+
+if TYPE_CHECKING:
+    import mmengine.hooks
+
+    from unigen_ds.hooks.mmengine_runner import RunnerView
 
 OURS = ("CheckpointHook", "EMAHook")
 """Hooks of mmengine that save or own the training's state: ours of the same name are used instead."""
@@ -55,9 +60,13 @@ def _mmengine_class(kind: Any) -> type | None:
     """The class that ``type`` names, if it is derived from mmengine's ``Hook``."""
     if isinstance(kind, str) and kind not in HOOKS.module_dict:
         first, _, last = kind.rpartition(".")
-        found = getattr(mmengine.hooks, last, None) if first in ("mmengine", "mmengine.hooks") else _imported(kind)
-        kind = found if found is not None else MMENGINE_HOOKS.module_dict.get(kind)
-    return kind if isinstance(kind, type) and issubclass(kind, mmengine.hooks.Hook) else None
+        if first in ("", "mmengine", "mmengine.hooks"):
+            own = getattr(importlib.import_module("mmengine.hooks"), last, None)
+            kind = MMENGINE_HOOKS.module_dict.get(last, own) if first == "" else own
+        else:
+            kind = _imported(kind)
+    bases = kind.__mro__ if isinstance(kind, type) else ()
+    return kind if any(_is_own(base) and base.__name__ == "Hook" for base in bases) else None
 
 
 def _imported(path: str) -> Any:
@@ -97,6 +106,8 @@ class MMEngineHook(Hook):
         if replaced is not None:
             raise ConfigError(f"{cls.__name__} cannot run here: {_REPLACED[replaced]}", remedy="delete it")
         check_arguments(cls, arguments, where=cls.__name__)
+        from mmengine.runner.priority import get_priority
+
         try:
             self._priority = get_priority(getattr(cls, "priority", "NORMAL") if priority is None else priority)
         except (KeyError, TypeError, ValueError) as error:
@@ -126,6 +137,8 @@ class MMEngineHook(Hook):
     # ---- the life cycle ----------------------------------------------------------------------------------------------
 
     def before_run(self, run: Run) -> None:
+        from unigen_ds.hooks.mmengine_runner import RunnerView
+
         others = [hook for hook in run.hooks if isinstance(hook, MMEngineHook)]
         self.view = others[0].view or RunnerView(run)
         others[0].view = self.view
@@ -204,7 +217,7 @@ class MMEngineHook(Hook):
 
     def _agree(self, run: Run, setters: Sequence[MMEngineHook]) -> None:
         """End the run where a hook set ``train_loop.stop_training``; once for all of them."""
-        if self._last and not run.done and stop_wanted(self.runner, setters):
+        if self._last and not run.done and self.runner.stop_wanted(setters):
             run.request_stop(f"a hook of mmengine set train_loop.stop_training ({self.name})")
 
     def _meta(self) -> dict[str, Any]:
@@ -233,13 +246,17 @@ class HookCheckpoint(dict[str, Any]):
 def completed(hooks: Sequence[Hook]) -> list[Hook]:
     """With mmengine's ``RuntimeInfoHook`` where others of mmengine need it, and a name of its own for each."""
     of_mmengine = [hook for hook in hooks if isinstance(hook, MMEngineHook)]
-    if of_mmengine and not any(issubclass(hook.cls, mmengine.hooks.RuntimeInfoHook) for hook in of_mmengine):
-        of_mmengine.insert(0, MMEngineHook(mmengine.hooks.RuntimeInfoHook))
+    if of_mmengine and not any("RuntimeInfoHook" in map(_name, hook.cls.__mro__) for hook in of_mmengine):
+        of_mmengine.insert(0, MMEngineHook("mmengine.hooks.RuntimeInfoHook"))
         hooks = [*hooks, of_mmengine[0]]
     for number, hook in enumerate(of_mmengine, 1):
         if any(other.name == hook.name for other in of_mmengine[: number - 1]):
             hook.name = f"{hook.name}#{number}"
     return list(hooks)
+
+
+def _name(cls: type) -> str:
+    return cls.__name__
 
 
 def _owner(cls: type, method: str) -> type:

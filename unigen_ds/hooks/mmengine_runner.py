@@ -202,6 +202,15 @@ class RunnerView(_View):
         weighted = [value * found.loss_weights.get(name, 1.0) for name, value in means.items()]
         return {"loss": sum(weighted[1:], weighted[0]), **{f"loss/{k}": v for k, v in means.items()}} if means else {}
 
+    def stop_wanted(self, setters: Sequence[Any]) -> bool:
+        """Whether ``train_loop.stop_training`` is set on any rank. Collective, if there are several and ``setters`` is
+        not empty: hooks that may set it on one rank alone.
+        """
+        wanted = bool(self.train_loop.stop_training)
+        if dist.world_size() == 1 or not setters:
+            return wanted
+        return dist.sum_floats([float(wanted)])[0] > 0
+
 
 class DataLoaderView(_View):
     """``runner.train_dataloader``: its length, and that of its data set."""
@@ -334,13 +343,3 @@ class VisualizerView(_View):
         self._folder.mkdir(parents=True, exist_ok=True)
         for name in names:
             self._files.setdefault(name, JsonLines(self._folder / name)).append(record)
-
-
-def stop_wanted(view: RunnerView, own: Sequence[Any]) -> bool:
-    """Whether ``train_loop.stop_training`` is set on any rank. Collective, if there are several and ``own`` is not
-    empty: hooks that may set it on one rank alone.
-    """
-    wanted = bool(view.train_loop.stop_training)
-    if dist.world_size() == 1 or not own:
-        return wanted
-    return dist.sum_floats([float(wanted)])[0] > 0
