@@ -4,7 +4,7 @@
 as the runner. mmengine's ``RuntimeInfoHook`` runs beside the first one (``completed``), so ``runner.message_hub`` has
 what it has there. Validation is one step here: ``before_val_iter`` and ``after_val_iter`` are not called.
 
-mmengine's hooks and Runner are imported where a config names a hook of mmengine: they import DeepSpeed, which takes
+mmengine's hooks and Runner are imported where a config names a hook of mmengine: they import DeepSpeed, which needs
 seconds and prints.
 """
 
