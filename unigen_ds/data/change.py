@@ -36,6 +36,8 @@ class DataChange:
     weights, content."""
     obstacles: tuple[str, ...] = ()
     """Why the new data is more than the old data with records appended; empty where it is just that."""
+    division: tuple[Mapping[str, Any] | None, Mapping[str, Any] | None] | None = None
+    """Where the split for validation changed: ``share`` and ``seed`` of the checkpoint and of now; None: no split."""
 
     def __bool__(self) -> bool:
         return bool(self.differences)
@@ -43,6 +45,14 @@ class DataChange:
     @property
     def only_appended(self) -> bool:
         return bool(self.differences) and not self.obstacles
+
+    @property
+    def holds_out_trained(self) -> bool:
+        """Whether records may be held out that were trained on. A smaller share is a part of a larger one."""
+        was, now = self.division or (None, None)
+        if now is None:
+            return False
+        return was is None or was["seed"] != now["seed"] or was["share"] < now["share"]
 
     def __str__(self) -> str:
         return "; ".join(text for _, text in self.differences)
@@ -55,7 +65,9 @@ def compare(stored: Mapping[str, Any], stream: SequenceStream) -> DataChange:
         return DataChange()  # the fingerprint alone is of samples of a large file: its records are compared as well
     settings = tuple(_settings(was, now))
     obstacles = (*(text for _, text in settings), *_not_appended(was, stream))
-    return DataChange((*settings, *_differences(was, now)), obstacles)
+    divisions = (was.get("validation"), now.get("validation"))
+    changed = divisions if divisions[0] != divisions[1] else None
+    return DataChange((*settings, *_differences(was, now)), obstacles, changed)
 
 
 _SETTINGS = {"format": "the format of the order", "seed": "randomness.seed", "packing": "the packing",

@@ -31,6 +31,8 @@ from unigen_ds.inference.sampling import Sampling
 KINDS: tuple[Kind, ...] = ("text", "image")
 TEXT = "text"
 """The loss term of texts, of which perplexity is computed."""
+_WORDS = {"text": "texts", "image": "pictures"}
+"""What a model answers with."""
 Given = tuple[Sequence[Any], Sequence[Any], Sequence[str]]
 """Predictions, references and keys, as ``Metric.update`` has them."""
 
@@ -129,7 +131,7 @@ class TextLosses:
         return self.sums, self.numbers, self.keys
 
 
-def check(metrics: Sequence[Metric], backend: Any, validation: Validation) -> None:
+def check(metrics: Sequence[Metric], backend: Any, validation: Validation, *, where: str = "metrics") -> None:
     """Raise ``ConfigError`` on all ranks where the model or the data cannot give what a metric scores. Collective."""
     data = validation.data
     for metric in metrics:
@@ -141,7 +143,11 @@ def check(metrics: Sequence[Metric], backend: Any, validation: Validation) -> No
         try:
             check_answers(inferencer_of(backend, data.processor)[1], wanted)
         except ConfigError as error:
-            raise error.at(f"metrics {names}") from error
+            number = next(k for k, metric in enumerate(metrics) if metric.predicts == wanted)
+            kind, of = type(metrics[number]).__name__, f"{where}[{number}]"
+            problem = f"{of}: {kind} needs {_WORDS[wanted]} ({names}), and {error.problem}"
+            remedy = error.remedy or f"delete {kind} from the metrics"
+            raise ConfigError(problem, allowed=error.allowed, remedy=remedy) from error
         if not dist.on_main(lambda kind=wanted: _first(backend, validation, kind)):  # type: ignore[misc]
             raise ConfigError(
                 f"no validation record has an answer of kind {wanted} with a prompt before it, as {names} needs",
@@ -165,6 +171,7 @@ def evaluate(
     answering: Answering = Answering(),
     resamples: int | None = None,
     made_by: Mapping[str, str] | None = None,
+    logged: set[str] | None = None,
 ) -> Evaluation:
     """Losses and metrics of the model with its present weights. Collective; the same on all ranks.
 
@@ -176,6 +183,7 @@ def evaluate(
         max_samples: records at most that the model answers; None: as many as ``max_batches`` has.
         answering: how it answers them.
         resamples, made_by: as of ``evaluated``.
+        logged: which records are left out is logged where the line is not in it, and then is.
 
     A metric that fails is a warning that names it, and is in ``failed``.
     """
@@ -187,7 +195,9 @@ def evaluate(
             max_samples = max_batches * validation.data.batch_size
         given: dict[str, Given | Answers | str] = {}
         for kind in _kinds(metrics):
-            given[kind] = _answers(backend, validation, kind, answering, max_samples)
+            given[kind] = found = _answers(backend, validation, kind, answering, max_samples)
+            if isinstance(found, Answers) and dist.is_main():
+                _report_left_out(found, kind, metrics, logged=set() if logged is None else logged)
         details = {key: str(value) for key, value in vars(answering).items() if key != "batch_size"}
         made_by = {**details, **(made_by or {})}
         results, failed = [], {}
@@ -222,11 +232,20 @@ def _answers(
         )  # fmt: skip
     except Exception as error:  # ``answers`` fails on every rank alike
         return f"no {wanted} could be generated: {type(error).__name__}: {error}"
-    if dist.is_main():
-        for why, number in found.left_out.items():
-            logger().info("Metrics of %ss: %d validation records are left out, %s; %d are answered.",
-                          wanted, number, why, found.asked)  # fmt: skip
     return found
+
+
+def _report_left_out(found: Answers, wanted: Kind, metrics: Sequence[Metric], *, logged: set[str]) -> None:
+    """Each line once. Rank 0."""
+    names = ", ".join(metric.name for metric in metrics if metric.predicts == wanted)
+    for why, number in found.left_out.items():
+        line = (
+            f"Metrics of {_WORDS[wanted]} ({names}): {number} validation records are left out, {why};"
+            f" {found.asked} are answered."
+        )
+        if line not in logged:
+            logger().info("%s", line)
+        logged.add(line)
 
 
 def _scored(metric: Metric, given: Any, texts: TextLosses, **options: Any) -> Result | str:

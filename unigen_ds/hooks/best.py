@@ -92,6 +92,7 @@ class BestCheckpoint:
         self._folder: Path | None = None
         self._offered: Best | None = None
         self._commit: int | None = None
+        self._missing: ConfigError | None = None
 
     @property
     def best(self) -> Best | None:
@@ -104,16 +105,28 @@ class BestCheckpoint:
             raise ConfigError(f"save_best={self.metric!r} without a CheckpointHook", remedy="add the hook that saves")
 
     def before_update(self) -> None:
-        """What was not saved at its own update is not the best one."""
+        """What was not saved at its own update is not the best one. Raises what ``offer`` found wrong."""
+        self.after_train()
         if self._offered is not None and dist.is_main():
             kept = "none is kept" if self._folder is None else f"{self._folder} stays the best checkpoint"
             logger().warning("The best %s so far, %.6g at update %d, was not saved: %s.",
                              self.metric, self._offered.value, self._offered.updates, kept)  # fmt: skip
         self._offered = None
 
+    def after_train(self) -> None:
+        """Raise ``ConfigError`` where the last evaluation had no such metric: the checkpoint is saved by now."""
+        if self._missing is not None:
+            raise self._missing
+
     def offer(self, run: Run, metrics: Mapping[str, Any], *, complete: bool = True) -> None:
-        """The results of an evaluation at the present update. ``complete``: whether others have no further metrics."""
-        value = value_of(self.metric, metrics, where="save_best", complete=complete)
+        """The results of an evaluation at the present update. ``complete``: whether others have no further metrics.
+
+        Where there is no such metric, a checkpoint of this update is wanted, and the run ends after it.
+        """
+        try:
+            value = value_of(self.metric, metrics, where="EvaluateHook.save_best", complete=complete)
+        except ConfigError as error:
+            self._missing, value = error, None
         if value is None:
             return
         worst = math.inf if self.rule == "less" else -math.inf
@@ -124,7 +137,7 @@ class BestCheckpoint:
 
     def wants_save(self) -> bool:
         """As ``Hook.wants_save``."""
-        return self._offered is not None
+        return self._offered is not None or self._missing is not None
 
     def after_save_checkpoint(self, run: Run, path: Path) -> None:
         """The checkpoint of the present update is complete: if its value is the best, it is the best one now."""

@@ -15,6 +15,7 @@ from unigen_ds.core.log import logger
 from unigen_ds.core.registry import HOOKS
 from unigen_ds.hooks.base import Hook, Run
 from unigen_ds.hooks.best import rule_of, value_of
+from unigen_ds.hooks.evaluate import check_result
 
 VERSION = 1
 
@@ -53,10 +54,28 @@ class EarlyStoppingHook(Hook):
         self._best: float | None = None
         self._last: float | None = None
         self._waited = 0
+        self._missing: ConfigError | None = None
+
+    def before_run(self, run: Run) -> None:
+        check_result(run, self.monitor, where="EarlyStoppingHook.monitor")
+
+    def before_update(self, run: Run) -> None:
+        self.after_train(run)
+
+    def after_train(self, run: Run) -> None:
+        """Raise ``ConfigError`` where the last evaluation had no such metric: the checkpoint is saved by now."""
+        if self._missing is not None:
+            raise self._missing
+
+    def wants_save(self) -> bool:
+        return self._missing is not None
 
     def after_val(self, run: Run, metrics: Mapping[str, float]) -> None:
         complete = all(getattr(hook, "complete", True) for hook in run.hooks)
-        value = value_of(self.monitor, metrics, where="EarlyStoppingHook.monitor", complete=complete)
+        try:
+            value = value_of(self.monitor, metrics, where="EarlyStoppingHook.monitor", complete=complete)
+        except ConfigError as error:
+            self._missing, value = error, None
         if value is None:
             return
         self._last = value

@@ -18,10 +18,12 @@ from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.log import logger
 from unigen_ds.core.progress import Duration
 from unigen_ds.core.registry import HOOKS
+from unigen_ds.evaluation.generation import trained_family
 from unigen_ds.evaluation.validation import Validation
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.hooks.best import BestCheckpoint
 from unigen_ds.hooks.ema import ema_of
+from unigen_ds.hooks.result_names import PREFIX, ResultNames
 from unigen_ds.hooks.scores import Scores
 
 
@@ -46,8 +48,9 @@ class EvaluateHook(Hook):
         max_samples: records at most that the model answers for metrics; None: as many as ``max_batches`` has.
         generation: how it answers them: ``max_new_tokens`` (64), ``temperature`` (0), ``top_p``, ``batch_size``
             (``val_dataloader``'s), ``seed`` (``val_dataloader``'s) and ``flow``, as of ``PreviewHook``.
-        save_best: a name of the results, such as ``val/loss``: the checkpoint with the best value is saved when it is
-            found and never deleted as an old one ([evaluation.md](evaluation.md#the-best-checkpoint)).
+        save_best: a name of the results, such as ``val/loss``, which ``'auto'`` means: the checkpoint with the best
+            value is saved when it is found and never deleted as an old one
+            ([evaluation.md](evaluation.md#the-best-checkpoint)).
         rule: ``'less'`` or ``'greater'`` is better; None: inferred from the name, as mmengine does.
         best_weights_only: keep the best weights alone, in ``best_weights/``, instead of a whole checkpoint.
         empty_cache: release the unused memory of CUDA before and after.
@@ -89,7 +92,8 @@ class EvaluateHook(Hook):
         )
         self.best = None
         if save_best is not None:
-            self.best = BestCheckpoint(save_best, rule=rule, weights_only=best_weights_only, ema=use_ema)
+            name = "val/loss" if save_best == "auto" else save_best
+            self.best = BestCheckpoint(name, rule=rule, weights_only=best_weights_only, ema=use_ema)
         self._every: Duration | None = None
         self._evaluated: tuple[int, Mapping[str, float]] | None = None
 
@@ -99,7 +103,12 @@ class EvaluateHook(Hook):
         self._every = run.ruler.duration(self.interval, self.unit) if self.interval > 0 else None
         self._scores.before_run(run)
         if self.best is not None:
+            self.result_names(run).check(self.best.metric, where="EvaluateHook.save_best")
             self.best.before_run(run)
+
+    def result_names(self, run: Run) -> ResultNames:
+        """What its evaluations of this run can have. Other hooks ask before their own ``before_run``."""
+        return ResultNames(tuple(trained_family(run.backend)[0].terms), self._scores.names)
 
     def after_load_checkpoint(self, run: Run, manifest: Mapping[str, Any]) -> None:
         self._scores.after_load_checkpoint(run)
@@ -116,6 +125,10 @@ class EvaluateHook(Hook):
         due = self._every is not None and self._every.every(run.progress, run.previous)
         if due or run.finished:
             self.evaluate(run)
+
+    def after_train(self, run: Run) -> None:
+        if self.best is not None:
+            self.best.after_train()
 
     def evaluate(self, run: Run) -> Mapping[str, float]:
         """Now, at the present weights. Collective. Returns what ``after_val`` of every hook is called with."""
@@ -175,6 +188,13 @@ class EvaluateHook(Hook):
         self._scores.load_state_dict(state)
         if self.best is not None:
             self.best.load_state_dict(state)
+
+
+def check_result(run: Run, name: str, *, where: str, prefix: str = PREFIX) -> None:
+    """Raise ``ConfigError`` where the run's ``EvaluateHook`` can have no value of that name."""
+    for hook in run.hooks:
+        if isinstance(hook, EvaluateHook):
+            hook.result_names(run).check(name, where=where, prefix=prefix)
 
 
 def _validation(run: Run) -> Validation:

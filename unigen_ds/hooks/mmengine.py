@@ -23,7 +23,9 @@ from unigen_ds.core.batch import Batch
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.log import logger
 from unigen_ds.core.registry import HOOKS, check_arguments
+from unigen_ds.core.settings import Component
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
+from unigen_ds.hooks.evaluate import check_result
 
 if TYPE_CHECKING:
     import mmengine.hooks
@@ -67,6 +69,12 @@ def _mmengine_class(kind: Any) -> type | None:
             kind = _imported(kind)
     bases = kind.__mro__ if isinstance(kind, type) else ()
     return kind if any(_is_own(base) and base.__name__ == "Hook" for base in bases) else None
+
+
+def stops_early(hook: Component) -> bool:
+    """Whether a hook is our or mmengine's ``EarlyStoppingHook``, which needs evaluations."""
+    adapts = _mmengine_class(hook.get("hook")) if issubclass(hook.cls, MMEngineHook) else None
+    return "EarlyStoppingHook" in map(_name, (adapts or hook.cls).__mro__)
 
 
 def _imported(path: str) -> Any:
@@ -149,6 +157,9 @@ class MMEngineHook(Hook):
             logger().warning(
                 "%s.%s will not be called: validation is one step here.", self.cls.__name__, ", ".join(own)
             )
+        if "EarlyStoppingHook" in map(_name, self.cls.__mro__):
+            monitor: str = getattr(self.hook, "monitor", "")
+            check_result(run, monitor, where=f"{self.cls.__name__}.monitor", prefix="")
         self.hook.before_run(self.view)
 
     def after_load_checkpoint(self, run: Run, manifest: Mapping[str, Any]) -> None:

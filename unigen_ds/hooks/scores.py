@@ -63,13 +63,19 @@ class Scores:
         self._unit, self._max_samples = unit, max_samples
         self._every: dict[str, Duration] = {}
         self._computed: dict[str, Progress] = {}
+        self._logged: set[str] = set()
         self.complete = True
         """Whether the last evaluation has all metrics, so that a name that it lacks does not exist."""
+
+    @property
+    def names(self) -> list[str]:
+        """What the names of each metric's values begin with."""
+        return [metric.name for metric in self._metrics]
 
     def before_run(self, run: Run) -> None:
         """Raises ``ConfigError`` where the model or the data cannot give what a metric scores. Collective."""
         assert run.validation is not None, "checked with the config"
-        check(self._metrics, run.backend, run.validation)
+        check(self._metrics, run.backend, run.validation, where=f"{_WHERE}.metrics")
         self._every = {
             metric.name: run.ruler.duration(interval, self._unit)  # type: ignore[arg-type]
             for metric, interval in zip(self._metrics, self._intervals, strict=True)
@@ -89,7 +95,7 @@ class Scores:
             run.backend, run.validation, due,
             checkpoint=f"{run.work_dir} (update {run.progress.updates}){' EMA' if use_ema else ''}",
             max_batches=max_batches, max_samples=self._max_samples, answering=self._answering, resamples=0,
-            made_by={"precision": str(run.backend.topology().get("precision"))},
+            made_by={"precision": str(run.backend.topology().get("precision"))}, logged=self._logged,
         )  # fmt: skip
         for metric in due:
             if metric.name in self._every:

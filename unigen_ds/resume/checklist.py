@@ -16,6 +16,7 @@ from typing import Any
 from unigen_ds.checkpoint.listing import size_text
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.progress import Geometry, Progress
+from unigen_ds.data.change import DataChange
 from unigen_ds.resume.edited import edited_settings
 from unigen_ds.resume.finding import Finding, Proposal, Status, shown
 from unigen_ds.resume.geometry import geometries_text
@@ -236,7 +237,8 @@ def check_data(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
     words = shown([text for _, text in change.differences])
     if choice == "restart" or (choice == "append" and change.only_appended):
         then = "a new epoch of the new data begins" if choice == "restart" else "they join from the next epoch on"
-        yield Finding("data.unchanged", "warn", length, words, f"--on-data-change {choice}: {then}")
+        seen = _seen(manifest) if change.holds_out_trained else ""
+        yield Finding("data.unchanged", "warn", length, words, f"--on-data-change {choice}: {then}{seen}")
         return
     yield Finding(
         "data.unchanged",
@@ -244,9 +246,28 @@ def check_data(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
         length,
         words,
         "the training data differs from that of the checkpoint, so sequences would be repeated or skipped",
-        "restore the data; or, where records were only added, --on-data-change append; or --on-data-change restart, or"
-        " another run with --load-from",
+        f"{_former_split(change)}restore the data; or, where records were only added, --on-data-change append; or"
+        " --on-data-change restart, or another run with --load-from",
     )
+
+
+def _seen(manifest: Manifest) -> str:
+    """That records which are held out now were trained on before."""
+    progress = manifest.progress
+    return (
+        f"; the {progress.updates:,} updates ({progress.samples:,} samples) before this split may have trained on"
+        " records that it holds out now: val/loss is lower than on records that were never seen"
+    )
+
+
+def _former_split(change: DataChange) -> str:
+    """The remedy for a changed split, which is offered first."""
+    if change.division is None:
+        return ""
+    was = change.division[0]
+    if was is None:
+        return "leave val_dataloader.split out, as before (data of its own may be evaluated at any time); "
+    return f"set val_dataloader.split back to {was['share']:g} (seed {was['seed']}); "
 
 
 def check_rules(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:

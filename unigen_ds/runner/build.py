@@ -261,6 +261,12 @@ def build_hooks(settings: Settings) -> list[Hook]:
     hooks = completed(hooks)
     names = [hook.name for hook in hooks if hook.name]
     twice = sorted({name for name in names if names.count(name) > 1})
+    if EvaluateHook.name in twice:
+        raise ConfigError(
+            "custom_hooks has more than one EvaluateHook",
+            remedy="one hook evaluates everything: metrics and metric_interval belong into the EvaluateHook that has"
+            " interval and save_best",
+        )
     if twice:
         raise ConfigError(f"hooks named twice: {', '.join(twice)}", remedy="each may appear once")
     return hooks

@@ -22,6 +22,7 @@ from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.checkpoint.weight_files import locate
 from unigen_ds.core import dist
 from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.core.log import logger
 from unigen_ds.core.metrics import sample_digest
 from unigen_ds.core.optim import COMPUTE_DTYPE
 from unigen_ds.core.progress import Geometry
@@ -33,8 +34,8 @@ from unigen_ds.evaluation.scoring import evaluate as score
 from unigen_ds.evaluation.validation import Validation
 from unigen_ds.families.directories import published_format
 from unigen_ds.runner.build import Data, build_data, build_processor, build_validation, build_validation_data, rules_of
-from unigen_ds.runner.settings import Settings
-from unigen_ds.runner.trained import config_of, open_model, self_contained
+from unigen_ds.runner.settings import Settings, import_custom
+from unigen_ds.runner.trained import config_of, import_stored, open_model, self_contained
 
 _SECTIONS = ("model", "tokenizer", "processor", "train_dataloader", "val_dataloader", "optim_wrapper", "loss_weights",
              "randomness", "custom_imports")  # fmt: skip
@@ -123,12 +124,26 @@ class EvaluationSubject:
         own = {"batch_size": self.batch_size, "seq_length": self.seq_length}
         return {**loader, **{key: value for key, value in own.items() if value is not None}}
 
+    def import_modules(self) -> None:
+        """Those of ``custom_imports``, which may register metrics. Raises as ``open_model`` does."""
+        if self.config is not None:
+            import_custom(self.config)
+        elif self.published is None:
+            directory = locate(self.path, self.tag)
+            import_stored(config_of(directory), directory, allow=self.allow_custom_imports)
+
     def open(self) -> tuple[WholeModel, Validation]:
         """The model on this process's device, in the precision of the training, and the data. Not collective."""
-        if self.ema and (self.published is not None or read_source(self.path, tag=self.tag).average is None):
+        averaged = self.published is None and read_source(self.path, tag=self.tag).average is not None
+        if self.ema and not averaged:
             raise ConfigError(f"{self.path} has no average of the weights (EMA)", remedy="leave out --ema")
         options = {"tag": self.tag, "config": self.config, "allow_custom_imports": self.allow_custom_imports}
         model, _ = open_model(self.path, raw=not self.ema, **options)  # type: ignore[arg-type]
+        if averaged and dist.is_main():
+            raw = (
+                "the weights themselves; --ema evaluates their average, which tools/generate.py and tools/export.py use"
+            )
+            logger().info("Evaluated: %s.", "the average of the weights (--ema)" if self.ema else raw)
         settings, manifest = self.settings, self.manifest
         rules = rules_of(settings, manifest)
         geometry = Geometry(settings.train_dataloader.batch_size or 1) if manifest is None else manifest.geometry
@@ -175,6 +190,8 @@ def evaluate(given: EvaluationSubject) -> list[Result]:
 
     Raises what ``open_model`` raises, and ``ConfigError`` or ``DataError`` where the data or a metric cannot be used.
     """
+    if given.metrics:
+        given.import_modules()
     metrics = build_metrics(given.metrics)
     engine, validation = given.open()
     check(metrics, engine, validation)

@@ -39,6 +39,7 @@ from unigen_ds.families import directories as _families  # noqa: F401
 from unigen_ds.families.bagel.family import Bagel
 from unigen_ds.families.base import Family, families, family_of
 from unigen_ds.hooks.evaluate import EvaluateHook
+from unigen_ds.hooks.mmengine import stops_early
 from unigen_ds.hooks.settings import CustomHook, DefaultHooks
 from unigen_ds.optim.settings import Finite, OptimWrapper
 from unigen_ds.runner.environment import Environment
@@ -398,14 +399,23 @@ def _of_transforms(processor: Mapping[str, Any]) -> Iterator[ConfigError]:
         yield from of.problems(spec, where=f"processor.vit_augment[{index}]")
 
 
+_ADD_VALIDATION = "val_dataloader=dict(split=0.02), or dict(dataset=dict(type=...)); or delete the hook"
+
+
 def _misfits(settings: Settings) -> Iterator[ConfigError]:
     """Methods that the engine needs and the model does not have, and hooks without the data that they need."""
     engine, model = settings.backend, settings.model
     if settings.evaluates and settings.val_dataloader is None:
         yield ConfigError(
             "custom_hooks has an EvaluateHook, and there is no val_dataloader",
-            remedy="val_dataloader=dict(split=0.02), or dict(dataset=dict(type=...)); or delete the hook",
+            remedy=_ADD_VALIDATION,
         )
+    hooks = settings.custom_hooks
+    if settings.val_dataloader is None and not any(
+        getattr(hook.cls, "name", "") == EvaluateHook.name for hook in hooks
+    ):
+        problem = "custom_hooks has an EarlyStoppingHook, and there is no val_dataloader: nothing is evaluated"
+        yield from (ConfigError(problem, remedy=_ADD_VALIDATION) for hook in hooks if stops_early(hook))
     for method, advice in getattr(engine.cls, "model_needs", {}).items():
         if not hasattr(model.cls, method):
             problem = (

@@ -56,10 +56,10 @@ def open_model(
     source = read_source(path, tag=tag)
     if config is None:
         config = config_of(source.directory)
-        if not allow_custom_imports:
-            _refuse_imports(config, source.directory)
+        import_stored(config, source.directory, allow=allow_custom_imports)
         config = self_contained(config, source.directory)
-    import_custom(config)
+    else:
+        import_custom(config)
     uncompiled = {key: value for key, value in config["model"].items() if key != "compile"}
     settings, seed = ModelSettings.of({**config, "model": uncompiled}), _seed_of(config)
     processor = build_processor(settings, seed=seed)
@@ -67,7 +67,9 @@ def open_model(
     ema = source.average is not None and not raw
     _fill(model, source.entries(dtype=torch.float32, ema=ema), where=source.directory)
     model.published = False  # type: ignore[assignment]  # these weights are not those of its config's ``pretrained``
-    logger().info(f"{source.directory}: {'the average of the weights (EMA)' if ema else 'the weights'}")
+    used = "the average of the weights (EMA)" if ema else "the weights"
+    also = ", not their average (EMA), which the checkpoint has as well" if source.average is not None and raw else ""
+    logger().info("%s: %s%s", source.directory, used, also)
     return model, processor
 
 
@@ -113,6 +115,15 @@ def config_of(directory: Path) -> dict[str, Any]:
     return Manifest.read(directory).config
 
 
+def import_stored(config: Mapping[str, Any], directory: Path, *, allow: bool) -> None:
+    """Import the modules that the config of the checkpoint in ``directory`` names. Raises ``ConfigError`` where that
+    would execute code that is not allowed.
+    """
+    if not allow:
+        _refuse_imports(config, directory)
+    import_custom(config)
+
+
 def _refuse_imports(config: Mapping[str, Any], directory: Path) -> None:
     """A checkpoint may come from anywhere, and an import executes code. Allowed are modules that are imported already
     and those of this package, which are found in its own folder whatever the working directory contains.
@@ -136,9 +147,10 @@ def _import_layout(path: Path, tag: str | None, *, config: Mapping[str, Any] | N
         return
     manifest = Manifest.read(directory)
     if manifest.layout not in LAYOUTS.module_dict:
-        if config is None and not allow:
-            _refuse_imports(manifest.config, directory)
-        import_custom(manifest.config if config is None else config)
+        if config is None:
+            import_stored(manifest.config, directory, allow=allow)
+        else:
+            import_custom(config)
 
 
 @torch.no_grad()

@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from annotated_types import Ge
 
+from unigen_ds.core.log import logger
 from unigen_ds.core.registry import METRICS
-from unigen_ds.evaluation.metrics.base import Metric, package, text_pairs
+from unigen_ds.evaluation.metrics.base import Metric, State, package, text_pairs
 
 
 @METRICS.register_module()
@@ -39,6 +40,7 @@ class BLEU(Metric):
         super().__init__(tokenize=tokenize, lowercase=lowercase, max_order=max_order, smoothing=smoothing)
         self._max_order, self._smoothing = max_order, smoothing
         self._library: Any = None
+        self._warned = False
 
     def rows(self, predictions: Sequence[Any], references: Sequence[Any], keys: Sequence[str]) -> Sequence[Any]:
         if self._library is None:
@@ -51,6 +53,17 @@ class BLEU(Metric):
             )
         scores = [self._library.sentence_score(*pair) for pair in text_pairs(predictions, references, keys)]
         return [[score.sys_len, score.ref_len, *score.counts, *score.totals] for score in scores]
+
+    def compute(self, merged: State) -> dict[str, float]:
+        short = sum(row[0] < self._max_order for row in merged["rows"])
+        if short and not self._warned:
+            self._warned = True
+            logger().warning(
+                "BLEU: %d of %d answers have fewer than %d words, so none of their %d-grams can match; where all are so"
+                " short, BLEU is 0. Remedy: ExactMatch or ROUGE for short answers, or BLEU(max_order=...).",
+                short, len(merged["rows"]), self._max_order, self._max_order,
+            )  # fmt: skip
+        return super().compute(merged)
 
     def values(self, table: np.ndarray) -> dict[str, float]:
         sums = [int(one) for one in table.sum(0)]
