@@ -1,7 +1,8 @@
 """Plot the curves of a run, or of several over each other: ``python tools/plot_run.py WORK_DIR [WORK_DIR ...]
 [--out FILE]``; installed as ``unigen-plot-run``.
 
-Reads ``metrics.jsonl``, without the lines that a resume invalidated. Can be called while the run continues.
+Reads ``metrics.jsonl``, without the lines that a resume invalidated; ``val/loss`` is a dashed line beside the loss.
+Prints the path of the image. Can be called while the run continues.
 Exit status: 0 done, 1 nothing to plot, 2 wrong usage.
 """
 
@@ -43,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     except UnigenError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_status
-    print(out)
+    print(out.absolute())
     return 0
 
 

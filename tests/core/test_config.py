@@ -8,7 +8,7 @@ import pytest
 from unigen_ds.core.choices import SHIPPED
 from unigen_ds.core.config import config_path, parse_override
 from unigen_ds.core.config_file import shipped
-from unigen_ds.core.errors import ConfigError, raise_any
+from unigen_ds.core.errors import ConfigError, UnknownKey, raise_any, several
 from unigen_ds.core.paths import PACKAGE
 from unigen_ds.runner.settings import Settings, load_config, normalised
 
@@ -190,3 +190,57 @@ def test_a_base_is_found_where_it_is_now(tmp_path: Path, suffix: str) -> None:
     (tmp_path / f"mine{suffix}").write_text(text)
     found = load_config(tmp_path / f"mine{suffix}")
     assert found.backend.type == "zero2" and found.train_cfg == load_config("unified_digits").train_cfg
+
+
+@pytest.mark.parametrize("name", ["val_cfg", "val_evaluator", "test_cfg", "test_dataloader", "test_evaluator"])
+def test_none_of_mmengine_is_the_same_in_a_file_and_as_an_override(config_file: Path, name: str) -> None:
+    expected = load_config(config_file)
+    assert load_config(config_file, [f"{name}=None"]) == expected == load_config(config_file, {name: None})
+    config_file.write_text(TEXT + f"{name} = dict(type='Own')\n")
+    assert load_config(config_file, {name: None}) == expected, "what the file has is replaced"
+    with pytest.raises(ConfigError, match=name):
+        load_config(config_file, {name: {"type": "Own"}})
+
+
+def test_what_an_override_replaces_is_not_named(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hook that stands for ``val_interval`` is there whenever the log has it."""
+    lines: list[str] = []
+    monkeypatch.setattr("unigen_ds.runner.settings.notice", lines.append)
+    data = "val_dataloader = dict(split=0.1)\ntrain_cfg = dict(max_epochs=3, val_interval=2)\n"
+    config_file.write_text(TEXT.replace("val_dataloader = None\n", data))
+    read = "Config: train_cfg.val_interval=2 is read as {'type': 'EvaluateHook', 'interval': 2, 'by_epoch': True}"
+    evaluates = {"type": "EvaluateHook", "interval": 2, "by_epoch": True}
+    ema, own = {"type": "EMAHook", "momentum": 0.1}, {"type": "EvaluateHook", "interval": 7}
+    cases: list[tuple[dict[str, Any], list[Any], str]] = [
+        ({"custom_hooks": [ema]}, [ema, evaluates], read),
+        ({"custom_hooks": [ema], "custom_hooks.0.momentum": 0.5}, [{**ema, "momentum": 0.5}, evaluates], read),
+        ({"custom_hooks.0.interval": 5}, [{**evaluates, "interval": 5}], read),
+        ({"custom_hooks": [own], "train_cfg": {"max_epochs": 3}}, [own], ""),
+        ({"val_dataloader": None}, [], "Config: train_cfg.val_interval=2 is left out: there is no val_dataloader."),
+        ({"log_level": "ERROR", "custom_hooks": []}, [evaluates], read),
+    ]
+    for overrides, hooks, line in cases:
+        lines.clear()
+        assert (load_config(config_file, overrides).get("custom_hooks") or []) == hooks, overrides
+        assert [one[: len(line)] for one in lines if "val_interval" in one] == [line] * bool(line), overrides
+    with pytest.raises(ConfigError, match="log_level"):
+        load_config(config_file, {"log_level": 5})
+
+
+def test_a_base_may_be_given_validation_data(tmp_path: Path) -> None:
+    """Of the shipped digits config, and with ``_delete_`` of one that has None there."""
+    (tmp_path / "base.py").write_text(TEXT)
+    path = tmp_path / "child.py"
+    for base, more in ((str(config_path("unified_digits")), ""), ("./base.py", "_delete_=True, ")):
+        path.write_text(f"_base_ = {base!r}\nval_dataloader = dict({more}split=0.1)\n")
+        assert load_config(path).val_dataloader == {"split": 0.1}
+
+
+def test_the_number_of_problems_is_that_of_the_lines() -> None:
+    unknown = [UnknownKey(name, section="a", valid=("wholly",)) for name in ("x", "y")]
+    assert str(several(unknown)) == "a has no key 'x', 'y'; valid: wholly."
+    more = [ConfigError(f"problem {i}") for i in range(30)]
+    assert str(several([*unknown, more[0]])).splitlines()[0] == "2 problems in the config:"
+    assert len(str(several([*unknown, more[0]])).splitlines()) == 3
+    shown = str(several(more)).splitlines()
+    assert shown[0] == "30 problems in the config:" and len(shown) == 22 and shown[-1] == "  and 10 more."

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 
 from unigen_ds.core.errors import DataError
@@ -41,6 +42,23 @@ def test_loss_terms_of_any_family_are_drawn(tmp_path: Path) -> None:
     plain = picture(tmp_path / "plain", [line(n, 5.0 / n) for n in (1, 2, 3)])
     own = picture(tmp_path / "own", [line(n, 5.0 / n, **{"loss/value": 4.0}) for n in (1, 2, 3)])
     assert not np.array_equal(plain, own)
+
+
+def test_validation_is_drawn_beside_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the data consumed by then; what a resume made void does not count, nor a value after the last update."""
+    lines = [line(n, 5.0 / n) for n in (1, 2, 4)]
+    values = [{"event": "evaluation", "update": n, "val/loss": 4.0 / (n + 1)} for n in (0, 3, 4)]
+    plain, drawn = picture(tmp_path / "plain", lines), picture(tmp_path / "drawn", [*lines, *values])
+    assert not np.array_equal(plain, drawn)
+    void = [{"event": "evaluation", "update": 6, "val/loss": 90.0}, {"event": "resume", "updates": 4, "sequences": 48}]
+    late = {"event": "evaluation", "update": 9, "val/loss": 90.0}
+    assert np.array_equal(picture(tmp_path / "void", [*lines, *values, *void, late]), drawn)
+    files = {name: tmp_path / name / "metrics.jsonl" for name in ("plain", "drawn")}
+    figures: list[list[Any]] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(
+        [(one.get_label(), list(one.get_xdata())) for one in figure.axes[0].lines]))  # fmt: skip
+    plot_curves(files, tmp_path / "both.png")
+    assert figures == [[("plain", [12, 24, 48]), ("drawn", [12, 24, 48]), ("drawn val/loss", [0.0, 36.0, 48.0])]]
 
 
 def test_nothing_to_draw_is_an_error(tmp_path: Path) -> None:

@@ -261,6 +261,44 @@ def test_validation_metrics_and_their_provenance(runs: Runs, tmp_path: Path) -> 
     assert "step_9.json" in everything and "1.25update 6" in everything
 
 
+def test_results_of_other_processes_are_shown_once_and_by_the_rules_of_the_hook(tmp_path: Path) -> None:
+    """Logged or not yet, of every form; what the hook refused is named instead, and ``Last`` is of the last update."""
+    folder = tmp_path / "run"
+    results = folder / "eval_results" / "run"
+    results.mkdir(parents=True)
+    (folder / "evaluations").mkdir()
+    known = dict.fromkeys(REQUIRED, "known")
+    write_results(folder / "evaluations" / "20.json", [Result({"bleu": 12.5}, {**known, "metric": "BLEU 2.0"})])
+    for update, value in ((20, 0.5), (5, 0.25), (10, 0.75)):
+        given = {"global_step": update, "results": {"mm": {"average": value, "alias": "x", "huge": 10**400}}}
+        (results / f"step_{update}.json").write_text(json.dumps(given))
+    refused = {15: {"mm": 0.3}, 16: {"results": {"mm": "x"}}, 17: {"results": {"mm": 0.3}, "global_step": 1}}
+    for update, given in refused.items():
+        (results / f"step_{update}.json").write_text(json.dumps(given))
+    write_results(results / "step_30.json", [Result({"rouge": 0.25}, {**known, "metric": "ROUGE 7.0"})])
+    event = {"event": "async_evaluation"}
+    lines: list[dict[str, Any]] = [
+        {**event, "update": 20, "own/mm/average": 0.5}, {**event, "update": 5, "own/mm/average": 0.25},
+        {"event": "evaluation", "update": 20, "val/bleu": 12.5, "val/loss": 2.0},
+        {**event, "update": 30, "own/rouge": 0.25},
+    ]  # fmt: skip
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = report(folder)
+    rows = [row[:6] for row in page.tables["validation"][0][1:]]
+    assert sorted(rows) == [
+        ["own/mm/average", "3", "0.25", "0.75", "0.5", "20"], ["own/rouge", "1", "0.25", "0.25", "0.25", "30"],
+        ["val/bleu", "1", "12.5", "12.5", "12.5", "20"], ["val/loss", "1", "2", "2", "2", "20"],
+    ]  # fmt: skip
+    everything = "".join(page.texts.values())
+    for update, why in (
+        (15, 'it has no object under "results"'),
+        (16, "it has no number"),
+        (17, 'its "global_step" is 1'),
+    ):
+        assert f"step_{update}.json is not logged by AsyncEvaluateHook: {why}" in everything
+    assert "BLEU 2.0" in everything and "ROUGE 7.0" in everything and "No provenance is stored" not in everything
+
+
 def test_everything_from_files_is_escaped(runs: Runs, tmp_path: Path) -> None:
     evil = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'"
     folder = copied(runs.killed, tmp_path / "run <b>&")
@@ -486,7 +524,7 @@ def test_plots_of_several_runs(runs: Runs, tmp_path: Path, capsys: pytest.Captur
         assert plot([str(runs.killed), str(runs.other)]) == 0
     finally:
         os.chdir(here)
-    assert capsys.readouterr().out.strip() == "curves.png"
+    assert capsys.readouterr().out.strip() == str(tmp_path / "curves.png")
     out = tmp_path / "curves.svg"
     assert plot([str(runs.killed), str(runs.other), "--out", str(out)]) == 0
     comments = out.read_text()

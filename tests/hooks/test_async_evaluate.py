@@ -20,7 +20,7 @@ from tests.text_run import text_config, words
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.metrics import read_lines
 from unigen_ds.core.registry import HOOKS
-from unigen_ds.evaluation.jobs import JobFolder, arguments_of, filled, read_result
+from unigen_ds.evaluation.jobs import JobFolder, arguments_of, filled, new_job, read_result
 from unigen_ds.hooks.base import Hook, Run
 from unigen_ds.runner import Runner
 
@@ -34,6 +34,9 @@ with open(out, "w") as stream:
     results = {"mmstar": {"average": 0.5, "alias": "x"}, "mme": int(step)}
     json.dump({"global_step": int(step), "results": results}, stream)
 """
+
+
+NEEDED = ("{checkpoint}", "{out}")
 
 
 @HOOKS.register_module(force=True)
@@ -53,6 +56,19 @@ class WaitHook(Hook):
                 time.sleep(0.1)
                 break
             time.sleep(0.02)
+
+
+@HOOKS.register_module(force=True)
+class DeleteHook(Hook):
+    """Deletes a file when the training begins."""
+
+    name = "delete"
+
+    def __init__(self, *, path: str) -> None:
+        self.path = Path(path)
+
+    def before_train(self, run: Run) -> None:
+        self.path.unlink()
 
 
 def _ended(job: dict[str, Any]) -> bool:
@@ -202,13 +218,13 @@ def test_a_batch_job_keeps_its_checkpoint_until_it_is_given_up(tmp_path, monkeyp
     (tmp_path / "bin" / "sbatch").write_text("#!/bin/sh\necho 17\n")  # --parsable
     (tmp_path / "bin" / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    runner = Runner.from_cfg(config(tmp_path, "sbatch --parsable eval.slurm {checkpoint}", updates=5, interval=4))
+    runner = Runner.from_cfg(config(tmp_path, "sbatch --parsable eval.slurm {checkpoint} {out}", updates=5, interval=4))
     runner.train()
     hook = next(hook for hook in runner.hooks if hook.name == "async_evaluate")
     until(lambda: (hook.after_train(runner), hook._jobs[4].batch_job)[1] == "17")  # type: ignore[func-returns-value]
-    run(tmp_path, "sbatch x", updates=7, interval=1000, resume=True)
+    run(tmp_path, "sbatch x {checkpoint} {out}", updates=7, interval=1000, resume=True)
     assert (tmp_path / "run" / "iter_4.pth").is_dir() and not (tmp_path / "run" / "iter_5.pth").exists()
-    run(tmp_path, "sbatch x", updates=9, interval=1000, resume=True, give_up_hours=1e-9)
+    run(tmp_path, "sbatch x {checkpoint} {out}", updates=9, interval=1000, resume=True, give_up_hours=1e-9)
     assert not (tmp_path / "run" / "iter_4.pth").exists()
     assert "(batch job 17) has no result after" in log(tmp_path)
 
@@ -224,31 +240,79 @@ def test_a_batch_job_keeps_its_checkpoint_until_it_is_given_up(tmp_path, monkeyp
 )
 def test_a_malformed_result_is_named_once(tmp_path, text, problem):
     write = f"import sys; open(sys.argv[1], 'w').write({text!r})"
-    run(tmp_path, [sys.executable, "-c", write, "{out}"], updates=5, wait=(2, 3, 4), interval=2)
+    run(tmp_path, [sys.executable, "-c", write, "{out}", "{checkpoint}"], updates=5, wait=(2, 3, 4), interval=2)
     assert not logged(tmp_path)
     assert log(tmp_path).count("step_2.json is not logged") == 1 and problem in log(tmp_path)
 
 
 def test_a_result_that_is_repaired_by_hand_is_logged(tmp_path):
     folder = tmp_path / "run" / "eval_results" / "run"
-    run(tmp_path, [sys.executable, "-c", "pass"], updates=3)
+    run(tmp_path, [sys.executable, "-c", "pass", *NEEDED], updates=3)
     (folder / "step_2.json").write_text('{"results": [{"values": {"val/loss": 1.5}, "provenance": {"a": 1}}]}')
-    run(tmp_path, [sys.executable, "-c", "pass"], updates=3, resume=True)
+    run(tmp_path, [sys.executable, "-c", "pass", *NEEDED], updates=3, resume=True)
     assert logged(tmp_path) == [(2, {"lmms_eval/val/loss": 1.5})]
 
 
 def test_what_goes_wrong_never_ends_the_training(tmp_path):
-    run(tmp_path, "/nowhere/evaluate {checkpoint}", updates=3)
-    assert "cannot be started" in log(tmp_path)
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    held = config(tmp_path, f"{program} {{checkpoint}} {{out}}", updates=3)
+    held["custom_hooks"].append({"type": "DeleteHook", "path": str(program)})
+    Runner.from_cfg(held).train()
+    assert "cannot be started: there is no program" in log(tmp_path)
     (tmp_path / "b").mkdir()
-    run(tmp_path / "b", [sys.executable, "-c", "print('no memory'); raise SystemExit(5)"], updates=4, wait=(2, 3))
+    run(
+        tmp_path / "b",
+        [sys.executable, "-c", "print('no memory'); raise SystemExit(5)", *NEEDED],
+        updates=4,
+        wait=(2, 3),
+    )
     assert "has ended with status 5 without a result" in log(tmp_path / "b")
     assert "no memory" in (tmp_path / "b" / "run" / "eval_results" / "run" / "step_2.log").read_text()
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "run").mkdir()
     (tmp_path / "c" / "run" / "eval_results").write_text("a file where the folder would be")
-    assert run(tmp_path / "c", [sys.executable, "-c", "pass"], updates=3).progress.updates == 3
+    assert run(tmp_path / "c", [sys.executable, "-c", "pass", *NEEDED], updates=3).progress.updates == 3
     assert "Training continues" in log(tmp_path / "c")
+
+
+def test_the_next_start_names_how_a_process_ended(tmp_path):
+    """After the last update: nobody of this run saw it end, with a status or by a signal."""
+    folder = tmp_path / "run" / "eval_results" / "run"
+    fails = "import time; time.sleep(0.3); print('loading'); print('no memory'); raise SystemExit(5)"
+    run(tmp_path, [sys.executable, "-c", fails, *NEEDED], updates=2)
+    until(lambda: (folder / "step_2.status").exists() and (folder / "step_2.status").read_text().strip())
+    assert "has ended" not in log(tmp_path)
+    run(tmp_path, [sys.executable, "-c", fails, *NEEDED], updates=3, resume=True)
+    said = next(line for line in log(tmp_path).splitlines() if "evaluation of update 2 has ended" in line)
+    assert "with status 5 without a result" in said and "step_2.log: loading | no memory. Command: " in said
+    job = new_job(7, 1, tmp_path, ("sleep", "9"), tmp_path / "out")
+    jobs = JobFolder(tmp_path / "jobs")
+    jobs.folder.mkdir()
+    job = jobs.start(job, {})
+    jobs.cancel(job)
+    until(lambda: JobFolder(jobs.folder).status(job) is not None)
+    assert JobFolder(jobs.folder).status(job) == -1 and jobs.last_lines(7) == "nothing was printed"
+
+
+@pytest.mark.parametrize(
+    "command, problem",
+    [
+        ("python my/ev.py", r"has no \{checkpoint\} and no \{out\}, so no result can come: python my/ev.py"),
+        (
+            "sbatch eval.slurm {checkpoint} {step}",
+            r"has no \{out\}.*Allowed: \{checkpoint\}.*\{out\}.*sbatch.*\{step\}",
+        ),
+        (["python", "{out}"], r"has no \{checkpoint\}, so"),
+        ("pyhton ev.py {checkpoint} {out}", "no program 'pyhton'.*Remedy: install it"),
+        ("/nowhere/evaluate {checkpoint} {out}", "no program '/nowhere/evaluate'"),
+    ],
+)
+def test_a_command_without_a_result_is_refused_at_the_start(tmp_path, command, problem):
+    with pytest.raises(ConfigError, match=problem):
+        run(tmp_path, command, updates=1)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_results_of_an_abandoned_branch_are_not_logged(tmp_path, script):

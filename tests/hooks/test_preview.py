@@ -151,11 +151,13 @@ def test_what_a_resume_goes_back_from_is_moved_away(data: Path, tmp_path: Path) 
 
 
 def test_what_cannot_be_made_is_a_warning(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A missing picture, an error that no one expects, and a folder that cannot be written."""
-    broken = preview(data, prompts=["draw a three", {"prompt": "a", "images": ["gone.png"]}], num_held_out=0)
+    """A broken picture, an error that no one expects, and a folder that cannot be written."""
+    (tmp_path / "broken.png").write_text("no picture")
+    prompts = ["draw a three", {"prompt": "a", "images": [str(tmp_path / "broken.png")]}]
+    broken = preview(data, prompts=prompts, num_held_out=0)
     runner = train(data, tmp_path / "one", broken, updates=2)
     assert [bool(row["error"]) for row in rows(runner, 2)] == [False, True, False]
-    assert "1 of 3 previews at update 2 failed; the first: image gone.png" in log(runner)
+    assert f"1 of 3 previews at update 2 failed; the first: image {tmp_path}/broken.png" in log(runner)
     (tmp_path / "two").mkdir()
     (tmp_path / "two/previews").write_text("not a folder")
     assert "The preview of update 2 was not written: " in log(train(data, tmp_path / "two", preview(data), updates=2))
@@ -200,12 +202,25 @@ def test_a_text_model_continues_texts(tmp_path: Path) -> None:
         ({"top_p": 0.5}, "temperature is 0"),
         ({"temperature": -1.0}, "temperature is -1"),
         ({"held_out": None}, "val_dataloader"),
+        (
+            {"images": ["gone.png", "/nowhere/x.png"]},
+            "no picture /.*/gone.png, /nowhere/x.png.*relative to",
+        ),
+        ({"prompts": [{"prompt": "a", "images": ["gone.png"]}]}, "no picture .*gone.png"),
         ({"held_out": {"type": "UnifiedGenerationDataset"}}, "data_path"),
     ],
 )
 def test_refused_at_the_start(data: Path, tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         train(data, tmp_path / "run", preview(data, **arguments), updates=1)
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+def test_a_model_of_texts_is_shown_no_pictures(data: Path, tmp_path: Path) -> None:
+    for given in ({"images": [str(data / "seen.png")]}, {"prompts": [{"images": [str(data / "seen.png")]}]}):
+        hook = {"type": "PreviewHook", **given}
+        with pytest.raises(ConfigError, match="PreviewHook has images, and this model reads texts alone"):
+            Runner.from_cfg(text_config(tmp_path, [{"text": spoken(9)}] * 4, custom_hooks=[hook])).train()
     assert not (tmp_path / "run/metrics.jsonl").exists()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from unigen_ds.core.metrics import read_lines
 from unigen_ds.core.registry import TRANSFORMS
 from unigen_ds.data.formats import Turn
 from unigen_ds.data.transforms import ImageTransform
+from unigen_ds.evaluation.generation import own_prompt
 from unigen_ds.families.nanovlm.inference import answer
 from unigen_ds.families.nanovlm.model import VLM
 from unigen_ds.families.nanovlm.published import vlm_arguments
@@ -194,3 +197,19 @@ def test_a_transform_that_does_not_fit_the_tiles_is_refused(data, tmp_path) -> N
     both = {"vit_transform": {**own, "stride": 16}, "max_image_size": 32}
     with pytest.raises(ConfigError, match="processor sets vit_transform, and max_image_size"):
         Runner.from_cfg(config(data, tmp_path / "b", processor=both))
+
+
+def test_previews_show_the_own_texts_and_pictures_of_a_record(data, tmp_path):
+    """Not what the chat template makes of them; with records of a split, whose numbers are others."""
+    hook = {"type": "PreviewHook", "interval": 1, "num_held_out": 2, "max_new_tokens": 2}
+    overrides = {"custom_hooks": [hook], "val_dataloader": {"split": 0.4}, "train_cfg": {"max_updates": 1}}
+    Runner.from_cfg(config(data, tmp_path / "run", **overrides)).train()
+    rows = json.loads((tmp_path / "run/previews/1.json").read_text())
+    shown = {(row["prompt"], row["reference"], *row["images"]) for row in rows}
+    asked = {("?", name, str(data / f"{name}.png")) for name in NAMES}
+    assert len(rows) == 2 and shown <= {*asked, ("hi", "yo")} and shown & asked
+    multi = [Turn("system", "text", "s"), Turn("user", "text", "a"), Turn("assistant", "text", "b"),
+             Turn("user", "image", "p.png"), Turn("user", "text", "c"), Turn("assistant", "text", "d"),
+             Turn("assistant", "text", "e")]  # fmt: skip
+    assert own_prompt(SimpleNamespace(turns=lambda index: multi), 0) == "s\na\nb\nc"
+    assert own_prompt(SimpleNamespace(), 0) is None

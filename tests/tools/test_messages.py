@@ -239,7 +239,7 @@ def test_all_problems_are_one_message(
         "the config has no key 'unet'; valid: assume",
     ):
         assert said.count(line) == 1, line
-    assert said.startswith("error: 9 problems in the config:") and said.count("\n") == 8
+    assert said.startswith("error: 7 problems in the config:") and said.count("\n") == 8
     assert "launcher'?" not in said, "unet is not launcher"
 
 

@@ -129,6 +129,16 @@ def overrides_of(given: Iterable[str] | Mapping[str, Any]) -> dict[str, Any]:
     return dict(given) if isinstance(given, Mapping) else dict(map(parse_override, given))
 
 
+def whole_sections(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Overrides that replace a section, and all others. One that follows an override of its parts stays among these."""
+    names = [*overrides]
+    whole = [
+        name for i, name in enumerate(names)
+        if "." not in name and not any(other.startswith(f"{name}.") for other in names[:i])
+    ]  # fmt: skip
+    return {name: overrides[name] for name in whole}, {k: v for k, v in overrides.items() if k not in whole}
+
+
 def apply_overrides(config: Config, overrides: Mapping[str, Any], schema: Mapping[str, Any]) -> list[ConfigError]:
     """Set each value at its path. Returns an error for each path that does not exist."""
     errors: list[ConfigError] = []

@@ -96,7 +96,7 @@ _MOST = 100
 
 
 def several(errors: Sequence[ConfigError]) -> ConfigError:
-    """One error for all of ``errors``: a line for each, unknown keys without a suggestion together by section."""
+    """One error for all of ``errors``: a line for each, unknown keys without a suggestion one for each section."""
     if len(errors) == 1:
         return errors[0]
     lines: list[str] = []
@@ -110,8 +110,10 @@ def several(errors: Sequence[ConfigError]) -> ConfigError:
             unexplained.setdefault((error.section, error.valid), []).append(error.key)
     for (section, valid), keys in unexplained.items():
         lines.append(f"{section or 'the config'} has no key {', '.join(map(repr, keys))}; {valid_names(valid)}")
+    if len(lines) == 1:
+        return ConfigError(lines[0])
     shown = [*lines[:_MOST], *([f"and {len(lines) - _MOST} more"] if len(lines) > _MOST else [])]
-    return ConfigError(f"{len(errors)} problems in the config:\n  " + "\n  ".join(shown))
+    return ConfigError(f"{len(lines)} problems in the config:\n  " + "\n  ".join(shown))
 
 
 def raise_any(errors: Sequence[ConfigError]) -> None:

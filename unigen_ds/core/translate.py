@@ -46,6 +46,13 @@ _NO_EFFECT: dict[str, tuple[Any, str]] = {
 """Keys without a counterpart that change nothing with this value, and why."""
 
 
+FOREIGN = frozenset((
+    "log_level", "log_processor", "default_scope", "runner_type", "env_cfg",
+    "val_cfg", "val_evaluator", "test_cfg", "test_dataloader", "test_evaluator",
+))  # fmt: skip
+"""Sections of mmengine's that this project does not have; ``translate`` removes what it understands of them."""
+
+
 def translate(config: dict[str, Any]) -> tuple[list[str], list[ConfigError]]:
     """Change ``config`` in place. Returns lines for the log, and errors."""
     work = _Translation(config)

@@ -25,6 +25,7 @@ from unigen_ds.core.registry import DATASETS, check_arguments, checked
 from unigen_ds.core.seeding import derive_seed
 from unigen_ds.data.array_cache import fingerprint
 from unigen_ds.data.counts import Array, Counts, count, record_digest
+from unigen_ds.data.formats import Place, Turn
 from unigen_ds.data.index import Index, prefix_digest
 from unigen_ds.data.planning import record_turns
 from unigen_ds.data.processor import ConversationProcessor
@@ -106,8 +107,16 @@ class UnifiedGenerationDataset:
 
     def sample(self, index: int, *, pass_number: int = 0) -> Sample:
         """The record as splits; reads the record and the files of its images, and decodes nothing."""
+        turns, location = self._turns(index)
+        return self.processor.plan(turns, location, keep_images=True)
+
+    def turns(self, index: int) -> list[Turn]:
+        """The record as its file has it, for showing it."""
+        return self._turns(index)[0]
+
+    def _turns(self, index: int) -> tuple[list[Turn], Place]:
         raw, location = self.index.read(self.path, index, self.processor.rules)
-        return self.processor.plan(record_turns(raw, location, self.image_root), location, keep_images=True)
+        return record_turns(raw, location, self.image_root), location
 
     @property
     def fingerprint(self) -> str:

@@ -23,6 +23,8 @@ from unigen_ds.core import dist
 from unigen_ds.core.errors import ConfigError, TrainingError
 from unigen_ds.core.seeding import derive_seed
 from unigen_ds.data.datasets import PlannedDataset
+from unigen_ds.data.formats import Turn
+from unigen_ds.data.held_out import record_number, whole_of
 from unigen_ds.data.samples import IGNORED, Loaded, Sample, Split
 from unigen_ds.data.splits import ImageSplit, TextSplit, TokenSplit
 from unigen_ds.data.transforms import UnreadableImage
@@ -59,6 +61,8 @@ class Question:
     begin: tuple[int, ...]
     """Of a text: the ids that it begins with; they are shown, too."""
     reference_ids: tuple[int, ...] = ()
+    own_prompt: str | None = None
+    """The texts before the answer as the record has them, where that is known (``own_prompt``)."""
 
     def request(self, processor: Any, *, seed: int) -> Request:
         """Decodes the images. Raises ``UnreadableImage``."""
@@ -81,12 +85,18 @@ class Question:
         return text
 
     def prompt(self, processor: Any) -> str:
-        """The texts before the answer, as the tokenizer decodes them, a line each."""
+        """The texts before the answer, a line each: the record's own, else as the tokenizer decodes them."""
+        if self.own_prompt is not None:
+            return self.own_prompt
         ids = [split.ids for split in self.before if isinstance(split, (TextSplit, TokenSplit))]
         if isinstance(self.target, TokenSplit):
             ids.append(self.begin)
         texts = [processor.tokenizer.decode([*each]).strip() for each in ids]
         return "\n".join(text for text in texts if text)
+
+    def sources(self) -> list[str]:
+        """The files of the pictures before the answer, each once."""
+        return [*dict.fromkeys(split.source for split in self.before if split.source)]
 
     def images(self, processor: Any) -> list[Image.Image]:
         """The pictures before the answer, each once. Raises ``UnreadableImage``."""
@@ -344,6 +354,18 @@ def question_at(
     if question is not None and isinstance(question.target, TextSplit):
         return Question(**{**vars(question), "begin": (tokenizer.bos_id,)})  # type: ignore[union-attr]
     return question
+
+
+def own_prompt(dataset: PlannedDataset, index: int) -> str | None:
+    """The texts of a record before its last answer, without what a chat template adds; None: it has no turns."""
+    turns_of = getattr(whole_of(dataset), "turns", None)
+    if turns_of is None:
+        return None
+    turns: list[Turn] = turns_of(record_number(dataset, index))
+    end = max((i for i, turn in enumerate(turns) if turn.role == "assistant"), default=0)
+    while end > 0 and turns[end - 1].role == "assistant":  # neighbouring turns are one answer
+        end -= 1
+    return "\n".join(turn.value for turn in turns[:end] if turn.kind == "text")
 
 
 def _answered(

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -26,15 +27,20 @@ from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.files import write_text_atomic
 
 FIELDS = ("checkpoint", "step", "out")
+NEEDED = ("checkpoint", "out")
+"""Without these there is nothing to evaluate, or no result."""
 """What a command may contain in braces: a checkpoint's directory, its update, the file for the result."""
 _FIELD = re.compile(r"\{(\w+)\}")
 _SHELL_TEXT = ("--wrap", "-c")
 """Options whose value is read by a shell: ``sbatch --wrap``, ``bash -c``."""
-_RESULT = re.compile(r"step_(\d+)\.json")
+RESULT = re.compile(r"step_(\d+)\.json")
 _SUBMITTED = re.compile(r"(?:Submitted batch job )?(\d+)(?:;\S+)?(?: on cluster \S+)?")
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 _LAUNCHER_BEGINNINGS = ("TORCHELASTIC_", "GROUP_", "ROLE_", "SLURM_", "PMI_", "OMPI_")
 _HOST = socket.gethostname()
+_STORE_STATUS = '"$@"; status=$?; echo $status > "$0"; exit $status'
+"""Runs the arguments after the first as they are, and leaves their status in the first, whoever is there to see it."""
+_SHOWN_LINES = 5
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,27 @@ def arguments_of(command: str | Sequence[str], *, where: str) -> tuple[str, ...]
     return found
 
 
+def check_needed(command: Sequence[str], *, where: str) -> None:
+    """Raise ``ConfigError`` where a command is not told what to evaluate, or where its result is to be."""
+    given = {name for part in command for name in _FIELD.findall(part)}
+    missing = [f"{{{name}}}" for name in NEEDED if name not in given]
+    if missing:
+        raise ConfigError(
+            f"{where} has no {' and no '.join(missing)}, so no result can come: {shlex.join(command)}",
+            allowed="{checkpoint} (its directory) and {out} (the file for the result), also for sbatch, whose script"
+            " gets them as arguments; {step} (the update)",
+        )
+
+
+def check_program(command: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Raise ``ConfigError`` where the program of a command is not there, or cannot be executed."""
+    if shutil.which(command[0], path={**os.environ, **environment}.get("PATH")) is None:
+        raise ConfigError(
+            f"there is no program {command[0]!r} (PATH and the present folder {Path.cwd()} were looked at)",
+            remedy="install it, or write its path out",
+        )
+
+
 def filled(command: Sequence[str], values: Mapping[str, str]) -> tuple[str, ...]:
     """The command with its fields replaced. What a shell will read (``sbatch --wrap``) gets them quoted."""
 
@@ -104,9 +131,19 @@ class JobFolder:
     def log_file(self, update: int) -> Path:
         return self.folder / f"step_{update}.log"
 
+    def status_file(self, update: int) -> Path:
+        return self.folder / f"step_{update}.status"
+
+    def last_lines(self, update: int) -> str:
+        """What the command printed last, in one line of text."""
+        with contextlib.suppress(OSError):
+            lines = self.log_file(update).read_text(encoding="utf-8", errors="replace").splitlines()
+            return " | ".join(line.strip() for line in lines[-_SHOWN_LINES:] if line.strip()) or "nothing was printed"
+        return "it is not there"
+
     def results(self) -> list[tuple[int, Path]]:
         """Updates and files of all results that are there, in order."""
-        names = ((_RESULT.fullmatch(path.name), path) for path in self.folder.iterdir()) if self.folder.is_dir() else ()
+        names = ((RESULT.fullmatch(path.name), path) for path in self.folder.iterdir()) if self.folder.is_dir() else ()
         return sorted((int(match[1]), path) for match, path in names if match)
 
     def records(self) -> Iterator[Job | str]:
@@ -125,7 +162,7 @@ class JobFolder:
         return job
 
     def forget(self, job: Job) -> None:
-        """Delete the record."""
+        """Delete the record; the status stays beside the result."""
         self._record(job.update).unlink(missing_ok=True)
 
     def _record(self, update: int) -> Path:
@@ -137,9 +174,11 @@ class JobFolder:
         It does not see the launcher's variables, or it would try to join the training's processes.
         """
         inherited = {name: value for name, value in os.environ.items() if not _of_launcher(name)}
+        check_program(job.command, environment)
+        self.status_file(job.update).unlink(missing_ok=True)
         with self.log_file(job.update).open("wb") as log:
             process = subprocess.Popen(
-                job.command,
+                ("/bin/sh", "-c", _STORE_STATUS, self.status_file(job.update).absolute(), *job.command),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -150,9 +189,11 @@ class JobFolder:
         return self.keep(replace(job, pid=process.pid, pid_start=_start_of(process.pid), host=_HOST))
 
     def status(self, job: Job) -> int | None:
-        """Exit status of its process; None while it runs; -1 where another process started it and it has ended."""
+        """Exit status of its process; None while it runs; below 0 where it was ended by a signal, or nobody knows."""
         if job.pid in self._processes:
             return self._processes[job.pid].poll()
+        with contextlib.suppress(OSError, ValueError):
+            return int(self.status_file(job.update).read_text(encoding="utf-8"))
         if job.host != _HOST:  # its process cannot be seen from here
             return None
         return None if job.pid is not None and _start_of(job.pid) == (job.pid_start or "") else -1
@@ -209,11 +250,15 @@ def read_result(path: Path, *, update: int) -> tuple[dict[str, float], int]:
     step = found.get("global_step", update)
     if step != update:
         raise ValueError(f'its "global_step" is {step!r}')
-    leaves = dict(_leaves(values))
-    numbers = {name: float(value) for name, value in leaves.items() if _is_number(value)}
+    numbers = numbers_of(values)
     if not numbers:
         raise ValueError("it has no number")
-    return numbers, len(leaves) - len(numbers)
+    return numbers, len(dict(_leaves(values))) - len(numbers)
+
+
+def numbers_of(values: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers among nested values, by joined names."""
+    return {name: float(value) for name, value in _leaves(values) if _is_number(value)}
 
 
 def _leaves(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
@@ -225,7 +270,9 @@ def _leaves(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, A
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value.bit_length() < 1024  # a larger one is no float
+    return isinstance(value, float)
 
 
 def new_job(update: int, commit: int, checkpoint: Path, command: Sequence[str], out: Path) -> Job:

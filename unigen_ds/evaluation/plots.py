@@ -1,4 +1,6 @@
-"""Plot ``metrics.jsonl`` of one run or several: losses, learning rate, gradient norm, time; over the data consumed."""
+"""Plot ``metrics.jsonl`` of one run or several: losses and ``val/loss``, learning rate, gradient norm, time; over
+the data consumed.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from unigen_ds.core.errors import DataError
-from unigen_ds.evaluation.report.reading import Line, read_updates
+from unigen_ds.evaluation.report.reading import Line, interpolated, known_sequences, read_updates, read_values
+
+VALIDATION = "val/loss"
 
 _PANELS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("loss", (), "log"),
@@ -34,6 +38,13 @@ def plot_curves(metrics_files: Path | Mapping[str, Path], path: Path) -> None:
                 if points:
                     axis.plot(*zip(*points, strict=True), label=name if several else key, linewidth=1.2)
                 drawn += 1
+            evaluated = _validation(files[name], lines) if not given else []
+            if evaluated:
+                style = {"linestyle": "--", "marker": ".", "linewidth": 1.2}
+                if several and points:
+                    style["color"] = axis.lines[-1].get_color()
+                axis.plot(*zip(*evaluated, strict=True), label=f"{name} {VALIDATION}".strip(), **style)
+                drawn += 1
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("sequences consumed", fontsize=9)
         axis.set_yscale(scale)
@@ -48,6 +59,13 @@ def _updates(metrics_file: Path) -> list[Line]:
     if not lines:
         raise DataError(f"{metrics_file} holds no update", remedy="train first, or name the work dir of a run")
     return lines
+
+
+def _validation(metrics_file: Path, lines: list[Line]) -> list[tuple[float, float]]:
+    """(sequences consumed, ``val/loss``) of each evaluation."""
+    known = known_sequences(lines)
+    pairs = [(interpolated(known, update), value) for update, value in read_values(metrics_file, VALIDATION)]
+    return [(at, value) for at, value in pairs if at is not None]
 
 
 def _losses(lines: list[Line]) -> tuple[str, ...]:

@@ -19,7 +19,15 @@ from unigen_ds.core.log import logger
 from unigen_ds.core.metrics import METRICS_FILE, read_lines
 from unigen_ds.core.progress import Duration
 from unigen_ds.core.registry import HOOKS
-from unigen_ds.evaluation.jobs import Job, JobFolder, arguments_of, new_job, read_result
+from unigen_ds.evaluation.jobs import (
+    Job,
+    JobFolder,
+    arguments_of,
+    check_needed,
+    check_program,
+    new_job,
+    read_result,
+)
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.hooks.logger import logger_of
 
@@ -34,7 +42,7 @@ class AsyncEvaluateHook(Hook):
 
     Args:
         command: a command line, or its list of arguments; ``{checkpoint}``, ``{step}`` (the update) and ``{out}`` (the
-            file for its result) are replaced. No shell reads it.
+            file for its result) are replaced; the first and the last are needed. No shell reads it.
         interval: between evaluations, in ``unit``. A checkpoint is saved for each.
         by_epoch: whether ``interval`` means epochs; False: iterations.
         unit: of ``interval``, instead of ``by_epoch``: ``'epoch'``, ``'iteration'`` or ``'update'``.
@@ -67,6 +75,7 @@ class AsyncEvaluateHook(Hook):
         if run_name is not None and (not run_name or Path(run_name).name != run_name):
             raise ConfigError(f"AsyncEvaluateHook.run_name is {run_name!r}", allowed="the name of a folder")
         self.command = arguments_of(command, where="AsyncEvaluateHook.command")
+        check_needed(self.command, where="AsyncEvaluateHook.command")
         self.interval, self.unit = interval, unit or ("epoch" if by_epoch else "iteration")
         self.prefix, self.results, self.run_name = prefix, results, run_name
         self.max_running, self.environment = max_running, dict(environment or {})
@@ -83,6 +92,8 @@ class AsyncEvaluateHook(Hook):
         self._folder = JobFolder(Path())
 
     def before_run(self, run: Run) -> None:
+        """Raises ``ConfigError`` where the program of the command is not there. Collective."""
+        dist.on_main(lambda: check_program(self.command, self.environment))
         self._every = run.ruler.duration(self.interval, self.unit)
         folder = run.work_dir / "eval_results" if self.results is None else Path(self.results)
         self._folder = JobFolder(folder / (self.run_name or run.work_dir.resolve().name))
@@ -185,7 +196,7 @@ class AsyncEvaluateHook(Hook):
             try:
                 self._jobs[job.update] = self._folder.start(job, self.environment)
                 logger().info("Evaluation of update %d started: %s", job.update, job.text)
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError) as error:  # a ConfigError, too: the program is gone
                 logger().warning("The evaluation of update %d cannot be started: %s. Command: %s",
                                  job.update, error, job.text)  # fmt: skip
                 self._end(job)
@@ -208,8 +219,9 @@ class AsyncEvaluateHook(Hook):
             return
         if not self._log_result(run, job.update, ended=True) and not self._folder.result_file(job.update).exists():
             ended = "has ended" if status < 0 else f"has ended with status {status}"
-            logger().warning("The evaluation of update %d %s without a result. Its output: %s. Command: %s",
-                             job.update, ended, self._folder.log_file(job.update), job.text)  # fmt: skip
+            logger().warning("The evaluation of update %d %s without a result. The last lines of its output, %s: %s."
+                             " Command: %s", job.update, ended, self._folder.log_file(job.update),
+                             self._folder.last_lines(job.update), job.text)  # fmt: skip
         self._end(job)
 
     def _end(self, job: Job) -> None:

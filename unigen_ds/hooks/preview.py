@@ -22,6 +22,7 @@ from unigen_ds.core.log import logger
 from unigen_ds.core.progress import Duration
 from unigen_ds.core.registry import DATASETS, HOOKS, build, check_arguments
 from unigen_ds.data.datasets import PlannedDataset, source_names
+from unigen_ds.data.splits import TokenSplit
 from unigen_ds.evaluation.generation import (
     GenerationError,
     Question,
@@ -29,6 +30,7 @@ from unigen_ds.evaluation.generation import (
     check_answers,
     generate_all,
     inferencer_of,
+    own_prompt,
     question_at,
 )
 from unigen_ds.evaluation.sheet import Cell, contact_sheet
@@ -78,7 +80,8 @@ class PreviewHook(Hook):
     Args:
         prompts: texts, or ``dict(prompt=..., images=[...], understand=True)``; a model that draws makes a picture of
             each, any other one a text. Prompt i has the seed ``seed + i``, as in `tools/generate.py`.
-        images: paths of pictures that the model reads and describes.
+        images: paths of pictures that the model reads and describes; a relative one begins in the folder in which the
+            training is started.
         question: text that follows each of ``images``.
         num_held_out: so many records of held-out data: the model's answer beside the record's own.
         held_out: component: a data set with these records; None: the run's validation data.
@@ -136,12 +139,28 @@ class PreviewHook(Hook):
         self._questions: list[Question] = []
 
     def before_run(self, run: Run) -> None:
-        """Raises ``ConfigError`` where the family has no inference, or where there are no held-out records."""
+        """Raises ``ConfigError`` where the family has no inference, or the model reads no pictures; where a picture is
+        missing; where there are no held-out records. Collective.
+        """
         self._every = run.ruler.duration(self._interval, self._unit)
         inferencer = inferencer_of(run.backend, run.processor)[1]
+        self._check_images(inferencer)
         if self._num_held_out:
             check_answers(inferencer, "text")
             self._questions = self._held_out_questions(run, inferencer)
+
+    def _check_images(self, inferencer: Any) -> None:
+        paths = [path for prompt in self._prompts for path in prompt.images]
+        if paths and not getattr(inferencer, "reads_images", True):
+            raise ConfigError(
+                "PreviewHook has images, and this model reads texts alone", remedy="delete images, or give prompts"
+            )
+        missing = dist.on_main(lambda: [str(Path(path).absolute()) for path in paths if not Path(path).is_file()])
+        if missing:
+            raise ConfigError(
+                f"PreviewHook: there is no picture {', '.join(missing)}",
+                remedy="a path relative to the folder in which the training is started, or an absolute one",
+            )
 
     def after_load_checkpoint(self, run: Run, manifest: Mapping[str, Any]) -> None:
         if dist.is_main():
@@ -223,7 +242,7 @@ class PreviewHook(Hook):
 
     def _answer(self, inferencer: Any, question: Question, made: _Made) -> None:
         processor = inferencer.processor
-        made.record, made.prompt = question.key, question.prompt(processor)
+        made.record, made.prompt, made.images = question.key, question.prompt(processor), question.sources()
         made.pictures += question.images(processor)
         options: dict[str, Any] = {"max_new_tokens": self._max_new_tokens, "sampling": self._sampling}
         if question.wanted == "image":
@@ -245,7 +264,12 @@ class PreviewHook(Hook):
         for wanted in inferencer.answers:
             more = {"max_samples": self._num_held_out, "limit": limit}
             numbers, _ = ask(datasets, names, run.processor, wanted=wanted, **more)
-            found += [question_at(datasets, names, run.processor, wanted, *each) for each in numbers]  # type: ignore[misc]
+            for source, index in numbers:
+                question = question_at(datasets, names, run.processor, wanted, source, index)
+                assert question is not None, "the data changed while it was read"
+                if isinstance(question.target, TokenSplit):  # a chat template is around the record's texts
+                    question = replace(question, own_prompt=own_prompt(datasets[source], index))
+                found.append(question)
         if not found:
             raise ConfigError(
                 "PreviewHook.num_held_out: no held-out record has an answer with a prompt before it",

@@ -28,7 +28,7 @@ from unigen_ds.core.log import logger, notice
 from unigen_ds.core.paths import expand_paths
 from unigen_ds.core.registry import BACKENDS, MODELS, argument_problems, find, undone_on_failure
 from unigen_ds.core.settings import LISTED, Component, Of, Section, argument_defaults, keys
-from unigen_ds.core.translate import translate
+from unigen_ds.core.translate import FOREIGN, translate
 from unigen_ds.core.values import Number
 from unigen_ds.data import augment as _augment  # noqa: F401
 from unigen_ds.data import packing as _packing  # noqa: F401
@@ -292,13 +292,19 @@ def load_config(name: str | Path, overrides: Iterable[str] | Mapping[str, Any] =
     Raises one ``ConfigError`` for a broken file, unknown keys, wrong values, and overrides without an effect.
     """
     config, schema, given = files.read(name), known_keys(), files.overrides_of(overrides)
-    errors = _translate_file(config)
-    errors += files.apply_overrides(config, given, schema)
+    sections, given = files.whole_sections(given)  # before the translation, which reads one section beside another
+    errors = files.apply_overrides(config, {k: v for k, v in sections.items() if k not in FOREIGN}, schema)
+    foreign = {key: value for key, value in sections.items() if key in FOREIGN}
+    for key, value in foreign.items():
+        config[key] = value
+    errors += _translate_file(config)
+    kept = {key: config.pop(key) for key in foreign if key in config}
+    errors += files.apply_overrides(config, {**kept, **given}, schema)
     if given and not errors:
         errors += _translate_file(config)
     errors += files.top_problems(config, schema)
-    sections = {key: value for key, value in files.plain_values(config).items() if key in schema}
-    errors += Settings._of_given(sections, whole=whole)[1]
+    known = {key: value for key, value in files.plain_values(config).items() if key in schema}
+    errors += Settings._of_given(known, whole=whole)[1]
     raise_any(errors)
     for key in [*config]:
         if key not in schema and not key.startswith("_"):

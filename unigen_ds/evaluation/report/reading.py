@@ -23,6 +23,7 @@ from unigen_ds.checkpoint.partial import REPORT_FILE
 from unigen_ds.checkpoint.saver import CONFIG_FILE, HOOKS_FILE
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.metrics import LEDGER_FILE, METRICS_FILE, SKIPPED_FILE, TIMELINE_FILE, in_effect, parse_lines
+from unigen_ds.evaluation.jobs import RESULT, numbers_of, read_result
 
 BEST_HINT, LOG_FILE, PREVIEWS, RESULTS = "best_checkpoint", "train.log", "previews", "eval_results"
 SCORES = "evaluations"
@@ -100,16 +101,25 @@ class WorkDir:
 
     def sequences_at(self, update: float) -> float | None:
         """Sequences consumed after an update, interpolated between logged ones; None where that is not known."""
-        at = bisect.bisect_left(self._known, (update, -math.inf))
-        if at == len(self._known):
-            return None
-        (u0, s0), (u1, s1) = self._known[max(0, at - 1)], self._known[at]
-        return s1 if update == u1 else s0 + (s1 - s0) * (update - u0) / (u1 - u0)
+        return interpolated(self._known, update)
 
     @cached_property
     def _known(self) -> list[tuple[float, float]]:
-        """Updates and sequences of the logged lines, from the beginning on."""
-        return [(0.0, 0.0), *((line["update"], n) for line in self.updates if (n := number(line.get("sequences"))))]
+        return known_sequences(self.updates)
+
+
+def known_sequences(updates: Iterable[Line]) -> list[tuple[float, float]]:
+    """Updates and sequences of the logged lines, from the beginning on."""
+    return [(0.0, 0.0), *((line["update"], n) for line in updates if (n := number(line.get("sequences"))))]
+
+
+def interpolated(known: Sequence[tuple[float, float]], x: float) -> float | None:
+    """y at ``x`` between (x, y) in order; None beyond the last."""
+    at = bisect.bisect_left(known, (x, -math.inf))
+    if at == len(known):
+        return None
+    (x0, y0), (x1, y1) = known[max(0, at - 1)], known[at]
+    return y1 if x == x1 else y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 
 
 def number(value: object) -> float | None:
@@ -139,6 +149,13 @@ def read_updates(metrics_file: Path) -> list[Line]:
     return lines_of_updates(in_effect(_well_formed(parse_lines(metrics_file)[0])[0]))
 
 
+def read_values(metrics_file: Path, key: str) -> list[tuple[int, float]]:
+    """Update and value of each evaluation that counts, in order; of an update that was evaluated twice the last."""
+    lines = in_effect(_well_formed(parse_lines(metrics_file)[0])[0])
+    latest = {line["update"]: n for line in lines if "update" in line and (n := number(line.get(key))) is not None}
+    return sorted(latest.items())
+
+
 def read_work_dir(path: Path) -> WorkDir:
     """Everything that a report needs. Raises ``CheckpointError`` only where ``path`` is not a directory."""
     if not path.is_dir():
@@ -164,7 +181,7 @@ def read_work_dir(path: Path) -> WorkDir:
         starts=starts,
         updates=lines_of_updates(kept),
         abandoned=_abandoned(metrics, kept),
-        evaluations=_once(_evaluations(kept), _results(path, problems)),
+        evaluations=_once(_evaluations(kept), _results(path, problems, prefix=_async_prefix(config, kept))),
         checkpoints=checkpoints,
         lineage=_lineage(path, problems),
         best=best,
@@ -325,7 +342,31 @@ def _once(lines: Iterable[Evaluated], files: Sequence[Evaluated]) -> list[Evalua
     return [*(line for line in kept if line.values), *files]
 
 
-def _results(path: Path, problems: list[tuple[str, str]]) -> list[Evaluated]:
+def _async_prefix(config: Mapping[str, Any], lines: Iterable[Line]) -> str | None:
+    """Of the names that ``AsyncEvaluateHook`` logs; None: the run has no such hook."""
+    hooks = config.get("custom_hooks")
+    for hook in hooks if isinstance(hooks, list) else ():
+        if isinstance(hook, Mapping) and str(hook.get("type")).rpartition(".")[2] == "AsyncEvaluateHook":
+            return str(hook.get("prefix", "lmms_eval"))
+    names = (key for line in lines if line.get("event") == "async_evaluation" for key in line)
+    return next((key.partition("/")[0] for key in names if "/" in key), None)
+
+
+def _of_process(file: Path, content: Line, update: int, prefix: str) -> list[Evaluated]:
+    """A result by the rules and with the names of ``AsyncEvaluateHook``. Raises ``ValueError`` where it refuses it."""
+    read_result(file, update=update)
+    listed = content["results"]
+    parts = listed if isinstance(listed, list) else [{"values": listed}]
+    found = []
+    for part in parts:
+        values = {f"{prefix}/{key}": n for key, value in numbers_of(part["values"]).items() if (n := number(value))
+                  is not None}  # fmt: skip
+        given = part.get("provenance")
+        found.append(Evaluated(update, values, given if isinstance(given, Mapping) else {}, RESULTS))
+    return [one for one in found if one.values]
+
+
+def _results(path: Path, problems: list[tuple[str, str]], *, prefix: str | None) -> list[Evaluated]:
     """``eval_results/**/*.json``, ``evaluations/*.json`` and ``results.json``: what ``provenance.write_results`` wrote,
     ``{"values", "provenance"}``, or names and numbers.
     """
@@ -337,6 +378,12 @@ def _results(path: Path, problems: list[tuple[str, str]]) -> list[Evaluated]:
         name = str(file.relative_to(path))
         content = _json(file, problems, name=name)
         if content is None:
+            continue
+        if prefix is not None and file.is_relative_to(path / RESULTS) and (match := RESULT.fullmatch(file.name)):
+            try:
+                found += _of_process(file, content, int(match[1]), prefix)
+            except ValueError as error:
+                problems.append((name, f"is not logged by AsyncEvaluateHook: {error}"))
             continue
         step = re.search(r"(\d+)\.json$", file.name)
         update = content.get("update", content.get("updates", int(step[1]) if step else None))

@@ -179,8 +179,9 @@ def validation_part(run: WorkDir) -> list[Any]:
     rows = []
     for (key, origin), found in by_key.items():
         values = [value for _, value in found]
-        rows.append((key, len(found), number_text(min(values)), number_text(max(values)), number_text(values[-1]),
-                     value_text(found[-1][0]), origin))  # fmt: skip
+        at, last = max(found, key=lambda pair: -1 if pair[0] is None else pair[0])
+        rows.append((key, len(found), number_text(min(values)), number_text(max(values)), number_text(last),
+                     value_text(at), origin))  # fmt: skip
     parts.append(
         table(("Value", "Number", "Smallest", "Largest", "Last", "At update", "From"), rows, numbers=range(1, 6))
     )

@@ -24,6 +24,8 @@ class TextInferencer:
 
     answers = ("text",)
     """What ``complete`` can be asked for."""
+    reads_images = False
+    """Previews with pictures are refused at the start."""
 
     def __init__(self, model: Any, processor: ConversationProcessor) -> None:
         self.model, self.processor = model, processor

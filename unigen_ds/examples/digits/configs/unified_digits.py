@@ -52,7 +52,6 @@ train_dataloader = dict(
     packing=dict(type="WindowPacking", window=512),
     dataset=dict(type="DigitsDataset", root="work_dirs/data/digits", split="train"),
 )
-val_dataloader = None
 optim_wrapper = dict(
     optimizer=dict(type="AdamW", lr=2e-3, betas=(0.9, 0.95), weight_decay=0.05),
     accumulative_counts=accumulative_counts,
