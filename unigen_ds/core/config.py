@@ -134,7 +134,7 @@ def whole_sections(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
     names = [*overrides]
     whole = [
         name for i, name in enumerate(names)
-        if "." not in name and not any(other.startswith(f"{name}.") for other in names[:i])
+        if override_path(name) == [name] and not any(override_path(other)[0] == name for other in names[:i])
     ]  # fmt: skip
     return {name: overrides[name] for name in whole}, {k: v for k, v in overrides.items() if k not in whole}
 

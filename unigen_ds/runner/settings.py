@@ -317,11 +317,12 @@ def _translate_file(config: Config) -> list[ConfigError]:
     """Translate the keys of a config in place."""
     given = files.plain_values(config)
     lines, errors = translate(given)
-    for key in [*config] if lines else ():
+    changed = lines or {*given} != {*config}  # a section that is None goes without a line
+    for key in [*config] if changed else ():
         config.pop(key)
         if key in given:
             config[key] = given[key]
-    for key in given if lines else ():
+    for key in given if changed else ():
         if key not in config:
             config[key] = given[key]
     for line in lines:
