@@ -199,7 +199,7 @@ def test_none_of_mmengine_is_the_same_in_a_file_and_as_an_override(config_file: 
     config_file.write_text(TEXT + f"{name} = dict(type='Own')\n")
     assert load_config(config_file, {name: None}).to_dict() == expected, "what the file has is replaced"
     with pytest.raises(ConfigError, match=name):
-        load_config(config_file, {name: {"type": "Own"}})
+        load_config(config_file, {name: {"own": 1}})
 
 
 def test_what_an_override_replaces_is_not_named(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
