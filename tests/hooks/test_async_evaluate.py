@@ -285,8 +285,8 @@ def test_the_next_start_names_how_a_process_ended(tmp_path):
     until(lambda: (folder / "step_2.status").exists() and (folder / "step_2.status").read_text().strip())
     assert "has ended" not in log(tmp_path)
     run(tmp_path, [sys.executable, "-c", fails, *NEEDED], updates=3, resume=True)
-    said = next(line for line in log(tmp_path).splitlines() if "evaluation of update 2 has ended" in line)
-    assert "with status 5 without a result" in said and "step_2.log: loading | no memory. Command: " in said
+    line = next(one for one in log(tmp_path).splitlines() if "evaluation of update 2 has ended" in one)
+    assert "with status 5 without a result" in line and "step_2.log: loading | no memory. Command: " in line
     job = new_job(7, 1, tmp_path, ("sleep", "9"), tmp_path / "out")
     jobs = JobFolder(tmp_path / "jobs")
     jobs.folder.mkdir()

@@ -88,7 +88,7 @@ def arguments_of(command: str | Sequence[str], *, where: str) -> tuple[str, ...]
 
 
 def check_needed(command: Sequence[str], *, where: str) -> None:
-    """Raise ``ConfigError`` where a command is not told what to evaluate, or where its result is to be."""
+    """Raise ``ConfigError`` where a command does not name what to evaluate, or where its result is to be."""
     given = {name for part in command for name in _FIELD.findall(part)}
     missing = [f"{{{name}}}" for name in NEEDED if name not in given]
     if missing:
