@@ -128,7 +128,7 @@ PREVIEWS["digits"] = {
         "draw a three", {"prompt": "this is zero", "understand": True},
         {"prompt": "draw a four", "images": [_PICTURE], "understand": False}, "draw a two",
     ],
-    "images": [_PICTURE, "{data}/digits/missing.png"],
+    "images": [_PICTURE, "{data}/digits/mixed.jsonl"],
     "num_held_out": 2,
     "held_out": {"type": "UnifiedGenerationDataset", "data_path": "{data}/digits/mixed.jsonl"},
 }  # fmt: skip

@@ -47,8 +47,8 @@ def test_a_preview_shows_what_the_checkpoint_draws_and_writes(name: str, tmp_pat
     for number, (row, prompt) in enumerate(zip(made, asked, strict=False)):
         images = [path.replace("{data}", data) for path in prompt.get("images", [])]
         assert (row["prompt"], row["seed"], row["images"]) == (prompt.get("prompt", ""), number, images)
-        if "missing" in "".join(images):
-            assert "missing.png" in row["error"] and not row["text"]
+        if "mixed.jsonl" in "".join(images):
+            assert "mixed.jsonl" in row["error"] and not row["text"]
             continue
         drawn = {"size": given["size"], "flow": flow}
         how = {"understand": True} if prompt.get("understand") else drawn
@@ -81,7 +81,7 @@ def test_a_failure_on_one_rank_is_a_warning_with_its_reason(name: str) -> None:
     log = (folder / "train.log").read_text(encoding="utf-8")
     assert f"No preview at update {FAILS_AT}: rank 1: RuntimeError: on purpose." in log
     if name in NAMES:
-        assert "1 of 10 previews at update 2 failed; the first: " in log and "missing.png" in log
+        assert "1 of 10 previews at update 2 failed; the first: " in log and "mixed.jsonl" in log
 
 
 @pytest.mark.parametrize("name", VLM)
