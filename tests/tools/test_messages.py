@@ -288,7 +288,7 @@ from mmengine.hooks import Hook
 class Mine(Hook):
     def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
         pass
-custom_hooks = [dict(type=Mine)]
+default_hooks = dict(timer=dict(type=Mine))
 """
 
 
@@ -299,7 +299,7 @@ def test_a_hook_written_for_mmengine_is_explained(
     path = write(tmp_path, "py", {key: value for key, value in plain.items() if key != "custom_hooks"})
     path.write_text(path.read_text() + MMENGINE_HOOK)
     said = words(capsys, path)
-    assert "custom_hooks[0].type is" in said and "which has no after_update" in said
+    assert "default_hooks.timer.type is" in said and "which has no after_update" in said
     assert "derive it from unigen_ds.hooks.base.Hook instead" in said
 
 
