@@ -22,6 +22,7 @@ TOOLS = sorted(path.stem for path in (ROOT / "tools").glob("*.py") if not path.s
 
 DEMO = ["scikit-learn", "matplotlib"]
 TENSORBOARD = ["tensorboard"]
+TRACKIO = ["trackio>=0.40"]  # its releases need pillow<13, so it is not in "test"
 QUANTIZE = ["bitsandbytes>=0.49"]
 RAPIDOCR = "rapidocr-onnxruntime; python_version < '3.13'"  # there is no release for a newer Python
 METRICS = ["nltk", "pycocoevalcap", RAPIDOCR, "rouge-score", "sacrebleu", "torchmetrics"]
@@ -57,6 +58,7 @@ setup(
     extras_require={
         "demo": DEMO,
         "tensorboard": TENSORBOARD,
+        "trackio": TRACKIO,
         "quantize": QUANTIZE,
         "metrics": METRICS,
         "bench": BENCH,

@@ -23,7 +23,7 @@ from unigen_ds.core.progress import Progress
 from unigen_ds.core.registry import HOOKS, build
 from unigen_ds.hooks.base import Hook
 from unigen_ds.hooks.ledger import LedgerHook
-from unigen_ds.hooks.logger import LoggerHook, global_losses
+from unigen_ds.hooks.logger import LoggerHook, global_losses, logger_of
 from unigen_ds.hooks.timer import IterTimerHook
 from unigen_ds.tracking.settings import Visualizer
 
@@ -156,10 +156,11 @@ def test_validation_and_late_results_are_lines_of_their_own(tmp_path: Path) -> N
     run.start()
     run.update()
     run.call("after_val", {"val/loss": 0.25})
-    logger.log_metrics(run, {"lmms_eval/mme": 3.0}, update=0, event="lmms_eval")
+    logger.log(run, {"lmms_eval/mme": 3.0}, update=0, event="lmms_eval", axis="<lmms-eval-step>")
     run.finish()
     assert {"event": "evaluation", "update": 1, "val/loss": 0.25} in lines(run)
-    assert {"event": "lmms_eval", "update": 0, "lmms_eval/mme": 3.0} in lines(run)
+    assert {"event": "lmms_eval", "update": 0, "at": 1, "lmms_eval/mme": 3.0} in lines(run)
+    assert logger_of(run) is logger
 
 
 def test_plain_console_line(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +217,9 @@ def test_a_terminal_gets_a_live_line_and_warnings_above_it(tmp_path: Path) -> No
 
 def test_state_and_wrong_arguments(tmp_path: Path) -> None:
     hook = build(HOOKS, {"type": "LoggerHook", "interval": 3}, where="default_hooks.logger")
-    assert hook.state_dict() == {"version": 1, "run_ids": {}}
+    empty = {"sums": {}, "counts": {}}
+    assert hook.state_dict() == {"version": 2, "run_ids": {}, "grad_norms": [], "epoch": empty}
+    hook.load_state_dict({"version": 1, "run_ids": {}})  # of former versions
     with pytest.raises(ConfigError, match="version"):
         hook.load_state_dict({"version": 9})
     with pytest.raises(ConfigError, match=r"interval is 0\. Allowed: a whole number of at least 1"):

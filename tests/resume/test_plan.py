@@ -314,7 +314,7 @@ BLOCKED = {
 
 def written(folder: Path) -> dict[str, tuple[int, int]]:
     """Size and time of every file but the text log, which tells of the refusal, and the lock."""
-    files = [p for p in folder.rglob("*") if p.is_file() and p.name not in ("train.log", ".lock")]
+    files = [p for p in folder.rglob("*") if p.is_file() and p.suffix != ".log" and p.name != ".lock"]
     return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
 
 

@@ -181,6 +181,6 @@ def test_a_fresh_start_over_checkpoints_is_refused(bench):
 
 
 def snapshot(work_dir: Path) -> dict[str, tuple[int, int]]:
-    """Size and time of every file but the text log, which tells of refusals too."""
-    files = [path for path in work_dir.rglob("*") if path.is_file() and path.name != "train.log"]
+    """Size and time of every file but the text logs, which tell of refusals too."""
+    files = [path for path in work_dir.rglob("*") if path.is_file() and path.suffix != ".log"]
     return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in files}

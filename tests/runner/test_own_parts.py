@@ -22,7 +22,7 @@ from unigen_ds.core.metrics import read_lines
 from unigen_ds.core.registry import CURVES, TRANSFORMS
 from unigen_ds.examples.digits.dataset import write_digits
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
-from unigen_ds.hooks.logger import LoggerHook
+from unigen_ds.hooks.logger import logger_of
 from unigen_ds.runner import Runner
 from unigen_ds.schedule.curves import Curve, Point
 
@@ -64,8 +64,8 @@ class Watcher(Hook):
     def after_update(self, run: Run, result: UpdateResult) -> None:
         time.sleep(self.sleep_s)
         if run.progress.updates == 3:
-            log = next(hook for hook in run.hooks if isinstance(hook, LoggerHook))
-            log.log_metrics(run, {"score": 0.25}, update=2, event="lmms_eval")
+            log = logger_of(run)
+            log.log(run, {"score": 0.25}, update=2, event="lmms_eval")
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def test_an_augmentation_of_ones_own_changes_what_is_read_alone(tmp_path: Path, 
 
 def test_a_late_result_is_a_line_at_its_own_update(plain: Trained) -> None:
     events = [line for line in read_lines(plain.runner.work_dir / "metrics.jsonl") if "event" in line]
-    assert events == [{"event": "lmms_eval", "update": 2, "score": 0.25}]
+    assert events == [{"event": "lmms_eval", "update": 2, "at": 3, "score": 0.25}]
 
 
 def test_another_seed_is_another_run_and_the_same_one_the_same(tmp_path: Path, data: Path, plain: Trained) -> None:

@@ -1,14 +1,17 @@
 """Real event files and a real offline W&B run; and a writer that fails ends nothing but itself."""
 
+import inspect
 import json
 import struct
 import sys
+import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from tests.engines.cases import KILL_AT
 from tests.engines.feature_cases import WANDB, WATCHED_SAVED_AT, WATCHED_UPDATES
@@ -16,7 +19,11 @@ from tests.engines.launch import want
 from tests.tiny import tiny_config
 from unigen_ds.core.metrics import read_lines
 from unigen_ds.examples.digits.dataset import write_digits
+from unigen_ds.hooks.base import Hook, Run, UpdateResult
+from unigen_ds.hooks.logger import logger_of
 from unigen_ds.runner import Runner
+from unigen_ds.tracking.trackio import TrackioVisBackend
+from unigen_ds.tracking.writer import SafeWriter
 
 runs = want("watched")
 
@@ -110,8 +117,8 @@ def test_an_offline_wandb_run_of_the_real_runner_holds_what_metrics_jsonl_holds(
     assert updates == [list(range(1, KILL_AT)), resumed]
     first, second = ([row["update"] for row in found.rows] for found in offline)
     assert first == updates[0][: len(first)] and len(first) > 0, "a kill takes what W&B has not yet written"
-    assert second == updates[1]
-    for found, lines in zip(offline, written, strict=True):
+    assert second == list(range(KILL_AT, WATCHED_UPDATES + 1)), "the other engine has the same losses: sent once"
+    for found, lines in zip(offline, (written[0], written[1][-len(second) :]), strict=True):
         for row, line in zip(found.rows, lines, strict=False):
             assert {name: row.get(name) for name in line} == line  # the axis, every loss, rate and count
             names = {"ce": "loss/text", "batch_loss": "loss", "mem_allocated": "memory", "total_samples": "samples"}
@@ -121,9 +128,11 @@ def test_an_offline_wandb_run_of_the_real_runner_holds_what_metrics_jsonl_holds(
 
 
 def test_one_wandb_run_id_across_a_kill_and_a_resume(watched: Path, offline: list[OfflineRun]) -> None:
+    """Although the engine and the number of processes are others: losses agree but for rounding."""
     checkpoint = Path((watched / "last_checkpoint").read_text().strip())
     state = json.loads((checkpoint / "hooks.json").read_text(encoding="utf-8"))["logger"]
     assert [found.run.run_id for found in offline] == 2 * [state["run_ids"]["WandbVisBackend"]]
+    assert not any("parent_run" in found.config for found in offline)
     assert "is disabled" not in (watched / "train.log").read_text(encoding="utf-8")
 
 
@@ -150,6 +159,120 @@ def test_tensorboard_of_the_real_runner_holds_what_metrics_jsonl_holds(watched: 
     for name in ("loss", "loss/text", "grad_norm", "tokens", "lr"):
         found = [(event.step, event.value) for event in events.Scalars(name)]
         assert found == [(line["update"], pytest.approx(line[name], rel=1e-6)) for line in lines]
+
+
+def test_results_on_an_axis_of_their_own_and_pictures(tmp_path: Path, data: Path) -> None:
+    """Through the real runner: what a hook logs reaches each writer under its names."""
+    pytest.importorskip("wandb")
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    wandb = {**WANDB, "define_metric_cfg": []}
+    writers = [wandb, {"type": "TensorboardVisBackend", "save_dir": str(tmp_path / "events")}]
+    settings = {"train_dataloader__batch_size": 4, "train_dataloader__packing": None}
+    config = tiny_config(tmp_path / "run", data, visualizer={"vis_backends": writers}, **settings)
+    runner = Runner.from_cfg(config, max_updates=3)
+    runner.hooks = sorted([*runner.hooks, ShowsHook()], key=lambda hook: hook.priority)
+    runner.train()
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert [line for line in lines if "event" in line] == [
+        {"event": "lmms_eval", "update": 1, "at": 2, "lmms_eval/mme": 3.0},
+        {"event": "evaluation", "update": 2, "val/loss": 0.25},
+    ]
+    (path,) = (tmp_path / "run").glob("wandb/offline-run-*/*.wandb")
+    found = read_wandb(path)
+    (late,) = [row for row in found.rows if "lmms_eval/mme" in row]
+    assert late["<lmms-eval-step>"] == 1 and late["lmms_eval/mme"] == 3.0
+    assert any(m.name == "lmms_eval/mme" and m.step_metric == "<lmms-eval-step>" for m in found.metrics)
+    (validated,) = [row for row in found.rows if "val/loss" in row]
+    assert validated["update"] == 2 and validated["val/loss"] == validated["val_loss"] == 0.25
+    (shown,) = [row for row in found.rows if row.get("previews.width") or "previews" in row]
+    assert shown["update"] == 2 and (shown["previews.width"], shown["previews.height"]) == (5, 3)
+    events = accumulator.EventAccumulator(str(tmp_path / "events")).Reload()
+    assert [(e.step, e.width, e.height) for e in events.Images("previews")] == [(2, 5, 3)]
+    assert [(e.step, e.value) for e in events.Scalars("val/loss")] == [(2, 0.25)]
+
+
+class ShowsHook(Hook):
+    """A user's hook: at the second update a result of the first arrives, a validation ends, and a picture is made."""
+
+    def after_update(self, run: Run, result: UpdateResult) -> None:
+        if run.progress.updates == 2:
+            log = logger_of(run)
+            log.log(run, {"lmms_eval/mme": 3.0}, update=1, axis="<lmms-eval-step>", event="lmms_eval")
+            log.after_val(run, {"val/loss": 0.25})
+            log.image(run, "previews", Image.new("RGB", (5, 3), "red"), update=2)
+
+
+def test_trackio_shows_each_update_once_and_a_branch_in_a_run_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a stand-in: releases of trackio need an older pillow than the tests."""
+    calls = trackio_stand_in(monkeypatch)
+
+    def start(at: int, of: str | None, *, lr: float) -> SafeWriter:
+        writer = SafeWriter(TrackioVisBackend(project="unigen", group="ours"))
+        writer.run_id = of
+        writer.open(work_dir=tmp_path, config={"model": {"type": "VLM"}}, updates=at, name="name", identity={"lr": lr})
+        return writer
+
+    first = start(0, None, lr=1.0)
+    for update in (1, 2, 3):
+        first.write({"loss": float(update)}, update=update)
+    second = start(2, first.run_id, lr=1.0)
+    for update in (3, 4):
+        second.write({"loss": float(update), "memory": 5.0}, update=update)
+    second.close()
+    third = start(2, first.run_id, lr=2.0)
+    third.write({"loss": 9.0}, update=3)
+    third.image("previews", Image.new("L", (1, 1)), update=3, at=3)
+    third.close()
+    one, other = calls["logged"]
+    assert first.run_id == second.run_id == one and third.run_id == other != one
+    assert one.startswith("name ") and other.startswith("name from update 2 ")
+    assert [step for step, _ in calls["logged"][one]] == [1, 2, 3, 4]
+    assert calls["logged"][one][-1][1] == {"loss": 4.0, "batch_loss": 4.0, "memory": 5.0, "mem_allocated": 5.0}
+    assert [step for step, _ in calls["logged"][other]] == [3, 3] and "previews" in calls["logged"][other][1][1]
+    assert calls["alerts"] == [(one, "abandoned after update 2")]
+    assert [(given["project"], given["group"], given["resume"]) for given in calls["init"]] == [
+        ("unigen", "ours", how) for how in ("never", "allow", "allow", "never")
+    ]
+    assert calls["init"][-1]["config"] == {"model": {"type": "VLM"}, "parent_run": one, "parent_update": 2}
+
+
+def trackio_stand_in(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A module with the part of trackio's interface that is used (0.43), which records its calls."""
+    calls: dict[str, Any] = {"init": [], "logged": {}, "alerts": []}
+
+    class StandInRun:
+        def __init__(self, name: str) -> None:
+            self.name = name
+            calls["logged"].setdefault(name, [])
+
+        def log(self, metrics: dict[str, Any], step: int | None = None) -> None:
+            calls["logged"][self.name].append((step, metrics))
+
+        def alert(self, title: str, text: str | None = None) -> None:
+            calls["alerts"].append((self.name, title))
+
+        def finish(self) -> None: ...
+
+    def init(project: str, name: str | None = None, **given: Any) -> StandInRun:
+        calls["init"].append({"project": project, **given})
+        assert name is not None and (given["resume"] == "allow") == (name in calls["logged"])
+        return StandInRun(name)
+
+    module = types.ModuleType("trackio")
+    module.__dict__.update(init=init, Image=lambda picture: ("image", picture.size))
+    monkeypatch.setitem(sys.modules, "trackio", module)
+    return calls
+
+
+def test_the_interface_of_trackio_that_is_used_exists() -> None:
+    trackio = pytest.importorskip("trackio", reason="its releases need an older pillow than the tests")
+    given = inspect.signature(trackio.init).parameters
+    assert {"project", "name", "group", "config", "resume", "embed"} <= {*given}
+    assert {"metrics", "step"} <= {*inspect.signature(trackio.Run.log).parameters}
+    assert "title" in inspect.signature(trackio.Run.alert).parameters and hasattr(trackio.Run, "finish")
+    assert hasattr(trackio, "Image")
 
 
 def trained(work_dir: Path, data: Path, writer: dict[str, Any]) -> list[str]:

@@ -215,10 +215,10 @@ def _size(number: int) -> str:
 
 
 def _free_name(wanted: Path) -> Path:
-    stem, _, ending = wanted.name.rpartition(".")
+    stem, dot, ending = wanted.name.rpartition(".") if "." in wanted.name else (wanted.name, "", "")
     candidate, number = wanted, 2
     while candidate.exists():
-        candidate, number = wanted.with_name(f"{stem}_{number}.{ending}"), number + 1
+        candidate, number = wanted.with_name(f"{stem}_{number}{dot}{ending}"), number + 1
     return candidate
 
 

@@ -7,6 +7,7 @@ iteration 3000 may become 1500. Manifests decide, and ``lineage.json`` where a r
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -24,6 +25,8 @@ from unigen_ds.core.log import logger
 HINT = "last_checkpoint"
 STAGING = ".tmp-"
 DELETING = ".deleting"
+BY_UPDATE = ("step", "update")
+"""First letters of names that count updates; others count iterations."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,13 @@ class Found:
 
 def is_checkpoint_name(name: str) -> bool:
     """Whether a directory of this name may be a committed checkpoint (not one being written or deleted)."""
-    return ".pth" in name and STAGING not in name and not name.endswith(DELETING)
+    return _is_name(name) and STAGING not in name and not name.endswith(DELETING)
+
+
+def _is_name(name: str) -> bool:
+    """``*.pth*``, or ``step_1000`` and the like, with the suffix of a name that was in use."""
+    base = name.partition(STAGING)[0].removesuffix(DELETING)
+    return ".pth" in name or re.fullmatch(r"(step|update|iter)_\d+(_\d+)?", base) is not None
 
 
 def list_checkpoints(work_dir: Path) -> list[Found]:
@@ -205,7 +214,7 @@ def sweep(work_dir: Path, *, older_than_s: float = 0.0) -> list[Path]:
     """
     swept = remove_leftovers(work_dir)
     for path in sorted(work_dir.iterdir()) if work_dir.is_dir() else []:
-        unfinished = ".pth" in path.name and (STAGING in path.name or path.name.endswith(DELETING))
+        unfinished = _is_name(path.name) and (STAGING in path.name or path.name.endswith(DELETING))
         if not (unfinished and path.is_dir()):
             continue
         try:

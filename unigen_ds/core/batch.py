@@ -48,6 +48,11 @@ class Batch:
         """Tokens of the micro-batch on this rank; where nothing is a token, units of length (``Split.num_tokens``)."""
         raise NotImplementedError(f"{type(self).__name__}.num_tokens")
 
+    @property
+    def num_images(self) -> int:
+        """Images of the micro-batch on this rank; 0 where there are none."""
+        return 0
+
     def target_counts(self) -> dict[str, float]:
         """Number of targets (or the sum of their weights) of each loss term: the same terms in every batch."""
         raise NotImplementedError(f"{type(self).__name__}.target_counts")
@@ -133,6 +138,11 @@ class PackedBatch(Batch):
     def num_tokens(self) -> int:
         """Tokens of the micro-batch on this rank."""
         return int(self.position_ids.numel())
+
+    @property
+    def num_images(self) -> int:
+        """Images that the tower or the VAE encodes; one that is seen in two ways counts twice."""
+        return len(self.vit_lengths) + len(self.latent_shapes)
 
     def target_counts(self) -> dict[str, float]:
         """Number of targets of each loss term (sum of weights for text). Call it on the CPU batch: no device sync."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,11 @@ DEVICE_SECTIONS = ("forward_backward", "step")
 """Sections that queue work for the device: on CUDA their time is the device's."""
 EVALUATION = "evaluation"
 """Section of what is no part of an update."""
+COMMUNICATION = "communication"
+"""Section of ``core/collectives.py``: on a CPU taken out of the section around it; on CUDA it may overlap with it."""
+
+Mark = float | torch.cuda.Event
+"""A point in time: of the host, in seconds, or of a device."""
 
 
 class Clock:
@@ -24,16 +30,52 @@ class Clock:
     """
 
     def __init__(self, *, device: torch.device | None = None) -> None:
-        self._on_cuda = device is not None and device.type == "cuda"
+        self.on_cuda = device is not None and device.type == "cuda"
         self._sections: dict[str, float] = {}
         self.totals: dict[str, float] = {}
         """Seconds by section since the clock was made; reading does not reset them."""
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._overlapping: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        """Of other streams, which pass their events in another order."""
         self._since = time.perf_counter()
+        self._current: str | None = None
+        self._thread = threading.get_ident()
+
+    @property
+    def in_update(self) -> bool:
+        """Whether a section of ``DEVICE_SECTIONS`` is being timed; on a CPU: by this thread."""
+        return self._current is not None and (self.on_cuda or self._thread == threading.get_ident())
+
+    def mark(self) -> Mark:
+        """Now: seconds on a CPU, on CUDA an event of the present stream."""
+        if not self.on_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def communicated(self, since: Mark) -> None:
+        """Count communication inside of the present section, from a mark until now."""
+        now = self.mark()
+        if not isinstance(since, float) and not isinstance(now, float):
+            self._overlapping.append((COMMUNICATION, since, now))
+        elif isinstance(since, float) and isinstance(now, float) and self._current is not None:
+            self._add(COMMUNICATION, now - since)
+            self._add(self._current, since - now)
 
     @contextmanager
     def __call__(self, section: str) -> Iterator[None]:
-        if self._on_cuda and section in DEVICE_SECTIONS:
+        outer, self._thread = self._current, threading.get_ident()
+        self._current = section if section in DEVICE_SECTIONS else None
+        try:
+            with self._timed(section):
+                yield
+        finally:
+            self._current = outer
+
+    @contextmanager
+    def _timed(self, section: str) -> Iterator[None]:
+        if self.on_cuda and section in DEVICE_SECTIONS:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             try:
@@ -56,6 +98,9 @@ class Clock:
         """Seconds since the last read, and seconds by section; starts anew."""
         passed = [event for event in self._events if event[2].query()]
         self._events = self._events[len(passed) :]  # they are passed in the order in which they were recorded
+        overlapping, self._overlapping = self._overlapping, []
+        for event in overlapping:
+            (passed if event[1].query() and event[2].query() else self._overlapping).append(event)
         for section, start, end in passed:
             self._add(section, start.elapsed_time(end) / 1000.0)
         now = time.perf_counter()

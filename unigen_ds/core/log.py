@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import warnings
+from datetime import datetime
 from pathlib import Path
 
 from unigen_ds.core.errors import ConfigError
@@ -65,8 +66,21 @@ def quiet_libraries(rank: int) -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def setup(*, rank: int, log_file: Path | None = None, level: int | str = logging.INFO) -> logging.Logger:
-    """Attach handlers once per process. Rank 0 writes to the console and appends to ``log_file`` (for ``tail -f``).
+_dated: dict[Path, Path] = {}
+
+
+def dated(log_file: Path, *, new: bool) -> Path:
+    """``logs/<stem>_<date>_<time>.log`` beside ``log_file``: of this start, or of a new one."""
+    if new or log_file not in _dated:
+        _dated[log_file] = log_file.parent / "logs" / f"{log_file.stem}_{datetime.now():%Y%m%d_%H%M%S}{log_file.suffix}"
+    return _dated[log_file]
+
+
+def setup(
+    *, rank: int, log_file: Path | None = None, level: int | str = logging.INFO, new_start: bool = False
+) -> logging.Logger:
+    """Attach handlers once per process. Rank 0 writes to the console, appends to ``log_file`` (for ``tail -f``), and
+    writes a file for each start (``dated``), which ``new_start`` begins.
 
     Other ranks print warnings and errors only, prefixed with their rank.
     """
@@ -83,14 +97,16 @@ def setup(*, rank: int, log_file: Path | None = None, level: int | str = logging
     console.setLevel(level if rank == 0 else logging.WARNING)
     log.addHandler(console)
     if rank == 0 and log_file is not None:
+        of_start = dated(log_file, new=new_start)
         try:
-            make_directory(log_file.parent)
-            file = _LogFile(log_file, mode="a", encoding="utf-8")
+            make_directory(of_start.parent)
+            files = [_LogFile(path, mode="a", encoding="utf-8") for path in (log_file, of_start)]
         except OSError as error:
             problem = f"work_dir {log_file.parent} cannot be written: {error}"
             raise ConfigError(problem, remedy="choose another --work-dir, or free disk space") from error
-        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        log.addHandler(file)
+        for file in files:
+            file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+            log.addHandler(file)
     _shown.clear()
     for text in [*_waiting]:
         notice(text)

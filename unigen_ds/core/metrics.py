@@ -43,7 +43,7 @@ class JsonLines:
 
         Raises ``OSError`` where it cannot be written now; it is then pending.
         """
-        self._pending.append((json.dumps(json_values(record, _finite), allow_nan=False) + "\n").encode())
+        self._pending.append((json.dumps(json_values(record, finite), allow_nan=False) + "\n").encode())
         self.write_pending()
 
     def write_pending(self) -> None:
@@ -86,7 +86,7 @@ class JsonLines:
             self._descriptor = None
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -99,7 +99,8 @@ def _ends_with_newline(path: Path) -> bool:
 def read_lines(path: Path, *, key: str = "update") -> list[dict[str, Any]]:
     """The lines that count: every resume event voids earlier lines beyond its position; torn lines are passed over.
 
-    ``key`` names the field that holds a line's update number (``update`` in ``metrics.jsonl`` and ``ledger.jsonl``).
+    ``key`` names the field that holds a line's update number (``update`` in ``metrics.jsonl`` and ``ledger.jsonl``). A
+    late result has the progress at which it was written in ``at``, and is void with the updates before it.
     Resume events themselves are left out.
     """
     return in_effect(parse_lines(path)[0], key=key)
@@ -128,7 +129,7 @@ def in_effect(lines: Iterable[dict[str, Any]], *, key: str = "update") -> list[d
     kept: list[dict[str, Any]] = []
     for line in lines:
         if line.get("event") == "resume":
-            kept = [k for k in kept if key not in k or k[key] <= line["updates"]]
+            kept = [k for k in kept if key not in k or k.get("at", k[key]) <= line["updates"]]
         else:
             kept.append(line)
     return kept

@@ -18,6 +18,8 @@ from unigen_ds.data.stream import Cursor, Row, SequenceStream
 
 _PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
 _WINDOWS = 8
+IMBALANCE = 10
+"""Samples of one kind for each of the other above which a start warns."""
 
 
 def describe(source: PlannedDataset | SequenceStream) -> dict[str, Any]:
@@ -54,6 +56,49 @@ def start_lines(stream: SequenceStream) -> Iterator[tuple[bool, str]]:
         spelled = int(fitted.dataset.counts().touched_by("special_tokens").sum())
         if spelled and stream.rules.special_tokens:
             yield False, f"Data, {name}: {special_line(spelled, records=records)}."
+    yield from balance_lines(stream)
+
+
+def balance_lines(stream: SequenceStream) -> Iterator[tuple[bool, str]]:
+    """What an epoch draws of texts and images: one line for each source, one of all, and whether it is balanced.
+
+    A record counts as text generation where it has text targets, and as image generation where it has image targets.
+    """
+    totals = np.zeros(6)
+    for name, fitted, drawn in zip(stream.names, stream.fitted, stream.order.counts, strict=True):
+        found = fitted.dataset.counts()
+        kept = np.ones(len(found.tokens), dtype=bool)
+        kept[fitted.by_action["skip"]] = False
+        counts = np.array(
+            [
+                kept.sum(),
+                *(column[kept].sum() for column in (found.tokens, found.image_tokens, found.text_targets)),
+                *((column[kept] > 0).sum() for column in (found.text_targets, found.image_targets)),
+            ],
+            dtype=np.float64,
+        )
+        share = drawn / max(counts[0], 1)
+        totals += counts * share
+        yield False, f"Data, {name}: {_balance(counts)}; {drawn:,} drawn an epoch."
+    if len(stream.names) > 1:
+        yield False, f"Data, an epoch of all sources: {_balance(totals)}."
+    texts, images = totals[4], totals[5]
+    if min(texts, images) > 0 and max(texts, images) > IMBALANCE * min(texts, images):
+        more, fewer = ("texts", "images") if texts > images else ("images", "texts")
+        yield (
+            True,
+            f"Data: {max(texts, images):,.0f} samples of an epoch generate {more}, {min(texts, images):,.0f} generate"
+            f" {fewer}: more than {IMBALANCE} to 1. What is rare is learned slowly: set weights of the sources"
+            " (weight=...), or loss_weights.",
+        )
+
+
+def _balance(counts: np.ndarray) -> str:
+    records, tokens, image_tokens, text_targets, texts, images = map(float, counts)
+    return (
+        f"{records:,.0f} records, {tokens:,.0f} tokens ({image_tokens / max(tokens, 1):.0%} of images,"
+        f" {text_targets:,.0f} text targets); {texts:,.0f} generate text, {images:,.0f} generate images"
+    )
 
 
 def special_line(spelled: int, *, records: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Annotated
+from typing import Annotated, Literal
 
 from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.manifest import Manifest
@@ -25,11 +25,13 @@ class CheckpointHook(Hook):
     in the name is the true iteration at the save (with accumulation it may be just above a multiple of the interval).
 
     Args:
-        interval: epochs or iterations between saves; -1: only when the run ends or is stopped.
-        by_epoch: whether ``interval`` means epochs.
+        interval: epochs, iterations or updates between saves; -1: only when the run ends or is stopped.
+        by_epoch: whether ``interval`` means epochs; otherwise iterations.
+        unit: what ``interval`` counts; overrides ``by_epoch``.
         max_keep_ckpts: complete checkpoints to keep, oldest deleted after the new one is durable; -1: all. One that
             a hook still needs (the best one, one that is being evaluated) is kept beyond that number.
-        filename_tmpl: name of the directory, with one ``{}`` for the iteration and the ending ``.pth``.
+        filename_tmpl: name of the directory: ``iter_{}.pth``, or any with one ``{}`` for the iteration and the ending
+            ``.pth``; ``step_{}`` and ``update_{}``, with or without an ending, count updates.
 
     A periodic save that fails (a full disk) is an error in the log and training continues: the state in memory is worth
     more than the save. The last save of a run, and the one on a signal, raises ``SaveError`` (exit status 4).
@@ -43,12 +45,16 @@ class CheckpointHook(Hook):
         interval: Interval = -1,
         *,
         by_epoch: bool = True,
+        unit: Literal["epoch", "iteration", "update"] | None = None,
         max_keep_ckpts: Kept = -1,
         filename_tmpl: str = "iter_{}.pth",
     ) -> None:
-        if filename_tmpl.count("{}") != 1 or not store.is_checkpoint_name(filename_tmpl):
-            raise ConfigError(f"filename_tmpl is {filename_tmpl!r}", allowed="a name with one {} and the ending .pth")
-        self.interval, self.unit = interval, "epoch" if by_epoch else "iteration"
+        if filename_tmpl.count("{}") != 1 or not store.is_checkpoint_name(filename_tmpl.format(0)):
+            raise ConfigError(
+                f"filename_tmpl is {filename_tmpl!r}",
+                allowed="a name with one {} and the ending .pth, or step_{}, update_{}, iter_{}",
+            )
+        self.interval, self.unit = interval, unit or ("epoch" if by_epoch else "iteration")
         self.max_keep_ckpts = max_keep_ckpts
         self.filename_tmpl = filename_tmpl
         self._every: Duration | None = None
@@ -79,7 +85,9 @@ class CheckpointHook(Hook):
             self._save(run)
 
     def _save(self, run: Run) -> None:
-        path = run.save_checkpoint(self.filename_tmpl.format(run.progress.iteration(run.geometry)))
+        by_update = self.filename_tmpl.startswith(store.BY_UPDATE)
+        number = run.progress.updates if by_update else run.progress.iteration(run.geometry)
+        path = run.save_checkpoint(self.filename_tmpl.format(number))
         self._settled = run.progress.updates
         logger().info("Saved checkpoint %s.", path)
         if dist.is_main():

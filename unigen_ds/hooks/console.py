@@ -50,7 +50,8 @@ def progress_line(record: Mapping[str, Any], *, summary: Mapping[str, float]) ->
         parts.append("NOT APPLIED")
     if summary:
         parts.append(f"{summary['tokens_per_second']:.0f} tokens/s")
-        shares = (("data", "data"), ("fwd+bwd", "forward_backward"), ("step", "step"), ("other", "other"))
+        shares = (("data", "data"), ("fwd+bwd", "forward_backward"), ("comm", "communication"), ("step", "step"),
+                  ("other", "other"))  # fmt: skip
         parts.append("time " + " ".join(f"{label} {summary[f'share/{key}']:.0%}" for label, key in shares))
         if summary["eta"] < float("inf"):
             parts.append(f"ETA {timedelta(seconds=round(summary['eta']))}")

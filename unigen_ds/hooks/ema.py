@@ -28,7 +28,8 @@ class EMAHook(Hook):
         momentum: weight of the new value; BAGEL's decay of 0.9999 is 0.0001, and a value above 0.5
             warns.
         begin_iter: the average equals the weights until so many iterations are done.
-        begin_epoch: the same in epochs; one of the two.
+        begin_epoch: the same in epochs.
+        begin_update: the same in updates; at most one of the three.
 
     A skipped update (non-finite gradients) does not move it.
     """
@@ -37,12 +38,21 @@ class EMAHook(Hook):
 
     @checked()
     def __init__(
-        self, *, momentum: Momentum = 0.0002, begin_iter: NotNegative = 0, begin_epoch: NotNegative = 0
+        self,
+        *,
+        momentum: Momentum = 0.0002,
+        begin_iter: NotNegative = 0,
+        begin_epoch: NotNegative = 0,
+        begin_update: NotNegative = 0,
     ) -> None:
-        if begin_iter and begin_epoch:
-            raise ConfigError("EMAHook has both begin_iter and begin_epoch", remedy="give one of them")
+        given = {"begin_iter": begin_iter, "begin_epoch": begin_epoch, "begin_update": begin_update}
+        set_ones = [name for name, value in given.items() if value]
+        if len(set_ones) > 1:
+            raise ConfigError(f"EMAHook has both {' and '.join(set_ones)}", remedy="give one of them")
         self.momentum = momentum
-        self._begin_value, self._begin_unit = (begin_epoch, "epoch") if begin_epoch else (begin_iter, "iteration")
+        units = {"begin_iter": "iteration", "begin_epoch": "epoch", "begin_update": "update"}
+        begin = set_ones[0] if set_ones else "begin_iter"
+        self._begin_value, self._begin_unit = given[begin], units[begin]
         self._begin: Duration | None = None
         self._average: ShardEMA | None = None
 

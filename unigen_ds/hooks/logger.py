@@ -2,6 +2,9 @@
 
 The losses of a line are those of its own update, over all ranks, so a resumed run can be compared with an
 uninterrupted one line by line. The price is one small gloo reduction and one device synchronisation, at log time only.
+
+Lines with ``event`` are not those of an update: ``training_stats`` (``hooks/timer.py``), ``evaluation``
+(``after_val``), ``resume`` (``hooks/journal.py``), and what others log (``LoggerHook.log``).
 """
 
 from __future__ import annotations
@@ -9,35 +12,48 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 from annotated_types import Ge
-from PIL.Image import Image
 
 from unigen_ds.core import dist
 from unigen_ds.core.batch import DEFAULT_WEIGHT
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.log import logger
 from unigen_ds.core.metrics import METRICS_FILE
-from unigen_ds.core.progress import Duration
 from unigen_ds.core.registry import HOOKS, checked
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.hooks.console import Console, make_console
+from unigen_ds.hooks.epoch import EpochMeans
+from unigen_ds.hooks.grad_norm import GradNormWatch
 from unigen_ds.hooks.journal import Journal
-from unigen_ds.hooks.timer import IterTimerHook, find_timer
+from unigen_ds.hooks.timer import IterTimerHook, find_timer, statistics_over_ranks
+from unigen_ds.tracking.sent import ROUNDING, ROUNDING_CUDA
 from unigen_ds.tracking.writer import SafeWriter, Writer
 
-VERSION = 1
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+VERSION = 2
+_NUMBERS = ("model", "tokenizer", "processor", "train_dataloader", "optim_wrapper", "loss_weights", "param_scheduler",
+            "train_cfg", "backend", "val_dataloader", "randomness", "load_from", "load_cfg", "on_batch_change",
+            "on_data_change")  # fmt: skip
+"""Sections of a config that determine the numbers of a run."""
 
 
 @HOOKS.register_module()
 class LoggerHook(Hook):
-    """Logs every ``interval`` iterations, and always the first and the last update of a process.
+    """Logs every ``interval`` iterations, and always the first and the last update of a process, and of an epoch the
+    last, whose line has ``epoch_loss``, ``epoch_loss/<term>`` and ``epoch_tokens_per_second``.
 
     Args:
-        interval: iterations between lines; the first and the last update of a process are always logged.
+        interval: iterations or updates between lines.
+        unit: what ``interval`` counts: iterations or updates, of the first start.
+        statistics_interval: updates between lines with the statistics over ranks (``training_stats/*``).
         writers: those of ``visualizer.vis_backends`` of the config.
+        run_name: ``visualizer.run_name``, filled in; None: the name of the work dir.
         log_metric_by_epoch: mmengine's; no effect: a line has update, iteration and epoch.
     """
 
@@ -48,39 +64,63 @@ class LoggerHook(Hook):
         self,
         *,
         interval: Annotated[int, Ge(1)] = 10,
+        unit: Literal["iteration", "update"] = "iteration",
+        statistics_interval: Annotated[int, Ge(1)] = 100,
         writers: Sequence[Writer] = (),
+        run_name: str | None = None,
         log_metric_by_epoch: bool = False,
     ) -> None:
-        self._interval = interval
+        self._interval, self._unit = interval, unit
+        self._statistics_interval = statistics_interval
         self._log_metric_by_epoch = log_metric_by_epoch
-        self._writers = [SafeWriter(writer) for writer in writers]
+        self._writers = [SafeWriter(writer, name) for writer, name in zip(writers, _names(writers), strict=True)]
+        self._run_name = run_name
         self._journal = Journal(METRICS_FILE)
         self._console: Console | None = None
         self._last: UpdateResult | None = None
         self._logged_update: int | None = None
+        self._norms: list[torch.Tensor | float] = []
+        self._watch = GradNormWatch()
+        self._epoch = EpochMeans()
 
     def after_load_checkpoint(self, run: Run, manifest: Mapping[str, Any]) -> None:
         self._journal.resume(run, manifest)
 
     def before_train(self, run: Run) -> None:
         self._journal.start(run)
+        self._epoch.start()
         if self._log_metric_by_epoch:
             logger().warning("LoggerHook.log_metric_by_epoch has no effect: each line has update, iteration and epoch")
         if dist.is_main():
             self._console = make_console()
+            name, identity = self._run_name or run.work_dir.name, _identity(run) if self._writers else {}
             for writer in self._writers:  # not earlier: a resume has restored the run ids by now
-                writer.open(work_dir=run.work_dir, config=run.config, updates=run.progress.updates)
+                writer.open(
+                    work_dir=run.work_dir,
+                    config=run.config,
+                    updates=run.progress.updates,
+                    name=name,
+                    identity=identity,
+                    rounding=ROUNDING_CUDA if torch.cuda.is_available() else ROUNDING,
+                )
 
     def after_update(self, run: Run, result: UpdateResult) -> None:
         first = self._last is None
         self._last = result
-        every: Duration = run.ruler.duration(self._interval, "iteration")
-        if first or every.every(run.progress, run.previous):
-            self._log(run, result)
+        self._norms.append(result.grad_norm)
+        self._epoch.add(result)
+        ended = run.progress.epoch != run.previous.epoch  # before the checkpoint, which then begins with a new epoch
+        of_epoch = self._epoch.finish(result.loss_weights) if ended else {}
+        if first or ended or _crossed(run, self._interval, self._unit):
+            self._log(run, result, of_epoch)
+        if _crossed(run, self._statistics_interval, "update") and (timer := find_timer(run)):
+            self.log(run, statistics_over_ranks(timer), update=run.progress.updates, event="training_stats")
 
     def before_save_checkpoint(self, run: Run, metrics: dict[str, float]) -> None:
+        self._epoch.settle()
         if run.done:  # the last line is there before the last checkpoint
             self._log_last(run)
+        self._read_norms(run)
 
     def after_train(self, run: Run) -> None:
         self._log_last(run)
@@ -90,36 +130,41 @@ class LoggerHook(Hook):
             self._log(run, self._last)
 
     def after_val(self, run: Run, metrics: Mapping[str, float]) -> None:
-        self.log_metrics(run, metrics, update=run.progress.updates, event="evaluation")
-
-    def log_metrics(self, run: Run, metrics: Mapping[str, Any], *, update: int, event: str = "val") -> None:
-        """Log results of a validation, or of an evaluation of an earlier ``update`` that ended late.
-
-        Writes ``{"event": "val", "update": n, **metrics}``; names are kept as given. Not collective.
-        """
-        self._journal.append(run, {"event": event, "update": update, **metrics})
-        if dist.is_main():
-            shown = "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in metrics.items())
-            logger().info("%s at update %d: %s", event, update, shown)
-            for writer in self._writers:
-                writer.write(metrics, update=update)
-
-    def image(self, run: Run, name: str, picture: Image, *, update: int) -> None:
-        """Give a picture to the writers that show some. On rank 0 alone; not collective."""
-        for writer in self._writers:
-            writer.image(name, picture, update=update)
+        """The results of an evaluation at the present update, the same on all ranks."""
+        self.log(run, metrics, update=run.progress.updates, event="evaluation")
 
     def log(
         self, run: Run, values: Mapping[str, Any], *, update: int, axis: str = "update", event: str = "log"
     ) -> None:
-        """Log values of an ``update``, which may be an earlier one: a line of its own, and the writers."""
-        self._journal.append(run, {"event": event, "update": update, **values})
-        own = {} if axis == "update" else {axis: update}
+        """Log values of an ``update``, which may be an earlier one: a line of its own, and the writers.
+
+        The line is ``{"event": event, "update": update, **values}``; names are kept as given. ``axis``: what trackers
+        that have several axes draw the values against. May be called on every rank, with the values of rank 0. Not
+        collective.
+        """
+        if not dist.is_main():
+            return
+        now = run.progress.updates
+        self._journal.append(
+            run, {"event": event, "update": update, **({} if now == update else {"at": now}), **values}
+        )
+        shown = "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items())
+        logger().info("%s at update %d: %s", event, update, shown)
+        for writer in self._writers:
+            if axis == "update":
+                writer.write(values, update=update, event=event, at=now)
+            else:
+                writer.write_on(axis, values, update=update, event=event, at=now)
+
+    def image(self, run: Run, name: str, picture: Image, *, update: int) -> None:
+        """Show a picture in the writers that can. May be called on every rank, with that of rank 0. Not collective."""
         for writer in self._writers if dist.is_main() else ():
-            writer.write({**values, **own}, update=update)
+            writer.image(name, picture, update=update, at=run.progress.updates)
 
     def sync(self) -> None:
         self._journal.sync()
+        for writer in self._writers:
+            writer.sync()
 
     def after_run(self, run: Run) -> None:
         self._close()
@@ -128,34 +173,53 @@ class LoggerHook(Hook):
         self._close()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"version": VERSION, "run_ids": {w.name: w.run_id for w in self._writers if w.run_id is not None}}
+        return {
+            "version": VERSION,
+            "run_ids": {w.name: w.run_id for w in self._writers if w.run_id is not None},
+            "grad_norms": self._watch.state_dict(),
+            "epoch": self._epoch.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state.get("version") != VERSION:
-            raise ConfigError(f"state of LoggerHook has version {state.get('version')!r}", allowed=str(VERSION))
+        if state.get("version") not in (1, VERSION):
+            raise ConfigError(f"state of LoggerHook has version {state.get('version')!r}", allowed=f"1, {VERSION}")
         for writer in self._writers:
             writer.run_id = state["run_ids"].get(writer.name)
+            writer.adopts = state["version"] == 1
+        if state["version"] > 1:
+            self._watch.load_state_dict(state["grad_norms"])
+            self._epoch.load_state_dict(state["epoch"])
 
-    def _log(self, run: Run, result: UpdateResult) -> None:
+    def _log(self, run: Run, result: UpdateResult, of_epoch: Mapping[str, float] | None = None) -> None:
         """Collective. Reads the device: the only code outside the optimizer step that waits for it."""
         losses = global_losses(result)
         timer = find_timer(run)
         rates = global_rates(timer) if timer else {}
         memory = global_memory()
         self._logged_update = run.progress.updates
+        norms = self._read_norms(run)
         if not dist.is_main():
             return
         summary = timer.summary() if timer else {}
         record = {**_position(run), **_learning_rates(result), **losses}
-        record |= {"grad_norm": float(result.grad_norm), "applied": result.applied}
-        record |= {k: summary.get(k) for k in ("time/update", "time/data", "tokens_per_second", "samples_per_second")}
-        record |= {**rates, **memory}
+        record |= {"grad_norm": norms[-1] if norms else float(result.grad_norm), "applied": result.applied}
+        rate_names = ("time/update", "time/data", "tokens_per_second", "samples_per_second")
+        record |= {k: summary.get(k) for k in (*rate_names, "tokens_per_second_per_device")}
+        record |= {**rates, **memory, **(of_epoch or {})}
         self._journal.append(run, record)
         if self._console is None:
             self._console = make_console()
         self._console.show(record, summary=summary, total_sequences=run.total_sequences)
         for writer in self._writers:
             writer.write({**record, **{k: v for k, v in summary.items() if k != "eta"}}, update=run.progress.updates)
+
+    def _read_norms(self, run: Run) -> list[float]:
+        """The gradient norms since the last call, on rank 0; a warning where one leaves the usual range."""
+        tensors, self._norms = self._norms, []
+        norms = list(map(float, tensors)) if dist.is_main() else []
+        for sentence in self._watch.observe(norms, last_update=run.progress.updates):
+            logger().warning(sentence)
+        return norms
 
     def _close(self) -> None:
         self._journal.close()
@@ -168,8 +232,26 @@ class LoggerHook(Hook):
 
 
 def logger_of(run: Run) -> LoggerHook:
-    """The run's logger."""
+    """The run's logger: every run has one."""
     return next(hook for hook in run.hooks if isinstance(hook, LoggerHook))
+
+
+def _names(writers: Sequence[Any]) -> list[str]:
+    """The class of each writer; the second of a class and later ones with a number."""
+    kinds = [type(writer).__name__ for writer in writers]
+    seen = [kinds[: index + 1].count(kind) for index, kind in enumerate(kinds)]
+    return [kind if number == 1 else f"{kind}-{number}" for kind, number in zip(kinds, seen, strict=True)]
+
+
+def _crossed(run: Run, interval: int, unit: str) -> bool:
+    return run.ruler.duration(interval, unit).every(run.progress, run.previous)
+
+
+def _identity(run: Run) -> dict[str, Any]:
+    """What determines the numbers of a run, apart from the code."""
+    config = {name: run.config.get(name) for name in _NUMBERS}
+    data = [dataset.fingerprint for dataset in run.datasets]
+    return {"config": config, "geometry": asdict(run.geometry), "processes": dist.world_size(), "data": data}
 
 
 def global_losses(result: UpdateResult) -> dict[str, float | None]:

@@ -44,7 +44,7 @@ class DefaultHooks(Section):
     checkpoint: Annotated[Component | None, Of(HOOKS, default=CheckpointHook, trial=True)] = Field(
         default=None, description="`CheckpointHook`: saves"
     )
-    logger: Annotated[Component, Of(HOOKS, default=LoggerHook, trial=True, provided=("writers",))] = Field(
+    logger: Annotated[Component, Of(HOOKS, default=LoggerHook, trial=True, provided=("writers", "run_name"))] = Field(
         description="`LoggerHook`: console, `metrics.jsonl` and the writers of `visualizer`"
     )
 

@@ -8,24 +8,31 @@ synchronisation.
 from __future__ import annotations
 
 from collections import deque
+from contextlib import ExitStack
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from typing import Annotated
 
 from annotated_types import Ge
 
+from unigen_ds.core import dist
 from unigen_ds.core.batch import Batch
-from unigen_ds.core.clock import EVALUATION
+from unigen_ds.core.clock import COMMUNICATION, EVALUATION
+from unigen_ds.core.collectives import timed
 from unigen_ds.core.log import logger
 from unigen_ds.core.registry import HOOKS, checked
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.hooks.peak import peak_tflops
 
-SECTIONS = ("data", "forward_backward", "step")
+SECTIONS = ("data", "forward_backward", COMMUNICATION, "step")
+TOTAL_AFTER_UPDATES = 20
+"""Updates of a process after which the time of the whole training is estimated; its first is left out."""
 WARM_UP_UPDATES = 50
 """Updates before a share is checked: compilation, caches and worker start-up are over by then."""
 BOUNDS = {
     "data": (0.0, 0.10, "raise train_dataloader.num_workers or prefetch_factor"),
     "forward_backward": (0.70, 1.0, "see which other share is large"),
+    COMMUNICATION: (0.0, 0.15, "accumulate more micro-batches in an update, or shard inside of a node (HYBRID_SHARD)"),
     "other": (0.0, 0.05, "look for slow hooks: previews, checkpoints and logging count here"),
 }
 """Share of an update's time: lower bound, upper bound, what to do outside it."""
@@ -39,6 +46,25 @@ class _Update:
     samples: int
     tokens: int
     flops: float
+    own_tokens: int
+    """Of this rank alone, as are the next two."""
+    own_samples: int
+    own_images: int
+
+    def statistics(self) -> dict[str, float]:
+        """nanoVLM's five, and the time shares, of one update of this rank."""
+        times = {name: self.sections.get(name, 0.0) for name in SECTIONS}
+        other = max(0.0, self.seconds - sum(times.values()))
+        return {
+            "tokens_per_second": self.own_tokens / self.seconds,
+            "data_load_time": times["data"],
+            "fw_bw_time": times["forward_backward"],
+            "post_process_time": times["step"] + other,
+            "communication_time": times[COMMUNICATION],
+            "images_per_sample": self.own_images / max(self.own_samples, 1),
+            **{f"share_{name}": seconds / self.seconds for name, seconds in times.items()},
+            "share_other": other / self.seconds,
+        }
 
 
 @HOOKS.register_module()
@@ -58,33 +84,52 @@ class IterTimerHook(Hook):
         self._warned: set[str] = set()
         self._sequences_left = 0.0
         self._flops = 0.0
+        self._own = [0, 0, 0]
+        self._statistics: list[dict[str, float]] = []
+        self._so_far_s = 0.0
+        self._timed = ExitStack()
         self.peak_tflops: float | None = None
         """10**12 operations a second that one device can do; None where that is not known, and before training."""
 
     def before_train(self, run: Run) -> None:
         self.peak_tflops = peak_tflops(run.peak_tflops)
+        self._timed.enter_context(timed(run.clock))
         run.clock.read()  # building the run is not part of the first update
+
+    def after_run(self, run: Run) -> None:
+        self._timed.close()
+
+    def on_exception(self, run: Run, error: BaseException) -> None:
+        self._timed.close()
 
     def before_train_iter(self, run: Run, index: int, batch: Batch) -> None:
         count = getattr(run.backend.model, "flops", None)
         self._flops += count(batch) if count else 0.0
+        for index, number in enumerate((batch.num_tokens, batch.num_samples, batch.num_images)):
+            self._own[index] += number
 
     def after_update(self, run: Run, result: UpdateResult) -> None:
         seconds, sections = run.clock.read()
         seconds -= sections.get(EVALUATION, 0.0)
-        self._updates.append(
-            _Update(
-                seconds,
-                sections,
-                sequences=run.progress.sequences - run.previous.sequences,
-                samples=run.progress.samples - run.previous.samples,
-                tokens=result.tokens,
-                flops=self._flops,
-            )
+        update = _Update(
+            seconds,
+            sections,
+            sequences=run.progress.sequences - run.previous.sequences,
+            samples=run.progress.samples - run.previous.samples,
+            tokens=result.tokens,
+            flops=self._flops,
+            own_tokens=self._own[0],
+            own_samples=self._own[1],
+            own_images=self._own[2],
         )
-        self._flops = 0.0
+        self._updates.append(update)
+        self._statistics.append(update.statistics())
+        self._flops, self._own = 0.0, [0, 0, 0]
         self._seen += 1
         self._sequences_left = max(0.0, run.total_sequences - run.progress.sequences)
+        self._so_far_s += seconds if self._seen > 1 else 0.0
+        if self._seen == TOTAL_AFTER_UPDATES and dist.is_main():
+            self._estimate(run)
         if self._seen > WARM_UP_UPDATES:
             self._check_shares()
 
@@ -92,7 +137,8 @@ class IterTimerHook(Hook):
         """Averages over the window; empty before the first update.
 
         ``time/update`` and ``time/data`` in seconds per update; ``share/<section>`` and ``share/other`` in 0 .. 1;
-        ``tokens_per_second`` and ``samples_per_second`` over all ranks; ``eta`` in seconds.
+        ``tokens_per_second`` and ``samples_per_second`` over all ranks, ``tokens_per_second_per_device`` their mean;
+        ``eta`` in seconds.
         """
         seconds = sum(update.seconds for update in self._updates)
         if seconds <= 0:
@@ -105,9 +151,30 @@ class IterTimerHook(Hook):
             **{f"share/{name}": spent / seconds for name, spent in by_section.items()},
             "share/other": max(0.0, 1.0 - sum(by_section.values()) / seconds),
             "tokens_per_second": sum(update.tokens for update in self._updates) / seconds,
+            "tokens_per_second_per_device": sum(update.tokens for update in self._updates)
+            / seconds
+            / dist.world_size(),
             "samples_per_second": sum(update.samples for update in self._updates) / seconds,
             "eta": self._sequences_left / rate if rate else float("inf"),
         }
+
+    def _estimate(self, run: Run) -> None:
+        """Log the time of the whole training at the speed of the first updates."""
+        per_update = self._so_far_s / (self._seen - 1)
+        size = run.geometry.global_batch_size
+        left = self._sequences_left / size * per_update
+        if left < float("inf"):
+            total = run.total_sequences / size * per_update
+            logger().info(
+                "Estimated total time: %s (%.0f updates of %.3g s); %s to go, until %s.",
+                timedelta(seconds=round(total)), run.total_sequences / size, per_update,
+                timedelta(seconds=round(left)), (datetime.now() + timedelta(seconds=left)).strftime("%Y-%m-%d %H:%M"),
+            )  # fmt: skip
+
+    def take_statistics(self) -> list[dict[str, float]]:
+        """``_Update.statistics`` of each update since the last call, of this rank."""
+        taken, self._statistics = self._statistics, []
+        return taken
 
     def flops_per_second(self) -> float:
         """Of this rank's model over the window; 0 where the model has no ``flops``."""
@@ -125,6 +192,27 @@ class IterTimerHook(Hook):
                 self._warned.add(name)
                 bound = f"at most {high:.0%}" if share > high else f"at least {low:.0%}"
                 logger().warning("%.0f %% of the time is %s; expected is %s: %s", 100 * share, name, bound, advice)
+
+
+def statistics_over_ranks(timer: IterTimerHook) -> dict[str, float]:
+    """``training_stats/avg_<name>``, ``max_`` and ``min_`` over the updates since the last call and over all ranks.
+    Collective.
+
+    The names are nanoVLM's (``tokens_per_second``, ``data_load_time``, ``fw_bw_time``, ``post_process_time``,
+    ``images_per_sample``; seconds of an update), ``communication_time``, and ``share_<section>``;
+    ``training_stats/tokens_per_second/rank<k>`` is the mean of one device.
+    """
+    own = timer.take_statistics()
+    values = {name: [update[name] for update in own] for name in own[0]} if own else {}
+    ranks = dist.gather_objects({name: (sum(v) / len(v), max(v), min(v)) for name, v in values.items()})
+    found: dict[str, float] = {}
+    for name in ranks[0]:
+        averages, largest, smallest = zip(*(rank[name] for rank in ranks), strict=True)
+        found[f"training_stats/avg_{name}"] = sum(averages) / len(ranks)
+        found[f"training_stats/max_{name}"], found[f"training_stats/min_{name}"] = max(largest), min(smallest)
+    for rank, of_rank in enumerate(ranks if found else ()):
+        found[f"training_stats/tokens_per_second/rank{rank}"] = of_rank["tokens_per_second"][0]
+    return found
 
 
 def find_timer(run: Run) -> IterTimerHook | None:

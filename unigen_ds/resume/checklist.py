@@ -216,11 +216,13 @@ def check_edited(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
 
 
 def check_intervals(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
-    ratio = manifest.ruler.geometry.sequences_per_iteration / proposal.geometry.sequences_per_iteration
-    interval = proposal.saves.interval
-    if ratio != 1 and interval > 0 and not proposal.saves.by_epoch:
+    saves, was, now = proposal.saves, manifest.ruler.geometry, proposal.geometry
+    unit, interval = saves.unit or ("epoch" if saves.by_epoch else "iteration"), saves.interval
+    sizes = "global_batch_size" if unit == "update" else "sequences_per_iteration"
+    ratio = getattr(was, sizes) / getattr(now, sizes)
+    if ratio != 1 and interval > 0 and unit != "epoch":
         yield Finding(
-            "hooks.intervals", "ok", f"{interval:,} iterations of the first start", f"{interval * ratio:,.6g} of now",
+            "hooks.intervals", "ok", f"{interval:,} {unit}s of the first start", f"{interval * ratio:,.6g} of now",
             "iterations, updates and epochs of a config keep the size they had at the first start",
         )  # fmt: skip
 

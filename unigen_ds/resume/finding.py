@@ -48,6 +48,7 @@ class Saves:
 
     interval: float = -1
     by_epoch: bool = True
+    unit: str | None = None
     max_keep_ckpts: int = -1
 
 

@@ -250,7 +250,10 @@ def build_hooks(settings: Settings) -> list[Hook]:
     """Default hooks (the config's arguments, or another ``type``, replace the default's), then the user's."""
     hooks: list[Hook] = []
     for name, component in settings.default_hooks.components.items():
-        extra = {"writers": [writer.build() for writer in settings.visualizer.vis_backends]} if name == "logger" else {}
+        extra: dict[str, Any] = {}
+        if name == "logger":
+            extra["writers"] = [writer.build() for writer in settings.visualizer.vis_backends]
+            extra |= {"run_name": settings.run_name} if settings.run_name else {}
         hooks.append(component.build(**extra))
     hooks += [LedgerHook(), TimelineHook()]
     hooks.append(SkippedSamplesHook(max_skipped_fraction=settings.train_dataloader.max_skipped_fraction))

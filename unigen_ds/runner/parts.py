@@ -47,6 +47,7 @@ from unigen_ds.runner.build import (
     recorded_fused,
 )
 from unigen_ds.runner.environment import apply_environment
+from unigen_ds.runner.naming import PLACE, name_and_folder
 from unigen_ds.runner.settings import Settings
 from unigen_ds.runner.start import Beginning, Start, begin, build_start, plain_built, plain_values
 from unigen_ds.schedule.schedule import Schedules
@@ -94,7 +95,7 @@ def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
     settings = Settings.from_config(config)
     dist.launcher_environment(settings.launcher)
     backend, geometry = build_engine(settings)
-    plan, start, hooks, findings = _begin(settings, backend, geometry)
+    settings, plan, start, hooks, findings = _begin(settings, backend, geometry)
     settings = settings.with_seed(plan.seed)
     optimizer_cfg = build_optimizer_config(settings, fused=recorded_fused(settings, start.manifest))
     seed, data, loading = settings.seed, start.data, settings.train_dataloader
@@ -167,24 +168,29 @@ def build_engine(settings: Settings) -> tuple[Backend, Geometry]:
 
 def _begin(
     settings: Settings, backend: Backend, geometry: Geometry
-) -> tuple[ResumePlan, Start, list[Hook], Sequence[Finding]]:
+) -> tuple[Settings, ResumePlan, Start, list[Hook], Sequence[Finding]]:
     """Rank 0 reads the files and, on a resume, runs the checklist; then the processes join."""
-    joined = dist.joined()
+    joined, own_folder = dist.joined(), PLACE in (settings.work_dir or "")
     found: Beginning | None = None
-    if not joined:
+    if joined:
+        settings = settings.named(*dist.on_main(lambda: name_and_folder(settings, geometry)))
+    else:
         dist.check_port()
         if dist.env_rank() == 0:
+            settings = settings.named(*name_and_folder(settings, geometry))
             found = begin(settings, backend=backend, geometry=geometry)
     hooks = build_hooks(settings)
     apply_environment(settings.env)
     dist.init(timeout_s=settings.env.dist_timeout_s)
+    if own_folder and not joined:  # all ranks use the one that rank 0 has named
+        settings = settings.named(*dist.broadcast_object((settings.run_name, settings.work_dir)))
     log.setup(rank=dist.rank(), log_file=settings.folder / "train.log", level=settings.env.log_level)
     if joined:
         found = dist.only_on_main(lambda: begin(settings, backend=backend, geometry=geometry))
     plan: ResumePlan = dist.on_main(lambda: found.plan)  # type: ignore[union-attr]  # rank 0 has found it
     start = found.start if found else None
     start = start or build_start(settings.with_seed(plan.seed), plan, geometry=geometry)
-    return plan, start, hooks, found.findings if found else ()
+    return settings, plan, start, hooks, found.findings if found else ()
 
 
 def config_text(config: Mapping[str, Any]) -> str:

@@ -170,7 +170,9 @@ class Settings(ModelSettings):
         " `'restart'` (a new epoch of the new data begins). `--on-data-change`",
     )
     work_dir: str | None = Field(
-        default=None, description="output folder; None: `work_dirs/<config name>`. `--work-dir`"
+        default=None,
+        description="output folder; None: `work_dirs/<config name>`; `{run_name}` in it: a folder for each run,"
+        " named by `visualizer.run_name`, which a resume finds again. `--work-dir`",
     )
     launcher: Literal["none", "pytorch", "slurm", "mpi"] = Field(
         default="none", description="`none`, `pytorch` (torchrun), `slurm` or `mpi`. `--launcher`"
@@ -184,6 +186,19 @@ class Settings(ModelSettings):
         ),
     )
     _given: dict[str, Any] = PrivateAttr(default_factory=dict)
+    _run_name: str | None = PrivateAttr(default=None)
+
+    @property
+    def run_name(self) -> str | None:
+        """``visualizer.run_name``, filled in by rank 0 when the run starts; None: not asked for."""
+        return self._run_name
+
+    def named(self, name: str | None, folder: str | None) -> Settings:
+        """The same, with the name of the run and, where it has a folder of its own, that as ``work_dir``."""
+        found = self.model_copy(update={"work_dir": folder} if folder else {})
+        found._given = {**self._given, "work_dir": folder} if folder else self._given
+        found._run_name = name
+        return found
 
     @property
     def given(self) -> dict[str, Any]:
@@ -252,6 +267,7 @@ class Settings(ModelSettings):
     def with_seed(self, seed: int) -> Settings:
         """The same, with a seed that was drawn or recorded."""
         found = self.model_copy(update={"randomness": Randomness(seed=seed)})
+        found._run_name = self._run_name
         found._given = {**self._given, "randomness": {**(self._given.get("randomness") or {}), "seed": seed}}
         return found
 
@@ -266,6 +282,8 @@ class Settings(ModelSettings):
         """The work dir."""
         if self.work_dir is None:
             raise ConfigError("the config has no work_dir", remedy="--work-dir DIR, or work_dir=DIR")
+        if "{run_name}" in self.work_dir:
+            raise ConfigError(f"work_dir is {self.work_dir!r}", remedy="--work-dir DIR names the folder of the run")
         return Path(self.work_dir)
 
 

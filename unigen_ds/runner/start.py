@@ -91,7 +91,8 @@ def begin(settings: Settings, *, backend: Backend, geometry: Geometry) -> Beginn
 def plan_run(settings: Settings) -> ResumePlan:
     """The log, the checkpoint to resume from, and the seed. Not collective: called by rank 0."""
     folder = settings.folder
-    logger = log.setup(rank=dist.env_rank(), log_file=folder / "train.log", level=settings.env.log_level)
+    level = settings.env.log_level
+    logger = log.setup(rank=dist.env_rank(), log_file=folder / "train.log", level=level, new_start=True)
     plan = plan_resume(
         folder,
         resume=settings.resume or False,

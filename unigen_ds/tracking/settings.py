@@ -8,7 +8,9 @@ from pydantic import Field
 
 from unigen_ds.core.registry import WRITERS
 from unigen_ds.core.settings import LISTED, Component, Of, Section
-from unigen_ds.tracking import tensorboard as _tensorboard  # noqa: F401 - registers itself
+from unigen_ds.tracking import jsonl as _jsonl  # noqa: F401 - these register themselves
+from unigen_ds.tracking import tensorboard as _tensorboard  # noqa: F401
+from unigen_ds.tracking import trackio as _trackio  # noqa: F401
 from unigen_ds.tracking import wandb as _wandb  # noqa: F401
 
 Writer = Annotated[Component, Of(WRITERS)]
@@ -19,4 +21,9 @@ class Visualizer(Section):
 
     vis_backends: Annotated[tuple[Writer, ...], LISTED] = Field(
         default=(), description="list of writers beside `metrics.jsonl`; one that fails is switched off with a warning"
+    )
+    run_name: str | None = Field(
+        default=None,
+        description="name of the run in trackers, with fields such as `{model}` and `{date}`; `'nanovlm'`: nanoVLM's"
+        " own template; None: the name of the work dir",
     )

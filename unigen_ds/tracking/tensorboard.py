@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-from PIL.Image import Image
+from typing import TYPE_CHECKING, Any
 
 from unigen_ds.core.registry import WRITERS
 from unigen_ds.tracking.writer import Writer, numbers
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 
 @WRITERS.register_module()
@@ -22,16 +22,20 @@ class TensorboardVisBackend(Writer):
     """
 
     package = "'unigen_ds[tensorboard]'"
+    purges = True
 
     def __init__(self, *, save_dir: str | None = None) -> None:
         self._save_dir = save_dir
         self._writer: Any = None
 
+    def kept_in(self) -> Mapping[str, Any]:
+        return {"save_dir": self._save_dir}
+
     def open(self, *, work_dir: Path, config: Mapping[str, Any], run_id: str | None, updates: int) -> str | None:
         from torch.utils.tensorboard import SummaryWriter
 
         folder = Path(self._save_dir) if self._save_dir else work_dir / "tensorboard"
-        self._writer = SummaryWriter(str(folder), purge_step=updates + 1 if updates else None)
+        self._writer = SummaryWriter(str(folder), purge_step=updates + 1)  # at a first start, too: it may be repeated
         return None
 
     def write(self, record: Mapping[str, Any], *, update: int) -> None:
@@ -40,6 +44,8 @@ class TensorboardVisBackend(Writer):
         self._writer.flush()
 
     def image(self, name: str, picture: Image, *, update: int) -> None:
+        import numpy as np
+
         self._writer.add_image(name, np.asarray(picture.convert("RGB")), update, dataformats="HWC")
         self._writer.flush()
 

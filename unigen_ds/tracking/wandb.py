@@ -4,38 +4,35 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mmengine.config import Config
-from PIL.Image import Image
-
-from unigen_ds.core.json_values import by_name, json_values
 from unigen_ds.core.registry import WRITERS
-from unigen_ds.tracking.writer import Writer, numbers
+from unigen_ds.tracking.writer import ALIASES as ALIASES
+from unigen_ds.tracking.writer import RunName, Writer, plain_config, with_aliases
 
-ALIASES = {
-    "loss/text": "ce",
-    "loss/image": "mse",
-    "memory": "mem_allocated",
-    "samples": "total_samples",
-    "loss": "batch_loss",
-    "val/loss": "val_loss",
-}
-"""Names under which BAGEL's and nanoVLM's dashboards look for our metrics. ``lr`` and ``grad_norm`` are the same."""
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 
 @WRITERS.register_module()
 class WandbVisBackend(Writer):
-    """One W&B run per training run: a resume continues the run whose id the checkpoint keeps.
+    """One W&B run per training run: a resume continues it and sends nothing that it has.
 
+    Where a repeated update has other numbers (another config, data or engine), a new run of the same group begins at
+    the resumed update; ``parent_run`` of its config names the old one, which gets the tag ``abandoned after update N``.
     The horizontal axis of everything is
     ``update``, not W&B's own step, so an evaluation that ends late is still shown at its own update.
     ``WANDB_MODE=disabled`` switches it off.
 
     Args:
         save_dir: folder of local files; None: the work dir.
-        init_kwargs: arguments of ``wandb.init``, such as ``entity``, ``project``, ``name`` and ``mode='offline'``.
+        project: of W&B; None: W&B's own default.
+        entity: user or team; None: the one that is logged in.
+        name: of the run; None: ``visualizer.run_name``, or the name of the work dir.
+        group: of the run and of those that continue it with other numbers; None: the name of the work dir.
+        init_kwargs: further arguments of ``wandb.init``, such as ``mode='offline'``; they win over the above.
         define_metric_cfg: list of arguments of ``wandb.Run.define_metric``.
     """
 
@@ -45,28 +42,40 @@ class WandbVisBackend(Writer):
         self,
         *,
         save_dir: str | None = None,
+        project: str | None = None,
+        entity: str | None = None,
+        name: str | None = None,
+        group: str | None = None,
         init_kwargs: Mapping[str, Any] | None = None,
         define_metric_cfg: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         self._save_dir = save_dir
-        self._init_kwargs = dict(init_kwargs or {})
+        given = {"project": project, "entity": entity, "name": name, "group": group}
+        self._init_kwargs = {key: value for key, value in given.items() if value is not None} | dict(init_kwargs or {})
         self._define_metric_cfg = [dict(entry) for entry in define_metric_cfg]
         self._run: Any = None
+
+    def kept_in(self) -> Mapping[str, Any]:
+        return {key: self._init_kwargs.get(key) for key in ("entity", "project")}
 
     def open(self, *, work_dir: Path, config: Mapping[str, Any], run_id: str | None, updates: int) -> str | None:
         import wandb
 
+        named = self.run_name or RunName(work_dir.name, work_dir.name)
         arguments = {
             "id": run_id or uuid.uuid4().hex[:12],
             "resume": "allow",
-            "name": work_dir.name,
+            "name": named.name,
+            "group": named.group,
             "dir": self._save_dir or str(work_dir),
             **self._init_kwargs,
         }
+        if named.parent is not None:  # a run of its own, whatever the config calls the first
+            arguments["name"] = replace(named, name=str(arguments["name"])).of_branch
+            arguments["id"] = run_id or uuid.uuid4().hex[:12]
         self._run = wandb.init(**arguments)
-        if isinstance(config, Config):  # the type in a real run, which is not a Mapping
-            config = config.to_dict()
-        self._run.config.update(json_values(config, by_name), allow_val_change=True)
+        lineage = {} if named.parent is None else {"parent_run": named.parent, "parent_update": named.since}
+        self._run.config.update({**plain_config(config), **lineage}, allow_val_change=True)
         self._run.define_metric("update")
         self._run.define_metric("*", step_metric="update")
         for entry in self._define_metric_cfg:
@@ -74,14 +83,20 @@ class WandbVisBackend(Writer):
         return str(self._run.id)
 
     def write(self, record: Mapping[str, Any], *, update: int) -> None:
-        found = numbers(record)
-        aliases = {alias: found[name] for name, alias in ALIASES.items() if name in found}
-        self._run.log({**found, **aliases, "update": update})
+        self._run.log({**with_aliases(record), "update": update})
 
     def image(self, name: str, picture: Image, *, update: int) -> None:
         import wandb
 
         self._run.log({name: wandb.Image(picture), "update": update})
+
+    def axis(self, name: str, metrics: Sequence[str]) -> None:
+        self._run.define_metric(name)
+        for metric in metrics:
+            self._run.define_metric(metric, step_metric=name)
+
+    def abandon(self, note: str) -> None:
+        self._run.tags = (*(self._run.tags or ()), note)
 
     def close(self) -> None:
         if self._run is not None:

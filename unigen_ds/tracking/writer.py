@@ -2,24 +2,68 @@
 
 A writer may fail in any way, at any time: it is then disabled with one warning and training continues. The JSON lines
 are the record; a writer is a view of it. mmengine's class names and arguments are kept, so its configs work.
+
+No line is shown twice, and none of an abandoned branch: ``SafeWriter`` records what was sent (``tracking/sent.py``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from PIL.Image import Image
+from mmengine.config import Config
 
+from unigen_ds.core.json_values import by_name, json_values
 from unigen_ds.core.log import logger
+from unigen_ds.tracking.sent import ROUNDING, Line, Sent
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+ALIASES = {
+    "loss/text": "ce",
+    "loss/image": "mse",
+    "memory": "mem_allocated",
+    "samples": "total_samples",
+    "loss": "batch_loss",
+    "val/loss": "val_loss",
+}
+"""Names under which BAGEL's and nanoVLM's dashboards look for our metrics. ``lr`` and ``grad_norm`` are the same."""
+
+
+@dataclass(frozen=True)
+class RunName:
+    """What a tracker calls a run. ``parent``: the run that it continues from ``since`` updates on; None: its own."""
+
+    name: str
+    group: str
+    parent: str | None = None
+    since: int = 0
+
+    @property
+    def of_branch(self) -> str:
+        """The name, and from which update on where there is a parent."""
+        return self.name if self.parent is None else f"{self.name} from update {self.since}"
 
 
 class Writer:
-    """Base of all writers. ``SafeWriter`` calls it, and catches what it raises."""
+    """Base of all writers. ``SafeWriter`` calls it, and catches what it raises. Rank 0 only.
+
+    A class without this base works too: it needs ``open``, ``write`` and ``close``.
+    """
 
     package = ""
     """What to install with ``pip install`` when its package is missing."""
+    purges = False
+    """Whether ``open`` removes or hides what was written after ``updates``: a resume then writes it again."""
+    run_name: RunName | None = None
+    """Set before each ``open``."""
+
+    def kept_in(self) -> Mapping[str, Any]:
+        """Where runs are kept, such as the project: a resume with another value begins a new run there."""
+        return {}
 
     def open(self, *, work_dir: Path, config: Mapping[str, Any], run_id: str | None, updates: int) -> str | None:
         """Start. ``run_id`` is what an earlier start of this run returned; ``updates`` the progress."""
@@ -30,46 +74,153 @@ class Writer:
         raise NotImplementedError
 
     def image(self, name: str, picture: Image, *, update: int) -> None:
-        """Show a picture. A writer that shows none does nothing."""
+        """Show a picture under ``name``; writers without pictures do nothing."""
+
+    def axis(self, name: str, metrics: tuple[str, ...]) -> None:
+        """Draw these metrics against ``name``, which their records contain; called before the first of them."""
+
+    def abandon(self, note: str) -> None:
+        """Mark the open run: it is not continued after the update that ``note`` names. ``close`` follows."""
 
     def close(self) -> None:
         """Flush and end."""
 
 
 class SafeWriter:
-    """Runs a writer; its first failure is one warning, after which it is not called again. Training is not affected."""
+    """Runs a writer; its first failure is one warning, after which it is not called again. Training is not affected.
 
-    def __init__(self, writer: Writer) -> None:
-        self._writer: Writer | None = writer
-        self.name = type(writer).__name__
+    Args:
+        writer: a ``Writer``, or an object with its ``open``, ``write`` and ``close``.
+        name: of the writer among those of the run: the key of its run id in checkpoints, and of its file.
+    """
+
+    def __init__(self, writer: Any, name: str | None = None) -> None:
+        self._writer: Any = writer
+        self.name = name or type(writer).__name__
         self.run_id: str | None = None
+        """Of the run that is written to; before ``open`` that of the checkpoint."""
+        self.adopts = False
+        """Whether the run of a checkpoint without a record of what was sent is continued: former versions kept none."""
+        self._sent: Sent | None = None
+        self._axes: set[str] = set()
+        self._opened: dict[str, Any] = {}
+        self._name = RunName("", "")
 
-    def open(self, *, work_dir: Path, config: Mapping[str, Any], updates: int) -> None:
-        """Start the writer, with the run id that ``run_id`` holds."""
+    def open(
+        self,
+        *,
+        work_dir: Path,
+        config: Mapping[str, Any],
+        updates: int,
+        name: str,
+        identity: Mapping[str, Any],
+        rounding: float = ROUNDING,
+    ) -> None:
+        """Start the writer in the run that ``run_id`` and the record of what was sent name.
 
-        def start(writer: Writer) -> None:
-            self.run_id = writer.open(work_dir=work_dir, config=config, run_id=self.run_id, updates=updates)
+        ``identity``: what determines the numbers of a run; where it is the same, the tracker has one run. ``rounding``:
+        the largest relative difference of repeated numbers that counts as none where it was changed.
+        """
+
+        def start(writer: Any) -> None:
+            self._opened = {"work_dir": work_dir, "config": config, "updates": updates}
+            kept_in = dict(writer.kept_in()) if hasattr(writer, "kept_in") else {}
+            self._sent = Sent(
+                work_dir / "tracking" / f"{self.name}.jsonl", purged=getattr(writer, "purges", False), rounding=rounding
+            )
+            branch = self._sent.resume(
+                self.run_id,
+                updates=updates,
+                name=name,
+                group=work_dir.name,
+                kept_in=kept_in,
+                identity=identity,
+                adopts=self.adopts,
+            )
+            self._name = RunName(branch.name, branch.group, branch.parent, branch.start)
+            self._open_run(branch.id)
 
         self._guarded(start)
 
-    def write(self, record: Mapping[str, Any], *, update: int) -> None:
-        self._guarded(lambda writer: writer.write(record, update=update))
+    def _open_run(self, run_id: str | None) -> None:
+        assert self._sent is not None
+        self._writer.run_name = self._name
+        self._axes.clear()
+        self.run_id = self._writer.open(run_id=run_id, **self._opened)
+        self._sent.opened(self.run_id)
 
-    def image(self, name: str, picture: Image, *, update: int) -> None:
-        self._guarded(lambda writer: writer.image(name, picture, update=update))
+    def write(self, record: Mapping[str, Any], *, update: int, event: str = "", at: int | None = None) -> None:
+        """Write one record, unless the run has it. ``event``: "" for the line of an update; ``at``: progress."""
+        self._send(
+            Line.of(record, update=update, event=event, at=at), lambda writer: writer.write(record, update=update)
+        )
+
+    def write_on(self, axis: str, record: Mapping[str, Any], *, update: int, event: str, at: int) -> None:
+        """The same on an axis of its own: ``record`` gets ``axis`` as one more number."""
+        numbered = {**record, axis: update}
+
+        def show(writer: Any) -> None:
+            if axis not in self._axes and hasattr(writer, "axis"):
+                writer.axis(axis, tuple(record))
+                self._axes.add(axis)
+            writer.write(numbered, update=update)
+
+        self._send(Line.of(record, update=update, event=event, at=at), show)
+
+    def image(self, name: str, picture: Image, *, update: int, at: int) -> None:
+        if hasattr(self._writer, "image"):
+            line = Line(update, at, f"image {name}", {})
+            self._send(line, lambda writer: writer.image(name, picture, update=update))
+
+    def _send(self, line: Line, show: Callable[[Any], None]) -> None:
+        def send(writer: Any) -> None:
+            assert self._sent is not None
+            outcome = self._sent.compare(line, show)
+            if outcome == "differs":
+                for held, show_held in self._branch():
+                    self._sent.record(held)
+                    show_held(writer)
+            elif outcome == "new":
+                self._sent.record(line)  # first, so that a kill between the two leaves no line that is sent again
+                show(writer)
+
+        if self._writer is not None and self._sent is not None:
+            self._guarded(send)
+
+    def _branch(self) -> list[tuple[Line, Callable[[Any], None]]]:
+        """Continue in a new run from the resumed update, with what was held back since; returns that."""
+        assert self._sent is not None
+        updates, old = self._opened["updates"], self.run_id
+        if hasattr(self._writer, "abandon"):
+            self._writer.abandon(f"abandoned after update {updates}")
+        self._writer.close()
+        held, branch = self._sent.branch(updates)
+        self._name = RunName(self._name.name, self._name.group, branch.parent, updates)
+        self._open_run(None)
+        logger().info(
+            "%s: updates after %d have other values than those that run %s already has; they are in the new run %s.",
+            self.name, updates, old, self.run_id,
+        )  # fmt: skip
+        return held
+
+    def sync(self) -> None:
+        """Have the record of what was sent on disk. Raises ``OSError``."""
+        if self._sent is not None:
+            self._sent.sync()
 
     def close(self) -> None:
         self._guarded(lambda writer: writer.close())
+        if self._sent is not None:
+            self._sent.close()
 
-    def _guarded(self, action: Callable[[Writer], None]) -> None:
+    def _guarded(self, action: Callable[[Any], None]) -> None:
         if self._writer is None:
             return
         try:
             action(self._writer)
         except ImportError as error:
-            logger().warning(
-                "%s is disabled: %s. Remedy: pip install %s", self.name, error, self._writer.package or "what it needs"
-            )
+            package = getattr(self._writer, "package", "") or "what it needs"
+            logger().warning("%s is disabled: %s. Remedy: pip install %s", self.name, error, package)
             self._writer = None
         except Exception as error:  # whatever a dashboard does wrong must not end a training run
             logger().warning(
@@ -78,6 +229,18 @@ class SafeWriter:
             self._writer = None
 
 
+def plain_config(config: Any) -> dict[str, Any]:
+    """A config as JSON values, nested as it is, so that trackers show its sections as groups."""
+    found: dict[str, Any] = json_values(config.to_dict() if isinstance(config, Config) else config, by_name)
+    return found
+
+
 def numbers(record: Mapping[str, Any]) -> dict[str, float]:
     """What a dashboard can draw: numbers and truth values; texts, nulls and lists are left out."""
     return {name: float(value) for name, value in record.items() if isinstance(value, (bool, int, float))}
+
+
+def with_aliases(record: Mapping[str, Any]) -> dict[str, float]:
+    """``numbers``, and the same values under the names of other trainers (``ALIASES``)."""
+    found = numbers(record)
+    return {**found, **{alias: found[name] for name, alias in ALIASES.items() if name in found}}

@@ -1,0 +1,265 @@
+"""No line twice and none of an abandoned branch: real runs killed between two checkpoints, and what is shown then."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from tests.runner.kill_tools import SAVE_EVERY_UPDATES, Bench
+from tests.tracking.test_writers import OfflineRun, read_wandb
+from unigen_ds.core.log import NAME
+from unigen_ds.core.metrics import read_lines
+from unigen_ds.tracking.writer import SafeWriter
+
+KILLED_AT, END = SAVE_EVERY_UPDATES + 3, SAVE_EVERY_UPDATES + 5
+WRITERS = """
+visualizer = dict(
+    run_name='{{model}}-{{gpus}}x-{{updates}}',
+    vis_backends=[
+        dict(type='WandbVisBackend', project='unigen', init_kwargs=dict(
+            mode='offline', settings=dict(x_transaction_log_flush_interval=0.05))),
+        dict(type='TensorboardVisBackend', save_dir={tensorboard!r}),
+        dict(type='JsonlVisBackend', save_dir={lines!r}),
+    ],
+)
+default_hooks['logger'] = dict(type='LoggerHook', interval=1, unit='update')
+default_hooks['checkpoint'] = dict(
+    type='CheckpointHook', unit='update', interval={interval}, filename_tmpl='step_{{}}')
+"""
+
+
+@dataclass
+class Case:
+    folder: Path
+    tensorboard: Path
+    lines: Path
+
+    @property
+    def offline(self) -> list[OfflineRun]:
+        return [read_wandb(path) for path in sorted(self.folder.glob("wandb/offline-run-*/*.wandb"))]
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    pytest.importorskip("wandb")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("WANDB_MODE", "WANDB_RUN_ID", "WANDB_DIR"):
+            patch.delenv(name, raising=False)
+        yield Bench(tmp_path_factory.mktemp("tracked"))
+
+
+@pytest.fixture(scope="module")
+def killed(bench: Bench) -> str:
+    """A run that saves at update 4 and is killed after update 7."""
+    given = {"tensorboard": str(bench.folder / "tb"), "lines": str(bench.folder / "lines")}
+    with bench.config.open("a") as config:
+        config.write(WRITERS.format(interval=SAVE_EVERY_UPDATES, **given))
+    died = bench.train("killed", KILL_AT=f"update:{KILLED_AT}", SLOW="0.2")
+    assert died.status == -signal.SIGKILL, died.output
+    return "killed"
+
+
+@pytest.fixture(scope="module")
+def resumed(bench: Bench, killed: str) -> dict[str, Case]:
+    """The same config; and another learning rate, which branches off after the same checkpoint."""
+    found = {}
+    for name, arguments in (("same", ()), ("changed", ("--cfg-options", "optim_wrapper.optimizer.lr=5e-3"))):
+        folder = bench.copy(killed, name)
+        for kind in ("tb", "lines"):  # each case has the files of the killed run
+            source, target = bench.folder / kind, bench.folder / f"{kind}-{name}"
+            target.mkdir()
+            for path in source.iterdir() if source.is_dir() else ():
+                (target / path.name).write_bytes(path.read_bytes())
+        text = bench.config.read_text().replace(f"{bench.folder / 'tb'}'", f"{bench.folder / f'tb-{name}'}'")
+        config = bench.folder / f"{name}.py"
+        config.write_text(text.replace(f"{bench.folder / 'lines'}'", f"{bench.folder / f'lines-{name}'}'"))
+        found[name] = Case(folder, bench.folder / f"tb-{name}", bench.folder / f"lines-{name}")
+        one = Bench.__new__(Bench)
+        one.folder, one.config = bench.folder, config
+        finished = one.train(name, "--resume", "--max-updates", str(END), *arguments)
+        assert finished.status == 0, finished.output
+    return found
+
+
+def test_checkpoints_are_saved_and_named_by_update(resumed: dict[str, Case]) -> None:
+    names = sorted(path.name for path in resumed["same"].folder.glob("step_*"))
+    assert names == [f"step_{SAVE_EVERY_UPDATES}", f"step_{2 * SAVE_EVERY_UPDATES}", f"step_{END}"][-len(names) :]
+    assert (resumed["same"].folder / "last_checkpoint").read_text().strip().endswith(f"step_{END}")
+
+
+def test_one_wandb_run_and_no_line_twice_after_a_kill(resumed: dict[str, Case]) -> None:
+    first, second = resumed["same"].offline
+    assert first.run.run_id == second.run.run_id
+    updates = [row["update"] for row in first.rows], [row["update"] for row in second.rows]
+    assert updates[0] == list(range(1, len(updates[0]) + 1)) and len(updates[0]) >= SAVE_EVERY_UPDATES
+    assert updates[1] == list(range(KILLED_AT + 1, END + 1))
+    assert first.run.display_name.startswith("UnifiedModel-1x-")
+
+
+def test_changed_values_begin_a_run_of_their_own(resumed: dict[str, Case]) -> None:
+    old, tagged, new = resumed["changed"].offline
+    assert old.run.run_id == tagged.run.run_id != new.run.run_id
+    assert not tagged.rows and tagged.run.tags == [f"abandoned after update {SAVE_EVERY_UPDATES}"]
+    assert [row["update"] for row in new.rows] == list(range(SAVE_EVERY_UPDATES + 1, END + 1))
+    assert new.config["parent_run"] == old.run.run_id and new.config["parent_update"] == SAVE_EVERY_UPDATES
+    assert new.run.run_group == old.run.run_group and new.run.display_name.endswith("from update 4")
+
+
+@pytest.mark.parametrize("name", ["same", "changed"])
+def test_event_files_and_json_lines_hold_each_update_once(resumed: dict[str, Case], name: str) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    case = resumed[name]
+    expected = [line for line in read_lines(case.folder / "metrics.jsonl") if "event" not in line]
+    assert [line["update"] for line in expected] == list(range(1, END + 1))
+    events = accumulator.EventAccumulator(str(case.tensorboard)).Reload()
+    for tag in ("loss", "grad_norm", "lr"):
+        found = [(event.step, event.value) for event in events.Scalars(tag)]
+        assert found == [(line["update"], pytest.approx(line[tag], rel=1e-6)) for line in expected]
+    (path,) = case.lines.glob("*.jsonl")
+    assert [(line["update"], line["loss"]) for line in read_lines(path)] == [
+        (line["update"], line["loss"]) for line in expected
+    ]
+
+
+def test_each_start_has_a_dated_log(resumed: dict[str, Case]) -> None:
+    logs = sorted((resumed["same"].folder / "logs").glob("train_*.log"))
+    assert len(logs) == 2
+    joined = (resumed["same"].folder / "train.log").read_text()
+    assert joined == "".join(path.read_text() for path in logs)
+
+
+# ---- the rule, by a writer that keeps what it gets ------------------------------------------------------------------
+
+
+class Kept:
+    """A tracker in memory: what each of its runs got, and notes on them."""
+
+    runs: dict[str, list[Any]]
+
+    def __init__(self, runs: dict[str, list[Any]]) -> None:
+        self.runs, self.current = runs, ""
+
+    def open(self, *, work_dir: Path, config: Any, run_id: str | None, updates: int) -> str:
+        self.current = run_id or f"run{len(self.runs)}"
+        self.runs.setdefault(self.current, [])
+        return self.current
+
+    def write(self, record: Any, *, update: int) -> None:
+        self.runs[self.current].append((update, record["loss"]) if "loss" in record else (update, *record))
+
+    def image(self, name: str, picture: Any, *, update: int) -> None:
+        self.runs[self.current].append((update, name))
+
+    def abandon(self, note: str) -> None:
+        self.runs[self.current].append(note)
+
+    def close(self) -> None: ...
+
+
+def started(folder: Path, runs: dict[str, Any], *, at: int = 0, of: str | None = None, lr: float = 1.0) -> SafeWriter:
+    writer = SafeWriter(Kept(runs))
+    writer.run_id = of
+    writer.open(work_dir=folder, config={}, updates=at, name="name", identity={"lr": lr})
+    return writer
+
+
+def update(writer: SafeWriter, *updates: int, scale: float = 1.0) -> None:
+    for number in updates:
+        writer.write({"loss": number * scale, "time/update": 0.1}, update=number)
+
+
+def losses(*updates: int, scale: float = 1.0) -> list[tuple[int, float]]:
+    return [(number, number * scale) for number in updates]
+
+
+def test_a_run_goes_on_where_nothing_was_changed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However far the kernels of a GPU are from each other; much is reported once."""
+    monkeypatch.setattr(logging.getLogger(NAME), "propagate", True)
+    runs: dict[str, Any] = {}
+    update(started(tmp_path, runs), 1, 2, 3, 4)
+    update(started(tmp_path, runs, at=2, of="run0"), 3, 4, 5, scale=1.01)
+    assert runs == {"run0": [*losses(1, 2, 3, 4), (5, 5 * 1.01)]} and not caplog.records
+    update(started(tmp_path, runs, at=1, of="run0"), 2, 3, scale=2.0)
+    (message,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert message.startswith("Repeated update 2 has loss 4.0, and had 2.0") and len(runs) == 1
+
+
+@pytest.mark.parametrize(("scale", "goes_on"), [(1 + 5e-6, True), (1 + 2e-5, False)])
+def test_rounding_is_no_change_of_values(tmp_path: Path, scale: float, goes_on: bool) -> None:
+    """Another engine adds in another order: a new run begins where values really differ."""
+    runs: dict[str, Any] = {}
+    update(started(tmp_path, runs), 1, 2, 3)
+    update(started(tmp_path, runs, at=1, of="run0", lr=2.0), 2, 3, 4, scale=scale)
+    if goes_on:
+        assert runs == {"run0": [*losses(1, 2, 3), (4, 4 * scale)]}
+    else:
+        assert runs == {"run0": [*losses(1, 2, 3), "abandoned after update 1"], "run1": losses(2, 3, 4, scale=scale)}
+
+
+def test_a_kill_before_the_first_save_repeats_nothing(tmp_path: Path) -> None:
+    runs: dict[str, Any] = {}
+    update(started(tmp_path, runs), 1, 2)
+    update(started(tmp_path, runs), 1, 2, 3)
+    assert runs == {"run0": losses(1, 2, 3)}
+
+
+def test_what_was_held_back_is_in_the_new_run(tmp_path: Path) -> None:
+    runs: dict[str, Any] = {}
+    writer = started(tmp_path, runs)
+    update(writer, 1, 2)
+    writer.image("preview", Image.new("L", (1, 1)), update=2, at=2)
+    update(writer, 3)
+    writer = started(tmp_path, runs, at=1, of="run0", lr=2.0)
+    update(writer, 2)
+    writer.image("preview", Image.new("L", (1, 1)), update=2, at=2)
+    update(writer, 3, 4, scale=2.0)
+    assert runs["run0"] == [*losses(1, 2), (2, "preview"), (3, 3.0), "abandoned after update 1"]
+    assert runs["run1"] == [(2, 2.0), (2, "preview"), *losses(3, 4, scale=2.0)]
+
+
+def test_a_late_result_is_shown_once(tmp_path: Path) -> None:
+    runs: dict[str, Any] = {}
+    writer = started(tmp_path, runs)
+    update(writer, 1, 2, 3, 4)
+    writer.write_on("<step>", {"mme": 1.0}, update=1, event="lmms_eval", at=4)
+    writer = started(tmp_path, runs, at=2, of="run0")
+    update(writer, 3)
+    writer.write_on("<step>", {"mme": 1.0}, update=1, event="lmms_eval", at=3)
+    update(writer, 4, 5)
+    assert runs == {"run0": [*losses(1, 2, 3, 4), (1, "mme", "<step>"), *losses(5)]}
+
+
+def test_a_branch_that_was_killed_before_a_save_is_continued(tmp_path: Path) -> None:
+    runs: dict[str, Any] = {}
+    update(started(tmp_path, runs), 1, 2, 3)
+    update(started(tmp_path, runs, at=1, of="run0", lr=2.0), 2, 3, scale=2.0)
+    update(started(tmp_path, runs, at=1, of="run0", lr=2.0), 2, 3, 4, scale=2.0)
+    assert list(runs) == ["run0", "run1"] and runs["run1"] == losses(2, 3, 4, scale=2.0)
+    update(started(tmp_path, runs, at=2, of="run0"), 3)  # back to a checkpoint of the abandoned run
+    assert runs["run2"] == losses(3) and runs["run0"] == [*losses(1, 2, 3), "abandoned after update 1"]
+
+
+def test_updates_that_cannot_be_compared_begin_a_run(tmp_path: Path) -> None:
+    """Another interval after a change: no line of the killed run comes again, so it cannot be continued."""
+    runs: dict[str, Any] = {}
+    update(started(tmp_path, runs), 2, 4)
+    update(started(tmp_path, runs, at=2, of="run0", lr=2.0), 5, 7)
+    assert runs == {"run0": [*losses(2, 4), "abandoned after update 2"], "run1": losses(5, 7)}
+
+
+def test_another_work_dir_gets_a_run_of_its_own(tmp_path: Path) -> None:
+    runs: dict[str, Any] = {"run0": []}
+    update(started(tmp_path, runs, at=2, of="run0"), 3)
+    assert runs == {"run0": [], "run1": losses(3)}
+    (line, *_) = map(json.loads, (tmp_path / "tracking" / "Kept.jsonl").read_text().splitlines())
+    assert line["parent"] == "run0" and line["start"] == 2
