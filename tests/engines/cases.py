@@ -429,12 +429,15 @@ DECODER_UPDATES = 4
 
 
 def decoder(*, full: bool) -> list[Job]:
-    """Published weights of a decoder language model, read shard by shard, trained on documents, packed."""
+    """Published weights of a decoder language model, read shard by shard, trained on documents, packed; two sources."""
     runs = [("single", 1)] + [(engine, 2) for engine in (ENGINES if full else ("zero2", "zero3", "FULL_SHARD"))]
+    source = {"type": "UnifiedGenerationDataset", "data_path": "{data}/digits/text.jsonl"}
     changes = {
         "model": DECODER,
         "processor": None,
         "train_dataloader__packing": {"type": "WindowPacking", "window": 32},
+        "train_dataloader__dataset": [source, source],
+        "default_hooks__logger__statistics_interval": 2,
     }
     jobs = []
     for engine, world in runs:

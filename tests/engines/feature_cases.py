@@ -156,8 +156,10 @@ def _optimizer(name: str, engine: str, world: int, updates: int, *, equal: bool 
 
 
 EVALUATED_UPDATES = 3
-EVALUATED_ENGINES = (("zero1", 2), ("zero2", 2), ("zero3", 2), ("FULL_SHARD", 2), ("SHARD_GRAD_OP", 2))
-EVALUATED_BY_FOUR = (("zero3", 4), ("FULL_SHARD", 4))
+EVALUATED_ENGINES = (
+    ("zero1", 2), ("zero2", 2), ("zero3", 2), ("FULL_SHARD", 2), ("SHARD_GRAD_OP", 2), ("NO_SHARD", 2),
+)  # fmt: skip
+EVALUATED_BY_FOUR = (("zero2", 4), ("zero3", 4), ("FULL_SHARD", 4), ("HYBRID_SHARD", 4))
 _HELD = [
     {"type": "UnifiedGenerationDataset", "data_path": "{data}/digits/held.jsonl"},
     {"type": "UnifiedGenerationDataset", "data_path": "{data}/digits/few.jsonl"},

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.engines import cases
 from tests.engines.launch import metric_deviation, want, weight_deviation
 from tools.export import main as export
+from unigen_ds.core.metrics import read_lines
 from unigen_ds.data.collate import pack_documents
 from unigen_ds.data.splits import TextSplit
 from unigen_ds.runner.trained import open_model
@@ -42,6 +43,29 @@ def test_training_is_that_of_one_process(name):
     assert deviation.relative_l2 <= 1e-5, deviation.where
     before = {("master", key): tensor.flatten() for key, tensor in single.initial.items() if key != "lm_head.weight"}
     assert not any(torch.equal(single.final[key], tensor) for key, tensor in before.items())
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_each_source_has_the_losses_of_one_process(name):
+    lines = runs().outcome(name).lines
+    keys = ["loss/text/text", "loss/text/text#1"]
+    for line, alone in zip(lines, runs().outcome(SINGLE).lines, strict=True):
+        assert [line[key] for key in keys] == pytest.approx([alone[key] for key in keys], rel=1e-5)
+        assert min(line[key] for key in keys) < line["loss/text"] < max(line[key] for key in keys)
+
+
+@pytest.mark.parametrize("name", [SINGLE, *SHARDED])
+def test_statistics_have_the_communication_of_the_engine(name):
+    """Of DeepSpeed and FSDP2 alike; one process has none."""
+    lines = read_lines(runs().outcome(name).folder / "metrics.jsonl")
+    found = [line for line in lines if line.get("event") == "training_stats"]
+    assert [line["update"] for line in found] == [2, 4]
+    for line in found:
+        communicates = line["training_stats/min_share_communication"] > 0
+        assert communicates == (name != SINGLE) and line["training_stats/max_share_communication"] < 1
+        assert line["training_stats/min_tokens_per_second"] > 0 and line["training_stats/min_fw_bw_time"] > 0
+        ranks = [key for key in line if key.startswith("training_stats/tokens_per_second/rank")]
+        assert len(ranks) == (1 if name == SINGLE else 2)
 
 
 @pytest.mark.parametrize("name", [SINGLE, "decoder/zero3@2", "decoder/FULL_SHARD@2"])

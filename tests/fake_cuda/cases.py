@@ -96,13 +96,14 @@ def config(case: Case, work_dir: Path, data: Path, *, on_cpu: bool = False, **ov
     """The config of a case; ``on_cpu``: of the ordinary run whose checkpoint it resumes from."""
     world = 1 if on_cpu else case.world
     file = {"unified": "drawings/mixed.jsonl", "vlm": "talks/mixed.jsonl", "decoder_lm": "documents.jsonl"}[case.model]
+    source = {"type": "UnifiedGenerationDataset", "data_path": str(data / file)}
     arguments = {"type": "AdamW", "lr": 1e-3}
     if case.kind == "resume":
         arguments["fused"] = True
     given = {
         **_model(case, data),
         "backend": {"type": "single"} if on_cpu else _backend(case),
-        "train_dataloader__dataset": {"type": "UnifiedGenerationDataset", "data_path": str(data / file)},
+        "train_dataloader__dataset": [source, source] if case.kind == "single" else source,
         "train_dataloader__batch_size": max(1, SEQUENCES // MICRO_BATCHES // world),
         "train_dataloader__packing": None,
         "optim_wrapper__accumulative_counts": MICRO_BATCHES,

@@ -29,8 +29,11 @@ Report = dict[str, Any]
 Reports = Callable[[str], Report]
 
 READ_NORM = "value read"
-LOG = {("value read", "hooks/logger.py:<listcomp>"), ("value read", "hooks/logger.py:_read_norms")}
-"""At a log line: the loss terms and the gradient norm."""
+LOG = {
+    ("value read", "hooks/logger.py:<listcomp>"), ("value read", "hooks/logger.py:_read_norms"),
+    ("value read", "hooks/by_source.py:<listcomp>"),
+}  # fmt: skip
+"""At a log line: the loss terms, those of each source, and the gradient norm."""
 EPOCH = {("value read", "hooks/epoch.py:<listcomp>")}
 """At the end of an epoch: the sums of its losses."""
 SAVE = {
@@ -109,6 +112,8 @@ def test_the_logger_reads_the_device_at_its_lines_only(reports: Reports, name: s
     terms = 2 if case.model == "unified" else 1
     found = waits(report, f"update {2 if case.kind == 'resume' else 1}, hooks")
     assert found["value read", "hooks/logger.py:<listcomp>"] == terms
+    by_source = found.get(("value read", "hooks/by_source.py:<listcomp>"), 0)
+    assert by_source == (2 * terms if case.kind == "single" else 0), "the numbers of two sources, read together"
     assert all(line["grad_norm"] == 1.0 for line in report["lines"])  # what the recorder gives to who reads a value
     assert all((line["memory"], line["memory_reserved"]) == (3.0, 5.0) for line in report["lines"])
 

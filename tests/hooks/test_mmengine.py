@@ -179,6 +179,19 @@ def test_stop_training_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
     assert found.manifest is not None and found.manifest.progress.updates == 4
 
 
+def test_mmengines_early_stopping_reads_the_validation(tmp_path: Path) -> None:
+    """No value is better by 100: it stops after the first evaluation and ``patience`` others, with a checkpoint."""
+    (tmp_path / "held.jsonl").write_text('{"text": "one two three four"}\n')
+    held = {"type": "UnifiedGenerationDataset", "data_path": str(tmp_path / "held.jsonl")}
+    stopping = dict(type="mmengine.EarlyStoppingHook", monitor="loss", rule="less", min_delta=100.0, patience=2)
+    evaluate = dict(type="EvaluateHook", interval=1, unit="update")
+    runner = run(tmp_path, evaluate, stopping, val_dataloader={"dataset": held}, train_cfg=dict(max_updates=8))
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    evaluated = [line["update"] for line in lines if line.get("event") == "evaluation"]
+    assert evaluated == [*range(1, runner.progress.updates + 1)] and runner.progress.updates == 3
+    assert not runner.finished and len(store.list_checkpoints(tmp_path / "run")) == 1
+
+
 class Remembers(mmengine.hooks.Hook):
     """What it adds to a checkpoint is there after a resume."""
 

@@ -13,18 +13,58 @@ import torch.distributed as td
 import torch.multiprocessing as mp
 
 from tests.hooks.tiny_run import TinyRun
-from unigen_ds.core.batch import Batch
+from tests.runner.text_run import WORDS, text_config, write_records
+from unigen_ds.core.batch import Batch, LossTerms, PackedBatch
 from unigen_ds.core.log import NAME
 from unigen_ds.core.metrics import read_lines
 from unigen_ds.core.progress import Progress
+from unigen_ds.core.registry import MODELS
+from unigen_ds.families.decoder_lm.model import DecoderLM
 from unigen_ds.hooks.grad_norm import FEWEST, GradNormWatch
 from unigen_ds.hooks.logger import LoggerHook
 from unigen_ds.hooks.timer import TOTAL_AFTER_UPDATES, IterTimerHook
+from unigen_ds.runner import Runner
 
 
 class Counted(Batch):
     num_tokens = property(lambda self: 50 * self.num_samples)  # type: ignore[assignment]
     num_images = property(lambda self: 3 * self.num_samples)  # type: ignore[assignment]
+
+
+@MODELS.register_module(force=True)
+class Spiking(DecoderLM):
+    """Its loss, and so its gradient, is 1000 times as large in update 24 of a run with one micro-batch an update."""
+
+    calls = 0
+
+    def forward(self, batch: PackedBatch) -> LossTerms:
+        terms = super().forward(batch)
+        self.calls += 1
+        return LossTerms({name: value * (1000.0 if self.calls == 24 else 1.0) for name, value in terms.sums.items()})
+
+
+def test_a_real_run_has_all_of_them(tmp_path: Path) -> None:
+    """26 updates through the runner: the epoch's means, statistics, one warning and the estimate."""
+    records = [{"text": " ".join(WORDS[(k + n) % 10] for n in range(5))} for k in range(60)]  # equally many targets
+    write_records(tmp_path / "train.jsonl", records)
+    config = text_config(
+        tmp_path,
+        model__type="Spiking",
+        train_cfg={"max_updates": 26},
+        train_dataloader__packing=None,
+        default_hooks__logger__statistics_interval=10,
+    )
+    Runner.from_cfg(config).train()
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    losses = [line["loss"] for line in lines if "event" not in line]
+    ends = {line["update"]: line for line in lines if "epoch_loss" in line}
+    assert [*ends] == [15] and ends[15]["epoch_loss"] == pytest.approx(sum(losses[:15]) / 15, rel=1e-6)
+    assert ends[15]["epoch_loss/text"] == ends[15]["epoch_loss"] and ends[15]["epoch_tokens_per_second"] > 0
+    assert [line["update"] for line in lines if line.get("event") == "training_stats"] == [10, 20]
+    log = (tmp_path / "run" / "train.log").read_text()
+    assert log.count("Estimated total time") == 1 and "(26 updates of " in log
+    (warned,) = [line for line in log.splitlines() if "the gradient norm is" in line]
+    assert " WARNING update 24: " in warned and "exploding" in warned
 
 
 class Modelled(TinyRun):

@@ -29,6 +29,8 @@ class TinyRun:
         self.clock = Clock()
         self.hooks = hooks
         self.stopped: str | None = None
+        self.datasets: Sequence[Any] = ()
+        self.iteration = None
 
     @property
     def backend(self) -> Backend:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,67 @@ visualizer = dict(
             mode='offline', settings=dict(x_transaction_log_flush_interval=0.05))),
         dict(type='TensorboardVisBackend', save_dir={tensorboard!r}),
         dict(type='JsonlVisBackend', save_dir={lines!r}),
+        dict(type='TrackioVisBackend', project='unigen'),
     ],
 )
-default_hooks['logger'] = dict(type='LoggerHook', interval=1, unit='update')
+default_hooks['logger'] = dict(type='LoggerHook', interval=1, unit='update', statistics_interval=2)
 default_hooks['checkpoint'] = dict(
     type='CheckpointHook', unit='update', interval={interval}, filename_tmpl='step_{{}}')
+val_dataloader = dict(split=0.1, batch_size=8)
+custom_hooks = custom_hooks + [
+    dict(type='EvaluateHook', interval=1, unit='update', max_batches=1),
+    dict(type='PreviewHook', prompts=['draw a three'], interval=3, size=[8, 8], flow=dict(num_timesteps=2)),
+]
 """
+TRACKIO = '''
+"""The part of trackio's interface (0.43) that is used, in a file: its releases need an older pillow than the tests."""
+
+import json
+import sys
+
+
+def note(**entry):
+    with open(f"{sys.argv[sys.argv.index('--work-dir') + 1]}/trackio.jsonl", "a") as file:
+        file.write(json.dumps(entry) + "\\n")
+
+
+class Image(float):
+    def __new__(cls, picture):
+        return super().__new__(cls, picture.width)
+
+
+class Run:
+    def __init__(self, name):
+        self.name = name
+
+    def log(self, metrics, step=None):
+        note(**{**metrics, "run": self.name, "update": step})
+
+    def alert(self, title, text=None):
+        note(run=self.name, alert=title)
+
+    def finish(self):
+        pass
+
+
+def init(project, name=None, **given):
+    return Run(name)
+'''
+KINDS = {"evaluation": "val/loss", "statistics": "training_stats/avg_fw_bw_time", "preview": "preview"}
+
+
+def kind_of(line: Mapping[str, Any]) -> str:
+    """What a line of a writer holds."""
+    return next((kind for kind, name in KINDS.items() if any(key.startswith(name) for key in line)), "update")
+
+
+def once(lines: Iterable[Mapping[str, Any]], *, first: int = 1, previews: bool = True) -> None:
+    """Each update, evaluation, statistic and picture after update ``first`` - 1 is there once, and nothing else."""
+    found = sorted((kind_of(line), int(line["update"])) for line in lines)
+    every = range(first, END + 1)
+    expected = {"evaluation": every, "statistics": [n for n in every if n % 2 == 0], "update": every}
+    expected |= {"preview": [n for n in every if n % 3 == 0]} if previews else {}
+    assert found == sorted((kind, update) for kind, updates in expected.items() for update in updates)
 
 
 @dataclass
@@ -41,6 +96,10 @@ class Case:
     folder: Path
     tensorboard: Path
     lines: Path
+
+    @property
+    def trackio(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / "trackio.jsonl").read_text().splitlines()]
 
     @property
     def offline(self) -> list[OfflineRun]:
@@ -60,6 +119,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 def killed(bench: Bench) -> str:
     """A run that saves at update 4 and is killed after update 7."""
     given = {"tensorboard": str(bench.folder / "tb"), "lines": str(bench.folder / "lines")}
+    (bench.folder / "trackio.py").write_text(TRACKIO)
     with bench.config.open("a") as config:
         config.write(WRITERS.format(interval=SAVE_EVERY_UPDATES, **given))
     died = bench.train("killed", KILL_AT=f"update:{KILLED_AT}", SLOW="0.2")
@@ -96,37 +156,54 @@ def test_checkpoints_are_saved_and_named_by_update(resumed: dict[str, Case]) -> 
 
 
 def test_one_wandb_run_and_no_line_twice_after_a_kill(resumed: dict[str, Case]) -> None:
+    """Lines of updates, evaluations, statistics and pictures."""
     first, second = resumed["same"].offline
     assert first.run.run_id == second.run.run_id
-    updates = [row["update"] for row in first.rows], [row["update"] for row in second.rows]
-    assert updates[0] == list(range(1, len(updates[0]) + 1)) and len(updates[0]) >= SAVE_EVERY_UPDATES
-    assert updates[1] == list(range(KILLED_AT + 1, END + 1))
+    assert len(first.rows) >= SAVE_EVERY_UPDATES, "a kill takes what W&B has not yet written"
+    assert min(row["update"] for row in second.rows) == KILLED_AT + 1
+    written = [(kind_of(row), row["update"]) for row in first.rows]
+    assert len(written) == len({*written}) and max(update for _, update in written) <= KILLED_AT
+    if sum(kind == "update" for kind, _ in written) == KILLED_AT:  # W&B had written all
+        once([*first.rows, *second.rows])
     assert first.run.display_name.startswith("UnifiedModel-1x-")
+
+
+def test_one_trackio_run_and_no_line_twice_after_a_kill(resumed: dict[str, Case]) -> None:
+    lines = resumed["same"].trackio
+    assert len({line["run"] for line in lines}) == 1 and not [line for line in lines if "alert" in line]
+    once(lines)
 
 
 def test_changed_values_begin_a_run_of_their_own(resumed: dict[str, Case]) -> None:
     old, tagged, new = resumed["changed"].offline
     assert old.run.run_id == tagged.run.run_id != new.run.run_id
     assert not tagged.rows and tagged.run.tags == [f"abandoned after update {SAVE_EVERY_UPDATES}"]
-    assert [row["update"] for row in new.rows] == list(range(SAVE_EVERY_UPDATES + 1, END + 1))
+    once(new.rows, first=SAVE_EVERY_UPDATES + 1)
     assert new.config["parent_run"] == old.run.run_id and new.config["parent_update"] == SAVE_EVERY_UPDATES
     assert new.run.run_group == old.run.run_group and new.run.display_name.endswith("from update 4")
+    (alert,) = [line for line in resumed["changed"].trackio if "alert" in line]
+    assert alert["alert"] == f"abandoned after update {SAVE_EVERY_UPDATES}"
+    own = [line for line in resumed["changed"].trackio if line["run"] != alert["run"]]
+    assert len({line["run"] for line in own}) == 1
+    once(own, first=SAVE_EVERY_UPDATES + 1)
 
 
 @pytest.mark.parametrize("name", ["same", "changed"])
 def test_event_files_and_json_lines_hold_each_update_once(resumed: dict[str, Case], name: str) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     case = resumed[name]
-    expected = [line for line in read_lines(case.folder / "metrics.jsonl") if "event" not in line]
-    assert [line["update"] for line in expected] == list(range(1, END + 1))
-    events = accumulator.EventAccumulator(str(case.tensorboard)).Reload()
-    for tag in ("loss", "grad_norm", "lr"):
+    counted = read_lines(case.folder / "metrics.jsonl")
+    once(counted, previews=False)
+    events = accumulator.EventAccumulator(str(case.tensorboard), size_guidance={"images": 0, "scalars": 0}).Reload()
+    for tag in ("loss", "grad_norm", "lr", "val/loss", KINDS["statistics"]):
         found = [(event.step, event.value) for event in events.Scalars(tag)]
-        assert found == [(line["update"], pytest.approx(line[tag], rel=1e-6)) for line in expected]
+        assert found == [(line["update"], pytest.approx(line[tag], rel=1e-6)) for line in counted if tag in line]
+    assert [event.step for event in events.Images("preview")] == [3, 6, 9]
     (path,) = case.lines.glob("*.jsonl")
-    assert [(line["update"], line["loss"]) for line in read_lines(path)] == [
-        (line["update"], line["loss"]) for line in expected
-    ]
+    lines = read_lines(path)
+    once(lines, previews=False)
+    for tag in ("loss", "val/loss"):
+        assert [line[tag] for line in lines if tag in line] == [line[tag] for line in counted if tag in line]
 
 
 def test_each_start_has_a_dated_log(resumed: dict[str, Case]) -> None:

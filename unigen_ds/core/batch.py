@@ -42,6 +42,10 @@ class Batch:
     """Identity of each sample, in order: ``source:index:pass``; what the ledger digests."""
     skipped: tuple[dict[str, str], ...] = field(default=())
     """Samples replaced by padding because they could not be loaded: ``{sample, path, why}``."""
+    sample_sources: tuple[int, ...] = field(default=())
+    """Number of the source of each sample."""
+    sample_ends: tuple[int, ...] = field(default=())
+    """Tokens of the micro-batch up to the end of each sample."""
 
     @property
     def num_tokens(self) -> int:
@@ -56,6 +60,12 @@ class Batch:
     def target_counts(self) -> dict[str, float]:
         """Number of targets (or the sum of their weights) of each loss term: the same terms in every batch."""
         raise NotImplementedError(f"{type(self).__name__}.target_counts")
+
+    def target_positions(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Of each term: the token index of each target and its weight, in the order of ``LossTerms.each``. The losses
+        of a training with several sources are then logged for each source; without an entry a term has none.
+        """
+        return {}
 
     def to(self, device: torch.device | str, *, non_blocking: bool = True) -> Self:
         """A copy with every tensor on ``device``."""
@@ -148,6 +158,11 @@ class PackedBatch(Batch):
         """Number of targets of each loss term (sum of weights for text). Call it on the CPU batch: no device sync."""
         return {"text": float(self.text_target_weight.sum()), "image": float(self.image_target_index.numel())}
 
+    def target_positions(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """As of ``Batch``."""
+        image = self.image_target_index
+        return {"text": (self.text_target_index, self.text_target_weight), "image": (image, torch.ones(image.numel()))}
+
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
     """A small CPU tensor on ``device``, without waiting for it: a copy to CUDA that does not wait needs page-locked
@@ -165,8 +180,9 @@ class LossTerms:
 
     sums: Mapping[str, Tensor]
     each: Mapping[str, Tensor] = field(default_factory=dict)
-    """In eval mode a model may add the value of each target, [number of targets] by term, in the batch's order and
-    already weighted as in the sum; an evaluation then divides them by ``Family.target_groups``, too."""
+    """A model may add the value of each target, [number of targets] by term, in the batch's order and already weighted
+    as in the sum. In eval mode they are divided by ``Family.target_groups``, too; in a training, detached, by source.
+    """
 
     def weighted(self, loss_weights: Mapping[str, float], counts: Mapping[str, float]) -> Tensor:
         """``sum_k w_k * sum_k / count_k`` with the counts of the whole update. A term without targets adds zero.

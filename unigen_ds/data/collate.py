@@ -9,6 +9,7 @@ padding token, so that no micro-batch is empty.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,6 +51,8 @@ def collate(
     builder = processor.builder()
     sample_ids: list[str] = []
     skipped: list[dict[str, str]] = []
+    sources: list[int] = []
+    ends: list[int] = []
     for row in rows:
         before = builder.num_tokens
         for draw in row:
@@ -61,11 +64,14 @@ def collate(
                 skipped.append({"sample": sample_id, "path": error.path, "why": error.problem})
                 planned = int(datasets[draw.source].lengths()[0][draw.index])
                 builder.add_padding(unit_tokens(planned, draw.piece, seq_length))
-                continue
-            builder.add_document(loaded)
+            else:
+                builder.add_document(loaded)
+            sources.append(draw.source)
+            ends.append(builder.num_tokens)
         if builder.num_tokens == before:
             builder.add_padding(1)
-    return builder.batch(len(rows), tuple(sample_ids), tuple(skipped))
+    batch = builder.batch(len(rows), tuple(sample_ids), tuple(skipped))
+    return dataclasses.replace(batch, sample_sources=tuple(sources), sample_ends=tuple(ends))
 
 
 def pack_documents(documents: Sequence[Sequence[Loaded]], processor: Processor) -> Any:

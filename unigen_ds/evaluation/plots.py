@@ -69,4 +69,6 @@ def _validation(metrics_file: Path, lines: list[Line]) -> list[tuple[float, floa
 
 
 def _losses(lines: list[Line]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(key for line in lines for key in line if key.partition("/")[0] == "loss"))
+    """The total and the terms; those of single sources are in a report."""
+    keys = dict.fromkeys(key for line in lines for key in line if key.partition("/")[0] == "loss")
+    return tuple(key for key in keys if key.count("/") < 2)

@@ -35,7 +35,7 @@ def make_console() -> Console:
 
 def loss_names(record: Mapping[str, Any]) -> list[str]:
     """``loss``, and ``loss/<term>`` of each term, whatever the family calls them."""
-    return [name for name in record if name == "loss" or name.startswith("loss/")]
+    return [name for name in record if name == "loss" or (name.startswith("loss/") and name.count("/") == 1)]
 
 
 def progress_line(record: Mapping[str, Any], *, summary: Mapping[str, float]) -> str:

@@ -1,7 +1,8 @@
 """The record of a run: one line of ``metrics.jsonl`` per log interval, the same to the console and to the writers.
 
 The losses of a line are those of its own update, over all ranks, so a resumed run can be compared with an
-uninterrupted one line by line. The price is one small gloo reduction and one device synchronisation, at log time only.
+uninterrupted one line by line; where the data has several sources, they are there for each source, too. The price is
+one small gloo reduction (of several sources two) and one device synchronisation, at log time only.
 
 Lines with ``event`` are not those of an update: ``training_stats`` (``hooks/timer.py``), ``evaluation``
 (``after_val``), ``resume`` (``hooks/journal.py``), and what others log (``LoggerHook.log``).
@@ -19,12 +20,14 @@ import torch
 from annotated_types import Ge
 
 from unigen_ds.core import dist
-from unigen_ds.core.batch import DEFAULT_WEIGHT
+from unigen_ds.core.batch import DEFAULT_WEIGHT, Batch
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.log import logger
 from unigen_ds.core.metrics import METRICS_FILE
 from unigen_ds.core.registry import HOOKS, checked
+from unigen_ds.data.datasets import source_names
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
+from unigen_ds.hooks.by_source import SourceLosses
 from unigen_ds.hooks.console import Console, make_console
 from unigen_ds.hooks.epoch import EpochMeans
 from unigen_ds.hooks.grad_norm import GradNormWatch
@@ -82,6 +85,7 @@ class LoggerHook(Hook):
         self._norms: list[torch.Tensor | float] = []
         self._watch = GradNormWatch()
         self._epoch = EpochMeans()
+        self._by_source = SourceLosses()
 
     def after_load_checkpoint(self, run: Run, manifest: Mapping[str, Any]) -> None:
         self._journal.resume(run, manifest)
@@ -89,6 +93,7 @@ class LoggerHook(Hook):
     def before_train(self, run: Run) -> None:
         self._journal.start(run)
         self._epoch.start()
+        self._by_source = SourceLosses(source_names(run.datasets))
         if self._log_metric_by_epoch:
             logger().warning("LoggerHook.log_metric_by_epoch has no effect: each line has update, iteration and epoch")
         if dist.is_main():
@@ -103,6 +108,13 @@ class LoggerHook(Hook):
                     identity=identity,
                     rounding=ROUNDING_CUDA if torch.cuda.is_available() else ROUNDING,
                 )
+
+    def before_update(self, run: Run) -> None:
+        self._by_source.begin()
+
+    def after_train_iter(self, run: Run, index: int, batch: Batch) -> None:
+        if run.iteration is not None:
+            self._by_source.add(batch, run.iteration.each)
 
     def after_update(self, run: Run, result: UpdateResult) -> None:
         first = self._last is None
@@ -192,7 +204,7 @@ class LoggerHook(Hook):
 
     def _log(self, run: Run, result: UpdateResult, of_epoch: Mapping[str, float] | None = None) -> None:
         """Collective. Reads the device: the only code outside the optimizer step that waits for it."""
-        losses = global_losses(result)
+        losses = {**global_losses(result), **self._by_source.means(sorted(result.counts))}
         timer = find_timer(run)
         rates = global_rates(timer) if timer else {}
         memory = global_memory()

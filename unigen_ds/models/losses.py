@@ -31,5 +31,6 @@ def image_loss_sum(velocity: Tensor, target: Tensor) -> Tensor:
 
 
 def loss_terms(each: Mapping[str, Tensor], *, training: bool) -> LossTerms:
-    """Sums of the values of each target, [number of targets] by term; and in an evaluation the values themselves."""
-    return LossTerms({name: losses.sum() for name, losses in each.items()}, {} if training else each)
+    """Sums of the values of each target, [number of targets] by term; and the values, in a training detached."""
+    values = {name: losses.detach() for name, losses in each.items()} if training else each
+    return LossTerms({name: losses.sum() for name, losses in each.items()}, values)

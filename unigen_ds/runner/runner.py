@@ -143,7 +143,8 @@ class Runner:
                 terms = self.backend.model(micro_batch.batch.to(self.backend.device))
                 self.backend.backward(terms.weighted(self._parts.loss_weights, update.counts))
             found = {name: value.detach() for name, value in terms.sums.items()}
-            self.iteration = Iteration(micro_batch.batch, found, self._parts.loss_weights)
+            each = {name: value.detach() for name, value in terms.each.items()}
+            self.iteration = Iteration(micro_batch.batch, found, self._parts.loss_weights, each)
             for name, value in found.items():
                 sums[name] = sums[name] + value if name in sums else value
             if not last:

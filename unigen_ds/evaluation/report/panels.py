@@ -80,10 +80,33 @@ def curves(run: WorkDir) -> list[Html]:
         if key not in shown and not key.startswith("val/"):
             rest.setdefault(key.partition("/")[0], []).append(key)
     more = [figure(name.replace("_", " "), group) for name, group in rest.items()]
+    more += _statistics(run, marks)
     parts = [_grid(main)]
     if any(more):
         parts.append(details(f"Further curves ({sum(one is not None for one in more)})", _grid(more, first_wide=False)))
     return parts
+
+
+def _statistics(run: WorkDir, marks: Sequence[Mark]) -> list[Html | None]:
+    """A chart for each statistic over ranks, with its average, maximum and minimum; the time shares together."""
+    groups: dict[str, list[str]] = {}
+    for key in keys_of(run.statistics):
+        kind, _, name = key.partition("/")[2].partition("_")
+        if kind not in ("avg", "max", "min"):
+            continue  # of single ranks
+        of_shares = name.startswith("share_")
+        if not of_shares:
+            groups.setdefault(name, []).append(key)
+        elif kind == "avg":
+            groups.setdefault("shares of the time", []).append(key)
+    return [
+        chart(
+            f"Over ranks: {name.replace('_', ' ')}",
+            [Series(label(key), points(run.statistics, key), i, smooth=False) for i, key in enumerate(keys)],
+            x_label="update", marks=marks, compact=True,
+        )
+        for name, keys in groups.items()
+    ]  # fmt: skip
 
 
 def _once(series: Sequence[Series]) -> list[Series]:

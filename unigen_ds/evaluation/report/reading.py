@@ -28,6 +28,8 @@ from unigen_ds.evaluation.jobs import RESULT, numbers_of, read_result
 BEST_HINT, LOG_FILE, PREVIEWS, RESULTS = "best_checkpoint", "train.log", "previews", "eval_results"
 SCORES = "evaluations"
 """Of the metrics of ``EvaluateHook``, whose lines in ``metrics.jsonl`` have the same values without provenance."""
+STATISTICS = "training_stats"
+"""Event of the lines with the statistics over ranks."""
 Line = dict[str, Any]
 _SECRET = re.compile(r"(?i)(api_?key|password|passwd|secret|access_token)$")
 _LOGGED = re.compile(r"(\S+ \S+) (WARNING|ERROR|CRITICAL) (.*)")
@@ -76,6 +78,8 @@ class WorkDir:
     """Lines of updates that count, one for each update that was logged, in order."""
     abandoned: Sequence[Sequence[Line]]
     """Lines that a resume made void, by the start that wrote them."""
+    statistics: Sequence[Line]
+    """Lines with the statistics over ranks that count, in order."""
     evaluations: Sequence[Evaluated]
     checkpoints: Sequence[store.Found]
     lineage: Lineage
@@ -181,6 +185,7 @@ def read_work_dir(path: Path) -> WorkDir:
         starts=starts,
         updates=lines_of_updates(kept),
         abandoned=_abandoned(metrics, kept),
+        statistics=[line for line in kept if line.get("event") == STATISTICS and _whole(line.get("update"))],
         evaluations=_once(_evaluations(kept), _results(path, problems, prefix=_async_prefix(config, kept))),
         checkpoints=checkpoints,
         lineage=_lineage(path, problems),
@@ -320,6 +325,8 @@ def _evaluations(lines: Iterable[Line]) -> list[Evaluated]:
     found = []
     for line in lines:
         event = line.get("event")
+        if event == STATISTICS:
+            continue
         names = [key for key in line if key.startswith("val/")] if event is None else [*line]
         values = {key: n for key in names if key not in _POSITION and (n := number(line[key])) is not None}
         given = line.get("provenance")
