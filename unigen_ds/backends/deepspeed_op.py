@@ -13,7 +13,9 @@ import shutil
 import sys
 import time
 from contextlib import redirect_stdout
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -44,28 +46,31 @@ def check_build_tools() -> None:
 
 
 def load_shared_memory_op(*, quiet_s: float = QUIET_S) -> None:
-    """Compile (about 30 s, once per machine) and load the operator; DeepSpeed then finds it loaded.
+    """Compile (30 s to two minutes, once per machine) and load the operator; DeepSpeed then finds it loaded.
 
-    Nothing to do with CUDA. The build of another process is waited for until it has written nothing for ``quiet_s``.
+    Rank 0 logs it before it waits for another process that may compile, too. Nothing to do with CUDA. The build of another process is waited for until it has written nothing for ``quiet_s``.
     """
     # DeepSpeed compiles with ninja, which pip puts beside the interpreter
     os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
     if torch.cuda.is_available():
         return
-    from deepspeed.comm.torch import build_shm_op
     from torch.utils.cpp_extension import _get_build_directory
 
+    deepspeed_comm: Any = import_module("deepspeed.comm.torch")  # ``deepspeed.comm`` has torch itself under that name
     folder = Path(_get_build_directory(NAME, False))
+    if not any(folder.glob("*.so")):
+        kept = os.environ.get("TORCH_EXTENSIONS_DIR") or folder.parents[1]
+        logger().info("DeepSpeed compiles its shared-memory operator: once, up to two minutes; it is kept in"
+                      " TORCH_EXTENSIONS_DIR=%s.", kept)  # fmt: skip
     with held(folder / _OURS) as problem:
         if problem is not None:
             logger().warning(
                 "No lock at %s (%s): do not start two runs before DeepSpeed's operator is built", folder, problem
             )
         _clear_abandoned(folder / "lock", quiet_s)
-        if not any(folder.glob("*.so")):
-            logger().info("Compiling DeepSpeed's shared-memory operator: about 30 s, once on this machine.")
-        with redirect_stdout(io.StringIO()):  # DeepSpeed prints the same when it needs the operator
-            build_shm_op()
+        with redirect_stdout(io.StringIO()):  # a line that it was built, also where it was there
+            operator = deepspeed_comm.build_shm_op()
+    deepspeed_comm.build_shm_op = lambda: operator
 
 
 def _clear_abandoned(lock: Path, quiet_s: float) -> None:

@@ -50,6 +50,35 @@ def notice(text: str) -> None:
         logger().info(text)
 
 
+_KNOWN_RECORDS = {
+    "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
+    "DeepSpeed": "Setting accelerator to CPU",
+}
+"""Name of a library's logger -> how its line begins. mmengine's hooks import both libraries: the first misses a kernel
+that nothing here uses, the second reports what a machine without a GPU has."""
+_KNOWN_WARNINGS = ((FutureWarning, r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated",
+                    r"torch\.distributed\.c10d_logger"),)  # fmt: skip
+"""Category, message and module: DeepSpeed and FSDP call these names, which torch 2.13 has renamed."""
+
+
+def hide_known() -> None:
+    """Hide lines of libraries in which there is nothing to do, each by its logger or module and its text.
+
+    Called where this module is imported: before the libraries, which print some of them at their import.
+    """
+    for category, message, module in _KNOWN_WARNINGS:
+        warnings.filterwarnings("ignore", message, category, module)
+    for name in _KNOWN_RECORDS:
+        logging.getLogger(name).addFilter(_is_shown)  # the same function is added once
+
+
+def _is_shown(record: logging.LogRecord) -> bool:
+    begins = _KNOWN_RECORDS.get(record.name)
+    return begins is None or record.levelno > logging.WARNING or not record.getMessage().startswith(begins)
+
+
+hide_known()
+
 LIBRARIES = ("torch", "bitsandbytes", "transformers", "deepspeed", "DeepSpeed", "mmengine")
 
 

@@ -16,7 +16,6 @@ unpacked weight is kept in between), and packed weights are whole on every proce
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -164,8 +163,6 @@ def _linears(part: nn.Module) -> dict[str, nn.Linear]:
 
 def _import_bitsandbytes() -> None:
     """Its import registers ``torch.ops.bitsandbytes``."""
-    # else every process would warn about a package for a kernel of inference, which is not used here
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
         import bitsandbytes  # noqa: F401
     except ImportError as error:
