@@ -139,6 +139,23 @@ def whole_sections(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
     return {name: overrides[name] for name in whole}, {k: v for k, v in overrides.items() if k not in whole}
 
 
+def as_in_the_file(config: Config, overrides: Mapping[str, Any]) -> list[ConfigError]:
+    """Set each value at its path, as if the file had it: sections that are missing are made, and any key is accepted."""
+    errors: list[ConfigError] = []
+    for dotted, value in overrides.items():
+        *parents, last = override_path(dotted)
+        node: Any = config
+        for key in parents:
+            if isinstance(node, _NODES) and node.get(key) is None:
+                node[key] = ConfigDict()
+            node = node.get(key) if isinstance(node, _NODES) else None
+        if isinstance(node, _NODES):
+            node[last] = value
+        else:
+            errors.append(ConfigError(f"override {dotted!r}: {'.'.join(parents)} has no keys"))
+    return errors
+
+
 def apply_overrides(config: Config, overrides: Mapping[str, Any], schema: Mapping[str, Any]) -> list[ConfigError]:
     """Set each value at its path. Returns an error for each path that does not exist."""
     errors: list[ConfigError] = []

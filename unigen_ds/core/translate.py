@@ -6,7 +6,7 @@ another one. A key that would change the training has no translation: ``config_h
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from unigen_ds.core.errors import ConfigError
@@ -51,6 +51,18 @@ FOREIGN = frozenset((
     "val_cfg", "val_evaluator", "test_cfg", "test_dataloader", "test_evaluator",
 ))  # fmt: skip
 """Sections of mmengine's that this project does not have; ``translate`` removes what it understands of them."""
+_READ = (
+    "train_cfg.by_epoch", "train_cfg.val_interval", "optim_wrapper.type", "optim_wrapper.dtype",
+    "default_hooks.checkpoint.save_best", "default_hooks.checkpoint.rule",
+    *(f"{part}_dataloader.{key}" for part in ("train", "val") for key in ("sampler", "shuffle", "collate_fn")),
+)  # fmt: skip
+"""Keys that ``translate`` reads, beside those of the tables and ``FOREIGN``."""
+
+
+def is_translated(path: Sequence[str]) -> bool:
+    """Whether ``translate`` reads that key, or one that contains it, with some value."""
+    dotted = [".".join(path[: k + 1]) for k in range(len(path))]
+    return path[0] in FOREIGN or any(key in (*_DROPPED, *_NO_EFFECT, *_READ) for key in dotted)
 
 
 def translate(config: dict[str, Any]) -> tuple[list[str], list[ConfigError]]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from unigen_ds.core.config import config_path, override_path, plain_values
 from unigen_ds.core.config_file import bases_of, read_file
-from unigen_ds.core.translate import translate
+from unigen_ds.core.translate import is_translated, translate
 from unigen_ds.runner.settings import Settings
 
 _MISSING = object()
@@ -48,6 +48,7 @@ class Layer:
 def config_lines(config: Any, name: str | Path, overrides: Mapping[str, Any]) -> list[str]:
     """A line for each key: ``key = value  # origin``. ``config``: what ``load_config(name, overrides)`` returned."""
     settings, layer = Settings.from_config(config), Layer.read(config_path(name))
+    translated = any(is_translated(override_path(key)) for key in overrides)  # its value is at another key
     rows = []
     for leaf, value in _leaves(settings.plain()):
         given = _at(settings.given, leaf)
@@ -56,7 +57,8 @@ def config_lines(config: Any, name: str | Path, overrides: Mapping[str, Any]) ->
         elif given is _MISSING:
             origin = "default"
         else:
-            origin = layer.origin(leaf, given) or "default"
+            by_translation = translated and leaf != ("work_dir",)
+            origin = layer.origin(leaf, given) or ("command line" if by_translation else "default")
         rows.append((f"{dotted(leaf)} = {value!r}", origin))
     width = min(max(len(text) for text, _ in rows), 72)
     return [*(f"# {note}" for note in layer.notes), *(f"{text:<{width}}  # {origin}" for text, origin in rows)]

@@ -28,7 +28,7 @@ from unigen_ds.core.log import logger, notice
 from unigen_ds.core.paths import expand_paths
 from unigen_ds.core.registry import BACKENDS, MODELS, argument_problems, find, undone_on_failure
 from unigen_ds.core.settings import LISTED, Component, Of, Section, argument_defaults, keys
-from unigen_ds.core.translate import FOREIGN, translate
+from unigen_ds.core.translate import FOREIGN, is_translated, translate
 from unigen_ds.core.values import Number
 from unigen_ds.data import augment as _augment  # noqa: F401
 from unigen_ds.data import packing as _packing  # noqa: F401
@@ -315,6 +315,12 @@ def load_config(name: str | Path, overrides: Iterable[str] | Mapping[str, Any] =
     foreign = {key: value for key, value in sections.items() if key in FOREIGN}
     for key, value in foreign.items():
         config[key] = value
+    foreign |= {key: None for key in map(_section, given) if key in FOREIGN}
+    early, given = _read_with_the_file(given)
+    for key, value in early.items():
+        one = {key: value}
+        translated = is_translated(files.override_path(key))
+        errors += files.as_in_the_file(config, one) if translated else files.apply_overrides(config, one, schema)
     errors += _translate_file(config)
     kept = {key: config.pop(key) for key in foreign if key in config}
     errors += files.apply_overrides(config, {**kept, **given}, schema)
@@ -329,6 +335,22 @@ def load_config(name: str | Path, overrides: Iterable[str] | Mapping[str, Any] =
             config.pop(key)  # a helper variable: the file has read it
     expand_paths(config)
     return config
+
+
+def _read_with_the_file(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Dotted overrides that are applied before the file is translated, and all others.
+
+    The first are keys of mmengine's, with what the translation reads beside them: all of the same section, and the
+    validation data. The others are keys of ours, which override what the translation makes of the file.
+    """
+    sections = {_section(key) for key in given if is_translated(files.override_path(key))}
+    sections |= {"val_dataloader"} if sections else set()
+    early = {key: value for key, value in given.items() if _section(key) in sections}
+    return early, {key: value for key, value in given.items() if key not in early}
+
+
+def _section(dotted: str) -> str:
+    return files.override_path(dotted)[0]
 
 
 def _translate_file(config: Config) -> list[ConfigError]:
