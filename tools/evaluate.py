@@ -7,7 +7,8 @@ checkpoint's config. Started by torchrun, each process has the whole model and i
     torchrun --nproc_per_node=4 tools/evaluate.py CKPT --out results.json
     python tools/evaluate.py --compare A.json B.json
 
-Exit status: 0 done, 1 the checkpoint or the data cannot be read, or two results are unlike, 2 wrong usage.
+Exit status: 0 done, 1 the checkpoint or the data cannot be read, a metric failed (all others are printed and stored), or
+two results are unlike, 2 wrong usage.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--data", metavar="FILE", help="a file of records to evaluate on, instead of val_dataloader's data")
     p.add_argument("--metrics", nargs="+", default=[], metavar="NAME",
                    help='further metrics: BLEU, or with arguments {"type": "BLEU", ...}')  # fmt: skip
+    p.add_argument("--generation", nargs="+", default=[], metavar="K=V",
+                   help="how the model answers for metrics, as EvaluateHook.generation: max_new_tokens=128\n"
+                   "temperature=0.7 top_p=0.9 seed=1 flow.num_timesteps=26 flow.text_scale=4.0")  # fmt: skip
+    p.add_argument("--max-samples", type=int, metavar="N", help="records of each kind that the model answers, at most")
     p.add_argument("--batch-size", type=int, metavar="N", help="of each process; default: val_dataloader's")
     p.add_argument(
         "--seq-length", type=int, metavar="N", help="tokens of a sequence at most; default: val_dataloader's"
@@ -88,11 +93,11 @@ def run(arguments: argparse.Namespace) -> int:
     dist.init()
     failed = True
     try:
-        evaluate(arguments) if arguments.lmms_tasks is None else benchmark(arguments)
+        status = evaluate(arguments) if arguments.lmms_tasks is None else benchmark(arguments)
         failed = False
     finally:
         dist.shutdown(after_error=failed)
-    return 0
+    return status
 
 
 def source(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -103,25 +108,30 @@ def source(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"config": config, "tag": arguments.tag, "allow_custom_imports": arguments.allow_custom_imports}
 
 
-def evaluate(arguments: argparse.Namespace) -> None:
-    """On validation data."""
+def evaluate(arguments: argparse.Namespace) -> int:
+    """On validation data; 1 if a metric has no value."""
     from unigen_ds.core import dist
     from unigen_ds.evaluation.provenance import write_results
     from unigen_ds.runner import evaluated as library
 
-    names = ("data", "batch_size", "seq_length", "max_batches", "ema")
+    names = ("data", "batch_size", "seq_length", "max_batches", "max_samples", "ema")
     options = {name: getattr(arguments, name) for name in names}
     options["metrics"] = [metric(text) for text in arguments.metrics]
-    results = library.evaluate(library.EvaluationSubject(arguments.model, **options, **source(arguments)))
+    options["generation"] = generation(arguments.generation)
+    found = library.evaluate(library.EvaluationSubject(arguments.model, **options, **source(arguments)))
+    status = 1 if found.failed else 0
     if not dist.is_main():
-        return
-    for result in results:
+        return status
+    for result in found.results:
         show(result.values)
     if arguments.out is not None:
-        write_results(arguments.out, results)
+        write_results(arguments.out, found.results)
+    for name, why in found.failed.items():
+        print(f"error: the metric {name} has no value: {why}", file=sys.stderr)
+    return status
 
 
-def benchmark(arguments: argparse.Namespace) -> None:
+def benchmark(arguments: argparse.Namespace) -> int:
     """On tasks of lmms-eval."""
     import torch
 
@@ -135,12 +145,27 @@ def benchmark(arguments: argparse.Namespace) -> None:
     model = open_inferencer(arguments.model, device=device, dtype=dtype, raw=not arguments.ema, **source(arguments))
     found = run_tasks(model, arguments.lmms_tasks.split(",") if arguments.lmms_tasks else TASKS, limit=arguments.limit)
     if not dist.is_main():
-        return
+        return 0
     show({f"{task}/{name}": value for task, values in found.items() for name, value in values.items()})
     if arguments.out is not None:
         step = {} if arguments.step is None else {"global_step": arguments.step}
         content = {**step, "checkpoint": str(arguments.model), "results": found}
         write_text_atomic(arguments.out, json.dumps(content, indent=1, default=str) + "\n")
+    return 0
+
+
+def generation(texts: Sequence[str]) -> dict[str, Any]:
+    """``max_new_tokens=9 flow.num_timesteps=4`` as a mapping. Raises ``ConfigError``."""
+    from unigen_ds.core.config import override_path, parse_override
+
+    found: dict[str, Any] = {}
+    for given in texts:
+        dotted, value = parse_override(given)
+        *parents, last = override_path(dotted)
+        if [*parents] not in ([], ["flow"]):
+            raise ConfigError(f"--generation {given}", allowed="KEY=VALUE, and flow.KEY=VALUE")
+        (found.setdefault("flow", {}) if parents else found)[last] = value
+    return found
 
 
 def metric(text: str) -> dict[str, Any]:

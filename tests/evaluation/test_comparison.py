@@ -13,7 +13,7 @@ import pytest
 
 from tests.evaluation.tiny_models import Convolution, noise
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.evaluation.comparison import compare, compare_files
+from unigen_ds.evaluation.comparison import NO_DRAWS, compare, compare_files
 from unigen_ds.evaluation.metrics import evaluated
 from unigen_ds.evaluation.metrics.bleu import BLEU
 from unigen_ds.evaluation.metrics.exact_match import ExactMatch
@@ -82,6 +82,9 @@ def test_each_part_of_a_provenance_counts(name: str) -> None:
 def test_without_equal_draws_there_is_no_interval_and_the_reason_is_stated() -> None:
     (none,) = compare(bleu(0.5, resamples=0), bleu(0.6))
     assert none.low is None and none.difference > 0 and "no interval: evaluated without resampling" in str(none)
+    a = bleu(0.5, resamples=0)
+    a = dataclasses.replace(a, provenance={**a.provenance, "resampling": f"{NO_DRAWS}the model returns no values"})
+    assert "(no interval: the model returns no values)" in str(compare(a, a)[0])
     (other,) = compare(bleu(0.5, seed=1), bleu(0.6, seed=2))
     assert other.low is None and "1000 draws, seed 1 and 1000 draws, seed 2" in str(other)
 

@@ -24,8 +24,10 @@ from unigen_ds.checkpoint.best_record import best_of
 from unigen_ds.checkpoint.convert import merge
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.metrics import read_lines
+from unigen_ds.core.registry import METRICS
 from unigen_ds.evaluation.jobs import read_result
 from unigen_ds.evaluation.lmms_eval import TASKS, model_class
+from unigen_ds.evaluation.metrics import Metric
 from unigen_ds.evaluation.provenance import read_results
 from unigen_ds.runner import Runner
 
@@ -137,11 +139,60 @@ def test_metrics_beside_the_loss(trained, capsys, tmp_path):
     command = [sys.executable, tool.__file__, str(run / "iter_3.pth"), *metrics, "--out", str(files[1])]
     assert [one.status for one in ranks(command)] == [0, 0]
     assert main(["--compare", *map(str, files)]) == 0
-    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines() if "95 % interval" in line] == [
-        "perplexity", "exact_match",
-    ]  # fmt: skip
+    lines = capsys.readouterr().out.splitlines()
+    assert lines and all("95 % interval" in line for line in lines), "of the losses, too"
+    losses, perplexity, _ = read_results(files[1])
+    names = ["val/loss", "val/loss/text", "val/loss/text/train"]
+    assert [line.split(":")[0] for line in lines] == [*names, "perplexity", "exact_match"]
+    of_texts = [math.exp(one) for one in losses.replicates["val/loss/text"]]
+    assert of_texts == pytest.approx(perplexity.replicates["perplexity"], rel=1e-5) and len({*of_texts}) > 100
     for wrong, message in (("BLUE", "BLEU"), ("{", "is no JSON")):
         assert main([str(run), "--metrics", wrong]) == 2 and message in capsys.readouterr().err
+
+
+@METRICS.register_module(force=True)
+class Broken(Metric):
+    """Fails on the first sample."""
+
+    name = "broken"
+
+    def rows(self, predictions: Any, references: Any, keys: Any) -> Any:
+        raise RuntimeError(f"no score for {len(keys)} samples")
+
+
+def test_a_metric_that_fails_loses_no_other_value(trained, capsys, tmp_path):
+    metrics = ["--metrics", "Perplexity", "Broken", '{"type": "ExactMatch"}']
+    assert main([str(trained / "run"), *metrics, "--out", str(tmp_path / "a.json")]) == 1
+    shown = capsys.readouterr()
+    assert "error: the metric broken has no value: rank 0: RuntimeError: no score for" in shown.err
+    assert [line.split("  ")[0] for line in shown.out.splitlines()][-2:] == ["perplexity", "exact_match"]
+    stored = [result.provenance["metric"] for result in read_results(tmp_path / "a.json")]
+    assert stored == ["val/loss", "perplexity", "exact_match"]
+
+
+def test_how_the_model_answers_is_the_hooks_generation(trained, capsys, tmp_path):
+    """The same names, the same answers, and recorded with the value."""
+    out = tmp_path / "a.json"
+    given = {"max_new_tokens": 3, "temperature": 0.7, "seed": 5}
+    texts = [f"{key}={value}" for key, value in given.items()]
+    arguments = ["--metrics", "ROUGE", "--generation", *texts, "--max-samples", "4", "--out", str(out)]
+    assert main([str(trained / "run" / "iter_3.pth"), *arguments]) == 0
+    rouge = read_results(out)[1]
+    assert rouge.provenance["num_samples"] == "4"
+    assert {key: rouge.provenance[f"generation/{key}"] for key in given} == {k: str(v) for k, v in given.items()}
+    hook = {"type": "EvaluateHook", "interval": 3, "unit": "update", "metrics": [{"type": "ROUGE"}],
+            "max_samples": 4, "generation": given}  # fmt: skip
+    Runner.from_cfg(config(tmp_path, custom_hooks=[hook, {"type": "EMAHook", "momentum": 0.3}])).train()
+    assert read_results(tmp_path / "run" / "evaluations" / "3.json")[0].values == rouge.values
+    for wrong, message in (
+        ("max_new_token=3", "did you mean 'max_new_tokens'"),
+        ("flow.steps=3", "steps"),
+        ("temperature=-1", "temperature"),
+        ("temperature", "KEY=VALUE"),
+        ("a.b=3", "flow.KEY=VALUE"),
+    ):
+        assert main([str(trained / "run"), "--generation", wrong]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_the_hook_computes_metrics_at_an_interval_of_their_own(trained, capsys, tmp_path):

@@ -18,6 +18,8 @@ from unigen_ds.evaluation.provenance import Result, read_results
 
 MAY_DIFFER = frozenset({"checkpoint", "resampling"})
 """What is compared, and what changes no value."""
+NO_DRAWS = "none, since "
+"""Begins a recorded ``resampling`` that has a reason for having no draws."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,9 @@ def _difference(a: Result, b: Result, name: str, level: float) -> Difference:
     drawn = [np.asarray(result.replicates.get(name, ()), dtype=np.float64) for result in (a, b)]
     note = ""
     if not len(drawn[0]) or not len(drawn[1]):
-        note = "no interval: evaluated without resampling"
+        reasons = [result.provenance.get("resampling", "") for result in (a, b)]
+        why = next((one.removeprefix(NO_DRAWS) for one in reasons if one.startswith(NO_DRAWS)), "")
+        note = f"no interval: {why or 'evaluated without resampling'}"
     elif len(drawn[0]) != len(drawn[1]) or a.provenance.get("resampling") != b.provenance.get("resampling"):
         recorded = [
             result.provenance.get("resampling", f"{len(one)} draws") for result, one in zip((a, b), drawn, strict=True)

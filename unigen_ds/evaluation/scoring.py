@@ -23,7 +23,8 @@ from unigen_ds.core.seeding import kept_generators
 from unigen_ds.evaluation.generation import Answers, answers, ask, check_answers, inferencer_of
 from unigen_ds.evaluation.metrics import Metric, evaluated
 from unigen_ds.evaluation.provenance import Result
-from unigen_ds.evaluation.validation import Validation
+from unigen_ds.evaluation.sample_losses import SampleLosses
+from unigen_ds.evaluation.validation import Validation, Watch
 from unigen_ds.families.bagel.flow_settings import BAGEL_FLOW, FlowSettings, flow_for
 from unigen_ds.inference.generated import Kind
 from unigen_ds.inference.sampling import Sampling
@@ -33,6 +34,8 @@ TEXT = "text"
 """The loss term of texts, of which perplexity is computed."""
 _WORDS = {"text": "texts", "image": "pictures"}
 """What a model answers with."""
+_DRAWN = ("loss_replicates", "loss_resampling")
+"""Of ``Evaluation``."""
 Given = tuple[Sequence[Any], Sequence[Any], Sequence[str]]
 """Predictions, references and keys, as ``Metric.update`` has them."""
 
@@ -88,6 +91,10 @@ class Evaluation:
     """Of the metrics that have a value."""
     failed: Mapping[str, str]
     """Name of each other metric -> why it has none."""
+    loss_replicates: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """Bootstrap values of the losses, as of ``Result.replicates``."""
+    loss_resampling: str = "0 draws"
+    """How they were drawn, or why there are none."""
 
     @property
     def values(self) -> dict[str, float]:
@@ -189,8 +196,12 @@ def evaluate(
     """
     with kept_generators():
         texts = TextLosses()
-        watch = texts if any(metric.predicts == "loss" for metric in metrics) else None
+        samples = SampleLosses(validation) if resamples != 0 else None
+        watching: list[Watch] = [texts] if any(metric.predicts == "loss" for metric in metrics) else []
+        watching += [samples] if samples is not None else []
+        watch = _all_of(watching) if watching else None
         losses = validation.losses(backend, max_batches=max_batches, watch=watch)
+        drawn = {} if samples is None else dict(zip(_DRAWN, samples.resampled(), strict=True))
         if max_samples is None and max_batches is not None:
             max_samples = max_batches * validation.data.batch_size
         given: dict[str, Given | Answers | str] = {}
@@ -210,7 +221,15 @@ def evaluate(
             failed[metric.name] = scored
             if dist.is_main():
                 logger().warning("The metric %s has no value this time: %s", metric.name, scored)
-    return Evaluation(losses, results, failed)
+    return Evaluation(losses, results, failed, **drawn)
+
+
+def _all_of(watching: Sequence[Watch]) -> Watch:
+    def watch(batch: Batch, terms: LossTerms) -> None:
+        for each in watching:
+            each(batch, terms)
+
+    return watch
 
 
 def _kinds(metrics: Sequence[Metric]) -> list[Kind]:

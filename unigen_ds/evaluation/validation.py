@@ -27,6 +27,8 @@ Groups = Mapping[str, tuple[Tensor, Sequence[str]]]
 """As of ``Family.target_groups``."""
 Watch = Callable[[Batch, LossTerms], None]
 """Is shown each batch, on the CPU, and what the model returned for it."""
+Key = tuple[str, ...]
+"""(term,), (term, source) or (term, group)."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,10 @@ class Validation:
 
         ``max_batches``: as of ``ValidationData.batches``. ``watch``: sees this rank's batches; not collective.
         """
-        sums, counts = _totals(self, backend, max_batches, watch)
+        return self.values(*_totals(self, backend, max_batches, watch))
+
+    def values(self, sums: Mapping[Key, float], counts: Mapping[Key, float]) -> dict[str, float]:
+        """The names of ``losses`` from sums of losses and numbers of targets."""
         means = {key: sums[key] / count for key, count in sorted(counts.items()) if count}
         terms = {key[0]: mean for key, mean in means.items() if len(key) == 1}
         total = {"val/loss": sum(self.loss_weights.get(term, 1.0) * mean for term, mean in terms.items())}
@@ -56,15 +61,14 @@ class Validation:
         return (total if terms else {}) | named
 
 
-_Key = tuple[str, ...]
-_Part = tuple[_Key, Tensor, float]
-_Totals = tuple[Mapping[_Key, float], Mapping[_Key, float]]
+_Part = tuple[Key, Tensor, float]
+_Totals = tuple[Mapping[Key, float], Mapping[Key, float]]
 
 
 def _totals(validation: Validation, backend: Backend, max_batches: int | None, watch: Watch | None) -> _Totals:
     """Sums of losses and numbers of targets by (term,), (term, source) and (term, group), over all ranks."""
-    sums: dict[_Key, Tensor] = {}
-    counts: defaultdict[_Key, float] = defaultdict(float)  # weights of targets may be fractional
+    sums: dict[Key, Tensor] = {}
+    counts: defaultdict[Key, float] = defaultdict(float)  # weights of targets may be fractional
     skipped: list[str] = []
     with evaluating(backend):
         for one in validation.data.batches(max_batches, dp_rank=backend.dp_rank, dp_size=backend.dp_size):
@@ -92,10 +96,10 @@ def _by_group(term: str, each: Tensor, labels: Tensor, names: Sequence[str]) -> 
     yield from (((term, name), value, number) for name, value, number in zip(names, values, numbers, strict=True))
 
 
-def _over_ranks(sums: Mapping[_Key, float], counts: Mapping[_Key, float], skipped: Sequence[str]) -> _Totals:
+def _over_ranks(sums: Mapping[Key, float], counts: Mapping[Key, float], skipped: Sequence[str]) -> _Totals:
     """Added in the order of the ranks, so that the result is the same on all. Collective."""
-    all_sums: defaultdict[_Key, float] = defaultdict(float)
-    all_counts: defaultdict[_Key, float] = defaultdict(float)
+    all_sums: defaultdict[Key, float] = defaultdict(float)
+    all_counts: defaultdict[Key, float] = defaultdict(float)
     problems: list[str] = []
     for rank_sums, rank_counts, rank_skipped in dist.gather_objects((dict(sums), dict(counts), list(skipped))):
         for total, part in ((all_sums, rank_sums), (all_counts, rank_counts)):

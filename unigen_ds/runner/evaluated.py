@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from unigen_ds.checkpoint.convert import read_source
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.checkpoint.weight_files import locate
 from unigen_ds.core import dist
-from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.log import logger
 from unigen_ds.core.metrics import sample_digest
 from unigen_ds.core.optim import COMPUTE_DTYPE
@@ -29,7 +29,7 @@ from unigen_ds.core.progress import Geometry
 from unigen_ds.data.overflow import check_overflow
 from unigen_ds.evaluation.metrics import build_metrics
 from unigen_ds.evaluation.provenance import Result
-from unigen_ds.evaluation.scoring import check
+from unigen_ds.evaluation.scoring import Answering, check
 from unigen_ds.evaluation.scoring import evaluate as score
 from unigen_ds.evaluation.validation import Validation
 from unigen_ds.families.directories import published_format
@@ -57,7 +57,7 @@ class EvaluationSubject:
         data: a file of records instead of ``val_dataloader``'s data.
         batch_size: sequences of a forward pass on each process; None: that of ``val_dataloader``.
         seq_length: tokens of a sequence at most; None: that of ``val_dataloader``.
-        max_batches, metrics: as of ``EvaluateHook``.
+        max_batches, metrics, max_samples, generation: as of ``EvaluateHook``.
         ema: the average of the weights instead of the weights.
         tag: name of the checkpoint's folder below ``path``.
         allow_custom_imports: as of ``open_model``.
@@ -70,6 +70,8 @@ class EvaluationSubject:
     seq_length: int | None = None
     max_batches: int | None = None
     metrics: Sequence[Mapping[str, Any]] = ()
+    max_samples: int | None = None
+    generation: Mapping[str, Any] = field(default_factory=dict)
     ema: bool = False
     tag: str | None = None
     allow_custom_imports: bool = False
@@ -185,11 +187,22 @@ def _with_path(data: str, *loaders: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "UnifiedGenerationDataset", "data_path": data}
 
 
-def evaluate(given: EvaluationSubject) -> list[Result]:
-    """``val/loss`` and its parts, then each metric. Collective; the same on all ranks.
+@dataclass(frozen=True)
+class Evaluated:
+    """The same on all ranks."""
+
+    results: Sequence[Result]
+    """``val/loss`` and its parts, then each metric that has a value."""
+    failed: Mapping[str, str]
+    """Name of each other metric -> why it has none."""
+
+
+def evaluate(given: EvaluationSubject) -> Evaluated:
+    """Losses and metrics on the validation data. Collective. A metric that fails loses no other value.
 
     Raises what ``open_model`` raises, and ``ConfigError`` or ``DataError`` where the data or a metric cannot be used.
     """
+    answering = Answering.of(given.generation, where="generation")
     if given.metrics:
         given.import_modules()
     metrics = build_metrics(given.metrics)
@@ -197,11 +210,10 @@ def evaluate(given: EvaluationSubject) -> list[Result]:
     check(metrics, engine, validation)
     found = score(
         engine, validation, metrics, checkpoint=given.name, max_batches=given.max_batches,
-        made_by={"precision": engine.precision},
+        max_samples=given.max_samples, answering=answering, made_by={"precision": engine.precision},
     )  # fmt: skip
-    if found.failed:
-        raise DataError("; ".join(f"the metric {name} has no value: {why}" for name, why in found.failed.items()))
-    return [Result(found.losses, _provenance(given, engine, validation)), *found.results]
+    provenance = {**_provenance(given, engine, validation), "resampling": found.loss_resampling}
+    return Evaluated([Result(found.losses, provenance, found.loss_replicates), *found.results], found.failed)
 
 
 def _provenance(given: EvaluationSubject, engine: WholeModel, validation: Validation) -> dict[str, str]:
