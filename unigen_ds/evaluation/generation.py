@@ -30,7 +30,7 @@ from unigen_ds.data.splits import ImageSplit, TextSplit, TokenSplit
 from unigen_ds.data.transforms import UnreadableImage
 from unigen_ds.evaluation.validation import evaluating
 from unigen_ds.families.base import Family, family_of
-from unigen_ds.inference.generated import Generated, Kind, Request, to_picture
+from unigen_ds.inference.generated import BOTH, Generated, Kind, Request, to_picture
 from unigen_ds.inference.sampling import Sampling
 from unigen_ds.inference.together import AnotherRankFailed, TrainedModel
 
@@ -38,6 +38,7 @@ Q = TypeVar("Q")
 A = TypeVar("A")
 Weights = Callable[[], AbstractContextManager[None]]
 """Makes the context in which the model has the weights to evaluate: ``lambda: ema.swapped(run)``."""
+Prediction = str | Image.Image | tuple[str, Image.Image]
 NO_ANSWER = "without such an answer, or without a prompt before it"
 UNREADABLE, TOO_LONG = "with an unreadable image", "with a prompt longer than the model has positions"
 LIKELIEST = Sampling()
@@ -61,6 +62,9 @@ class Question:
     begin: tuple[int, ...]
     """Of a text: the ids that it begins with; they are shown, too."""
     reference_ids: tuple[int, ...] = ()
+    drawn: ImageSplit | None = None
+    """Of a text and a picture: the picture; ``target`` is the text."""
+    picture_first: bool = False
     own_prompt: str | None = None
     """The texts before the answer as the record has them, where that is known (``own_prompt``)."""
 
@@ -71,14 +75,18 @@ class Question:
         for number, split in enumerate(self.before):
             drawn = isinstance(split, ImageSplit) and split.kind == "vae"  # its latent is sampled; all else is fixed
             prompt.append(split.load(processor, (*key, number) if drawn else None))
-        size = None
-        if isinstance(self.target, ImageSplit):
+        size, picture = None, self.drawn or self.target
+        if isinstance(picture, ImageSplit):
             stride = processor.vae_downsample
-            size = (self.target.grid[0] * stride, self.target.grid[1] * stride)
-        return Request(prompt, self.wanted, derive_seed(*key, "answer"), self.begin, size)
+            size = (picture.grid[0] * stride, picture.grid[1] * stride)
+        return Request(prompt, self.wanted, derive_seed(*key, "answer"), self.begin, size, self.picture_first)
 
-    def reference(self, processor: Any) -> str | Image.Image:
-        """The record's own answer: its text as the tokenizer decodes it, or its picture in the size of training."""
+    def reference(self, processor: Any) -> str | Image.Image | None:
+        """The record's own answer: its text as the tokenizer decodes it, or its picture in the size of training; None
+        of a text and a picture, which are compared with each other.
+        """
+        if self.drawn is not None:
+            return None
         if isinstance(self.target, ImageSplit):
             return to_picture(self._pixels(self.target, processor))
         text: str = processor.tokenizer.decode([*self.reference_ids])
@@ -121,8 +129,8 @@ class Answer:
     """What the model made of one record, beside the record's own answer."""
 
     key: str
-    prediction: str | Image.Image
-    reference: str | Image.Image
+    prediction: Prediction
+    reference: str | Image.Image | None
     prompt: str
 
 
@@ -136,11 +144,11 @@ class Answers:
     """Why records have no answer here -> how many of the ``asked`` and of those before them."""
 
     @property
-    def predictions(self) -> list[str | Image.Image]:
+    def predictions(self) -> list[Prediction]:
         return [answer.prediction for answer in self.mine]
 
     @property
-    def references(self) -> list[str | Image.Image]:
+    def references(self) -> list[str | Image.Image | None]:
         return [answer.reference for answer in self.mine]
 
     @property
@@ -154,12 +162,13 @@ class Answers:
 
 def question_of(sample: Sample, wanted: Kind, *, key: str, eos_id: int | None = None) -> Question | None:
     """The last answer of that kind in a record, and all before it; None: there is none, or nothing is before it."""
+    if wanted == BOTH:
+        return _question_of_both(sample, key)
     numbers = [i for i, split in enumerate(sample.splits) if _answers(split, wanted)]
     if not numbers:
         return None
     target = sample.splits[numbers[-1]]
-    # a drawn picture that later turns refer to is there again, as a condition
-    before = tuple(s for s in sample.splits[: numbers[-1]] if not (isinstance(s, ImageSplit) and s.kind == "noise"))
+    before = _shown(sample.splits[: numbers[-1]])
     begin: tuple[int, ...] = ()
     reference: tuple[int, ...] = ()
     if isinstance(target, TextSplit):
@@ -171,6 +180,33 @@ def question_of(sample: Sample, wanted: Kind, *, key: str, eos_id: int | None = 
             reference = reference[: reference.index(eos_id)]
     shown = before or len(begin) > 1
     return Question(key, wanted, before, target, begin, reference) if shown and not sample.plain else None
+
+
+def _question_of_both(sample: Sample, key: str) -> Question | None:
+    """The last picture that is drawn directly after a text of the same answer, or directly before one."""
+    splits = sample.splits
+    for number in reversed([i for i, split in enumerate(splits) if _answers(split, "image")]):
+        drawn = splits[number]
+        assert isinstance(drawn, ImageSplit)
+        after = number + 1
+        while after < len(splits) and _is_copy(splits[after], drawn):
+            after += 1
+        for at in (number - 1, after):
+            text = splits[at] if 0 <= at < len(splits) else None
+            before = _shown(splits[: min(number, at)])
+            if isinstance(text, TextSplit) and text.loss and before and not sample.plain:
+                return Question(key, BOTH, before, text, (), text.ids, drawn, picture_first=at == after)
+    return None
+
+
+def _is_copy(split: Split, drawn: ImageSplit) -> bool:
+    """Whether it is the drawn picture, as a condition of what follows."""
+    return isinstance(split, ImageSplit) and split.kind != "noise" and split.source == drawn.source
+
+
+def _shown(splits: Sequence[Split]) -> tuple[Split, ...]:
+    """Without drawn pictures: one that later turns refer to is there again, as a condition."""
+    return tuple(split for split in splits if not (isinstance(split, ImageSplit) and split.kind == "noise"))
 
 
 def _answers(split: Split, wanted: Kind) -> bool:
@@ -215,6 +251,7 @@ def inferencer_of(backend: Backend, processor: Any) -> tuple[TrainedModel, Any]:
 def check_answers(inferencer: Any, wanted: Kind) -> None:
     """Raise ``ConfigError`` where an inferencer cannot answer a record in that kind."""
     able = getattr(inferencer, "answers", ())
+    able = (*able, BOTH) if getattr(inferencer, "interleaves", False) else able
     if wanted not in able:
         raise ConfigError(
             f"{type(inferencer).__name__} cannot answer with {wanted}",
@@ -278,7 +315,7 @@ def answers(
         backend: prepared; the model has the family's inferencer, and that ``answers`` and ``complete``.
         datasets: the sources; their records are asked in turns, one of each source.
         names: of the sources, for sample ids.
-        wanted: ``text`` or ``image``.
+        wanted: ``text``, ``image``, or both in one answer (``BOTH``).
         seed: of every random number, together with the sample's id.
         max_samples: so many records at most that have such an answer; None: all.
         batch_size: records that are computed together (an ``InterleaveInferencer`` computes one at a time).
@@ -333,7 +370,7 @@ def ask(
             question = question_at(datasets, names, processor, wanted, source, index)
             if question is None:
                 left_out[NO_ANSWER] += 1
-            elif any(split.error for split in (*question.before, question.target)):
+            elif any(split is not None and split.error for split in (*question.before, question.target, question.drawn)):
                 left_out[UNREADABLE] += 1
             elif limit is not None and sum(s.num_tokens for s in question.before) + max(len(question.begin), 1) > limit:
                 left_out[TOO_LONG] += 1
@@ -373,7 +410,7 @@ def _answered(
 ) -> list[Answer | None]:
     """None for each record whose images cannot be decoded."""
     requests: dict[int, Request] = {}
-    references: dict[int, str | Image.Image] = {}
+    references: dict[int, str | Image.Image | None] = {}
     for number, question in enumerate(questions):
         assert question is not None, "the data changed while it was read"
         try:
@@ -388,6 +425,9 @@ def _answered(
     for number, result in zip(requests, made, strict=True):
         question = questions[number]
         assert question is not None
-        prediction = result.images[0] if question.wanted == "image" else result.text
+        made_of: dict[Kind, Prediction] = {"text": result.text}
+        if result.images:
+            made_of |= {"image": result.images[0], BOTH: (result.text, result.images[0])}
+        prediction = made_of[question.wanted]
         found[number] = Answer(question.key, prediction, references[number], question.prompt(processor))
     return found

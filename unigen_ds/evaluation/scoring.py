@@ -26,13 +26,13 @@ from unigen_ds.evaluation.provenance import Result
 from unigen_ds.evaluation.sample_losses import SampleLosses
 from unigen_ds.evaluation.validation import Validation, Watch
 from unigen_ds.families.bagel.flow_settings import BAGEL_FLOW, FlowSettings, flow_for
-from unigen_ds.inference.generated import Kind
+from unigen_ds.inference.generated import BOTH, Kind
 from unigen_ds.inference.sampling import Sampling
 
-KINDS: tuple[Kind, ...] = ("text", "image")
+KINDS: tuple[Kind, ...] = ("text", "image", BOTH)
 TEXT = "text"
 """The loss term of texts, of which perplexity is computed."""
-_WORDS = {"text": "texts", "image": "pictures"}
+_WORDS = {"text": "texts", "image": "pictures", BOTH: "texts with pictures"}
 """What a model answers with."""
 _DRAWN = ("loss_replicates", "loss_resampling")
 """Of ``Evaluation``."""
@@ -144,7 +144,7 @@ def check(metrics: Sequence[Metric], backend: Any, validation: Validation, *, wh
     for metric in metrics:
         if metric.predicts not in (*KINDS, "loss"):
             raise ConfigError(f"{metric.name} scores {metric.predicts}, which no validation record is answered with",
-                              allowed="metrics of texts, of images, and of losses")  # fmt: skip
+                              allowed="metrics of texts, of images, of both in one answer, and of losses")  # fmt: skip
     for wanted in _kinds(metrics):
         names = ", ".join(metric.name for metric in metrics if metric.predicts == wanted)
         try:
@@ -153,13 +153,18 @@ def check(metrics: Sequence[Metric], backend: Any, validation: Validation, *, wh
             number = next(k for k, metric in enumerate(metrics) if metric.predicts == wanted)
             kind, of = type(metrics[number]).__name__, f"{where}[{number}]"
             problem = f"{of}: {kind} needs {_WORDS[wanted]} ({names}), and {error.problem}"
-            remedy = error.remedy or f"delete {kind} from the metrics"
+            remedy = error.remedy or f"delete {kind} from the metrics{_by_hand(wanted)}"
             raise ConfigError(problem, allowed=error.allowed, remedy=remedy) from error
         if not dist.on_main(lambda kind=wanted: _first(backend, validation, kind)):  # type: ignore[misc]
             raise ConfigError(
                 f"no validation record has an answer of kind {wanted} with a prompt before it, as {names} needs",
-                remedy="other records in val_dataloader, or leave out the metric",
+                remedy=f"other records in val_dataloader, or leave out the metric{_by_hand(wanted)}",
             )
+
+
+def _by_hand(wanted: Kind) -> str:
+    """Where answers that no validation record asks for can be scored."""
+    return "; score answers of your own: docs/metrics.md#answers-of-your-own" if wanted == BOTH else ""
 
 
 def _first(backend: Any, validation: Validation, wanted: Kind) -> list[tuple[int, int]]:
@@ -247,7 +252,7 @@ def _answers(
             seed=data.seed if answering.seed is None else answering.seed, max_samples=max_samples,
             batch_size=answering.batch_size or data.batch_size, max_new_tokens=answering.max_new_tokens,
             sampling=answering.sampling,
-            flow=answering.flow_settings(backend.model) if wanted == "image" else None,
+            flow=None if wanted == "text" else answering.flow_settings(backend.model),
         )  # fmt: skip
     except Exception as error:  # ``answers`` fails on every rank alike
         return f"no {wanted} could be generated: {type(error).__name__}: {error}"
@@ -304,6 +309,8 @@ def _pairs(metric: Metric, found: Answers) -> Given:
     return [*map(_colored, found.predictions)], [*map(_colored, references)], found.keys
 
 
-def _colored(answer: str | Image.Image) -> str | Image.Image:
+def _colored(answer: Any) -> Any:
     """A picture as metrics read it: a model may draw in shades of gray."""
+    if isinstance(answer, tuple):
+        return tuple(map(_colored, answer))
     return answer.convert("RGB") if isinstance(answer, Image.Image) else answer

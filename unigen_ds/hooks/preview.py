@@ -254,7 +254,7 @@ class PreviewHook(Hook):
         made.pictures += result.images
         if isinstance(reference, str):
             made.reference = reference
-        else:
+        elif reference is not None:
             made.pictures.append(reference)
             made.reference = "the picture on the right"
 

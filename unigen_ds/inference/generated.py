@@ -12,7 +12,9 @@ from torch import Tensor
 
 from unigen_ds.data.samples import Loaded
 
-Kind = Literal["text", "image"]
+Kind = Literal["text", "image", "text and image"]
+BOTH: Kind = "text and image"
+"""One answer with a text and a picture."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class Request:
     """Of a text: ids that it begins with, one at least. They are not part of the answer."""
     size: tuple[int, int] | None = None
     """Of a picture: (height, width) in pixels."""
+    picture_first: bool = False
+    """Of a text and a picture: which of them is made first, and seen by the other."""
 
 
 def to_picture(image: Tensor) -> Image.Image:

@@ -32,7 +32,7 @@ from unigen_ds.families.bagel.flow_settings import FlowSettings, flow_for, from_
 from unigen_ds.families.bagel.processor import UnifiedProcessor
 from unigen_ds.families.bagel.sampler import guide, image_grid, noise_image, times, vit_image
 from unigen_ds.inference.continuation import chooser, device_of
-from unigen_ds.inference.generated import Generated, Request
+from unigen_ds.inference.generated import BOTH, Generated, Request
 from unigen_ds.inference.generated import to_picture as to_picture
 from unigen_ds.inference.given import MaxLength, MaxParts, Picture, Size, in_order, pictures
 from unigen_ds.inference.kv_cache import KVCache
@@ -99,6 +99,8 @@ class InterleaveInferencer:
 
     answers = ("text", "image")
     """What ``complete`` can be asked for."""
+    interleaves = True
+    """``complete`` can be asked for a text and a picture in one answer (``BOTH``)."""
 
     def __init__(self, model: Any, processor: UnifiedProcessor) -> None:
         self.model, self.processor = model, processor
@@ -212,12 +214,19 @@ class InterleaveInferencer:
                 contexts.without_text = contexts.full.copy()
                 self._extend(contexts.without_image, split)
             self._extend(contexts.full, split)
+        options = _Options(request.size or (), flow, None, 0, sampling, request.seed)
+        images = [self._drawn(contexts, options)] if request.wanted == "image" or request.picture_first else []
         if request.wanted == "image":
-            options = _Options(request.size or (), flow, None, 0, sampling, request.seed)
-            return Generated("", [self._drawn(contexts, options)])
+            return Generated("", images)
+        for image in images:
+            self.extend_vit(contexts.full, image)
         first = request.begin[-1] if request.begin else None
         ids = self.write(contexts.full, max_length=max_new_tokens + 1, seed=request.seed, first=first, **vars(sampling))
-        return Generated(self.processor.tokenizer.decode(ids[1:]), [])
+        text = self.processor.tokenizer.decode(ids[1:])
+        if request.wanted == BOTH and not images:
+            self._add_text(contexts, text)
+            images = [self._drawn(contexts, options)]
+        return Generated(text, images)
 
     def idle(self, method: str) -> tuple[Any, ...]:
         """Arguments of a forward pass that does nothing: of a rank that has no work while others have."""
