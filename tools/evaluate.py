@@ -7,8 +7,8 @@ checkpoint's config. Started by torchrun, each process has the whole model and i
     torchrun --nproc_per_node=4 tools/evaluate.py CKPT --out results.json
     python tools/evaluate.py --compare A.json B.json
 
-Exit status: 0 done, 1 the checkpoint or the data cannot be read, a metric failed (all others are printed and stored), or
-two results are unlike, 2 wrong usage.
+Exit status: 0 done, 1 the checkpoint or the data cannot be read, a metric failed (all others are printed and stored),
+or two results are unlike, 2 wrong usage.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,9 +27,10 @@ if not __package__:
 
 from unigen_ds.core import log
 from unigen_ds.core.choices import DTYPE_NAMES
-from unigen_ds.core.errors import ConfigError, DataError, UnigenError
+from unigen_ds.core.errors import ConfigError, UnigenError
 from unigen_ds.core.files import write_atomic
 from unigen_ds.families.bagel.flow_settings import BAGEL_FLOW, RENORMS, FlowSettings, flow_for
+from unigen_ds.inference.prompts import Prompt, read_prompts
 from unigen_ds.inference.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -41,14 +42,6 @@ if TYPE_CHECKING:
 RESULTS = "results.jsonl"
 
 
-@dataclass(frozen=True)
-class Request:
-    """One prompt, with the images that precede it."""
-
-    prompt: str
-    images: tuple[str, ...] = ()
-
-
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="unigen-generate", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -57,8 +50,9 @@ def parser() -> argparse.ArgumentParser:
     source = p.add_mutually_exclusive_group()
     source.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt; can be repeated")
     source.add_argument("--prompts", type=Path, action="append", metavar="FILE",
-                        help='one prompt per line; .jsonl: {"prompt": ..., "images": [...]}; can be repeated'
-                        )  # fmt: skip
+                        help='one prompt per line; .jsonl: {"prompt": ..., "images": [...]}, or texts and images in their order,\n'
+                        '{"parts": ["text", {"image": FILE}, ...], "prompt": ...}; '
+                        "can be repeated")  # fmt: skip
     p.add_argument("--image", action="append", default=[], metavar="FILE", help="before the prompt; can be repeated")
     p.add_argument("--out", type=Path, default=Path("generated"), metavar="DIR", help="default: generated")
     p.add_argument("--understand", action="store_true", help="answer in text, generate no image")
@@ -156,22 +150,23 @@ def flow_of(arguments: argparse.Namespace) -> FlowSettings:
     )
 
 
-def requests(arguments: argparse.Namespace) -> Iterator[Request]:
+def requests(arguments: argparse.Namespace) -> Iterator[Prompt]:
     """From the command line, the file, or the terminal. ``--understand`` needs none. Raises ``ConfigError``."""
     shown = tuple(arguments.image)
     if arguments.prompt is not None:
-        yield from (Request(prompt, shown) for prompt in arguments.prompt)
+        yield from (Prompt(prompt, shown) for prompt in arguments.prompt)
     elif arguments.prompts is not None:
-        yield from [request for path in arguments.prompts for request in from_file(path, shown)]
+        found_in = [read_prompts(path, where="--prompts") for path in arguments.prompts]  # all, before the first answer
+        yield from (replace(one, images=(*shown, *one.images)) for several in found_in for one in several)
     else:
         found = False
         for prompt in _typed(arguments):
             found = True
-            yield Request(prompt, shown)
+            yield Prompt(prompt, shown)
         if not found and not arguments.understand:
             raise ConfigError("there is no prompt", remedy="--prompt TEXT, --prompts FILE, or one per line on stdin")
         if not found:
-            yield Request("", shown)
+            yield Prompt("", shown)
 
 
 def _typed(arguments: argparse.Namespace) -> Iterator[str]:
@@ -184,29 +179,6 @@ def _typed(arguments: argparse.Namespace) -> Iterator[str]:
             return
         if prompt:
             yield prompt
-
-
-def from_file(path: Path, shown: tuple[str, ...]) -> Iterator[Request]:
-    """Empty lines are ignored. The whole file is read before the first prompt is processed."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--prompts {path} cannot be read: {error}") from error
-    found = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        if path.suffix != ".jsonl":
-            found.append(Request(line.strip(), shown))
-            continue
-        try:
-            row = json.loads(line)
-            found.append(Request(str(row["prompt"]), (*shown, *row.get("images", ()))))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DataError(
-                f"{path}:{number} is no prompt: {line!r}", allowed='{"prompt": ..., "images": [...]}'
-            ) from error
-    yield from found
 
 
 class Output:
@@ -222,9 +194,10 @@ class Output:
             raise ConfigError(f"--out {folder} cannot be used: {error}") from error
         self.next = max([len(lines), *(int(name) + 1 for name in names if name.isdigit())])
 
-    def add(self, request: Request, made: Generated, *, seed: int) -> dict[str, Any]:
+    def add(self, request: Prompt, made: Generated, *, seed: int) -> dict[str, Any]:
         """Write the images, then their line."""
         row: dict[str, Any] = {"prompt": request.prompt, "images": list(request.images), "seed": seed}
+        row |= {"given": list(request.parts)} if request.parts else {}
         row |= {"text": made.text, "file": None}
         names = [f"{self.next:05d}{f'-{k}' if k else ''}.png" for k in range(len(made.images))]
         for name, image in zip(names, made.images, strict=True):
@@ -276,10 +249,9 @@ def generate(arguments: argparse.Namespace) -> None:
         log.logger().info(f"timestep_shift {flow.timestep_shift} ({origin})")
     for number, request in enumerate(each for each in requests(arguments) for _ in range(arguments.samples)):
         seed = arguments.seed + number
-        report_unknown(getattr(inferencer.processor, "tokenizer", None), request.prompt)
+        report_unknown(getattr(inferencer.processor, "tokenizer", None), request.text)
         made = inferencer.unified_generate(
             request.prompt,
-            images=request.images,
             understand=arguments.understand,
             think=arguments.think,
             size=arguments.size,
@@ -288,6 +260,7 @@ def generate(arguments: argparse.Namespace) -> None:
             temperature=arguments.temperature,
             seed=seed,
             max_parts=arguments.max_parts,
+            **request.shown,
             **({"top_p": arguments.top_p} if arguments.top_p < 1.0 else {}),
         )
         with writes(arguments.out):
@@ -314,12 +287,12 @@ def writes(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def cell_of(processor: Any, request: Request, made: Generated) -> Cell:
+def cell_of(processor: Any, request: Prompt, made: Generated) -> Cell:
     """An answer with the images that were shown before the prompt."""
     from unigen_ds.evaluation.sheet import Cell
 
-    shown = [processor.read_image(path) for path in request.images]
-    text = "\n".join(line for line in (request.prompt, made.text and f"> {made.text}") if line)
+    shown = [processor.read_image(path) for path in request.paths]
+    text = "\n".join(line for line in (request.text, made.text and f"> {made.text}") if line)
     return Cell([*shown, *made.images], text)
 
 

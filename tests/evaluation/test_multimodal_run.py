@@ -53,7 +53,10 @@ def train(folder: Path, metrics: list[Any], *, pairs: int = 4) -> Runner:
     picture(folder / "seen.png", 8, 8, seed=1)
     said = text("assistant", "this is zero")
     answers = [[said, DRAWN], [DRAWN, said]] * (pairs // 2)
-    records = [talk(text("user", f"draw {word}"), *answer) for word, answer in zip(["zero", "one"] * 2, answers)]
+    records = [
+        talk(text("user", f"draw {word}"), *answer)
+        for word, answer in zip(("zero", "one") * (pairs // 2), answers, strict=True)
+    ]
     write_jsonl(folder / "val.jsonl", [*records, talk(text("user", "this is one"), text("assistant", "one"))])
     data = {"type": "UnifiedGenerationDataset", "data_path": str(folder / "val.jsonl")}
     hook = {"type": "EvaluateHook", "interval": 1, "unit": "update", "metrics": metrics, "generation": GENERATION}
@@ -94,5 +97,5 @@ def test_without_such_records_or_such_a_model_the_message_names_what_to_do(tmp_p
     hook = {"type": "EvaluateHook", "interval": 1, "unit": "update", "metrics": [consistency]}
     records = [talk(text("user", words(2)), text("assistant", words(2, k))) for k in range(12)]
     config = text_config(tmp_path, records, val_dataloader={"split": 0.3}, custom_hooks=[hook])
-    with pytest.raises(ConfigError, match="MultimodalConsistency needs texts with pictures.*docs/metrics"):
+    with pytest.raises(ConfigError, match=r"MultimodalConsistency needs texts with pictures.*docs/metrics"):
         Runner.from_cfg(config).train()

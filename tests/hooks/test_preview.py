@@ -126,6 +126,31 @@ def settings(inferencer: Any) -> Any:
     return replace(flow_for(inferencer.model)[0], **FLOW)
 
 
+def test_a_file_of_prompts_with_parts(data: Path, tmp_path: Path) -> None:
+    """As of ``tools/generate.py --prompts``; where a model cannot read them, that is an error at the start."""
+    seen = str(data / "seen.png")
+    parts = ["this is one", {"image": seen}, "this is"]
+    rows_of_file = [{"parts": parts, "prompt": "zero"}, {"prompt": "draw a three"}]
+    path = write_jsonl(tmp_path / "prompts.jsonl", rows_of_file)
+    hook = {"type": "PreviewHook", "interval": 1, "prompts": str(path), "flow": FLOW, "use_ema": False}
+    run = train(data, tmp_path / "run", hook, updates=1)
+    first, second = rows(run, 1)
+    assert first["prompt"] == "this is one\nthis is\nzero" and first["images"] == [seen] and not first["error"]
+    assert second["prompt"] == "draw a three" and not second["error"]
+    for prompts, message in (
+        ([{"parts": [3]}], r"prompts\[0\].parts is"),
+        ([{"parts": [{"image": "gone.png"}]}], "there is no picture"),
+        ("draw a three", "a list of prompts, or a .txt or .jsonl file"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            train(data, tmp_path / "refused", {**hook, "prompts": prompts}, updates=1)
+    texts = text_config(
+        tmp_path / "texts", [{"text": spoken(4)}], custom_hooks=[{**hook, "prompts": [{"parts": ["a"]}]}]
+    )
+    with pytest.raises(ConfigError, match=r"has parts, which .* cannot read"):
+        Runner.from_cfg(texts, max_updates=1).train()
+
+
 def test_writers_get_the_sheet(shown: Runner) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

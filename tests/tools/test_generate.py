@@ -170,10 +170,32 @@ def test_a_published_directory_draws_edits_and_answers(
     assert sorted(path.name for path in out.iterdir()) == ["00000.png", "00001.png", "results.jsonl"]
 
 
+def test_parts_of_a_file_are_those_of_the_python_interface(published: Path, tmp_path: Path) -> None:
+    """Texts and pictures in their order; without ``prompt`` where they are enough."""
+    picture = tmp_path / "red.png"
+    Image.new("RGB", (48, 32), "red").save(picture)
+    parts = ["a", {"image": str(picture)}, "red cat"]
+    given = [{"parts": parts, "prompt": "a red cat"}, {"parts": parts}, {"prompt": "a red cat"}]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
+    out = tmp_path / "out"
+    files = ["--prompts", str(tmp_path / "prompts.jsonl"), "--out", str(out), "--grid"]
+    assert main([str(published), *files, *FAST]) == 0
+    inferencer = open_inferencer(published, device="cpu")
+    for number, prompt in enumerate(("a red cat", "")):
+        made = inferencer.unified_generate(
+            prompt, parts=["a", picture, "red cat"], seed=number, flow={"num_timesteps": 3}
+        )
+        with Image.open(out / f"0000{number}.png") as image:
+            assert image.size == (96, 64) and image.tobytes() == made.images[0].tobytes()
+    assert [row.get("given") for row in rows(out)] == [parts, parts, None]
+
+
 @pytest.mark.parametrize(
     ("content", "words", "status", "said"),
     [
         ("{}", [], 1, "prompts.jsonl:1 is no prompt"),
+        ('{"parts": [{"file": "a.png"}]}', [], 1, '{"image": "a.png"}'),
+        ('{"prompt": "a", "images": "a.png"}', [], 1, "prompts.jsonl:1 is no prompt"),
         ('{"prompt": "a"}', ["--size", "30", "32"], 2, "multiples of 16"),
         ('{"prompt": "a"}', ["--num-timesteps", "1"], 2, "at least 2"),
         ('{"prompt": "a", "images": ["none.png"]}', [], 1, "none.png cannot be decoded"),

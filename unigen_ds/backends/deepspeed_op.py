@@ -48,7 +48,8 @@ def check_build_tools() -> None:
 def load_shared_memory_op(*, quiet_s: float = QUIET_S) -> None:
     """Compile (30 s to two minutes, once per machine) and load the operator; DeepSpeed then finds it loaded.
 
-    Rank 0 logs it before it waits for another process that may compile, too. Nothing to do with CUDA. The build of another process is waited for until it has written nothing for ``quiet_s``.
+    Rank 0 logs it before it waits for another process that may compile, too. Nothing to do with CUDA. The build of
+    another process is waited for until it has written nothing for ``quiet_s``.
     """
     # DeepSpeed compiles with ninja, which pip puts beside the interpreter
     os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))

@@ -140,7 +140,7 @@ def whole_sections(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
 
 
 def as_in_the_file(config: Config, overrides: Mapping[str, Any]) -> list[ConfigError]:
-    """Set each value at its path, as if the file had it: sections that are missing are made, and any key is accepted."""
+    """Set each value at its path, as if the file had it: missing sections are made, and any key is accepted."""
     errors: list[ConfigError] = []
     for dotted, value in overrides.items():
         *parents, last = override_path(dotted)

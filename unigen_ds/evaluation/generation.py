@@ -370,7 +370,9 @@ def ask(
             question = question_at(datasets, names, processor, wanted, source, index)
             if question is None:
                 left_out[NO_ANSWER] += 1
-            elif any(split is not None and split.error for split in (*question.before, question.target, question.drawn)):
+            elif any(
+                split is not None and split.error for split in (*question.before, question.target, question.drawn)
+            ):
                 left_out[UNREADABLE] += 1
             elif limit is not None and sum(s.num_tokens for s in question.before) + max(len(question.begin), 1) > limit:
                 left_out[TOO_LONG] += 1

@@ -40,6 +40,7 @@ from unigen_ds.hooks.abandoned import set_aside
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.hooks.ema import ema_of
 from unigen_ds.hooks.logger import logger_of
+from unigen_ds.inference import prompts as files_of_prompts
 from unigen_ds.inference.sampling import Sampling
 from unigen_ds.inference.together import AnotherRankFailed
 
@@ -47,11 +48,9 @@ FOLDER = "previews"
 
 
 @dataclass(frozen=True)
-class Prompt:
+class Prompt(files_of_prompts.Prompt):
     """One entry of ``prompts``."""
 
-    prompt: str = ""
-    images: Sequence[str] = ()
     understand: bool = False
 
 
@@ -79,8 +78,9 @@ class PreviewHook(Hook):
     """Shows what the model draws and writes. A preview that fails is a warning; the run continues.
 
     Args:
-        prompts: texts, or ``dict(prompt=..., images=[...], understand=True)``; a model that draws makes a picture of
-            each, any other one a text. Prompt i has the seed ``seed + i``, as in `tools/generate.py`.
+        prompts: texts, or ``dict(prompt=..., images=[...], parts=["a text", dict(image="a.png")], understand=True)``;
+            or the path of a file of them, ``.txt`` or ``.jsonl``, as `tools/generate.py --prompts` reads it. A model
+            that draws makes a picture of each, any other one a text. Prompt i has the seed ``seed + i``, as there.
         images: paths of pictures that the model reads and describes; a relative one begins in the folder in which the
             training is started.
         question: text that follows each of ``images``.
@@ -105,7 +105,7 @@ class PreviewHook(Hook):
     def __init__(
         self,
         *,
-        prompts: Sequence[str | Mapping[str, Any]] = (),
+        prompts: str | Sequence[str | Mapping[str, Any]] = (),
         images: Sequence[str] = (),
         question: str = "",
         num_held_out: Annotated[int, Ge(0)] = 0,
@@ -122,7 +122,7 @@ class PreviewHook(Hook):
         top_p: float = 1.0,
         columns: Annotated[int, Ge(1)] | None = None,
     ) -> None:
-        self._prompts = [_prompt(given, f"PreviewHook.prompts[{i}]") for i, given in enumerate(prompts)]
+        self._prompts = _prompts(prompts)
         self._prompts += [Prompt(question, (path,), understand=True) for path in images]
         if not self._prompts and not num_held_out:
             raise ConfigError("PreviewHook has nothing to show", allowed="prompts, images or num_held_out")
@@ -151,11 +151,14 @@ class PreviewHook(Hook):
             self._questions = self._held_out_questions(run, inferencer)
 
     def _check_images(self, inferencer: Any) -> None:
-        paths = [path for prompt in self._prompts for path in prompt.images]
+        paths = [path for prompt in self._prompts for path in prompt.paths]
         if paths and not getattr(inferencer, "reads_images", True):
             raise ConfigError(
                 "PreviewHook has images, and this model reads texts alone", remedy="delete images, or give prompts"
             )
+        if any(prompt.parts for prompt in self._prompts) and not getattr(inferencer, "interleaves", False):
+            problem = f"PreviewHook.prompts has parts, which {type(inferencer).__name__} cannot read"
+            raise ConfigError(problem, allowed="prompt and images for this model")
         missing = dist.on_main(lambda: [str(Path(path).absolute()) for path in paths if not Path(path).is_file()])
         if missing:
             raise ConfigError(
@@ -230,13 +233,13 @@ class PreviewHook(Hook):
 
     def _follow(self, inferencer: Any, request: Prompt, made: _Made) -> None:
         processor, draws = inferencer.processor, "image" in getattr(inferencer, "answers", ())
-        made.prompt, made.images = request.prompt, list(request.images)
-        options: dict[str, Any] = {"images": request.images} if request.images else {}
+        made.prompt, made.images = request.text, request.paths
+        options: dict[str, Any] = request.shown
         if draws:
             flow = flow_for(inferencer.model, self._flow, shift=self._shift)[0]
             options |= {"understand": True} if request.understand else {"flow": flow, "size": self._size}
         options |= {key: value for key, value in vars(self._sampling).items() if value != vars(Sampling())[key]}
-        made.pictures += [processor.read_image(path) for path in request.images]
+        made.pictures += [processor.read_image(path) for path in request.paths]
         result = inferencer.unified_generate(request.prompt, max_length=self._max_new_tokens, seed=made.seed, **options)
         made.text = result.text
         made.pictures += result.images
@@ -302,8 +305,20 @@ class PreviewHook(Hook):
         logger_of(run).image(run, "preview", sheet, update=update)
 
 
+def _prompts(given: Any) -> list[Prompt]:
+    """Raises ``ConfigError`` and ``DataError``."""
+    if not isinstance(given, str):
+        return [_prompt(one, f"PreviewHook.prompts[{i}]") for i, one in enumerate(given)]
+    if Path(given).suffix not in (".txt", ".jsonl"):
+        raise ConfigError(f"PreviewHook.prompts is {given!r}", allowed="a list of prompts, or a .txt or .jsonl file")
+    return [Prompt(**vars(one)) for one in files_of_prompts.read_prompts(Path(given), where="PreviewHook.prompts")]
+
+
 def _prompt(given: Any, where: str) -> Prompt:
     if isinstance(given, str):
         return Prompt(given)
     check_arguments(Prompt, given, where=where)
-    return Prompt(**given)
+    try:
+        return Prompt(**{**given, "parts": files_of_prompts.checked_parts(given.get("parts", ()))})
+    except ValueError as error:
+        raise ConfigError(f"{where}.{error}", allowed='a list of texts and of dict(image="a.png")') from error

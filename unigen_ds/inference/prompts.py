@@ -1,0 +1,79 @@
+"""Files of prompts: one on each line, or JSON lines with the pictures that are shown with it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unigen_ds.core.errors import ConfigError, DataError
+
+ROW = '{"prompt": "...", "images": ["a.png"]}, or {"parts": ["a text", {"image": "a.png"}], "prompt": "..."}'
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What ``unified_generate`` is asked."""
+
+    prompt: str = ""
+    images: Sequence[str] = ()
+    """Paths of pictures, shown first."""
+    parts: Sequence[str | Mapping[str, str]] = ()
+    """Texts, and pictures as ``{"image": path}``, in their order, shown after ``images`` and before ``prompt``."""
+
+    @property
+    def paths(self) -> list[str]:
+        """Of all pictures, in the order in which they are shown."""
+        return [*self.images, *(part["image"] for part in self.parts if not isinstance(part, str))]
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """The arguments ``images`` and ``parts`` of ``unified_generate``, those that are given."""
+        parts = [part if isinstance(part, str) else Path(part["image"]) for part in self.parts]
+        return {**({"images": list(self.images)} if self.images else {}), **({"parts": parts} if parts else {})}
+
+    @property
+    def text(self) -> str:
+        """All its texts, a line each."""
+        return "\n".join(text for text in (*(one for one in self.parts if isinstance(one, str)), self.prompt) if text)
+
+
+def checked_parts(parts: Any) -> tuple[str | Mapping[str, str], ...]:
+    """Raises ``ValueError`` where it is no list of texts and ``{"image": path}``."""
+    several = parts if isinstance(parts, (list, tuple)) else [None]
+    for part in several:
+        is_picture = isinstance(part, Mapping) and {*part} == {"image"} and isinstance(part["image"], str)
+        if not isinstance(part, str) and not is_picture:
+            raise ValueError(f"parts is {parts!r}")
+    return tuple(several)
+
+
+def read_prompts(path: Path, *, where: str) -> list[Prompt]:
+    """Those of a file: with the ending ``.jsonl`` as in ``ROW``, else one on each line. Empty lines are ignored.
+
+    Raises ``ConfigError`` where it cannot be read, ``DataError`` with the line that is no prompt.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{where} {path} cannot be read: {error}") from error
+    found = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            found.append(_of_row(json.loads(line)) if path.suffix == ".jsonl" else Prompt(line.strip()))
+        except (ValueError, TypeError) as error:
+            raise DataError(f"{path}:{number} is no prompt: {line!r}", allowed=ROW) from error
+    return found
+
+
+def _of_row(row: Any) -> Prompt:
+    if not isinstance(row, Mapping) or not {"prompt", "parts"} & {*row}:
+        raise ValueError("no prompt")
+    images = row.get("images", ())
+    if isinstance(images, str) or not all(isinstance(one, str) for one in images):
+        raise ValueError(f"images is {images!r}")
+    return Prompt(str(row.get("prompt", "")), tuple(images), checked_parts(row.get("parts", ())))
