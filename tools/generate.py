@@ -50,8 +50,8 @@ def parser() -> argparse.ArgumentParser:
     source = p.add_mutually_exclusive_group()
     source.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt; can be repeated")
     source.add_argument("--prompts", type=Path, action="append", metavar="FILE",
-                        help='one prompt per line; .jsonl: {"prompt": ..., "images": [...]}, or texts and images in their order,\n'
-                        '{"parts": ["text", {"image": FILE}, ...], "prompt": ...}; '
+                        help='one prompt per line; .jsonl: {"prompt": ..., "images": [...]},\n'
+                        'or texts and images in their order: {"parts": ["text", {"image": FILE}, ...], "prompt": ...}; '
                         "can be repeated")  # fmt: skip
     p.add_argument("--image", action="append", default=[], metavar="FILE", help="before the prompt; can be repeated")
     p.add_argument("--out", type=Path, default=Path("generated"), metavar="DIR", help="default: generated")

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import random
+import signal
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,8 +36,10 @@ from unigen_ds.data.order import Draw
 from unigen_ds.families.bagel.model import UnifiedModel
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.runner import Runner
+from unigen_ds.runner.evaluated import EvaluationSubject, evaluate
 from unigen_ds.runner.settings import Settings
 
+ROOT = Path(__file__).resolve().parents[2]
 EVERY = {"type": "EvaluateHook", "interval": 2, "unit": "update"}
 SPLIT = {"split": 0.2, "batch_size": 4}
 
@@ -131,9 +138,43 @@ def test_training_with_and_without_evaluation_is_bit_equal(tmp_path: Path, digit
     digits_run(tmp_path / "without", digits, custom_hooks=[ema]).train()
     validated = {"val_dataloader": held_digits(digits, num_workers=1), "custom_hooks": [ema, hook]}
     digits_run(tmp_path / "with", digits, **validated).train()
-    a, b = tmp_path / "without", tmp_path / "with"
-    assert training(a) == training(b) and len(training(a)) == 4
-    assert [line["update"] for line in evaluations(b)] == [0, 1, 2, 3, 4]
+    assert [line["update"] for line in evaluations(tmp_path / "with")] == [0, 1, 2, 3, 4]
+    assert_same_training(tmp_path / "without", tmp_path / "with")
+
+
+@MODELS.register_module(force=True)
+class MeanBrightness(nn.Module):
+    """Features of pictures: (n, 3, height, width) -> (n, 3)."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return images.mean((2, 3))
+
+
+def test_in_bf16_with_metrics_too(tmp_path: Path, digits: Path) -> None:
+    """Of losses, texts and pictures; the tool computes in bf16, too, and finds the same losses."""
+    dotted = {"model__type": "UnifiedModel", "optim_wrapper__precision": "bf16", "train_cfg": {"max_updates": 2},
+              "default_hooks__checkpoint__interval": 2}  # fmt: skip
+    fid = {"type": "FID", "extractor": {"type": "MeanBrightness"}, "name": "brightness", "resize": 28}
+    metrics = [{"type": "Perplexity"}, {"type": "ExactMatch"}, fid]
+    generation = {"max_new_tokens": 3, "flow": {"num_timesteps": 2}}
+    hook = {**EVERY, "interval": 1, "max_batches": 2, "max_samples": 5, "metrics": metrics, "generation": generation}
+    digits_run(tmp_path / "without", digits, **dotted, custom_hooks=[]).train()
+    with_them = digits_run(tmp_path / "with", digits, **dotted, val_dataloader=held_digits(digits), custom_hooks=[hook])
+    with_them.train()
+    found = evaluations(tmp_path / "with")
+    assert [line["update"] for line in found] == [1, 2]
+    names = {"val/loss", "val/loss/text", "val/loss/image", "val/perplexity", "val/exact_match", "val/fid_brightness"}
+    for line in found:
+        assert names <= {*line} and all(math.isfinite(line[name]) for name in names)
+    assert_same_training(tmp_path / "without", tmp_path / "with")
+    again = evaluate(EvaluationSubject(tmp_path / "with" / "run", max_batches=2)).results[0]
+    assert again.values["val/loss"] == found[-1]["val/loss"], "rounded in the same way"
+    assert again.provenance["precision"] == "bf16"
+
+
+def assert_same_training(a: Path, b: Path) -> None:
+    """Lines, checkpoints, generators and ledger, bit by bit."""
+    assert training(a) == training(b) and len(training(a)) >= 2
     for one, other in zip(list_checkpoints(a / "run"), list_checkpoints(b / "run"), strict=True):
         assert unequal(tensors(one.path), tensors(other.path)) == []
         states = [sorted((found.path / "rng").iterdir()) for found in (one, other)]
@@ -328,6 +369,44 @@ class FailOnce(Hook):
     def after_update(self, run: Run, result: UpdateResult) -> None:
         if run.progress.updates == self.at_update:
             raise RuntimeError("killed")
+
+
+@HOOKS.register_module(force=True)
+class KillOnce(Hook):
+    """SIGKILL after an update, whose evaluation is in the log and whose checkpoint is not written."""
+
+    def __init__(self, *, at_update: int) -> None:
+        self.at_update = at_update
+
+    def after_update(self, run: Run, result: UpdateResult) -> None:
+        if run.progress.updates == self.at_update:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_sigkill_of_a_run_with_a_share(tmp_path: Path) -> None:
+    """The held-out set and the ledger are those of a run that was never killed."""
+    hooks = [{**EVERY, "interval": 1}, {"type": "KeepValues"}]
+    often = {"default_hooks__checkpoint__interval": 1, "default_hooks__checkpoint__by_epoch": False}
+    straight = text_run(tmp_path / "straight", val_dataloader=SPLIT, custom_hooks=hooks, **often)
+    straight.train()
+    killed = tmp_path / "killed"
+    arguments = {**often, "val_dataloader": SPLIT, "custom_hooks": [*hooks, {"type": "KillOnce", "at_update": 5}]}
+    body = f"from tests.runner.test_validation import *; text_run(Path({str(killed)!r}), **{arguments!r}).train()"
+    process = subprocess.run([sys.executable, "-c", body], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert process.returncode == -signal.SIGKILL, process.stderr
+    assert list_checkpoints(killed / "run"), "it continues in the middle"
+    resumed = text_run(killed, val_dataloader=SPLIT, custom_hooks=hooks, resume=True, **often)
+    resumed.train()
+    held = [draw.sample_id(straight.validation.data.names) for draws in straight.validation.data.draws()
+            for draw in draws]  # fmt: skip
+    again = [draw.sample_id(resumed.validation.data.names) for draws in resumed.validation.data.draws()
+             for draw in draws]  # fmt: skip
+    assert held == again and len(held) > 4
+    assert not kept_of(resumed).trained & {int(sample.split(":")[1]) for sample in held}
+    ledgers = [read_lines(folder / "run" / "ledger.jsonl") for folder in (tmp_path / "straight", killed)]
+    assert ledgers[0] == ledgers[1] and len(ledgers[0]) >= 6
+    assert evaluations(killed) == evaluations(tmp_path / "straight")
+    assert training(killed) == training(tmp_path / "straight")
 
 
 def test_killed_with_a_share_and_resumed(tmp_path: Path) -> None:

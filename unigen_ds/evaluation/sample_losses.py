@@ -58,7 +58,9 @@ class SampleLosses:
                         row[key] = (total, number)
         for sample_id, row in zip(batch.sample_ids, found, strict=True):
             source = sample_id.rsplit(":", 2)[0]
-            by_source = {(*key, source): value for key, value in row.items() if len(key) == 1}
+            by_source: dict[Key, tuple[float, float]] = {
+                (*key, source): value for key, value in row.items() if len(key) == 1
+            }
             self._rows.append((sample_id, {**row, **by_source}))
 
     def resampled(self, *, count: int = COUNT) -> tuple[dict[str, list[float]], str]:

@@ -34,8 +34,6 @@ TEXT = "text"
 """The loss term of texts, of which perplexity is computed."""
 _WORDS = {"text": "texts", "image": "pictures", BOTH: "texts with pictures"}
 """What a model answers with."""
-_DRAWN = ("loss_replicates", "loss_resampling")
-"""Of ``Evaluation``."""
 Given = tuple[Sequence[Any], Sequence[Any], Sequence[str]]
 """Predictions, references and keys, as ``Metric.update`` has them."""
 
@@ -206,7 +204,7 @@ def evaluate(
         watching += [samples] if samples is not None else []
         watch = _all_of(watching) if watching else None
         losses = validation.losses(backend, max_batches=max_batches, watch=watch)
-        drawn = {} if samples is None else dict(zip(_DRAWN, samples.resampled(), strict=True))
+        drawn, resampling = ({}, "0 draws") if samples is None else samples.resampled()
         if max_samples is None and max_batches is not None:
             max_samples = max_batches * validation.data.batch_size
         given: dict[str, Given | Answers | str] = {}
@@ -226,7 +224,7 @@ def evaluate(
             failed[metric.name] = scored
             if dist.is_main():
                 logger().warning("The metric %s has no value this time: %s", metric.name, scored)
-    return Evaluation(losses, results, failed, **drawn)
+    return Evaluation(losses, results, failed, drawn, resampling)
 
 
 def _all_of(watching: Sequence[Watch]) -> Watch:
