@@ -51,8 +51,8 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> str:
 def train(folder: Path, metrics: list[Any], *, pairs: int = 4) -> Runner:
     """Records of both orders, and ``pairs`` at most of them; all others have a text alone."""
     picture(folder / "seen.png", 8, 8, seed=1)
-    said = text("assistant", "this is zero")
-    answers = [[said, DRAWN], [DRAWN, said]] * (pairs // 2)
+    written = text("assistant", "this is zero")
+    answers = [[written, DRAWN], [DRAWN, written]] * (pairs // 2)
     records = [
         talk(text("user", f"draw {word}"), *answer)
         for word, answer in zip(("zero", "one") * (pairs // 2), answers, strict=True)
@@ -80,8 +80,10 @@ def test_during_training_and_by_the_tool(tmp_path: Path, clip: str, capsys: pyte
     inferencer = open_inferencer(tmp_path / "run")
     asked = {"understand": True, "max_length": 4}
     assert KeptPairs.pairs["val:0"][0] == inferencer.unified_generate("draw zero", **asked).text, "written first"
-    said, drawn = KeptPairs.pairs["val:1"]
-    assert said == inferencer.unified_generate("", parts=["draw one", drawn.convert("L")], **asked).text, "drawn first"
+    written, drawn = KeptPairs.pairs["val:1"]
+    assert written == inferencer.unified_generate("", parts=["draw one", drawn.convert("L")], **asked).text, (
+        "drawn first"
+    )
     assert len({image.tobytes() for _, image in KeptPairs.pairs.values()}) == 4
 
     generation = ["--generation", "max_new_tokens=3", "flow.num_timesteps=2"]

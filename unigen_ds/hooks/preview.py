@@ -48,7 +48,7 @@ FOLDER = "previews"
 
 
 @dataclass(frozen=True)
-class Prompt(files_of_prompts.Prompt):
+class PreviewPrompt(files_of_prompts.Prompt):
     """One entry of ``prompts``."""
 
     understand: bool = False
@@ -123,7 +123,7 @@ class PreviewHook(Hook):
         columns: Annotated[int, Ge(1)] | None = None,
     ) -> None:
         self._prompts = _prompts(prompts)
-        self._prompts += [Prompt(question, (path,), understand=True) for path in images]
+        self._prompts += [PreviewPrompt(question, (path,), understand=True) for path in images]
         if not self._prompts and not num_held_out:
             raise ConfigError("PreviewHook has nothing to show", allowed="prompts, images or num_held_out")
         if by_epoch and unit == "iteration":
@@ -203,7 +203,7 @@ class PreviewHook(Hook):
         def weights() -> AbstractContextManager[None]:
             return ema.swapped(run) if ema else nullcontext()
 
-        asked: list[Prompt | Question] = [*self._prompts, *self._questions]
+        asked: list[PreviewPrompt | Question] = [*self._prompts, *self._questions]
         mine = generate_all(
             run.backend,
             run.processor,
@@ -217,7 +217,7 @@ class PreviewHook(Hook):
         found = {number: made for part in gathered for number, made in part.items()}
         return [found[number] for number in sorted(found)]
 
-    def _make(self, inferencer: Any, number: int, request: Prompt | Question) -> _Made:
+    def _make(self, inferencer: Any, number: int, request: PreviewPrompt | Question) -> _Made:
         seed = self._seed + number
         made = _Made("", seed)
         try:
@@ -231,7 +231,7 @@ class PreviewHook(Hook):
             made.error = str(error)
         return made
 
-    def _follow(self, inferencer: Any, request: Prompt, made: _Made) -> None:
+    def _follow(self, inferencer: Any, request: PreviewPrompt, made: _Made) -> None:
         processor, draws = inferencer.processor, "image" in getattr(inferencer, "answers", ())
         made.prompt, made.images = request.text, request.paths
         options: dict[str, Any] = request.shown
@@ -305,20 +305,22 @@ class PreviewHook(Hook):
         logger_of(run).image(run, "preview", sheet, update=update)
 
 
-def _prompts(given: Any) -> list[Prompt]:
+def _prompts(given: Any) -> list[PreviewPrompt]:
     """Raises ``ConfigError`` and ``DataError``."""
     if not isinstance(given, str):
         return [_prompt(one, f"PreviewHook.prompts[{i}]") for i, one in enumerate(given)]
     if Path(given).suffix not in (".txt", ".jsonl"):
         raise ConfigError(f"PreviewHook.prompts is {given!r}", allowed="a list of prompts, or a .txt or .jsonl file")
-    return [Prompt(**vars(one)) for one in files_of_prompts.read_prompts(Path(given), where="PreviewHook.prompts")]
+    return [
+        PreviewPrompt(**vars(one)) for one in files_of_prompts.read_prompts(Path(given), where="PreviewHook.prompts")
+    ]
 
 
-def _prompt(given: Any, where: str) -> Prompt:
+def _prompt(given: Any, where: str) -> PreviewPrompt:
     if isinstance(given, str):
-        return Prompt(given)
-    check_arguments(Prompt, given, where=where)
+        return PreviewPrompt(given)
+    check_arguments(PreviewPrompt, given, where=where)
     try:
-        return Prompt(**{**given, "parts": files_of_prompts.checked_parts(given.get("parts", ()))})
+        return PreviewPrompt(**{**given, "parts": files_of_prompts.checked_parts(given.get("parts", ()))})
     except ValueError as error:
         raise ConfigError(f"{where}.{error}", allowed='a list of texts and of dict(image="a.png")') from error

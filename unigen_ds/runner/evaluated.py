@@ -188,7 +188,7 @@ def _with_path(data: str, *loaders: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class EvaluatedModel:
     """The same on all ranks."""
 
     results: Sequence[Result]
@@ -197,7 +197,7 @@ class Evaluated:
     """Name of each other metric -> why it has none."""
 
 
-def evaluate(given: EvaluationSubject) -> Evaluated:
+def evaluate(given: EvaluationSubject) -> EvaluatedModel:
     """Losses and metrics on the validation data. Collective. A metric that fails loses no other value.
 
     Raises what ``open_model`` raises, and ``ConfigError`` or ``DataError`` where the data or a metric cannot be used.
@@ -213,7 +213,7 @@ def evaluate(given: EvaluationSubject) -> Evaluated:
         max_samples=given.max_samples, answering=answering, made_by={"precision": engine.precision},
     )  # fmt: skip
     provenance = {**_provenance(given, engine, validation), "resampling": found.loss_resampling}
-    return Evaluated([Result(found.losses, provenance, found.loss_replicates), *found.results], found.failed)
+    return EvaluatedModel([Result(found.losses, provenance, found.loss_replicates), *found.results], found.failed)
 
 
 def _provenance(given: EvaluationSubject, engine: WholeModel, validation: Validation) -> dict[str, str]:
