@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from unigen_ds.core import dist
-from unigen_ds.core.batch import Batch, LossTerms, PackedBatch
+from unigen_ds.core.batch import Batch, LossTerms
 from unigen_ds.evaluation.comparison import NO_DRAWS
 from unigen_ds.evaluation.metrics.base import draws
 from unigen_ds.evaluation.validation import Key, Validation
@@ -38,7 +38,8 @@ class SampleLosses:
         samples = _samples_of_targets(batch)
         without = [term for term in terms.sums if term not in samples or term not in terms.each]
         if without:
-            self.missing = f"the model returns no value of each target of {', '.join(without)} (LossTerms.each)"
+            names = ", ".join(without)
+            self.missing = f"of {names} there is no value of each target (LossTerms.each, Batch.target_positions)"
             return
         groups = self._validation.groups(batch)
         found: list[dict[Key, tuple[float, float]]] = [{} for _ in batch.sample_ids]
@@ -50,10 +51,10 @@ class SampleLosses:
                 parts += [((term, name), labels == number) for number, name in enumerate(names)]
             for key, chosen in parts:
                 sums, numbers = (
-                    torch.zeros(batch.num_sequences, dtype=torch.float64).index_add_(0, sample[chosen], one[chosen])
+                    torch.zeros(len(found), dtype=torch.float64).index_add_(0, sample[chosen], one[chosen])
                     for one in (each, weight)
                 )
-                for row, total, number in zip(found, sums.tolist(), numbers.tolist(), strict=False):
+                for row, total, number in zip(found, sums.tolist(), numbers.tolist(), strict=True):
                     if number:
                         row[key] = (total, number)
         for sample_id, row in zip(batch.sample_ids, found, strict=True):
@@ -81,12 +82,11 @@ class SampleLosses:
 
 def _samples_of_targets(batch: Batch) -> Mapping[str, tuple[Tensor, Tensor]]:
     """Term -> (number of the sample of each target, its weight in the number of targets)."""
-    if not isinstance(batch, PackedBatch):
-        return {}
-    of_tokens, index = batch.document_ids, {"text": batch.text_target_index, "image": batch.image_target_index}
-    ones = torch.ones(batch.image_target_index.numel(), dtype=torch.float64)
-    weight = {"text": batch.text_target_weight.double(), "image": ones}
-    return {term: (of_tokens[index[term]], weight[term]) for term in index}
+    ends = torch.tensor(batch.sample_ends, dtype=torch.int64)
+    return {
+        term: (torch.searchsorted(ends, index, right=True), weight.double())
+        for term, (index, weight) in batch.target_positions().items()
+    }
 
 
 def _drawn(validation: Validation, rows: Sequence[_Row], count: int) -> dict[str, list[float]]:
