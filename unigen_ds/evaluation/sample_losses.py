@@ -38,8 +38,8 @@ class SampleLosses:
         samples = _samples_of_targets(batch)
         without = [term for term in terms.sums if term not in samples or term not in terms.each]
         if without:
-            terms_without = ", ".join(without)
-            self.missing = f"of {terms_without} there is no value of each target (LossTerms.each, Batch.target_positions)"
+            of = ", ".join(without)
+            self.missing = f"of {of} there is no value of each target (LossTerms.each, Batch.target_positions)"
             return
         groups = self._validation.groups(batch)
         found: list[dict[Key, tuple[float, float]]] = [{} for _ in batch.sample_ids]
