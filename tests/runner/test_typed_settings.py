@@ -370,6 +370,7 @@ def test_a_size_that_is_a_default_made_explicit_is_no_edit(plain: dict[str, Any]
     for key in ("dropout", "rope_theta"):
         plain["model"]["llm"].pop(key, None)
     plain.pop("loss_weights", None)
+    assert completed(plain)["model"]["llm"]["dropout"] == 0.0, "also in a config without the sizes of the built model"
     Runner.from_cfg(plain, max_updates=1).train()
     log = tmp_path / "run" / "train.log"
     length = len(log.read_text())
@@ -448,6 +449,7 @@ def test_the_text_of_a_config_can_be_read_back(tmp_path: Path) -> None:
         "launcher": ("one",),
         "train_cfg": {"max_epochs": 3, "nothing": None, "several\nlines": "a\nb" * 40},
         "empty": [{}, [], ()],
+        "names": {"class": 1, "value": 2},
     }
     path = tmp_path / "config.py"
     path.write_text(config_text(given), encoding="utf-8")
