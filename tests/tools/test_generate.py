@@ -95,6 +95,19 @@ def test_texts_and_pictures_by_turns(run: Runner, tmp_path: Path) -> None:
     assert main([*words, "--understand", "--out", str(out), *FAST]) == 2
 
 
+def test_other_keys_of_a_file_of_prompts_are_named(
+    run: Runner, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    words = [str(run.work_dir), "--prompts", str(prompts), "--out", str(tmp_path / "out"), *FAST]
+    prompts.write_text('{"prompt": "draw a three", "id": 7}\n')
+    assert main(words) == 0
+    assert "'id' of 1 lines: not read" in "".join(capsys.readouterr())
+    prompts.write_text('{"prompt": "draw a three", "image": "a.png"}\n')
+    assert main(words) == 1
+    assert "prompts.jsonl:1 is no prompt" in (shown := capsys.readouterr().err) and "unknown key 'image'" in shown
+
+
 def test_a_contact_sheet_of_several_answers_to_several_prompts(run: Runner, tmp_path: Path) -> None:
     out, prompts = tmp_path / "out", tmp_path / "prompts.txt"
     prompts.write_text("draw a three\ndraw a four\n")

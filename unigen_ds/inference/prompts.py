@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.core.errors import ConfigError, DataError, suggestion
+from unigen_ds.core.log import logger
 
 ROW = '{"prompt": "...", "images": ["a.png"]}, or {"parts": ["a text", {"image": "a.png"}], "prompt": "..."}'
+
+_KEYS = {"prompt", "images", "parts"}
 
 
 @dataclass(frozen=True)
@@ -53,26 +57,35 @@ def checked_parts(parts: Any) -> tuple[str | Mapping[str, str], ...]:
 def read_prompts(path: Path, *, where: str) -> list[Prompt]:
     """Those of a file: with the ending ``.jsonl`` as in ``ROW``, else one on each line. Empty lines are ignored.
 
-    Raises ``ConfigError`` where it cannot be read, ``DataError`` with the line that is no prompt.
+    Other keys of a line are named once, with the number of lines. Raises ``ConfigError`` where the file cannot be read,
+    ``DataError`` with the line that is no prompt.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
         raise ConfigError(f"{where} {path} cannot be read: {error}") from error
-    found = []
+    found: list[Prompt] = []
+    others: Counter[str] = Counter()
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            found.append(_of_row(json.loads(line)) if path.suffix == ".jsonl" else Prompt(line.strip()))
+            row = json.loads(line) if path.suffix == ".jsonl" else {"prompt": line.strip()}
+            found.append(_of_row(row))
         except (ValueError, TypeError) as error:
-            raise DataError(f"{path}:{number} is no prompt: {line!r}", allowed=ROW) from error
+            raise DataError(f"{path}:{number} is no prompt: {line!r} ({error})", allowed=ROW) from error
+        others.update({*row} - _KEYS)
+    if others:
+        keys = ", ".join(f"{key!r} of {number} lines" for key, number in sorted(others.items()))
+        logger().warning("%s: %s: not read. Allowed: %s", path, keys, ROW)
     return found
 
 
 def _of_row(row: Any) -> Prompt:
     if not isinstance(row, Mapping) or not {"prompt", "parts"} & {*row}:
         raise ValueError("no prompt")
+    if misspelt := [key for key in row if key not in _KEYS and suggestion(str(key), _KEYS)]:
+        raise ValueError(f"unknown key {misspelt[0]!r}")
     images = row.get("images", ())
     if isinstance(images, str) or not all(isinstance(one, str) for one in images):
         raise ValueError(f"images is {images!r}")
