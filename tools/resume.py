@@ -67,6 +67,8 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.json:
             print(json.dumps(found.state_dict(), indent=1))
         else:
+            if found.why:
+                print(found.why)
             report.show(found.findings)
             print("\n".join(report.plans(found.geometries, found.memory)))
         if arguments.write_config:

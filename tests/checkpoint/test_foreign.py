@@ -167,7 +167,7 @@ def test_the_tag_is_found(written, copy, tmp_path):
 def test_a_folder_without_weights_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="contains no checkpoint"):
         read_foreign(tmp_path)
-    with pytest.raises(CheckpointError, match="is not a directory"):
+    with pytest.raises(CheckpointError, match="does not exist"):
         read_foreign(tmp_path / "absent")
 
 

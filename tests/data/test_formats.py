@@ -40,14 +40,14 @@ def test_blank_lines_carriage_returns_byte_order_mark_and_no_last_newline(tmp_pa
     path.write_bytes(b'\xef\xbb\xbf\r\n\n {"a": 1} \r\n   \n{"a": 2}')
     assert read_all(path) == [{"a": 1}, {"a": 2}]
     offsets, _ = scan(path)
-    assert [str(Place(path, int(o))) for o in offsets] == ["x.jsonl:3", "x.jsonl:5"]
+    assert [str(Place(path, int(o))) for o in offsets] == [f"{path}:3", f"{path}:5"]
 
 
 def test_nested_values_in_an_array(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_text(' [ {"a": [1, {"b": [2, 3]}]} ,\n {"a": []}\n]\n')
     assert read_all(path) == [{"a": [1, {"b": [2, 3]}]}, {"a": []}]
-    assert str(Place(path, int(scan(path)[0][1]))) == "x.json:2"
+    assert str(Place(path, int(scan(path)[0][1]))) == f"{path}:2"
 
 
 @pytest.mark.parametrize(

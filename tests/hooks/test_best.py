@@ -273,6 +273,14 @@ def test_early_stopping_ends_with_a_save_and_a_resume_says_why(tmp_path):
     assert run(tmp_path, VALUES, hooks=early(patience=4), resume=True).progress.updates == 7
 
 
+def test_early_stopping_names_min_delta_where_it_is_why(tmp_path):
+    run(tmp_path, [2.77, 2.3, 2.0], hooks=early(patience=1, min_delta=0.5))
+    assert (
+        "val/loss has not improved by more than min_delta 0.5 for 1 evaluation (patience 1); the best value is 2.77,"
+        " and the last one, 2.3, is not better by so much"
+    ) in log(tmp_path)
+
+
 def test_its_count_is_in_the_checkpoint(tmp_path):
     """Two evaluations before the kill and one after it: as without the kill."""
     runner = Runner.from_cfg(config(tmp_path, VALUES, hooks=early(patience=2)), max_updates=4)

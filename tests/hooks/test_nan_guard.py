@@ -25,16 +25,18 @@ def test_a_warning_names_update_and_sequences(
 
 
 def test_so_many_in_a_row_stop_the_run(tmp_path: Path) -> None:
-    run = TinyRun(tmp_path, [NanGuardHook(max_consecutive=2)])
+    run = TinyRun(tmp_path, [NanGuardHook(max_consecutive=3)])
     run.update(applied=False)
     run.update()
+    run.update(applied=False)
     run.update(applied=False)
     with pytest.raises(TrainingError) as error:
         run.update(applied=False)
     message = str(error.value)
-    assert "2 updates in a row" in message and "sequences 8:12" in message and "sequences 12:16" in message
-    assert "source:8:0" in message and "source:15:0" in message and "0:4" not in message
-    assert "tools/inspect_data.py" in message
+    assert "3 updates in a row" in message and "updates 3 to 5, sequences 8:20" in message and "0:4" not in message
+    remedy, _, rest = message.partition(": source:8:0")
+    assert remedy.endswith("inspect_data.py CONFIG --sequences 8:20` shows all of these samples") and len(remedy) < 350
+    assert message.count("tools/inspect_data.py") == 1 and rest.endswith("source:15:0 and 4 more.")
 
 
 def test_the_count_survives_a_resume(tmp_path: Path) -> None:
@@ -44,7 +46,7 @@ def test_the_count_survives_a_resume(tmp_path: Path) -> None:
     second = NanGuardHook(max_consecutive=2)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     run.hooks = [second]
-    with pytest.raises(TrainingError, match=r"sequences 0:4.*sequences 4:8"):
+    with pytest.raises(TrainingError, match=r"updates 1 to 2, sequences 0:8"):
         run.update(applied=False)
 
 

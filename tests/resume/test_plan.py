@@ -177,7 +177,7 @@ def test_relative_paths_and_links(tmp_path, monkeypatch):
 
 
 def test_a_path_that_is_none_is_explained(tmp_path):
-    with pytest.raises(CheckpointError, match=r"'no/such' does not exist \(looked at /"):
+    with pytest.raises(CheckpointError, match=r"checkpoint no/such does not exist \(looked at /"):
         checkpoint_directory("no/such")
     save_chain(tmp_path, 12, 24)
     with pytest.raises(CheckpointError, match=r"it holds iter_12\.pth, iter_24\.pth: name one of them"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 import pytest
 
 from tests.tiny import tiny_config
-from unigen_ds.core.errors import ConfigError
+from tools.resume import main as inspect
+from unigen_ds.checkpoint import store
+from unigen_ds.core.errors import ConfigError, ResumeBlocked
 from unigen_ds.core.progress import Geometry
 from unigen_ds.examples.digits.dataset import write_digits
 from unigen_ds.runner import Runner
@@ -68,3 +71,81 @@ def test_a_folder_for_each_run_that_a_resume_finds_again(tmp_path: Path, digits:
     other = train(1, randomness__seed=1, resume="auto")
     assert other.name.startswith("UnifiedModel_1_")
     assert {path.name for path in tmp_path.iterdir()} == {first.name, other.name}
+
+
+def sized(folder: Path, digits: Path, *, template: str, batch_size: int = 4, **settings: Any) -> Any:
+    given = {"visualizer": {"run_name": template}, "train_dataloader__batch_size": batch_size, **settings}
+    return tiny_config(
+        folder / "{run_name}", digits, train_dataloader__packing=None, on_batch_change="keep-lr", **given
+    )
+
+
+TEMPLATE = "{model}_bs{batch_size:03d}_lr{lr}_{seed}"
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
+    """A run of one update."""
+    folder = tmp_path_factory.mktemp("begun")
+    Runner.from_cfg(sized(folder, digits, template=TEMPLATE), max_updates=1).train()
+    return folder
+
+
+def copied(begun: Path, folder: Path) -> Path:
+    shutil.copytree(begun, folder, dirs_exist_ok=True)
+    (found,) = folder.iterdir()
+    return found
+
+
+def test_a_resume_with_another_batch_size_continues_the_only_run(begun: Path, digits: Path, tmp_path: Path) -> None:
+    first = copied(begun, tmp_path)
+    assert re.fullmatch(r"UnifiedModel_bs004_lr0\.\d+_42", first.name), first.name
+    runner = Runner.from_cfg(sized(tmp_path, digits, template=TEMPLATE, batch_size=8, resume="auto"), max_updates=2)
+    assert runner.work_dir == first and runner.progress.updates == 1
+    written = (first / "train.log").read_text()
+    assert f"Resume: continued in {first}. No run is named UnifiedModel_bs008" in written
+    assert written.count("Resume: continued in") == 1
+
+
+def test_a_doubtful_resume_is_refused_with_the_commands(begun: Path, digits: Path, tmp_path: Path) -> None:
+    first = copied(begun, tmp_path)
+    (checkpoint,) = (found.path for found in store.list_checkpoints(first))
+    rate = sized(tmp_path, digits, template=TEMPLATE, resume="auto", optim_wrapper__optimizer__lr=0.25)
+    with pytest.raises(ResumeBlocked, match=r"no run is named UnifiedModel_bs004_lr0.25_42") as error:
+        Runner.from_cfg(rate)
+    assert f"--resume {checkpoint} or --resume --work-dir {first}" in str(error.value)
+    second = tmp_path / first.name.replace("bs004", "bs002")
+    shutil.copytree(first, second)
+    with pytest.raises(ResumeBlocked, match="2 of this template") as error:
+        Runner.from_cfg(sized(tmp_path, digits, template=TEMPLATE, batch_size=8, resume=True))
+    assert str(first) in str(error.value) and str(second) in str(error.value)
+    assert {path.name for path in tmp_path.iterdir()} == {first.name, second.name}
+    named = sized(tmp_path, digits, template=TEMPLATE, batch_size=8, resume=str(second / checkpoint.name))
+    assert Runner.from_cfg(named, max_updates=1).work_dir == second
+
+
+def test_another_run_begins_with_a_warning(begun: Path, digits: Path, tmp_path: Path) -> None:
+    first = copied(begun, tmp_path)
+    runner = Runner.from_cfg(sized(tmp_path, digits, template=TEMPLATE, resume=True, randomness__seed=1), max_updates=1)
+    assert runner.work_dir == tmp_path / (first.name.removesuffix("42") + "1") and runner.progress.updates == 0
+    assert "WARNING Resume: no run is named UnifiedModel" in (runner.work_dir / "train.log").read_text()
+
+
+def test_the_inspection_finds_the_same_folder(
+    begun: Path, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = copied(begun, tmp_path)
+    sized(tmp_path, digits, template=TEMPLATE, batch_size=8).dump(str(tmp_path / "config.py"))
+    assert inspect([str(tmp_path / "config.py")]) == 0
+    assert f"Resume: continued in {first}" in capsys.readouterr().out
+    options = ["--cfg-options", "optim_wrapper.optimizer.lr=0.25"]
+    assert inspect([str(tmp_path / "config.py"), *options]) == 3
+    assert f"--work-dir {first}" in capsys.readouterr().err
+    shutil.rmtree(first)
+    assert inspect([str(tmp_path / "config.py")]) == 1
+    assert "contains no checkpoint (work_dir is" in capsys.readouterr().err
+
+
+def test_a_folder_needs_a_template(tmp_path: Path, digits: Path) -> None:
+    with pytest.raises(ConfigError, match=r"visualizer.run_name is not given.*visualizer=dict\(run_name='\{model\}"):
+        Runner.from_cfg(tiny_config(tmp_path / "{run_name}", digits))

@@ -84,7 +84,7 @@ def test_nothing_there(tmp_path, capsys, action):
     assert main([action, str(tmp_path)]) == 1
     assert "no checkpoint found in" in capsys.readouterr().err
     assert main([action, str(tmp_path / "absent")]) == 1
-    assert "is not a directory" in capsys.readouterr().err
+    assert "does not exist" in capsys.readouterr().err
 
 
 def test_wrong_usage():

@@ -68,7 +68,7 @@ def test_of_a_work_dir_the_newest(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("words", "status", "said"), [
-    (["absent", "out"], 1, "is not a directory"),
+    (["absent", "out"], 1, "does not exist"),
     (["{zero2}", "out", "-t", "other"], 1, "has no tag 'other'"),
     (["{zero2}", "out", "--ema"], 1, "no average of the weights"),
     (["{zero2}", "out", "--max-shard-size", "many"], 2, "is no size"),

@@ -31,7 +31,8 @@ class SingleBackend(TorchOptimizerBackend):
         if env_world_size() > 1:
             raise ConfigError(
                 f"backend 'single' was started with {env_world_size()} processes",
-                remedy="start one process, or choose a backend that shards",
+                remedy="start one process, or choose an engine for several: --backend fsdp or --backend deepspeed:zero2"
+                " (they shard), --backend fsdp:NO_SHARD (plain data parallel)",
             )
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

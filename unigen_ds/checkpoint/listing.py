@@ -27,6 +27,8 @@ def find(directory: Path) -> list[Found]:
 
     Raises ``CheckpointError`` when there is none.
     """
+    if not directory.exists():
+        raise store.missing(directory)
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a directory", remedy="name a work dir or a checkpoint in it")
     if (directory / FILE_NAME).is_file() or store.is_checkpoint_name(directory.name):

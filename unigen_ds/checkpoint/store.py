@@ -25,6 +25,7 @@ from unigen_ds.core.log import logger
 HINT = "last_checkpoint"
 STAGING = ".tmp-"
 DELETING = ".deleting"
+_MOST_SHOWN = 8
 BY_UPDATE = ("step", "update")
 """First letters of names that count updates; others count iterations."""
 
@@ -61,6 +62,23 @@ def list_checkpoints(work_dir: Path) -> list[Found]:
         except CheckpointError as error:
             found.append(Found(path, None, str(error)))
     return sorted(found, key=lambda f: f.manifest.commit if f.manifest else -1)
+
+
+def missing(path: Path, given: str | None = None) -> CheckpointError:
+    """The error for a path that does not exist, with the checkpoints of the run that it is of, if there are any."""
+    inside = [found.path for found in list_checkpoints(path.parent) if found.manifest is not None]
+    where = "" if given is None or given == str(path) else f" (looked at {path})"
+    if not inside:
+        remedy = None if path.parent.is_dir() else f"{path.parent} does not exist either: name a checkpoint"
+        return CheckpointError(
+            f"checkpoint {given or path} does not exist{where}", remedy=remedy or "name a checkpoint"
+        )
+    shown = ", ".join(found.name for found in inside[-_MOST_SHOWN:])
+    older = f" and {len(inside) - _MOST_SHOWN} older ones" if len(inside) > _MOST_SHOWN else ""
+    return CheckpointError(
+        f"checkpoint {given or path} does not exist{where}",
+        remedy=f"{path.parent} has {shown}{older}; older ones may have been deleted (CheckpointHook.max_keep_ckpts)",
+    )
 
 
 def verify(directory: Path, manifest: Manifest, *, hashes: bool = False) -> str | None:

@@ -46,7 +46,7 @@ def locate(path: Path, tag: str | None = None) -> Path:
     Raises ``CheckpointError`` when there is none.
     """
     if not path.exists():
-        raise CheckpointError(f"{path} does not exist, so it is not a directory", remedy="name a checkpoint")
+        raise store.missing(path)
     owner = _owner(path)
     if owner is not None and tag is None:
         return owner

@@ -103,13 +103,13 @@ def read_file(path: Path) -> Config:
 
 def _from_file(path: Path) -> Config:
     try:
-        return Config.fromfile(str(path))
+        return Config.fromfile(str(path), import_custom_modules=False)  # Settings imports them, by its own rules
     except RuntimeError as error:
         if str(error):
             raise
         # mmengine treats a file with imports as one of its lazy style, where calling what is imported raises a bare
         # RuntimeError; such a file is ordinary Python.
-        return Config.fromfile(str(path), lazy_import=False)
+        return Config.fromfile(str(path), lazy_import=False, import_custom_modules=False)
 
 
 @dataclass(frozen=True)
@@ -158,6 +158,14 @@ def bases_of(path: Path) -> list[Path]:
         given = load(str(path)).get(_BASE) or ()
     found = _bases(given, path.parent)
     return [base for base in found if base.is_file()]
+
+
+def with_bases(path: Path) -> list[Path]:
+    """A config file and all files below it, each once."""
+    found = {path: None}
+    for base in bases_of(path):
+        found |= dict.fromkeys(with_bases(base))
+    return [*found]
 
 
 def _names(path: Path) -> _Names:

@@ -41,6 +41,10 @@ class ConfigError(UnigenError, ValueError):
 class DataError(UnigenError, ValueError):
     """A record or an image does not follow its format; names file, line and field."""
 
+    def at(self, where: str) -> DataError:
+        """The same error, with the path in the config of what could not be read."""
+        return DataError(f"{where}: {self.problem}", allowed=self.allowed, remedy=self.remedy)
+
 
 class CheckpointError(UnigenError, RuntimeError):
     """A checkpoint is missing, incomplete, damaged, or does not fit."""

@@ -37,17 +37,22 @@ def logger() -> logging.Logger:
     return logging.getLogger(NAME)
 
 
-_waiting: dict[str, None] = {}
+_waiting: dict[str, int] = {}
 _shown: set[str] = set()
 
 
 def notice(text: str) -> None:
     """Log a line about the config or an import, once. ``setup`` repeats the earlier ones, for its file."""
     if not logger().handlers:
-        _waiting[text] = None
+        _waiting[text] = logging.INFO
     if text not in _shown:
         _shown.add(text)
         logger().info(text)
+
+
+def warn_at_setup(text: str) -> None:
+    """Log a warning in the next ``setup``: it is known before the folder of the log is."""
+    _waiting[text] = logging.WARNING
 
 
 _KNOWN_RECORDS = {
@@ -137,7 +142,8 @@ def setup(
             file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
             log.addHandler(file)
     _shown.clear()
-    for text in [*_waiting]:
-        notice(text)
+    for text, of_text in _waiting.items():
+        _shown.add(text)
+        log.log(of_text, text)
     _waiting.clear()
     return log

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
+from mmengine.registry import HOOKS as MMENGINE_HOOKS
 from mmengine.registry import Registry
 
 from unigen_ds.core import former
@@ -118,7 +119,7 @@ def find(registry: Registry, spec: Mapping[str, Any], *, where: str) -> type:
         cls = registry.module_dict.get(kind) or former.component(_own_name(kind), where=where)
         if cls is None:
             meant = backend_hint(kind) if registry is BACKENDS else None
-            remedy = f"did you mean --backend {meant}?" if meant else nearest(kind, registry.module_dict)
+            remedy = f"did you mean --backend {meant}?" if meant else nearest(kind, _names(registry))
             raise ConfigError(f"{where}.type is {kind!r}", remedy=_of_mmengine(registry, kind) or remedy)
     methods, instead = _INTERFACES.get(registry, ((), "a registered name or a class"))
     cls = cls or kind
@@ -130,6 +131,15 @@ def find(registry: Registry, spec: Mapping[str, Any], *, where: str) -> type:
         remedy = _of_mmengine(registry, cls) or f"write {instead}"
         raise ConfigError(f"{where}.type is {_path(cls)}, which has no {', '.join(missing)}", remedy=remedy)
     return cls
+
+
+def _names(registry: Registry) -> list[str]:
+    """What a user may have meant: the registered names; of hooks also those that a user's module has registered in
+    mmengine's registry, where hooks written for mmengine register themselves.
+    """
+    of_mmengine = MMENGINE_HOOKS.module_dict if registry is HOOKS else {}
+    own = [name for name, cls in of_mmengine.items() if not _path(cls).startswith("mmengine.")]
+    return [*registry.module_dict, *own]
 
 
 def _path(kind: Any) -> str:

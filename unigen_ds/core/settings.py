@@ -25,7 +25,7 @@ from typing_extensions import Self
 
 from unigen_ds.core import former
 from unigen_ds.core.config_hints import hint
-from unigen_ds.core.errors import ConfigError, UnknownKey, raise_any
+from unigen_ds.core.errors import ConfigError, DataError, UnknownKey, raise_any
 from unigen_ds.core.log import logger
 from unigen_ds.core.registry import component_problems, counterpart, find, registered_name
 from unigen_ds.core.values import argument_hints, as_tuple, converted, described, nested
@@ -68,6 +68,8 @@ class Component:
             logger().info("%s: %s is read as the class of that name in unigen_ds", self.where, self.given)
         try:
             return self.cls(**_attributes(self.arguments), **extra)
+        except DataError as error:
+            raise error.at(self.where) if self.where else error  # noqa: B904 - the same error
         except TypeError as error:
             if "argument" in str(error):
                 raise ConfigError(f"{self.where} cannot be built: {error}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from unigen_ds.core.encoding import encoding_problem
-from unigen_ds.core.errors import DataError
+from unigen_ds.core.errors import DataError, close
 
 _ALLOWED = "a .json or .jsonl file: docs/data.md shows the records"
 _PANDAS = (
@@ -23,6 +23,25 @@ _MAGIC = {
 """First bytes -> what it is, and a command that works whatever the file's name ends in."""
 
 
+def no_record(path: Path) -> DataError:
+    """The error for a file without a record."""
+    what = "is empty: it holds no record" if not path.stat().st_size else "holds no record"
+    remedy = "fill it, or name another data_path; a data set without records is left out of the config"
+    return DataError(f"data file {path} {what}", allowed="at least one record: docs/data.md shows them", remedy=remedy)
+
+
+def _remedy(path: Path) -> str:
+    """What was probably meant by a path that does not exist."""
+    folder = path.parent
+    if not folder.is_dir():
+        return f"the folder {folder} does not exist either; relative paths start at {Path.cwd()}"
+    inside = sorted(found.name for found in folder.iterdir() if found.suffix in (".json", ".jsonl"))
+    if near := close(path.name, inside):
+        return f"did you mean {str(folder / near)!r}?"
+    more = f" and {len(inside) - 5} more" if len(inside) > 5 else ""
+    return f"{folder} has {', '.join(inside[:5])}{more}" if inside else f"{folder} has no .json and no .jsonl file"
+
+
 def check_data_file(path: Path) -> None:
     """Raise ``DataError`` for what is missing, a folder, another format or another encoding, with the remedy."""
     if path.is_dir():
@@ -32,7 +51,7 @@ def check_data_file(path: Path) -> None:
         )
         raise DataError(f"data file {path} is a folder", allowed=_ALLOWED, remedy=remedy)
     if not path.is_file():
-        raise DataError(f"data file {path} does not exist", allowed="a .json or .jsonl file")
+        raise DataError(f"data file {path} does not exist", allowed="a .json or .jsonl file", remedy=_remedy(path))
     with path.open("rb") as stream:
         head = stream.read(8)
     for magic, (what, command) in _MAGIC.items():

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unigen_ds.core.errors import DataError
-from unigen_ds.data.data_file import check_data_file
+from unigen_ds.data.data_file import check_data_file, no_record
 
 Role = Literal["user", "assistant", "system"]
 PLACEHOLDER = "<image>"
@@ -57,7 +57,7 @@ class Turn(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a record begins. As text: ``train.jsonl:17``; the file is read for the line number only then."""
+    """Where a record begins. As text: ``data/train.jsonl:17``; the file is read for the line number only then."""
 
     path: Path
     offset: int
@@ -68,7 +68,7 @@ class Place(NamedTuple):
             while left > 0 and (block := stream.read(min(left, 1 << 20))):
                 lines += block.count(b"\n")
                 left -= len(block)
-        return f"{self.path.name}:{lines}"
+        return f"{self.path}:{lines}"
 
 
 def scan(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -83,7 +83,7 @@ def scan(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     else:
         offsets, lengths = _lines(path)
     if not offsets.size:
-        raise DataError(f"data file {path} holds no record")
+        raise no_record(path)
     return offsets, lengths
 
 

@@ -8,6 +8,7 @@ so a sample id names the same record with and without a split.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -45,9 +46,17 @@ class Division:
 
     def held_out(self, digests: Array) -> NDArray[np.bool_]:
         """[N] whether each record is in the share. A larger share contains a smaller one."""
+        return self._drawn(digests) < self.share
+
+    def smallest(self, digests: Array) -> float:
+        """The largest share that selects no record: a larger one selects at least one."""
+        return float(self._drawn(digests).min(initial=1.0))
+
+    def _drawn(self, digests: Array) -> NDArray[np.float64]:
+        """[N] in [0, 1), of each record."""
         key = np.uint64(derive_seed(self.seed, "validation"))
         drawn = mix_many(digests.astype(np.int64).view(np.uint64) ^ key) >> np.uint64(11)
-        return drawn.astype(np.float64) < self.share * 2.0**53
+        return drawn.astype(np.float64) / 2.0**53
 
     @property
     def facts(self) -> dict[str, float]:
@@ -115,7 +124,7 @@ def divided(datasets: Sequence[PlannedDataset], division: Division) -> tuple[lis
     Raises ``DataError`` where nothing would be left to train on, or nothing to validate on; ``ConfigError`` for a
     source whose records have no digests.
     """
-    left, held = [], []
+    left, held, least = [], [], 1.0
     for name, dataset in zip(source_names(datasets), datasets, strict=True):
         digests: Any = getattr(dataset, "content_digests", None)
         if digests is None:
@@ -125,7 +134,8 @@ def divided(datasets: Sequence[PlannedDataset], division: Division) -> tuple[lis
                 remedy=f"add content_digests(self) to {kind}: 64 bits of each record as an int64 array; or give"
                 " val_dataloader a dataset of its own",
             )
-        chosen = division.held_out(digests())
+        found = digests()
+        chosen, least = division.held_out(found), min(least, division.smallest(found))
         left.append(Part(dataset, np.flatnonzero(~chosen), division, "train"))
         held.append(Part(dataset, np.flatnonzero(chosen), division, "validation"))
         if not len(left[-1]):
@@ -139,7 +149,14 @@ def divided(datasets: Sequence[PlannedDataset], division: Division) -> tuple[lis
     if not any(map(len, held)):
         total = sum(map(len, datasets))
         raise DataError(
-            f"val_dataloader.split={division.share:g} selects none of {total:,} records",
-            remedy="a larger share, more data, or a dataset of its own for val_dataloader",
+            f"val_dataloader.split={division.share:g} selects none of {total:,} records (each is drawn on its own)",
+            remedy=f"val_dataloader.split={_above(least)} selects at least one of these; or more data, or a dataset of"
+            " its own for val_dataloader",
         )
     return left, held
+
+
+def _above(share: float) -> str:
+    """A short number that is larger."""
+    step = 10.0 ** (math.floor(math.log10(share)) - 1) if share else 1e-6
+    return f"{(math.floor(share / step) + 1) * step:.6g}"

@@ -117,7 +117,11 @@ class EarlyStoppingHook(Hook):
             )
         if self._waited >= self.patience:
             best = "" if self._best is None else f"; the best value is {self._best:.6g}"
-            return f"{self.monitor} has not improved for {self._waited} evaluations (patience {self.patience}){best}"
+            by = f" by more than min_delta {self.min_delta:g}" if self.min_delta else ""
+            if self._best is not None and better(self._last, self._best, rule=self.rule):
+                best += f", and the last one, {self._last:.6g}, is not better by so much"
+            evaluations = "1 evaluation" if self._waited == 1 else f"{self._waited} evaluations"
+            return f"{self.monitor} has not improved{by} for {evaluations} (patience {self.patience}){best}"
         return None
 
     def state_dict(self) -> dict[str, Any]:

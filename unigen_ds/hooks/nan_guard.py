@@ -18,8 +18,8 @@ from unigen_ds.core.registry import HOOKS, checked
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 
 VERSION = 1
-SHOWN_IDS = 20
-"""Sample ids of each update that the error names; tools/inspect_data.py shows all."""
+SHOWN_IDS = 8
+"""Sample ids that the error names; tools/inspect_data.py shows all."""
 
 
 @HOOKS.register_module()
@@ -56,12 +56,19 @@ class NanGuardHook(Hook):
             run.progress.updates, first, stop, len(self._skipped), self.max_consecutive,
         )  # fmt: skip
         if len(self._skipped) >= self.max_consecutive:
-            raise TrainingError(
-                f"{len(self._skipped)} updates in a row had gradients that are not finite: "
-                + "; ".join(map(_describe, self._skipped)),
-                remedy="look at these sequences with tools/inspect_data.py CONFIG --sequences A:B, lower the learning"
-                " rate, look at these samples with tools/inspect_data.py, or resume from an earlier checkpoint",
-            )
+            raise self._error()
+
+    def _error(self) -> TrainingError:
+        updates, (first, _), (_, stop) = len(self._skipped), *(self._skipped[i]["sequences"] for i in (0, -1))
+        ids = [name for entry in self._skipped for name in entry["sample_ids"]][:SHOWN_IDS]
+        more = sum(entry["num_samples"] for entry in self._skipped) - len(ids)
+        return TrainingError(
+            f"{updates} updates in a row had gradients that are not finite: updates {self._skipped[0]['update']} to"
+            f" {self._skipped[-1]['update']}, sequences {first}:{stop}",
+            remedy="lower the learning rate, resume from an earlier checkpoint, or look at the data: `python"
+            f" tools/inspect_data.py CONFIG --sequences {first}:{stop}` shows all of these samples: {', '.join(ids)}"
+            + (f" and {more} more" if more else ""),
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return {"version": VERSION, "skipped": [dict(entry) for entry in self._skipped]}
@@ -70,10 +77,3 @@ class NanGuardHook(Hook):
         if state.get("version") != VERSION:
             raise ConfigError(f"state of NanGuardHook has version {state.get('version')!r}", allowed=str(VERSION))
         self._skipped = [dict(entry) for entry in state["skipped"]]
-
-
-def _describe(entry: Mapping[str, Any]) -> str:
-    first, stop = entry["sequences"]
-    more = entry["num_samples"] - len(entry["sample_ids"])
-    ids = ", ".join(entry["sample_ids"]) + (f" and {more} more" if more else "")
-    return f"update {entry['update']} (sequences {first}:{stop}; samples {ids})"

@@ -134,7 +134,7 @@ def checkpoint_directory(given: str) -> Path:
     """
     path = Path(given).expanduser().resolve()
     if not path.exists():
-        raise CheckpointError(f"checkpoint {given!r} does not exist (looked at {path})")
+        raise store.missing(path, given)
     whole = store.STAGING not in path.name and not path.name.endswith(store.DELETING)
     found = locate(path) if whole else path
     inside = [each.path.name for each in store.list_checkpoints(path)] if path.is_dir() else []

@@ -24,6 +24,7 @@ from unigen_ds.resume.finding import Finding
 from unigen_ds.resume.geometry import MemoryPlan, equal_geometries, geometry_keys, memory_plans
 from unigen_ds.resume.plan import ResumePlan, plan_resume
 from unigen_ds.runner.build import build_hooks
+from unigen_ds.runner.naming import PLACE, Named, name_and_folder
 from unigen_ds.runner.parts import build_engine
 from unigen_ds.runner.settings import Settings
 from unigen_ds.runner.start import check_resume, settled_seed
@@ -41,6 +42,8 @@ class Inspection:
     proposed: Geometry | None
     """The one of ``geometries`` that is nearest to the config's micro-batch."""
     memory: Sequence[MemoryPlan]
+    why: str | None = None
+    """How the folder was found, where its name is not that of the config (``runner/naming.py``)."""
 
     @property
     def blocked(self) -> bool:
@@ -50,6 +53,7 @@ class Inspection:
         """Plain JSON values."""
         return {
             "checkpoint": str(self.plan.checkpoint),
+            "why": self.why,
             "blocked": self.blocked,
             "geometry": asdict(self.geometry),
             "findings": [finding.state_dict() for finding in self.findings],
@@ -65,12 +69,21 @@ def inspect_resume(config: Any, *, world_size: int | None = None, verify: bool =
     ``CheckpointError`` where there is nothing to resume from, and ``ConfigError``.
     """
     settings = Settings.from_config(config)
-    work_dir, resume = settings.folder, settings.resume or AUTO
+    resume = settings.resume or AUTO
+    run, template = Named(), settings.work_dir
+    if PLACE in (template or ""):
+        with _announced(world_size or dist.env_world_size()):
+            asked = settings.model_copy(update={"resume": resume})
+            run = name_and_folder(asked, build_engine(settings)[1])
+        settings = settings.named(run.name, run.folder)
+    work_dir = settings.folder
     named = isinstance(resume, str) and resume != AUTO
     plan = plan_resume(work_dir, resume=resume, load_from=None if named else settings.load_from, hashes=verify)
     if plan.mode != "resume":
+        of_template = f" (work_dir is {template!r}). {run.why or ''}" if run.folder else ""
         raise CheckpointError(
-            f"{work_dir} contains no checkpoint", remedy="name one with --checkpoint, or the folder with --work-dir"
+            f"{work_dir} contains no checkpoint{of_template}",
+            remedy="name one with --checkpoint, or the folder with --work-dir",
         )
     saved = plan.manifest.geometry.dp_size if plan.manifest else dist.env_world_size()
     settings = settings.with_seed(settled_seed(settings.randomness.seed, plan))
@@ -82,7 +95,7 @@ def inspect_resume(config: Any, *, world_size: int | None = None, verify: bool =
         equal = equal_geometries(start.manifest.geometry.global_batch_size, geometry.dp_size)
         proposed = _nearest_geometry(equal, geometry.batch_size)
         memory = plans_of(settings, proposed or geometry, backend)
-    return Inspection(plan, geometry, findings, equal, proposed, memory)
+    return Inspection(plan, geometry, findings, equal, proposed, memory, run.why)
 
 
 @contextmanager

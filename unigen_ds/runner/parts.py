@@ -47,7 +47,7 @@ from unigen_ds.runner.build import (
     recorded_fused,
 )
 from unigen_ds.runner.environment import apply_environment
-from unigen_ds.runner.naming import PLACE, name_and_folder
+from unigen_ds.runner.naming import PLACE, Named, name_and_folder
 from unigen_ds.runner.settings import Settings
 from unigen_ds.runner.start import Beginning, Start, begin, build_start, plain_built, plain_values
 from unigen_ds.schedule.schedule import Schedules
@@ -173,11 +173,11 @@ def _begin(
     joined, own_folder = dist.joined(), PLACE in (settings.work_dir or "")
     found: Beginning | None = None
     if joined:
-        settings = settings.named(*dist.on_main(lambda: name_and_folder(settings, geometry)))
+        settings = _named(settings, dist.on_main(lambda: name_and_folder(settings, geometry)))
     else:
         dist.check_port()
         if dist.env_rank() == 0:
-            settings = settings.named(*name_and_folder(settings, geometry))
+            settings = _named(settings, name_and_folder(settings, geometry))
             found = begin(settings, backend=backend, geometry=geometry)
     hooks = build_hooks(settings)
     apply_environment(settings.env)
@@ -191,6 +191,13 @@ def _begin(
     start = found.start if found else None
     start = start or build_start(settings.with_seed(plan.seed), plan, geometry=geometry)
     return settings, plan, start, hooks, found.findings if found else ()
+
+
+def _named(settings: Settings, named: Named) -> Settings:
+    """With the name of the run and its folder; a warning about the folder is logged once the log is there."""
+    if named.why:
+        log.warn_at_setup(named.why)
+    return settings.named(named.name, named.folder)
 
 
 def config_text(config: Mapping[str, Any]) -> str:

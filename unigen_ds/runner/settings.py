@@ -8,7 +8,10 @@ imported, and all problems are reported in one ``ConfigError``.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import math
+import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from logging import WARNING
 from pathlib import Path
@@ -23,6 +26,7 @@ from unigen_ds.backends import single as _single
 from unigen_ds.checkpoint.settings import LoadSettings
 from unigen_ds.core import config as files
 from unigen_ds.core.batch import DEFAULT_WEIGHT
+from unigen_ds.core.config_file import with_bases
 from unigen_ds.core.errors import ConfigError, raise_any
 from unigen_ds.core.log import logger, notice
 from unigen_ds.core.paths import expand_paths
@@ -172,7 +176,7 @@ class Settings(ModelSettings):
     work_dir: str | None = Field(
         default=None,
         description="output folder; None: `work_dirs/<config name>`; `{run_name}` in it: a folder for each run,"
-        " named by `visualizer.run_name`, which a resume finds again. `--work-dir`",
+        " named by `visualizer.run_name`, which is needed then, and found again by a resume. `--work-dir`",
     )
     launcher: Literal["none", "pytorch", "slurm", "mpi"] = Field(
         default="none", description="`none`, `pytorch` (torchrun), `slurm` or `mpi`. `--launcher`"
@@ -180,7 +184,8 @@ class Settings(ModelSettings):
     custom_imports: CustomImports = Field(
         default=CustomImports(),
         description=(
-            "`dict(imports=['my.module'])`: modules that register your own classes. `generate` and"
+            "`dict(imports=['my.module'])`: modules that register your own classes, which Python finds (installed,"
+            " `PYTHONPATH`) or which are beside the config or one of its `_base_` files. `generate` and"
             " `export` import those of a checkpoint's config only with `--allow-custom-imports`,"
             " unless they are modules of `unigen_ds` itself, as `unigen_ds.examples.digits`"
         ),
@@ -328,6 +333,7 @@ def load_config(name: str | Path, overrides: Iterable[str] | Mapping[str, Any] =
         errors += _translate_file(config)
     errors += files.top_problems(config, schema)
     known = {key: value for key, value in files.plain_values(config).items() if key in schema}
+    importable(config)
     errors += Settings._of_given(known, whole=whole)[1]
     raise_any(errors)
     for key in [*config]:
@@ -388,6 +394,33 @@ def custom_modules(config: Mapping[str, Any]) -> tuple[str, ...]:
     return CustomImports.parse(config.get("custom_imports"), where="custom_imports").imports
 
 
+_beside: dict[str, None] = {}
+"""Folders of configs and their bases where modules of ``custom_imports`` were looked for, as they are nowhere else."""
+
+
+def importable(config: Config) -> None:
+    """Modules of ``custom_imports`` that Python does not find are looked for beside the config and its bases. For the
+    whole process: worker processes of data loaders import them again.
+    """
+    given = config.get("custom_imports")
+    names = given.get("imports") if isinstance(given, Mapping) else None
+    names = [names] if isinstance(names, str) else names or []
+    if not config.filename or not any(isinstance(name, str) and _is_missing(name) for name in names):
+        return
+    for file in with_bases(Path(config.filename).resolve()):
+        _beside[str(file.parent)] = None
+        if str(file.parent) not in sys.path:
+            sys.path.append(str(file.parent))
+
+
+def _is_missing(name: str) -> bool:
+    top = name.partition(".")[0]
+    try:
+        return top not in sys.modules and importlib.util.find_spec(top) is None
+    except (ImportError, ValueError):
+        return True
+
+
 def import_custom(config: Mapping[str, Any]) -> None:
     """``custom_imports=dict(imports=['my.module'])``: modules that register a user's own classes."""
     found = CustomImports.parse(config.get("custom_imports"), where="custom_imports")
@@ -396,9 +429,13 @@ def import_custom(config: Mapping[str, Any]) -> None:
             with undone_on_failure():
                 importlib.import_module(name)
         except ImportError as error:
-            problem = f"custom_imports: {name!r} cannot be imported: {error}"
+            absent = isinstance(error, ModuleNotFoundError) and _is_missing(name)
+            searched = ["the installed packages", f"PYTHONPATH ({os.environ.get('PYTHONPATH') or 'not set'})", *_beside]
+            reason = f"there is no such module in {', '.join(searched)}" if absent else str(error)
+            problem = f"custom_imports: {name!r} cannot be imported: {reason}"
             if not found.allow_failed_imports:
-                raise ConfigError(problem) from error
+                remedy = "put it beside the config, or start with PYTHONPATH=FOLDER" if absent else None
+                raise ConfigError(problem, remedy=remedy) from error
             logger().log(WARNING, problem)
         except KeyError as error:
             if "is already registered" not in str(error):
@@ -452,6 +489,13 @@ _ADD_VALIDATION = "val_dataloader=dict(split=0.02), or dict(dataset=dict(type=..
 def _misfits(settings: Settings) -> Iterator[ConfigError]:
     """Methods that the engine needs and the model does not have, and hooks without the data that they need."""
     engine, model = settings.backend, settings.model
+    if "{run_name}" in (settings.work_dir or "") and settings.visualizer.run_name is None:
+        yield ConfigError(
+            f"work_dir is {settings.work_dir!r}, and visualizer.run_name is not given",
+            allowed="{run_name} in work_dir where visualizer.run_name is a template",
+            remedy="visualizer=dict(run_name='{model}_{updates}_{date}'), say (docs/configs.md lists the fields), or"
+            " run_name='nanovlm'",
+        )
     if settings.evaluates and settings.val_dataloader is None:
         yield ConfigError(
             "custom_hooks has an EvaluateHook, and there is no val_dataloader",
