@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -94,10 +95,17 @@ def test_meteor_is_the_java_program_of_pycocoevalcap() -> None:
     process = metric._java
     again = metric.resampled(metric.merge([metric.state()]), count=3, seed=0)["meteor_java"]
     assert len(set(again)) > 1 and all(0 <= value <= 1 for value in again) and metric._java is process is not None
-    ended = process._process
-    del process
+    program = process._process
+    assert os.getsid(program.pid) == program.pid != os.getsid(0), "no signal to the training reaches it"
     metric.reset()
-    assert ended.poll() is not None, "two GiB are not kept after an evaluation"
+    assert scored(metric, texts, references) == found and metric._java is process, "started once"
+    program.terminate()
+    with pytest.raises(ConfigError, match=r"Java program was ended by SIGTERM\. Remedy: the next evaluation starts"):
+        process.statistics("a", ["a"])
+    assert scored(metric, texts, references) == found and metric._java is not process
+    kept = metric._java._process
+    del metric
+    assert kept.poll() is not None, "it ends with the metric"
 
 
 def test_meteor_without_java_is_nltks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -71,6 +71,17 @@ class DeleteHook(Hook):
         self.path.unlink()
 
 
+@HOOKS.register_module(force=True)
+class StopHook(Hook):
+    """Sends this process SIGTERM in update 4."""
+
+    name = "stop"
+
+    def before_update(self, run: Run) -> None:
+        if run.progress.updates == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
 def _ended(job: dict[str, Any]) -> bool:
     """Whether it is a local process that has ended without a result, and no parent has asked for its status."""
     if "sbatch" in job["command"][0]:
@@ -146,6 +157,69 @@ def test_a_local_process_evaluates_while_the_training_continues(tmp_path, script
     assert [update for update, _ in logged(tmp_path)] == [2, 4, 6, 8]
     assert sorted(path.name for path in (tmp_path / "run").glob("*.pth")) == ["iter_9.pth"]
     assert not list((tmp_path / "run" / "eval_results" / "run").glob("*.job"))
+
+
+def process_of(folder: Path, command: str, **arguments: Any) -> str:
+    """Train in a process of its own; returns what it printed."""
+    config(folder, command, **arguments).dump(str(folder / "whole.py"))
+    program = "import sys, tests.hooks.test_async_evaluate\nfrom tools.train import main\nsys.exit(main(sys.argv[1:]))"
+    training = subprocess.run([sys.executable, "-c", program, str(folder / "whole.py")], cwd=ROOT, env=ENVIRONMENT,
+                              capture_output=True, text=True)  # fmt: skip
+    assert training.returncode == 0, training.stderr
+    return training.stderr
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> str:
+    """The command of a program that writes when it begins and ends into ``seen.txt``, and needs a second."""
+    (tmp_path / "slow.py").write_text(
+        "import os, sys, time\nlog = open(sys.argv[3], 'a')\nprint('begins', sys.argv[2], file=log, flush=True)\n"
+        "time.sleep(1)\nassert os.path.exists(sys.argv[2])\nprint('ends', sys.argv[2], file=log, flush=True)\n"
+        "open(sys.argv[1], 'w').write('{\"results\": {\"a\": 1}}')\n"
+    )
+    return f"{sys.executable} {tmp_path / 'slow.py'} {{out}} {{checkpoint}} {tmp_path / 'seen.txt'}"
+
+
+def seen(folder: Path) -> list[str]:
+    return [line.split()[0] for line in (folder / "seen.txt").read_text().splitlines()]
+
+
+def test_what_waits_when_the_training_has_ended_is_evaluated(tmp_path, slow):
+    """One at a time, by a process of its own; checkpoints are kept until then, and the next start logs all results."""
+    folder = tmp_path / "run" / "eval_results" / "run"
+    text = process_of(tmp_path, slow, updates=6)
+    assert "Evaluations without a result yet: 3. Running, also after this training has ended: update 2 (process" in text
+    assert "Waiting: update 4, 6; process " in text and "starts them in this order, 1 at a time" in text
+    assert "checkpoints are kept" in text and "tools/report.py" in text and not logged(tmp_path)
+    assert sorted(path.name for path in (tmp_path / "run").glob("*.pth")) == ["iter_2.pth", "iter_4.pth", "iter_6.pth"]
+    until((folder / "step_6.json").exists)
+    assert seen(tmp_path) == ["begins", "ends"] * 3, "one at a time"
+    assert not (folder / "queue.worker").exists() and not (folder / "queue.log").read_text()
+    run(tmp_path, slow, updates=6, resume=True)
+    assert [update for update, _ in logged(tmp_path)] == [2, 4, 6] and not list(folder.glob("*.job"))
+
+
+def test_the_next_start_has_the_queue_again(tmp_path, slow):
+    """While another process still works it off: each checkpoint is evaluated once, one at a time."""
+    run(tmp_path, slow, updates=6)
+    worker = tmp_path / "run" / "eval_results" / "run" / "queue.worker"
+    first = worker.read_text()
+    run(tmp_path, slow, updates=6, resume=True, wait_at_end=True)
+    assert first and not worker.exists() and [update for update, _ in logged(tmp_path)] == [2, 4, 6]
+    time.sleep(0.7)  # the first process would have started another one by now
+    assert seen(tmp_path) == ["begins", "ends"] * 3
+    assert "Waiting for 3 evaluations" in log(tmp_path) or "Waiting for 2 evaluations" in log(tmp_path)
+
+
+def test_a_stopped_run_leaves_the_queue_to_its_next_start(tmp_path, script):
+    stop = {"type": "StopHook"}
+    body = config(tmp_path, f"{script} 3", updates=6)
+    body["custom_hooks"].append(stop)
+    Runner.from_cfg(body).train()
+    assert "Waiting: update 4; the next start of this run starts them" in log(tmp_path)
+    assert not (tmp_path / "run" / "eval_results" / "run" / "queue.worker").exists()
+    run(tmp_path, f"{script} 0", updates=6, resume=True, wait_at_end=True)
+    assert [update for update, _ in logged(tmp_path)] == [2, 4, 6]
 
 
 def test_training_is_bit_equal_with_and_without_it(tmp_path, script):
@@ -283,7 +357,7 @@ def test_the_next_start_names_how_a_process_ended(tmp_path):
     fails = "import time; time.sleep(0.3); print('loading'); print('no memory'); raise SystemExit(5)"
     run(tmp_path, [sys.executable, "-c", fails, *NEEDED], updates=2)
     until(lambda: (folder / "step_2.status").exists() and (folder / "step_2.status").read_text().strip())
-    assert "has ended" not in log(tmp_path)
+    assert "evaluation of update 2 has ended" not in log(tmp_path)
     run(tmp_path, [sys.executable, "-c", fails, *NEEDED], updates=3, resume=True)
     line = next(one for one in log(tmp_path).splitlines() if "evaluation of update 2 has ended" in one)
     assert "with status 5 without a result" in line and "step_2.log: loading | no memory. Command: " in line
@@ -307,6 +381,12 @@ def test_the_next_start_names_how_a_process_ended(tmp_path):
         (["python", "{out}"], r"has no \{checkpoint\}, so"),
         ("pyhton ev.py {checkpoint} {out}", "no program 'pyhton'.*Remedy: install it"),
         ("/nowhere/evaluate {checkpoint} {out}", "no program '/nowhere/evaluate'"),
+        (f"{sys.executable} -u nothere.py {{checkpoint}} {{out}}", "no file 'nothere.py', which .*relative path"),
+        ("sh nothere.sh {checkpoint} {out}", "no file 'nothere.sh'"),
+        ("sh -c 'x' {checkpoint} {out} > log.txt", r"has '>', which only a shell .*sh -c '\.\.\.'"),
+        ("true {checkpoint} {out} 2>&1", "has '2>&1', which"),
+        ("cd x && true {checkpoint} {out}", "has '&&', which"),
+        ("cd x; true {checkpoint} {out}", "has 'x;', which"),
     ],
 )
 def test_a_command_without_a_result_is_refused_at_the_start(tmp_path, command, problem):
@@ -334,6 +414,8 @@ def test_no_shell_reads_a_command(tmp_path):
         *_, text = filled(arguments_of(command, where="c"), values)
         subprocess.run(["bash", "-c", text], cwd=tmp_path, capture_output=True)
         assert text == f"cat '{evil}'" and not list(tmp_path.iterdir())
+    for allowed in ("sh -c 'a > b; c'", "sbatch --wrap='a && b > c'", "run '<image>' a|b", r"find \;"):
+        arguments_of(allowed, where="c")
     assert filled(("sbatch", "--wrap=cat {checkpoint}"), values)[1] == f"--wrap=cat '{evil}'"
 
 

@@ -53,6 +53,13 @@ def log(folder: Path) -> str:
 FID = {"type": "FID", "extractor": {"type": "MeanColour"}}
 EARLY = {"type": "EarlyStoppingHook", "rule": "less"}
 REFUSED: list[tuple[list[dict[str, Any]], str]] = [
+    ([evaluating(save_best="val/blue", metrics="BLEU")],
+     r"save_best is 'val/blue', which no.*Allowed: val/loss, val/loss/<term>, val/bleu.*did you mean 'val/bleu'\?"),
+    ([evaluating(save_best="val/vqa_acc", metrics=["BLUE"])], r"metrics\[0\].type is 'BLUE'.*BLEU"),
+    ([evaluating(metrics=[{"type": "FID", "extractor": "inception"}])],
+     r"'inception', and there is no.*a file with the weights.*a folder with.*dict\(type=\.\.\.\).*or a module"),
+    ([evaluating(metrics=[{"type": "FID", "extractor": "inception.pth"}])],
+     r"'inception.pth', and there is no.*a file with the weights.*a folder with.*dict\(type=\.\.\.\).*or a module"),
     ([evaluating(save_best="loss")], r"save_best is 'loss', which.*val/loss, val/loss/text.*did you mean 'val/loss'"),
     ([evaluating(save_best="val/los", rule="less")], "did you mean 'val/loss'"),
     ([evaluating(save_best="val/loss/image")], "EvaluateHook.save_best is 'val/loss/image'"),

@@ -108,7 +108,8 @@ def test_it_shows_what_the_average_of_the_weights_makes(shown: Runner, data: Pat
     asked = {"understand": True, "images": [data / "seen.png"], "max_length": 5, "seed": 1}
     assert made[1]["text"] == average.unified_generate("", **asked).text
     assert [row["prompt"] for row in made] == ["draw a three", "", "this is zero", "draw a handwritten four"]
-    assert made[2]["reference"] == "zero" and made[3]["reference"] == "the picture on the right"
+    assert made[2]["reference"] == "zero" and made[3]["reference"] == str(data / "seen.png")
+    assert "reference_shown" not in made[3] and "pictures" not in made[3]
     sheet = np.asarray(Image.open(shown.work_dir / "previews" / "4.png").convert("L"))
     drawn = [
         np.asarray(each.unified_generate("draw a three", flow=settings(each), seed=0).images[0])

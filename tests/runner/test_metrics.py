@@ -113,9 +113,9 @@ def kept_of(run: Runner) -> KeepAnswers:
 
 
 def evaluating(*metrics: Any, **arguments: Any) -> dict[str, Any]:
-    specs = [{"type": one} if isinstance(one, str) else one for one in metrics]
+    """``metrics``: names and components, as a config may have both."""
     more = {"generation": {"max_new_tokens": 5}} if metrics else {}
-    return {"type": "EvaluateHook", "interval": 2, "unit": "update", "metrics": specs, **more, **arguments}
+    return {"type": "EvaluateHook", "interval": 2, "unit": "update", "metrics": [*metrics], **more, **arguments}
 
 
 def records(number: int = 40) -> list[Any]:

@@ -84,12 +84,22 @@ class ValidationData:
 
     def draws(self, limit: int | None = None) -> list[list[Draw]]:
         """The samples of each source; ``limit``: at most so many of all, spread evenly over each source."""
-        sizes = [len(source) for source in self.fitted]
-        numbers = sizes if limit is None or limit >= sum(sizes) else shares(limit, sizes)
         return [
-            [source.record(Draw(k, int(index), 0)) for index in np.arange(number) * size // max(number, 1)]
-            for k, (source, size, number) in enumerate(zip(self.fitted, sizes, numbers, strict=True))
+            [source.record(Draw(k, int(index), 0)) for index in np.arange(number) * len(source) // max(number, 1)]
+            for k, (source, number) in enumerate(zip(self.fitted, self._numbers(limit), strict=True))
         ]
+
+    def _numbers(self, limit: int | None) -> Sequence[int]:
+        """How many samples of each source are evaluated."""
+        sizes = [len(source) for source in self.fitted]
+        return sizes if limit is None or limit >= sum(sizes) else shares(limit, sizes)
+
+    def _limit(self, max_batches: int | None) -> int | None:
+        return None if max_batches is None else max_batches * self.batch_size
+
+    def num_batches(self, max_batches: int | None = None, *, dp_size: int = 1) -> int:
+        """How many ``batches`` has on each rank."""
+        return sum(-(-number // (self.batch_size * dp_size)) for number in self._numbers(self._limit(max_batches)))
 
     def batches(
         self, max_batches: int | None = None, *, dp_rank: int = 0, dp_size: int = 1
@@ -97,7 +107,7 @@ class ValidationData:
         """All samples once, over all ranks. ``max_batches``: at most so many times ``batch_size`` of them, however many
         ranks there are.
         """
-        limit = None if max_batches is None else max_batches * self.batch_size
+        limit = self._limit(max_batches)
         iterations: list[tuple[str, list[Row]]] = []
         step = self.batch_size * dp_size
         for name, draws in zip(self.names, self.draws(limit), strict=True):

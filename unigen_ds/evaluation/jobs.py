@@ -19,18 +19,25 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.files import write_text_atomic
+from unigen_ds.core.locks import held
 
 FIELDS = ("checkpoint", "step", "out")
+"""What a command may contain in braces: a checkpoint's directory, its update, the file for the result."""
 NEEDED = ("checkpoint", "out")
 """Without these there is nothing to evaluate, or no result."""
-"""What a command may contain in braces: a checkpoint's directory, its update, the file for the result."""
 _FIELD = re.compile(r"\{(\w+)\}")
+_WORD = re.compile(r"""(?:[^\s'"\\]|\\.|'[^']*'|"(?:\\.|[^"\\])*")+""")
+"""A word of a command line, with its quotes."""
+_OPERATOR = re.compile(r"(?:\d*[<>]|&>).*|\|\|?|&&?|;.*|.*[^\\];")
+"""A word in which a shell would see a redirection, or the end of a command."""
+_INTERPRETER = re.compile(r"python[\d.]*|sh|bash")
 _SHELL_TEXT = ("--wrap", "-c")
 """Options whose value is read by a shell: ``sbatch --wrap``, ``bash -c``."""
 RESULT = re.compile(r"step_(\d+)\.json")
@@ -74,7 +81,9 @@ class Job:
 
 
 def arguments_of(command: str | Sequence[str], *, where: str) -> tuple[str, ...]:
-    """The command as a list of arguments. Raises ``ConfigError`` where it cannot be split, or has an unknown field."""
+    """The command as a list of arguments. Raises ``ConfigError`` where it cannot be split, has an unknown field, or is
+    written for a shell.
+    """
     try:
         found = tuple(shlex.split(command) if isinstance(command, str) else command)
     except ValueError as error:
@@ -84,6 +93,14 @@ def arguments_of(command: str | Sequence[str], *, where: str) -> tuple[str, ...]
     if not found or unknown:
         problem = f"{where} has {', '.join(f'{{{name}}}' for name in unknown)}" if unknown else f"{where} is empty"
         raise ConfigError(problem, allowed=", ".join(f"{{{name}}}" for name in FIELDS))
+    words = _WORD.findall(command) if isinstance(command, str) else ()
+    operator = next((word for word in words if _OPERATOR.fullmatch(word)), None)
+    if operator is not None:
+        raise ConfigError(
+            f"{where} has {operator!r}, which only a shell understands, and no shell reads it: {command}",
+            allowed="a program with its arguments; what it prints is in step_<n>.log beside its result",
+            remedy="sh -c '...' around the command as it is, or quotes around what is an argument",
+        )
     return found
 
 
@@ -100,12 +117,37 @@ def check_needed(command: Sequence[str], *, where: str) -> None:
 
 
 def check_program(command: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Raise ``ConfigError`` where the program of a command is not there, or cannot be executed."""
+    """Raise ``ConfigError`` where the program of a command, or the script that it runs, is not there."""
     if shutil.which(command[0], path={**os.environ, **environment}.get("PATH")) is None:
         raise ConfigError(
             f"there is no program {command[0]!r} (PATH and the present folder {Path.cwd()} were looked at)",
             remedy="install it, or write its path out",
         )
+    script = script_of(command)
+    if script is not None and not Path(script).is_file():
+        raise ConfigError(
+            f"there is no file {script!r}, which {shlex.join(command)} runs",
+            remedy=f"a relative path begins at {Path.cwd()}, where the training was started",
+        )
+
+
+def script_of(command: Sequence[str]) -> str | None:
+    """The file that ``python FILE ...`` (or ``sh``, ``bash``) runs; None: another command, or it is not known."""
+    if _INTERPRETER.fullmatch(os.path.basename(command[0])) is None:
+        return None
+    rest = iter(command[1:])
+    for argument in rest:
+        if not argument.startswith("-"):
+            return None if _FIELD.search(argument) else argument
+        if (
+            not os.path.basename(command[0]).startswith("python")
+            or argument[1:2] in ("-", "")
+            or set("cm") & {*argument}
+        ):
+            return None
+        if argument in ("-W", "-X"):
+            next(rest, None)
+    return None
 
 
 def filled(command: Sequence[str], values: Mapping[str, str]) -> tuple[str, ...]:
@@ -124,6 +166,19 @@ class JobFolder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self.worker: subprocess.Popen[bytes] | None = None
+        """The process that starts what waits when the training has ended (``job_queue``), if this one started it."""
+
+    @property
+    def worker_file(self) -> Path:
+        """Names the process that may start waiting jobs after the training; absent: there is none."""
+        return self.folder / "queue.worker"
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """No other process starts a job of this folder inside the context."""
+        with held(self.folder / "queue.lock"):
+            yield
 
     def result_file(self, update: int) -> Path:
         return self.folder / f"step_{update}.json"
@@ -173,7 +228,6 @@ class JobFolder:
 
         It does not see the launcher's variables, or it would try to join the training's processes.
         """
-        inherited = {name: value for name, value in os.environ.items() if not _of_launcher(name)}
         check_program(job.command, environment)
         self.status_file(job.update).unlink(missing_ok=True)
         with self.log_file(job.update).open("wb") as log:
@@ -182,7 +236,7 @@ class JobFolder:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**inherited, **environment},
+                env={**outside_launcher(), **environment},
                 start_new_session=True,
             )
         self._processes[process.pid] = process
@@ -213,6 +267,11 @@ class JobFolder:
                 if match := _SUBMITTED.fullmatch(line.strip()):
                     return match[1]
         return None
+
+
+def outside_launcher() -> dict[str, str]:
+    """The environment without the launcher's variables."""
+    return {name: value for name, value in os.environ.items() if not _of_launcher(name)}
 
 
 def _of_launcher(name: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from unigen_ds.core.log import logger
 from unigen_ds.core.metrics import METRICS_FILE, read_lines
 from unigen_ds.core.progress import Duration
 from unigen_ds.core.registry import HOOKS
+from unigen_ds.evaluation.job_queue import end_worker, start_worker
 from unigen_ds.evaluation.jobs import (
     Job,
     JobFolder,
@@ -30,6 +32,7 @@ from unigen_ds.evaluation.jobs import (
 )
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.hooks.logger import logger_of
+from unigen_ds.hooks.signals import SignalHook
 
 EVENT = "async_evaluation"
 ABANDONED = ".abandoned"
@@ -53,6 +56,8 @@ class AsyncEvaluateHook(Hook):
         environment: additional variables of the process, such as ``dict(CUDA_VISIBLE_DEVICES='7')``.
         give_up_hours: after which an evaluation by ``sbatch`` without a result no longer keeps its checkpoint.
         poll_seconds: least time between two looks for results.
+        wait_at_end: at the end of the training, wait until every local evaluation has its result in the log; False: end
+            at once, and a process of its own starts those that wait, one after the other.
     """
 
     name = "async_evaluate"
@@ -71,6 +76,7 @@ class AsyncEvaluateHook(Hook):
         environment: Mapping[str, str] | None = None,
         give_up_hours: Annotated[float, Gt(0)] = 24.0,
         poll_seconds: Annotated[float, Ge(0)] = 10.0,
+        wait_at_end: bool = False,
     ) -> None:
         if run_name is not None and (not run_name or Path(run_name).name != run_name):
             raise ConfigError(f"AsyncEvaluateHook.run_name is {run_name!r}", allowed="the name of a folder")
@@ -79,7 +85,7 @@ class AsyncEvaluateHook(Hook):
         self.interval, self.unit = interval, unit or ("epoch" if by_epoch else "iteration")
         self.prefix, self.results, self.run_name = prefix, results, run_name
         self.max_running, self.environment = max_running, dict(environment or {})
-        self.give_up_hours, self.poll_seconds = give_up_hours, poll_seconds
+        self.give_up_hours, self.poll_seconds, self.wait_at_end = give_up_hours, poll_seconds, wait_at_end
         self._every: Duration | None = None
         self._due = self._asks = False
         self._jobs: dict[int, Job] = {}
@@ -118,9 +124,52 @@ class AsyncEvaluateHook(Hook):
 
     def after_train(self, run: Run) -> None:
         self._on_main(lambda: self._look(run))
-        if self._jobs:
-            logger().info("Evaluations without a result yet, at update %s: they continue, and the next start of this"
-                          " run logs what they write into %s.", _listed(self._jobs), self._folder.folder)  # fmt: skip
+
+    def after_run(self, run: Run) -> None:
+        """On rank 0: wait for the results, or leave them to a process of their own."""
+        self._on_main(lambda: self._finish(run))
+
+    def _finish(self, run: Run) -> None:
+        """After the last checkpoint is saved."""
+        stopped = any(isinstance(hook, SignalHook) and hook.stopped for hook in run.hooks)
+        if self.wait_at_end and not stopped:
+            self._wait(run)
+        if not self._jobs:
+            return
+        lines = [f"Evaluations without a result yet: {len(self._jobs)}."]
+        running = [job for _, job in sorted(self._jobs.items()) if job.pid is not None]
+        waiting = [update for update, job in sorted(self._jobs.items()) if job.pid is None]
+        if running:
+            lines.append("Running, also after this training has ended: " + ", ".join(map(_process, running)) + ".")
+        if waiting and stopped:
+            lines.append(f"Waiting: update {_listed(waiting)}; the next start of this run starts them.")
+        elif waiting:
+            number = start_worker(self._folder, max_running=self.max_running, environment=self.environment)
+            lines.append(
+                f"Waiting: update {_listed(waiting)}; process {number}, which remains until then, starts them in this"
+                f" order, {self.max_running} at a time (after 'kill {number}', the next start of this run starts them)."
+            )
+        lines.append(
+            f"Their checkpoints are kept. Results are written into {self._folder.folder}, where tools/report.py finds"
+            " them; the next start of this run (tools/train.py with --resume, also of one that is finished) logs them."
+        )
+        if "SLURM_JOB_ID" in os.environ and any(job.batch_job is None for job in self._jobs.values()):
+            lines.append("SLURM ends the local ones with this job: wait_at_end=True waits for them, and sbatch as the"
+                         " command gives each a job of its own.")  # fmt: skip
+        logger().info("%s", " ".join(lines))
+
+    def _wait(self, run: Run) -> None:
+        """Until no local evaluation is left; Ctrl-C ends it."""
+        local = [job.update for job in self._jobs.values() if job.batch_job is None]
+        if local:
+            logger().info("Waiting for %d evaluations, of update %s (AsyncEvaluateHook.wait_at_end). Ctrl-C ends the"
+                          " training without them: they continue.", len(local), _listed(local))  # fmt: skip
+        try:
+            while any(job.batch_job is None for job in self._jobs.values()):
+                time.sleep(min(max(self.poll_seconds, 0.05), 1.0))
+                self._look(run)
+        except KeyboardInterrupt:
+            logger().warning("Interrupted: the training ends without the results that are missing.")
 
     def keeps(self, manifest: Manifest) -> bool:
         return any(job.commit == manifest.commit for job in self._jobs.values())
@@ -136,6 +185,7 @@ class AsyncEvaluateHook(Hook):
 
     def _find(self, run: Run) -> None:
         """What earlier starts of this run left: results that are in the log, and evaluations that are not finished."""
+        end_worker(self._folder)  # this start has the queue now
         lines = read_lines(run.work_dir / METRICS_FILE)
         self._logged = {int(line["update"]) for line in lines if line.get("event") == EVENT}
         for record in self._folder.records():
@@ -255,5 +305,10 @@ class AsyncEvaluateHook(Hook):
             logger().warning("The result %s is not logged: %s.", path, problem)
 
 
-def _listed(jobs: Mapping[int, Job]) -> str:
-    return ", ".join(map(str, sorted(jobs)))
+def _listed(updates: Sequence[int]) -> str:
+    return ", ".join(map(str, sorted(updates)))
+
+
+def _process(job: Job) -> str:
+    kind = f"process {job.pid}" if job.batch_job is None else f"batch job {job.batch_job}"
+    return f"update {job.update} ({kind})"

@@ -21,7 +21,7 @@ from unigen_ds.core.registry import HOOKS
 from unigen_ds.evaluation.generation import trained_family
 from unigen_ds.evaluation.validation import Validation
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
-from unigen_ds.hooks.best import BestCheckpoint
+from unigen_ds.hooks.best import BestCheckpoint, rule_of
 from unigen_ds.hooks.ema import ema_of
 from unigen_ds.hooks.result_names import PREFIX, ResultNames
 from unigen_ds.hooks.scores import Scores
@@ -41,8 +41,8 @@ class EvaluateHook(Hook):
         max_batches: at most so many times ``val_dataloader.batch_size`` samples, over all processes, spread evenly over
             each source; None: all.
         use_ema: the weights are those of the ``EMAHook``.
-        metrics: components of further metrics ([metrics.md](metrics.md)), ``[dict(type='BLEU')]``; each may have an
-            ``interval`` of its own, in ``unit``.
+        metrics: further metrics ([metrics.md](metrics.md)): names, ``['BLEU']``, or components,
+            ``[dict(type='BLEU')]``, each of which may have an ``interval`` of its own, in ``unit``.
         metric_interval: between computations of each metric without its own ``interval``, in ``unit``; None: at every
             evaluation. At the end of the training, and with ``at_start``, all are computed.
         max_samples: records at most that the model answers for metrics; None: as many as ``max_batches`` has.
@@ -67,7 +67,7 @@ class EvaluateHook(Hook):
         at_start: bool = False,
         max_batches: Annotated[int, Ge(1)] | None = None,
         use_ema: bool = False,
-        metrics: Sequence[Mapping[str, Any]] = (),
+        metrics: str | Sequence[str | Mapping[str, Any]] = (),
         metric_interval: Annotated[float, Gt(0)] | None = None,
         max_samples: Annotated[int, Ge(1)] | None = None,
         generation: Mapping[str, Any] | None = None,
@@ -93,9 +93,18 @@ class EvaluateHook(Hook):
         self.best = None
         if save_best is not None:
             name = "val/loss" if save_best == "auto" else save_best
+            self._check_rule(name, rule)
             self.best = BestCheckpoint(name, rule=rule, weights_only=best_weights_only, ema=use_ema)
         self._every: Duration | None = None
         self._evaluated: tuple[int, Mapping[str, float]] | None = None
+
+    def _check_rule(self, name: str, rule: str | None) -> None:
+        """Raises ``ConfigError``: for an unknown name where the rule cannot be inferred from it, which is the cause."""
+        try:
+            rule_of(name, rule)
+        except ConfigError:
+            ResultNames(("<term>",), self._scores.names).check(name, where="EvaluateHook.save_best")
+            raise
 
     def before_run(self, run: Run) -> None:
         if self.use_ema and ema_of(run) is None:

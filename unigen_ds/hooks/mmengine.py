@@ -14,6 +14,7 @@ import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmengine.registry import HOOKS as MMENGINE_HOOKS
@@ -39,6 +40,8 @@ NOT_NEEDED = {
     "DistSamplerSeedHook": "the order of the data is a function of seed and epoch",
     "SyncBuffersHook": "a checkpoint stores rank 0's buffers",
     "PrepareTTAHook": "there is no test loop",
+    "NaiveVisualizationHook": "it draws boxes into pictures of a test loop; PreviewHook shows what the model answers",
+    "NPUProfilerHook": "no backend computes on an NPU; mmengine.ProfilerHook is the one of CPU and CUDA",
 }
 """Hooks of mmengine whose work is done elsewhere, and where."""
 _UNUSED_POINTS = ("before_val_iter", "after_val_iter", "before_test", "after_test", "before_test_epoch",
@@ -126,6 +129,7 @@ class MMEngineHook(Hook):
         self.name = f"mmengine.{cls.__name__}"
         self.view: RunnerView | None = None
         self._added: dict[str, Any] = {}
+        self._save = False
         if _is_own(cls):
             _ = self.hook  # refuses its arguments now; a user's own is created when the run begins
 
@@ -150,8 +154,12 @@ class MMEngineHook(Hook):
         others = [hook for hook in run.hooks if isinstance(hook, MMEngineHook)]
         self.view = others[0].view or RunnerView(run)
         others[0].view = self.view
-        self._last = others[-1] is self
+        self._first, self._last = others[0] is self, others[-1] is self
         self._users = [hook for hook in others if not _is_own(hook.cls)]
+        stopping = [
+            hook for hook in others if hook in self._users or "EarlyStoppingHook" in map(_name, hook.cls.__mro__)
+        ]
+        self._may_stop = ", ".join(hook.name for hook in stopping)
         own = [name for name in _UNUSED_POINTS if not _is_own(_owner(self.cls, name))]
         if own and dist.is_main():
             logger().warning(
@@ -160,7 +168,7 @@ class MMEngineHook(Hook):
         if "EarlyStoppingHook" in map(_name, self.cls.__mro__):
             monitor: str = getattr(self.hook, "monitor", "")
             check_result(run, monitor, where=f"{self.cls.__name__}.monitor", prefix="")
-        self.hook.before_run(self.view)
+        self._at("before_run")
 
     def after_load_checkpoint(self, run: Run, manifest: Mapping[str, Any]) -> None:
         self._at("after_load_checkpoint", HookCheckpoint({"meta": self._meta(), **self._added}))
@@ -173,15 +181,16 @@ class MMEngineHook(Hook):
 
     def before_train_iter(self, run: Run, index: int, batch: Batch) -> None:
         self.runner.at(index)
-        self.hook.before_train_iter(self.runner, self.runner.batch_idx, batch)
+        self._call("before_train_iter", self.runner.batch_idx, batch)
 
     def after_train_iter(self, run: Run, index: int, batch: Batch) -> None:
         self.runner.at(index)
-        self.hook.after_train_iter(self.runner, self.runner.batch_idx, batch, self.runner.outputs)
+        self._call("after_train_iter", self.runner.batch_idx, batch, self.runner.outputs)
 
     def after_update(self, run: Run, result: UpdateResult) -> None:
         self.runner.at(0)
-        self._agree(run, self._users)
+        if self._first:  # before the checkpoint hook
+            self._agree(run, self._users)
 
     def after_train_epoch(self, run: Run) -> None:
         with self.runner.in_epoch(run.previous.epoch):
@@ -194,12 +203,19 @@ class MMEngineHook(Hook):
     def after_val(self, run: Run, metrics: Mapping[str, float]) -> None:
         self._at("after_val_epoch", {name.removeprefix("val/"): value for name, value in metrics.items()})
         self._at("after_val")
-        self._agree(run, [self])
+        if self._last:  # all of them know the values
+            self._agree(run, [self])
+
+    def wants_save(self) -> bool:
+        return self._save
 
     def before_save_checkpoint(self, run: Run, metrics: dict[str, float]) -> None:
         given = HookCheckpoint({"meta": self._meta()})
         self._at("before_save_checkpoint", given)
         self._added = {key: value for key, value in given.items() if key != "meta" and self._storable(key, value)}
+
+    def after_save_checkpoint(self, run: Run, path: Path) -> None:
+        self._save = False
 
     def after_train(self, run: Run) -> None:
         self._at("after_train")
@@ -223,13 +239,25 @@ class MMEngineHook(Hook):
 
     def _at(self, point: str, *arguments: Any) -> None:
         self.runner.at(0)
+        self._call(point, *arguments)
+
+    def _call(self, point: str, *arguments: Any) -> None:
+        """Raises ``NoSuchAttribute`` with the hook's name."""
+        from unigen_ds.hooks.mmengine_runner import NoSuchAttribute
+
         call: Callable[..., None] = getattr(self.hook, point)
-        call(self.runner, *arguments)
+        try:
+            call(self.runner, *arguments)
+        except NoSuchAttribute as error:
+            raise error.used_by(f"{self.cls.__name__}.{point}") from error
 
     def _agree(self, run: Run, setters: Sequence[MMEngineHook]) -> None:
-        """End the run where a hook set ``train_loop.stop_training``; once for all of them."""
-        if self._last and not run.done and self.runner.stop_wanted(setters):
-            run.request_stop(f"a hook of mmengine set train_loop.stop_training ({self.name})")
+        """End the run where a hook set ``train_loop.stop_training``, and save where one called ``save_checkpoint``; for
+        all of them at once."""
+        stop, save = self.runner.agreed([] if run.done else setters)
+        self._save = self._save or save
+        if stop and not run.done:
+            run.request_stop(f"a hook of mmengine set train_loop.stop_training ({self._may_stop})")
 
     def _meta(self) -> dict[str, Any]:
         return {"epoch": self.runner.epoch, "iter": self.runner.iter, "seed": self.runner.seed}

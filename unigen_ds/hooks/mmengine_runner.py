@@ -24,21 +24,24 @@ from PIL import Image
 from torch import Tensor, nn
 
 from unigen_ds.core import dist
-from unigen_ds.core.errors import TrainingError
+from unigen_ds.core.errors import ConfigError, TrainingError
 from unigen_ds.core.json_values import by_name, json_values
-from unigen_ds.core.log import logger
+from unigen_ds.core.log import logger, notice
 from unigen_ds.core.metrics import JsonLines
+from unigen_ds.evaluation.validation import Validation
 from unigen_ds.hooks.base import Run
+from unigen_ds.hooks.checkpoint import CheckpointHook
+from unigen_ds.hooks.evaluate import EvaluateHook
 from unigen_ds.tracking.writer import numbers
 
 _INSTEAD = {
-    "save_checkpoint": "default_hooks.checkpoint saves; a hook of unigen_ds can call run.save_checkpoint(name)",
     "load_checkpoint": "the config's resume and load_from load",
     "resume": "the config's resume and load_from load",
-    "param_schedulers": "the learning rate is a function of the progress: param_scheduler of the config",
+    "step": "the engine makes the optimizer step, and param_scheduler of the config acts by itself",
+    "add_graph": "tensorboard's graph needs inputs that a view does not have; write it with torch in the hook itself",
+    "add_datasample": "PreviewHook shows what the model answers",
     "test_loop": "there is no test loop: tools/evaluate.py evaluates a checkpoint",
     "test_dataloader": "there is no test loop: tools/evaluate.py evaluates a checkpoint",
-    "step": "the engine makes the optimizer step",
     "update_params": "the engine makes the optimizer step",
     "optimizer": "the engine's optimizer is sharded: run.backend in a hook of unigen_ds",
 }
@@ -47,6 +50,15 @@ _INSTEAD = {
 
 class NoSuchAttribute(TrainingError, AttributeError):
     """An attribute of mmengine's Runner that does not exist here; ``hasattr`` is False for it."""
+
+    def used_by(self, name: str) -> NoSuchAttribute:
+        """The same, with the name of the hook."""
+        problem = self.problem.replace("a hook of mmengine uses", f"{name} uses", 1)
+        return type(self)(problem, allowed=self.allowed, remedy=self.remedy)
+
+
+_INTERNAL = ("what", "at", "in_epoch", "agreed")
+"""What the adapter alone uses."""
 
 
 class _View:
@@ -57,7 +69,8 @@ class _View:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        public = sorted(key for key in dir(type(self)) if not key.startswith("_") and key != "what")
+        names = {*dir(type(self)), *vars(self)}.difference(_INTERNAL)
+        public = sorted(key for key in names if not key.startswith("_"))
         raise NoSuchAttribute(
             f"a hook of mmengine uses {self.what}.{name}, which does not exist in unigen_ds",
             allowed=", ".join(public),
@@ -82,6 +95,7 @@ class RunnerView(_View):
         self.visualizer = VisualizerView(run, Path(self.log_dir) / "vis_data")
         self.train_loop = LoopView(self)
         self.val_loop = ValLoopView(run)
+        self._save_wanted = False
 
     # ---- how far the run is ------------------------------------------------------------------------------------------
 
@@ -152,6 +166,26 @@ class RunnerView(_View):
         return self.val_loop.dataloader
 
     @property
+    def param_schedulers(self) -> list[SchedulerView]:
+        """One, of the learning rates of all groups: to read."""
+        return [SchedulerView(self._run)]
+
+    def save_checkpoint(self, *arguments: Any, **options: Any) -> None:
+        """Ask ``default_hooks.checkpoint`` for a save after the present update, on one rank or all. It chooses folder,
+        name and content, so mmengine's arguments have no effect, which is logged once.
+
+        Raises ``ConfigError`` where the config has no ``default_hooks.checkpoint``.
+        """
+        if not any(isinstance(hook, CheckpointHook) for hook in self._run.hooks):
+            raise ConfigError("runner.save_checkpoint is called, and default_hooks.checkpoint=None saves nothing",
+                              remedy="dict(type='CheckpointHook', interval=-1) saves when it is asked")  # fmt: skip
+        given = [repr(one) for one in arguments] + [f"{key}={value!r}" for key, value in options.items()]
+        if given and dist.is_main():
+            notice(f"A hook of mmengine calls runner.save_checkpoint({', '.join(given)}): the checkpoint is saved after"
+                   " the update by default_hooks.checkpoint, which chooses folder, name and content.")  # fmt: skip
+        self._save_wanted = True
+
+    @property
     def _train_loop(self) -> LoopView:
         return self.train_loop
 
@@ -202,14 +236,17 @@ class RunnerView(_View):
         weighted = [value * found.loss_weights.get(name, 1.0) for name, value in means.items()]
         return {"loss": sum(weighted[1:], weighted[0]), **{f"loss/{k}": v for k, v in means.items()}} if means else {}
 
-    def stop_wanted(self, setters: Sequence[Any]) -> bool:
-        """Whether ``train_loop.stop_training`` is set on any rank. Collective, if there are several and ``setters`` is
-        not empty: hooks that may set it on one rank alone.
+    def agreed(self, setters: Sequence[Any]) -> tuple[bool, bool]:
+        """Whether ``train_loop.stop_training`` is set, and whether ``save_checkpoint`` was called, on any rank; the
+        second is asked once. Collective, if there are several and ``setters`` is not empty: hooks that may do so on one
+        rank alone.
         """
-        wanted = bool(self.train_loop.stop_training)
-        if dist.world_size() == 1 or not setters:
-            return wanted
-        return dist.sum_floats([float(wanted)])[0] > 0
+        stop, save = bool(self.train_loop.stop_training), self._save_wanted
+        self._save_wanted = False
+        if dist.world_size() > 1 and setters:
+            stops, saves = dist.sum_floats([float(stop), float(save)])
+            stop, save = stops > 0, saves > 0
+        return stop, save
 
 
 class DataLoaderView(_View):
@@ -270,6 +307,38 @@ class LoopView(_View):
         return self._runner.max_epochs
 
 
+class ValDataLoaderView(_View):
+    """``runner.val_dataloader``: its length, and that of its data set."""
+
+    what = "runner.val_dataloader"
+
+    def __init__(self, run: Run, validation: Validation) -> None:
+        self._run, self._validation = run, validation
+        self.dataset = ValDatasetView(validation)
+
+    def __len__(self) -> int:
+        """Batches of this rank in an evaluation."""
+        max_batches = next((hook.max_batches for hook in self._run.hooks if isinstance(hook, EvaluateHook)), None)
+        return self._validation.data.num_batches(max_batches, dp_size=self._run.backend.dp_size)
+
+    @property
+    def batch_size(self) -> int:
+        return self._validation.data.batch_size
+
+
+class ValDatasetView(_View):
+    """``runner.val_dataloader.dataset``."""
+
+    what = "runner.val_dataloader.dataset"
+
+    def __init__(self, validation: Validation) -> None:
+        self._validation = validation
+
+    def __len__(self) -> int:
+        """Samples of a whole evaluation, over all ranks."""
+        return len(self._validation.data)
+
+
 class ValLoopView(_View):
     """``runner.val_loop``."""
 
@@ -279,15 +348,34 @@ class ValLoopView(_View):
         self._run = run
 
     @property
-    def dataloader(self) -> Any:
-        """The run's validation data; only its length is mmengine's."""
+    def dataloader(self) -> ValDataLoaderView:
+        """Raises ``NoSuchAttribute`` where the config has none."""
         found = getattr(self._run, "validation", None)
         if found is None:
             raise NoSuchAttribute(
                 "a hook of mmengine uses runner.val_dataloader, and the config has no val_dataloader",
                 remedy="add val_dataloader=dict(...) (docs/evaluation.md)",
             )
-        return found
+        return ValDataLoaderView(self._run, found)
+
+
+class SchedulerView(_View):
+    """An entry of ``runner.param_schedulers``: what can be read. The schedule is a function of the progress."""
+
+    what = "runner.param_schedulers[0]"
+    param_name = "lr"
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    @property
+    def last_step(self) -> int:
+        """Updates of the run."""
+        return self._run.progress.updates
+
+    def get_last_value(self) -> list[float]:
+        """The learning rate of each parameter group in this update."""
+        return [float(group["lr"]) for group in self._run.hparams]
 
 
 class OptimWrapperView(_View):

@@ -63,13 +63,17 @@ class _Made:
     images: Sequence[str] = ()
     text: str = ""
     reference: str = ""
+    """The record's own answer: its text, or the file of its picture, which is then the last of ``pictures``."""
     record: str = ""
     error: str = ""
     pictures: list[Image.Image] = field(default_factory=list)
+    reference_shown: bool = False
+    """Whether the reference is a picture."""
 
     def cell(self) -> Cell:
         answer = f"failed: {self.error}" if self.error else self.text
-        lines = [self.prompt, answer and f"> {answer}", self.reference and f"= {self.reference}"]
+        reference = "the picture on the right" if self.reference_shown else self.reference
+        lines = [self.prompt, answer and f"> {answer}", reference and f"= {reference}"]
         return Cell(self.pictures, "\n".join(line for line in lines if line))
 
 
@@ -259,7 +263,7 @@ class PreviewHook(Hook):
             made.reference = reference
         elif reference is not None:
             made.pictures.append(reference)
-            made.reference = "the picture on the right"
+            made.reference, made.reference_shown = question.target.source, True
 
     def _held_out_questions(self, run: Run, inferencer: Any) -> list[Question]:
         datasets, names = self._held_out_data(run)
@@ -299,7 +303,10 @@ class PreviewHook(Hook):
         folder = run.work_dir / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         sheet = contact_sheet([each.cell() for each in made], columns=self._columns, title=f"update {update}")
-        rows = [{key: value for key, value in vars(each).items() if key != "pictures"} for each in made]
+        rows = [
+            {key: value for key, value in vars(each).items() if key not in ("pictures", "reference_shown")}
+            for each in made
+        ]
         write_atomic(folder / f"{update}.png", lambda path: sheet.save(path, format="PNG"))
         write_text_atomic(folder / f"{update}.json", json.dumps(rows, ensure_ascii=False, indent=1) + "\n")
         logger_of(run).image(run, "preview", sheet, update=update)

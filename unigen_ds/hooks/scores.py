@@ -30,7 +30,7 @@ class Scores:
     """Methods are called on every rank, in the run's order.
 
     Args:
-        specs: components; the key ``interval`` of one is not an argument of the metric.
+        specs: components, names of metrics, or one name; the key ``interval`` of one is not an argument of the metric.
         interval: of those without their own; None: at every evaluation.
         unit: of all intervals.
         max_samples, generation: as of ``EvaluateHook``.
@@ -40,21 +40,23 @@ class Scores:
 
     def __init__(
         self,
-        specs: Sequence[Mapping[str, Any]],
+        specs: str | Sequence[str | Mapping[str, Any]],
         *,
         interval: float | None,
         unit: str,
         max_samples: int | None,
         generation: Mapping[str, Any] | None,
     ) -> None:
-        own = [{key: value for key, value in spec.items() if key != "interval"} for spec in specs]
+        several = [specs] if isinstance(specs, str) else specs
+        given = [{"type": spec} if isinstance(spec, str) else spec for spec in several]
+        own = [{key: value for key, value in spec.items() if key != "interval"} for spec in given]
         problems = [component_problems(METRICS, spec, where=f"metrics[{k}]") for k, spec in enumerate(own)]
         raise_any(list(chain.from_iterable(problems)))
-        self._intervals = [spec.get("interval", interval) for spec in specs]
-        for k, given in enumerate(self._intervals):
-            if given is not None and (isinstance(given, bool) or not isinstance(given, (int, float)) or given <= 0):
+        self._intervals = [spec.get("interval", interval) for spec in given]
+        for k, own_interval in enumerate(self._intervals):
+            if own_interval is not None and not _is_positive(own_interval):
                 raise ConfigError(
-                    f"{_WHERE}.metrics[{k}].interval is {given!r}", allowed=f"a number of {unit}s above 0"
+                    f"{_WHERE}.metrics[{k}].interval is {own_interval!r}", allowed=f"a number of {unit}s above 0"
                 )
         self._answering = Answering.of(generation or {}, where=f"{_WHERE}.generation")
         with kept_generators():
@@ -119,6 +121,10 @@ class Scores:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         found = state.get("computed", {})
         self._computed = {name: Progress.from_state_dict(one) for name, one in found.items()}
+
+
+def _is_positive(given: Any) -> bool:
+    return isinstance(given, (int, float)) and not isinstance(given, bool) and given > 0
 
 
 def _store(run: Run, found: Evaluation) -> None:

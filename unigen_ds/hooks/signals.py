@@ -74,6 +74,11 @@ class SignalHook(Hook):
         if not self._stopped:  # else the process is about to end, and a repeat must not change how
             self._restore()
 
+    @property
+    def stopped(self) -> bool:
+        """Whether a signal has ended the run."""
+        return self._stopped
+
     def _name(self) -> str:
         return signal.Signals(self._received).name if self._received else "A signal to another process"
 

@@ -22,6 +22,11 @@ from unigen_ds.evaluation.metrics.images import as_tensor, pictures
 from unigen_ds.evaluation.metrics.inception import SIZE, inception
 from unigen_ds.evaluation.metrics.local_model import LocalModel, default_device, exact, pooled
 
+ALLOWED = (
+    "a file with the weights of FID's Inception network (.pth, .pt, .safetensors), a folder with a vision model of"
+    " transformers, dict(type=...) of a registered module, or a module"
+)
+
 
 class Extractor:
     """Pictures -> features, with its name and a hash for the provenance."""
@@ -79,7 +84,10 @@ class FolderExtractor(Extractor):
         self.name = name or self._local.name.lower()
 
     def check(self) -> None:
-        self._local.check()
+        try:
+            self._local.check()
+        except ConfigError as error:
+            raise ConfigError(error.problem, allowed=ALLOWED, remedy=error.remedy) from error
 
     def features(self, images: Sequence[Image.Image]) -> Tensor:
         processor = getattr(self._local.processor, "image_processor", None) or self._local.processor
@@ -106,7 +114,7 @@ class InceptionExtractor(Extractor):
         if not self._path.is_file():
             raise ConfigError(
                 f"{self._where} is {str(self._path)!r}, and there is no such file",
-                allowed="a folder with a vision model, or a file with the weights of FID's Inception network",
+                allowed=ALLOWED,
                 remedy=f"a relative path begins at {Path.cwd()}",
             )
 
@@ -136,7 +144,7 @@ def extractor_of(given: Any, *, where: str, name: str | None, resize: int | None
     if not callable(module):
         raise ConfigError(
             f"{where}.extractor is {given!r}",
-            allowed="a folder, a file of weights, dict(type=...) of a registered module, or a module",
+            allowed=ALLOWED,
         )
     return ModuleExtractor(module, name=name, resize=resize, device=device)
 

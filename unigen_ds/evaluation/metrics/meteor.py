@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import subprocess
 import tempfile
 import weakref
@@ -39,6 +40,8 @@ class METEOR(Metric):
         super().__init__(**given)
         self._implementation = implementation
         self._wordnet = wordnet
+        self._java: _Java | None = None
+        """Started by ``table`` (10 seconds or more, up to 2 GiB) and kept for later evaluations."""
 
     @property
     def implementation(self) -> Implementation:
@@ -54,11 +57,6 @@ class METEOR(Metric):
     @property
     def library(self) -> str:  # type: ignore[override]
         return "pycocoevalcap" if self.implementation == "java" else "nltk"
-
-    def reset(self) -> None:
-        """Forget all samples, and end the Java program, which ``table`` starts (10 seconds, up to 2 GiB)."""
-        super().reset()
-        self._java: _Java | None = None
 
     def check(self) -> None:
         """Raise ``ConfigError`` that names what to install: the extra, Java or WordNet."""
@@ -78,7 +76,8 @@ class METEOR(Metric):
         """Java: the statistics of a sample, 23 sums. nltk: its score."""
         self.check()
         if self.implementation == "java":
-            self._java = self._java or _Java()
+            if self._java is None or not self._java.runs:
+                self._java = _Java()
             return np.asarray([self._java.statistics(prediction, several) for prediction, several in rows])
         score, split = package("nltk.translate.meteor_score").meteor_score, _split()
         reader = self._reader()
@@ -122,7 +121,11 @@ def _split() -> Any:
 
 
 class _Java:
-    """METEOR 1.5 with its protocol on standard input and output, as pycocoevalcap calls it."""
+    """METEOR 1.5 with its protocol on standard input and output, as pycocoevalcap calls it.
+
+    A signal to the training's process group does not reach it. It ends with this object or this process: by the end of
+    its input where that process is killed.
+    """
 
     def __init__(self) -> None:
         self._program = Path(package("pycocoevalcap.meteor").__path__[0]) / "meteor-1.5.jar"
@@ -135,8 +138,13 @@ class _Java:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
+            start_new_session=True,
         )
         weakref.finalize(self, _end, self._process)
+
+    @property
+    def runs(self) -> bool:
+        return self._process.poll() is None
 
     def statistics(self, prediction: str, references: Sequence[str]) -> list[float]:
         """The sums of one sample, which add up to those of a corpus.
@@ -168,13 +176,25 @@ class _Java:
         assert self._process.stdout is not None
         answer = self._process.stdout.readline().decode().strip()
         if not answer:
-            self._errors.seek(0)
-            reason = self._errors.read().decode(errors="replace").strip().splitlines()
-            raise ConfigError(
-                f"METEOR's Java program ended: {reason[0] if reason else 'no message'}",
-                remedy="it needs 2 GiB of memory; or use implementation='nltk'",
-            )
+            raise self._ended()
         return answer
+
+    def _ended(self) -> ConfigError:
+        """Why there is no answer."""
+        status = self._process.wait()
+        if status < 0:
+            name = signal.Signals(-status).name
+            memory = "SIGKILL also comes from the kernel, where memory is short: it needs 2 GiB"
+            return ConfigError(
+                f"METEOR's Java program was ended by {name}",
+                remedy=memory if -status == signal.SIGKILL else "the next evaluation starts it again",
+            )
+        self._errors.seek(0)
+        reason = self._errors.read().decode(errors="replace").strip().splitlines()
+        return ConfigError(
+            f"METEOR's Java program ended: {reason[0] if reason else f'no message, status {status}'}",
+            remedy="it needs 2 GiB of memory; or use implementation='nltk'",
+        )
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
