@@ -99,13 +99,8 @@ def test_meteor_is_the_java_program_of_pycocoevalcap() -> None:
     assert os.getsid(program.pid) == program.pid != os.getsid(0), "no signal to the training reaches it"
     metric.reset()
     assert scored(metric, texts, references) == found and metric._java is process, "started once"
-    program.terminate()
-    with pytest.raises(ConfigError, match=r"Java program was ended by SIGTERM\. Remedy: the next evaluation starts"):
-        process.statistics("a", ["a"])
-    assert scored(metric, texts, references) == found and metric._java is not process
-    kept = metric._java._process
-    del metric
-    assert kept.poll() is not None, "it ends with the metric"
+    del metric, process
+    assert program.poll() is not None, "it ends with the metric"
 
 
 def test_meteor_without_java_is_nltks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -142,6 +137,23 @@ def test_a_java_program_that_ends_is_reported(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     with pytest.raises(ConfigError, match=r"Could not reserve enough space.*2 GiB"):
         scored(METEOR(), PREDICTIONS, REFERENCES)
+
+
+@pytest.mark.parametrize("end", ["kill -TERM $$", "exit 143"])
+def test_a_signal_that_ends_the_java_program_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, end: str
+) -> None:
+    """And the next evaluation starts it again: it ends by a signal, then with a message."""
+    java, begun = tmp_path / "java", tmp_path / "begun"
+    java.write_text(f"#!/bin/sh\nif [ -e {begun} ]; then echo again >&2; exit 1; fi\ntouch {begun}; {end}\n")
+    java.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    metric = METEOR()
+    with pytest.raises(ConfigError, match=r"was ended by SIGTERM\. Remedy: the next evaluation starts it again\.$"):
+        scored(metric, PREDICTIONS, REFERENCES)
+    metric.reset()
+    with pytest.raises(ConfigError, match="ended: again"):
+        scored(metric, PREDICTIONS, REFERENCES)
 
 
 @pytest.mark.parametrize("layer", [None, 1])

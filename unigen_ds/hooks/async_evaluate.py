@@ -154,8 +154,8 @@ class AsyncEvaluateHook(Hook):
             " them; the next start of this run (tools/train.py with --resume, also of one that is finished) logs them."
         )
         if "SLURM_JOB_ID" in os.environ and any(job.batch_job is None for job in self._jobs.values()):
-            lines.append("SLURM ends the local ones with this job: wait_at_end=True waits for them, and sbatch as the"
-                         " command gives each a job of its own.")  # fmt: skip
+            lines.append("SLURM ends the local ones with this job: wait_at_end=True waits for them, and with sbatch as"
+                         " the command each is a job of its own.")  # fmt: skip
         logger().info("%s", " ".join(lines))
 
     def _wait(self, run: Run) -> None:

@@ -182,12 +182,13 @@ class _Java:
     def _ended(self) -> ConfigError:
         """Why there is no answer."""
         status = self._process.wait()
-        if status < 0:
-            name = signal.Signals(-status).name
+        number = -status if status < 0 else status - 128  # Java ends with 128 + the number where it is asked to end
+        if number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL):
+            name = signal.Signals(number).name
             memory = "SIGKILL also comes from the kernel, where memory is short: it needs 2 GiB"
             return ConfigError(
                 f"METEOR's Java program was ended by {name}",
-                remedy=memory if -status == signal.SIGKILL else "the next evaluation starts it again",
+                remedy=memory if number == signal.SIGKILL else "the next evaluation starts it again",
             )
         self._errors.seek(0)
         reason = self._errors.read().decode(errors="replace").strip().splitlines()
