@@ -4,7 +4,7 @@
 One HTML file that needs no network: curves over all resumes, lost time and goodput, validation, previews, checkpoints,
 findings, environment and config; for several runs overlaid curves and the differences of their configs. Can be called
 while a run continues. Files that are missing or damaged are named in the report.
-Exit status: 0 done, 1 a folder that does not exist, 2 wrong usage.
+Exit status: 0 done, 1 a folder that does not exist or is no run, 2 wrong usage.
 """
 
 from __future__ import annotations

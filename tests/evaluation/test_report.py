@@ -270,6 +270,7 @@ def test_statistics_over_ranks_and_losses_of_sources_are_curves(runs: Runs, tmp_
     Runner.from_cfg(config, max_updates=4).train()
     page = report(tmp_path / "run")
     assert "No validation and no evaluation is recorded" in page.texts["validation"]
+    assert not [title for title in page.texts["validation"].split() if "training_stats" in title]
     titles = {"Loss by source", "Over ranks: tokens per second", "Over ranks: images per sample"}
     titles |= {"Over ranks: shares of the time", "Over ranks: communication time"}
     shown = {a["aria-label"] or "" for _, a in page.attributes if a.get("role") == "img"}
@@ -498,6 +499,7 @@ def test_damaged_and_missing_files_leave_the_rest(runs: Runs, tmp_path: Path) ->
     assert f"metrics.jsonl 1 of {number} lines are damaged and left out" in text
     empty = tmp_path / "empty"
     empty.mkdir()
+    (empty / "config.py").touch()
     page = report(empty)
     assert "no checkpoint" in page.texts["checkpoints"] and "there is no curve" in page.texts["curves"]
 
@@ -505,6 +507,11 @@ def test_damaged_and_missing_files_leave_the_rest(runs: Runs, tmp_path: Path) ->
 def test_wrong_arguments(tmp_path: Path, runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path / "none")]) == 1
     assert "is not a directory" in capsys.readouterr().err
+    parent = runs.other.parent
+    assert main([str(parent)]) == 1 and not (parent / "report.html").exists()
+    assert f"{parent} is no run; its folders killed, other are. Allowed: " in capsys.readouterr().err
+    assert main([str(runs.other), str(tmp_path), "--out", str(tmp_path / "r.html")]) == 1
+    assert f"{tmp_path} is no run. Allowed: a folder with metrics.jsonl, " in capsys.readouterr().err
     assert main([str(runs.other), str(runs.other)]) == 2
     assert "given twice" in capsys.readouterr().err
     assert main([str(runs.other), "--out", str(tmp_path / "no" / "such" / "file.html")]) == 2
@@ -547,6 +554,10 @@ def test_plots_of_several_runs(runs: Runs, tmp_path: Path, capsys: pytest.Captur
     assert plot([str(runs.killed), str(runs.other), "--out", str(out)]) == 0
     comments = out.read_text()
     assert "<!-- killed -->" in comments and "<!-- other -->" in comments and "<!-- loss/text -->" not in comments
+    assert comments.count("<!-- other -->") == 1, "one legend for all panels"
+    long = copied(runs.other, tmp_path / ("a-" + "long-" * 30 + "name"))
+    assert plot([str(runs.killed), str(long), "--out", str(out)]) == 0
+    assert "…" in out.read_text() and long.name not in out.read_text()
 
 
 # ---- small parts ----------------------------------------------------------------------------------------------------

@@ -46,8 +46,8 @@ def test_the_recorded_losses_come_again_to_the_bit(folder):
     assert set(recorded) == {"text", "image"}
     line = resumed(folder, "same")
     assert "are the recorded ones" in line
-    for value in recorded.values():
-        assert str(value) in line  # the value found is printed in full
+    for name, value in recorded.items():
+        assert f"{name} {value:.6g} -> {value:.6g}" in line
 
 
 def test_another_split_reproduces_them_up_to_rounding(folder):

@@ -62,6 +62,9 @@ def test_a_real_run_has_all_of_them(tmp_path: Path) -> None:
     assert ends[15]["epoch_loss/text"] == ends[15]["epoch_loss"] and ends[15]["epoch_tokens_per_second"] > 0
     assert [line["update"] for line in lines if line.get("event") == "training_stats"] == [10, 20]
     log = (tmp_path / "run" / "train.log").read_text()
+    shown = [line.partition("training_stats at update ")[2] for line in log.splitlines() if "training_stats at" in line]
+    assert [line.split()[0] for line in shown] == ["10:", "20:"] and all("has all 34 values" in line for line in shown)
+    assert all("tokens_per_second " in line and "share_data " in line and "max_" not in line for line in shown)
     assert log.count("Estimated total time") == 1 and "(26 updates of " in log
     (warned,) = [line for line in log.splitlines() if "the gradient norm is" in line]
     assert " WARNING update 24: " in warned and "exploding" in warned

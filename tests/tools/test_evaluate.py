@@ -183,7 +183,21 @@ def test_how_the_model_answers_is_the_hooks_generation(trained, capsys, tmp_path
     hook = {"type": "EvaluateHook", "interval": 3, "unit": "update", "metrics": [{"type": "ROUGE"}],
             "max_samples": 4, "generation": given}  # fmt: skip
     Runner.from_cfg(config(tmp_path, custom_hooks=[hook, {"type": "EMAHook", "momentum": 0.3}])).train()
-    assert read_results(tmp_path / "run" / "evaluations" / "3.json")[0].values == rouge.values
+    stored = tmp_path / "run" / "evaluations"
+    assert read_results(stored / "3.json")[1].values == rouge.values
+    assert main([str(tmp_path / "run" / "iter_3.pth"), "--metrics", "ROUGE", "--out", str(out)]) == 0  # as the hook
+    assert read_results(out)[1].values == rouge.values
+    capsys.readouterr()
+    assert main(["--compare", str(stored / "3.json"), str(out)]) == 0, "losses and metrics"
+    printed = capsys.readouterr().out.splitlines()
+    names = [line.partition(":")[0] for line in printed]
+    assert {"val/loss", "val/loss/text", "rouge1"} <= {*names} and all(", difference +0 (" in line for line in printed)
+    assert all("for one: tools/evaluate.py CKPT --metrics ... --out FILE, of both" in line for line in printed)
+    assert main(["--compare", str(stored / "3.json"), str(stored / "6.json")]) == 0
+    other = ["--metrics", "ROUGE", "--generation", "seed=6", "--out", str(out)]
+    assert main([str(tmp_path / "run" / "iter_3.pth"), *other]) == 0
+    changed = read_results(out)[1].provenance
+    assert [changed[f"generation/{key}"] for key in given] == ["3", "0.7", "6"] and changed["num_samples"] == "4"
     for wrong, message in (
         ("max_new_token=3", "did you mean 'max_new_tokens'"),
         ("flow.steps=3", "steps"),
@@ -209,7 +223,7 @@ def test_the_hook_computes_metrics_at_an_interval_of_their_own(trained, capsys, 
         assert lines[3][f"val/{name}"] == pytest.approx(float(found[name]), rel=1e-6)
     assert best_of(tmp_path / "run")[1].metric == "val/perplexity"
     stored = read_results(tmp_path / "run" / "evaluations" / "3.json")
-    assert [result.provenance["metric"] for result in stored] == ["perplexity", "exact_match"]
+    assert [result.provenance["metric"] for result in stored] == ["val/loss", "perplexity", "exact_match"]
     mine, other = (load_file(folder / "run" / "iter_6.pth" / "model.safetensors") for folder in (tmp_path, trained))
     assert all(torch.equal(mine[name], other[name]) for name in other)
 

@@ -22,8 +22,9 @@ from unigen_ds.examples.digits.dataset import write_digits
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.hooks.logger import logger_of
 from unigen_ds.runner import Runner
+from unigen_ds.tracking.tensorboard import TensorboardVisBackend
 from unigen_ds.tracking.trackio import TrackioVisBackend
-from unigen_ds.tracking.writer import SafeWriter
+from unigen_ds.tracking.writer import RunName, SafeWriter
 
 runs = want("watched")
 
@@ -186,9 +187,60 @@ def test_results_on_an_axis_of_their_own_and_pictures(tmp_path: Path, data: Path
     assert validated["update"] == 2 and validated["val/loss"] == validated["val_loss"] == 0.25
     (shown,) = [row for row in found.rows if row.get("previews.width") or "previews" in row]
     assert shown["update"] == 2 and (shown["previews.width"], shown["previews.height"]) == (5, 3)
-    events = accumulator.EventAccumulator(str(tmp_path / "events")).Reload()
+    events = accumulator.EventAccumulator(str(tmp_path / "events" / "run")).Reload()
     assert [(e.step, e.width, e.height) for e in events.Images("previews")] == [(2, 5, 3)]
     assert [(e.step, e.value) for e in events.Scalars("val/loss")] == [(2, 0.25)]
+
+
+def test_runs_with_one_folder_do_not_mix(tmp_path: Path, data: Path) -> None:
+    """Two work dirs of the same name: each has files of its own, which a resume finds again."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events, lines = tmp_path / "tensorboard", tmp_path / "lines"
+    writers = [
+        {"type": "TensorboardVisBackend", "save_dir": str(events)},
+        {"type": "JsonlVisBackend", "save_dir": str(lines)},
+    ]
+    settings = {"train_dataloader__batch_size": 4, "train_dataloader__packing": None,
+                "default_hooks__logger__statistics_interval": 2, "default_hooks__logger__interval": 1}  # fmt: skip
+
+    def train(name: str, updates: int, **more: Any) -> str:
+        given = {"visualizer": {"vis_backends": writers}, **settings, **more}
+        Runner.from_cfg(tiny_config(tmp_path / name / "run", data, **given), max_updates=updates).train()
+        return (tmp_path / name / "run" / "train.log").read_text(encoding="utf-8")
+
+    def shown(folder: Path) -> list[float]:
+        return [e.value for e in accumulator.EventAccumulator(str(folder)).Reload().Scalars("loss")]
+
+    def trained(name: str) -> list[float]:
+        return [pytest.approx(line["loss"], rel=1e-6) for line in read_lines(tmp_path / name / "run" / "metrics.jsonl")
+                if "loss" in line]  # fmt: skip
+
+    train("a", 2)
+    log = train("b", 2, optim_wrapper__optimizer__lr=0.5e-3)
+    for folder in (events / "run", lines / "run.jsonl"):
+        assert f"{folder} belongs to another run: the lines of this one are in {folder.with_stem('run-2')}." in log
+    assert "belongs to" not in train("a", 4, resume=True)
+    assert sorted(path.name for path in events.iterdir()) == ["run", "run-2"]
+    assert shown(events / "run") == trained("a") and shown(events / "run-2") == trained("b")
+    assert [path.name for path in sorted(lines.iterdir())] == ["run-2.jsonl", "run.jsonl"]
+    found = read_lines(lines / "run.jsonl")
+    assert [(line["update"], line.get("event")) for line in found] == [
+        (1, None), (2, None), (2, "training_stats"), (3, None), (4, None), (4, "training_stats")]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("run_id", "updates", "since", "place"),
+    [(None, 5, 0, ""), (None, 0, 0, "run"), ("old", 5, 0, "old"), (None, 5, 5, "run")],
+)
+def test_a_run_that_a_former_version_began_stays_in_the_folder_itself(
+    tmp_path: Path, run_id: str | None, updates: int, since: int, place: str
+) -> None:
+    pytest.importorskip("tensorboard")
+    writer = TensorboardVisBackend(save_dir=str(tmp_path / "tb"))
+    writer.run_name = RunName("run", "run", None, since)
+    found = writer.open(work_dir=tmp_path / "work", config={}, run_id=run_id, updates=updates)
+    writer.close()
+    assert (found or "") == place and [path.parent for path in tmp_path.rglob("events.*")] == [tmp_path / "tb" / place]
 
 
 class ShowsHook(Hook):

@@ -29,29 +29,40 @@ def plot_curves(metrics_files: Path | Mapping[str, Path], path: Path) -> None:
     files = {"": metrics_files} if isinstance(metrics_files, Path) else metrics_files
     runs = {name: _updates(file) for name, file in files.items()}
     several = len(runs) > 1
-    figure = Figure(figsize=(12, 6.5), layout="constrained")
+    figure = Figure(figsize=(12, 6.5 + (0.25 * len(runs) if several else 0)), layout="constrained")
     for axis, (title, given, scale) in zip(figure.subplots(2, 2).flat, _PANELS, strict=True):
         drawn = 0
-        for name, lines in runs.items():
+        for index, (name, lines) in enumerate(runs.items()):
+            color = {"color": f"C{index}"} if several else {}
             for key in given or (("loss",) if several else _losses(lines)):
                 points = [(line["sequences"], line[key]) for line in lines if line.get(key) is not None]
                 if points:
-                    axis.plot(*zip(*points, strict=True), label=name if several else key, linewidth=1.2)
+                    axis.plot(*zip(*points, strict=True), label=name if several else key, linewidth=1.2, **color)
                 drawn += 1
             evaluated = _validation(files[name], lines) if not given else []
             if evaluated:
-                style = {"linestyle": "--", "marker": ".", "linewidth": 1.2}
-                if several and points:
-                    style["color"] = axis.lines[-1].get_color()
+                style = {"linestyle": "--", "marker": ".", "linewidth": 1.2, **color}
                 axis.plot(*zip(*evaluated, strict=True), label=f"{name} {VALIDATION}".strip(), **style)
                 drawn += 1
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("sequences consumed", fontsize=9)
         axis.set_yscale(scale)
         axis.grid(alpha=0.3)
-        if drawn > 1:
+        if drawn > 1 and not several:
             axis.legend(fontsize=8)
+    if several:  # one for all panels, beside none of their curves
+        drawn_lines = figure.axes[0].lines
+        labels = [shortened(str(line.get_label())) for line in drawn_lines]
+        figure.legend(
+            drawn_lines, labels, loc="outside lower center", ncols=1 if max(map(len, labels)) > 40 else 2, fontsize=8
+        )
     figure.savefig(path, dpi=90)
+
+
+def shortened(name: str, *, most: int = 80) -> str:
+    """At most ``most`` characters: the middle is left out, since names often differ at one of the ends."""
+    end = (most - 1) // 2
+    return name if len(name) <= most else f"{name[:end]}…{name[-end:]}"
 
 
 def _updates(metrics_file: Path) -> list[Line]:

@@ -7,6 +7,7 @@ processes, and no random generator is changed.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
@@ -18,6 +19,7 @@ from unigen_ds.core import dist
 from unigen_ds.core.batch import Batch, LossTerms
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.log import logger
+from unigen_ds.core.metrics import sample_digest
 from unigen_ds.core.registry import check_arguments
 from unigen_ds.core.seeding import kept_generators
 from unigen_ds.evaluation.generation import Answers, answers, ask, check_answers, inferencer_of
@@ -34,6 +36,10 @@ TEXT = "text"
 """The loss term of texts, of which perplexity is computed."""
 _WORDS = {"text": "texts", "image": "pictures", BOTH: "texts with pictures"}
 """What a model answers with."""
+NOT_USED = "none"
+"""In a provenance: there is no such thing."""
+DEFINITION = 1
+"""Of ``val/loss`` and its parts; another number means that values changed."""
 Given = tuple[Sequence[Any], Sequence[Any], Sequence[str]]
 """Predictions, references and keys, as ``Metric.update`` has them."""
 
@@ -93,6 +99,13 @@ class Evaluation:
     """Bootstrap values of the losses, as of ``Result.replicates``."""
     loss_resampling: str = "0 draws"
     """How they were drawn, or why there are none."""
+
+    loss_provenance: Mapping[str, str] = field(default_factory=dict)
+    """Where the losses come from."""
+
+    def loss_result(self) -> Result:
+        """The losses as a result beside those of the metrics."""
+        return Result(self.losses, {**self.loss_provenance, "resampling": self.loss_resampling}, self.loss_replicates)
 
     @property
     def values(self) -> dict[str, float]:
@@ -205,6 +218,9 @@ def evaluate(
         watch = _all_of(watching) if watching else None
         losses = validation.losses(backend, max_batches=max_batches, watch=watch)
         drawn, resampling = ({}, "0 draws") if samples is None else samples.resampled()
+        facts = _loss_provenance(
+            validation, max_batches=max_batches, checkpoint=checkpoint, precision=str((made_by or {}).get("precision"))
+        )
         if max_samples is None and max_batches is not None:
             max_samples = max_batches * validation.data.batch_size
         given: dict[str, Given | Answers | str] = {}
@@ -224,7 +240,29 @@ def evaluate(
             failed[metric.name] = scored
             if dist.is_main():
                 logger().warning("The metric %s has no value this time: %s", metric.name, scored)
-    return Evaluation(losses, results, failed, drawn, resampling)
+    return Evaluation(losses, results, failed, drawn, resampling, facts)
+
+
+def _loss_provenance(
+    validation: Validation, *, max_batches: int | None, checkpoint: str, precision: str
+) -> dict[str, str]:
+    data = validation.data
+    settings = {"loss_weights": dict(validation.loss_weights), "max_batches": max_batches,
+                "seq_length": data.seq_length}  # fmt: skip
+    limit = None if max_batches is None else max_batches * data.batch_size
+    chosen = [draw.sample_id(data.names) for draws in data.draws(limit) for draw in draws]
+    return {
+        "metric": "val/loss",
+        "version": f"unigen_ds definition {DEFINITION}",
+        "settings": json.dumps(settings, sort_keys=True, default=str),
+        "resize": NOT_USED,
+        "precision": precision,
+        "seed": str(data.seed),
+        "model": NOT_USED,
+        "num_samples": str(len(chosen)),
+        "samples": sample_digest([*chosen, *(source.fingerprint for source in data.sources)]),
+        "checkpoint": checkpoint,
+    }
 
 
 def _all_of(watching: Sequence[Watch]) -> Watch:

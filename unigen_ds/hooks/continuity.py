@@ -56,7 +56,7 @@ class ContinuityHook(Hook):
         precision = run.backend.topology()["precision"]
         bound = TOLERANCE[precision] if self.tolerance is None else self.tolerance
         worst = max(_relative(found.get(name), value) for name, value in self._losses.items())
-        changes = ", ".join(f"{name} {value:.6g} -> {found.get(name)}" for name, value in self._losses.items())
+        changes = ", ".join(f"{name} {value:.6g} -> {_text(found.get(name))}" for name, value in self._losses.items())
         if worst <= bound:
             logger().info("Continuity: the last update's losses are the recorded ones (%s).", changes)
             return
@@ -75,6 +75,10 @@ class ContinuityHook(Hook):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._losses = {str(name): float(value) for name, value in state["losses"].items()}
+
+
+def _text(value: float | None) -> str:
+    return "none" if value is None else f"{value:.6g}"
 
 
 def _relative(found: float | None, recorded: float) -> float:

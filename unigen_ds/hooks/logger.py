@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 VERSION = 2
+STATISTICS = "training_stats"
+"""Event of the lines with the statistics over ranks."""
 _NUMBERS = ("model", "tokenizer", "processor", "train_dataloader", "optim_wrapper", "loss_weights", "param_scheduler",
             "train_cfg", "backend", "val_dataloader", "randomness", "load_from", "load_cfg", "on_batch_change",
             "on_data_change")  # fmt: skip
@@ -126,7 +128,7 @@ class LoggerHook(Hook):
         if first or ended or _crossed(run, self._interval, self._unit):
             self._log(run, result, of_epoch)
         if _crossed(run, self._statistics_interval, "update") and (timer := find_timer(run)):
-            self.log(run, statistics_over_ranks(timer), update=run.progress.updates, event="training_stats")
+            self.log(run, statistics_over_ranks(timer), update=run.progress.updates, event=STATISTICS)
 
     def before_save_checkpoint(self, run: Run, metrics: dict[str, float]) -> None:
         self._epoch.settle()
@@ -160,8 +162,7 @@ class LoggerHook(Hook):
         self._journal.append(
             run, {"event": event, "update": update, **({} if now == update else {"at": now}), **values}
         )
-        shown = "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items())
-        logger().info("%s at update %d: %s", event, update, shown)
+        logger().info("%s at update %d: %s", event, update, _shown(event, values))
         for writer in self._writers:
             if axis == "update":
                 writer.write(values, update=update, event=event, at=now)
@@ -241,6 +242,15 @@ class LoggerHook(Hook):
         if dist.is_main():
             for writer in self._writers:
                 writer.close()
+
+
+def _shown(event: str, values: Mapping[str, Any]) -> str:
+    """The values in one line; of statistics over ranks the averages alone."""
+    averages, note = f"{STATISTICS}/avg_", ""
+    if event == STATISTICS:
+        note = f"  ({METRICS_FILE} has all {len(values)} values)"
+        values = {name.removeprefix(averages): value for name, value in values.items() if name.startswith(averages)}
+    return "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items()) + note
 
 
 def logger_of(run: Run) -> LoggerHook:

@@ -131,7 +131,7 @@ def _store(run: Run, found: Evaluation) -> None:
     path = run.work_dir / FOLDER / f"{run.progress.updates}.json"
     try:
         make_directory(path.parent)
-        write_results(path, found.results)
+        write_results(path, [found.loss_result(), *found.results])
     except OSError as error:
         logger().warning("The metrics of update %d are not stored with their provenance: %s",
                          run.progress.updates, error)  # fmt: skip

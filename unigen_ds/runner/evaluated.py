@@ -7,9 +7,8 @@ model and its share of the data.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from unigen_ds.checkpoint.weight_files import locate
 from unigen_ds.core import dist
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.log import logger
-from unigen_ds.core.metrics import sample_digest
 from unigen_ds.core.optim import COMPUTE_DTYPE
 from unigen_ds.core.progress import Geometry
 from unigen_ds.data.overflow import check_overflow
@@ -41,10 +39,6 @@ _SECTIONS = ("model", "tokenizer", "processor", "train_dataloader", "val_dataloa
              "randomness", "custom_imports")  # fmt: skip
 _TRAINING = {"optim_wrapper": {"optimizer": {"type": "AdamW", "lr": 0.0}}, "train_cfg": {"max_epochs": 1}}
 """Sections that ``Settings`` requires and an evaluation does not use."""
-NOT_USED = "none"
-"""In a provenance: there is no such thing."""
-DEFINITION = 1
-"""Of ``val/loss`` and its parts; another number means that values changed."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +51,8 @@ class EvaluationSubject:
         data: a file of records instead of ``val_dataloader``'s data.
         batch_size: sequences of a forward pass on each process; None: that of ``val_dataloader``.
         seq_length: tokens of a sequence at most; None: that of ``val_dataloader``.
-        max_batches, metrics, max_samples, generation: as of ``EvaluateHook``.
+        max_batches, metrics: as of ``EvaluateHook``.
+        max_samples, generation: as of ``EvaluateHook``; what is not given is that of the config's hook.
         ema: the average of the weights instead of the weights.
         tag: name of the checkpoint's folder below ``path``.
         allow_custom_imports: as of ``open_model``.
@@ -98,15 +93,40 @@ class EvaluationSubject:
         return f"{path}{update}{' EMA' if self.ema else ''}"
 
     @cached_property
+    def _given(self) -> dict[str, Any]:
+        """The config of the training."""
+        if self.config is not None:
+            return dict(self.config)
+        if self.published is not None:
+            return dict(self.published.config(self.path))
+        directory = locate(self.path, self.tag)
+        return dict(self_contained(config_of(directory), directory))
+
+    def as_the_hook(self) -> EvaluationSubject:
+        """The same with the answers of the config's ``EvaluateHook`` for metrics, where nothing else is given."""
+        hook = _hook_of(self._given)
+        if not self.metrics or hook is None:
+            return self
+        own, given = dict(hook.get("generation") or {}), dict(self.generation)
+        flow = {**(own.get("flow") or {}), **(given.get("flow") or {})}
+        generation = {**own, **given, **({"flow": flow} if flow else {})}
+        max_samples = self.max_samples
+        if max_samples is None and self.max_batches is None:
+            max_samples = hook.get("max_samples")
+            if max_samples is None and hook.get("max_batches") is not None:
+                loader = self.settings.val_dataloader
+                max_samples = hook["max_batches"] * ((loader.batch_size if loader else None) or 1)
+        if dist.is_main() and (generation != given or max_samples != self.max_samples):
+            logger().info(
+                "Answers as those of the config's EvaluateHook: generation %s, max_samples %s (--generation and"
+                " --max-samples change them).", generation, max_samples,
+            )  # fmt: skip
+        return replace(self, generation=generation, max_samples=max_samples)
+
+    @cached_property
     def settings(self) -> Settings:
         """The sections that an evaluation uses. Raises ``ConfigError`` where no data to evaluate on is named."""
-        if self.config is not None:
-            given = dict(self.config)
-        elif self.published is not None:
-            given = dict(self.published.config(self.path))
-        else:
-            directory = locate(self.path, self.tag)
-            given = self_contained(config_of(directory), directory)
+        given = self._given
         wanted = {**_TRAINING, **{key: given[key] for key in _SECTIONS if given.get(key) is not None}}
         wanted["val_dataloader"] = self._loader(given)
         wanted.setdefault("train_dataloader", {"batch_size": 1, "dataset": wanted["val_dataloader"].get("dataset")})
@@ -202,6 +222,8 @@ def evaluate(given: EvaluationSubject) -> EvaluatedModel:
 
     Raises what ``open_model`` raises, and ``ConfigError`` or ``DataError`` where the data or a metric cannot be used.
     """
+    Answering.of(given.generation, where="generation")  # what the user gave, before the config's
+    given = given.as_the_hook()
     answering = Answering.of(given.generation, where="generation")
     if given.metrics:
         given.import_modules()
@@ -212,29 +234,11 @@ def evaluate(given: EvaluationSubject) -> EvaluatedModel:
         engine, validation, metrics, checkpoint=given.name, max_batches=given.max_batches,
         max_samples=given.max_samples, answering=answering, made_by={"precision": engine.precision},
     )  # fmt: skip
-    provenance = {**_provenance(given, engine, validation), "resampling": found.loss_resampling}
-    return EvaluatedModel([Result(found.losses, provenance, found.loss_replicates), *found.results], found.failed)
+    return EvaluatedModel([found.loss_result(), *found.results], found.failed)
 
 
-def _provenance(given: EvaluationSubject, engine: WholeModel, validation: Validation) -> dict[str, str]:
-    data = validation.data
-    settings = {"loss_weights": dict(validation.loss_weights), "max_batches": given.max_batches,
-                "seq_length": data.seq_length}  # fmt: skip
-    chosen = [draw.sample_id(data.names) for draws in data.draws(_limit(given, data.batch_size)) for draw in draws]
-    facts = {
-        "metric": "val/loss",
-        "version": f"unigen_ds definition {DEFINITION}",
-        "settings": json.dumps(settings, sort_keys=True, default=str),
-        "resize": NOT_USED,
-        "precision": engine.precision,
-        "seed": str(data.seed),
-        "model": NOT_USED,
-        "num_samples": str(len(chosen)),
-        "samples": sample_digest([*chosen, *(source.fingerprint for source in data.sources)]),
-        "checkpoint": given.name,
-    }
-    return facts
-
-
-def _limit(given: EvaluationSubject, batch_size: int) -> int | None:
-    return None if given.max_batches is None else given.max_batches * batch_size
+def _hook_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The ``EvaluateHook`` of a config, as it is written there."""
+    given = (*(config.get("custom_hooks") or ()), *dict(config.get("default_hooks") or {}).values())
+    hooks = [hook for hook in given if isinstance(hook, Mapping)]
+    return next((hook for hook in hooks if str(hook.get("type")).rpartition(".")[2] == "EvaluateHook"), None)

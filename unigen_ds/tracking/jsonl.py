@@ -9,14 +9,16 @@ from typing import Any
 from unigen_ds.core.files import make_directory
 from unigen_ds.core.metrics import JsonLines
 from unigen_ds.core.registry import WRITERS
-from unigen_ds.tracking.writer import Writer
+from unigen_ds.tracking.writer import RunName, Writer, own_file
 
 
 @WRITERS.register_module()
 class JsonlVisBackend(Writer):
     """One object per line in ``<save_dir>/<run name>.jsonl``; a resume voids lines that it writes again by an event.
 
-    ``unigen_ds.core.metrics.read_lines`` returns the lines that count.
+    Lines of updates have no ``event``; others have that of ``metrics.jsonl``, such as ``evaluation``.
+    ``unigen_ds.core.metrics.read_lines`` returns the lines that count. Each run has a file: where another run has the
+    name, a number is appended.
 
     Args:
         save_dir: folder of the file.
@@ -32,17 +34,22 @@ class JsonlVisBackend(Writer):
         return {"save_dir": self._save_dir}
 
     def open(self, *, work_dir: Path, config: Mapping[str, Any], run_id: str | None, updates: int) -> str | None:
-        name = self.run_name.name if self.run_name else work_dir.name
-        path = Path(self._save_dir) / f"{name}.jsonl"
+        named, folder = self.run_name or RunName(work_dir.name, work_dir.name), Path(self._save_dir)
+        former = named.is_of_former_version(run_id, updates=updates)
+        name = named.name if former else run_id or own_file(folder, named.name, suffix=".jsonl")
+        path = folder / f"{name}.jsonl"
         make_directory(path.parent)
         self._lines = JsonLines(path)
         if path.exists() and path.stat().st_size:
             self._lines.append({"event": "resume", "updates": updates})
-        return None
+        return name
 
     def write(self, record: Mapping[str, Any], *, update: int) -> None:
         assert self._lines is not None
-        self._lines.append({"update": update, **record})
+        self._lines.append({"update": update, **record} if "update" not in record else record)
+
+    def write_event(self, record: Mapping[str, Any], *, update: int, event: str) -> None:
+        self.write({"event": event, "update": update, **record}, update=update)
 
     def close(self) -> None:
         if self._lines is not None:

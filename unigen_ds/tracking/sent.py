@@ -9,6 +9,7 @@ run begins at the resumed update, whose parent is the old one, and gets everythi
 
     {"event": "run", "id": "a1", "parent": null, "start": 0, "name": ..., "kept_in": {...}, "identity": "..."}
     {"run": "a1", "update": 10, "at": 10, "key": "", "values": {"loss": 2.5, ...}}
+    {"event": "lost", "run": "a1", "lines": [[10, ""]]}    the tracker has not got them: void, as if never sent
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any, Literal
 from unigen_ds.core.files import make_directory
 from unigen_ds.core.json_values import json_values
 from unigen_ds.core.log import logger
-from unigen_ds.core.metrics import JsonLines, finite
+from unigen_ds.core.metrics import JsonLines, finite, parse_lines
 
 ROUNDING, ROUNDING_CUDA = 1e-5, 1e-3
 """Largest relative difference of a repeated number that is none: engines, and kernels of a GPU, add in any order."""
@@ -128,6 +129,29 @@ class Sent:
         self._settled = self._last == updates
         return self._branch
 
+    def last_run(self) -> tuple[str | None, int]:
+        """Id of the run that lines went to last, and how many starts it had."""
+        branches = self._read()[0]
+        run_id = branches[-1].id if branches else None
+        return run_id, sum(branch.id == run_id for branch in branches)
+
+    def lose(self, run_id: str, kept: Mapping[int, int]) -> list[Line]:
+        """Make void what a run was sent and has not got: of each update the lines after the first ``kept`` ones."""
+        left, lost = dict(kept), []
+        for record in self._read()[1]:
+            if record["run"] != run_id:
+                continue
+            left[record["update"]] = left.get(record["update"], 0) - 1
+            if left[record["update"]] < 0:
+                lost.append(Line(**{name: record[name] for name in ("update", "at", "key", "values")}))
+        if lost:
+            self._append({"event": "lost", "run": run_id, "lines": [[line.update, line.key] for line in lost]})
+        return lost
+
+    def num_sent(self, run_id: str | None) -> int:
+        """Lines that a run was sent, those that it has not got included."""
+        return sum(record.get("run") == run_id and "update" in record for record in parse_lines(self._path)[0])
+
     def opened(self, run_id: str | None) -> None:
         """The writer has opened the run: it is the one that lines go to from now on."""
         self._branch = replace(self._branch, id=run_id)
@@ -198,8 +222,12 @@ class Sent:
                 record = json.loads(text)
             except json.JSONDecodeError:
                 continue
-            if record.pop("event", None) == "run":
+            event = record.pop("event", None)
+            if event == "run":
                 branches.append(Branch(**record))
+            elif event == "lost":
+                void = {(record["run"], update, key) for update, key in record["lines"]}
+                lines = [line for line in lines if (line["run"], line["update"], line["key"]) not in void]
             else:
                 lines.append(record)
         return branches, lines

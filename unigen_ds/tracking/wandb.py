@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unigen_ds.core.registry import WRITERS
+from unigen_ds.tracking.wandb_file import offline_rows
 from unigen_ds.tracking.writer import ALIASES as ALIASES
 from unigen_ds.tracking.writer import RunName, Writer, plain_config, with_aliases
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 class WandbVisBackend(Writer):
     """One W&B run per training run: a resume continues it and sends nothing that it has.
 
+    What W&B had not yet written of an offline run when it was killed is sent again.
     Where a repeated update has other numbers (another config, data or engine), a new run of the same group begins at
     the resumed update; ``parent_run`` of its config names the old one, which gets the tag ``abandoned after update N``.
     The horizontal axis of everything is
@@ -54,9 +56,17 @@ class WandbVisBackend(Writer):
         self._init_kwargs = {key: value for key, value in given.items() if value is not None} | dict(init_kwargs or {})
         self._define_metric_cfg = [dict(entry) for entry in define_metric_cfg]
         self._run: Any = None
+        self._next_step: int | None = None
+        """W&B's own step of the next row; None: W&B counts."""
 
     def kept_in(self) -> Mapping[str, Any]:
         return {key: self._init_kwargs.get(key) for key in ("entity", "project")}
+
+    def kept_lines(self, *, work_dir: Path, run_id: str, starts: int) -> Mapping[int, int] | None:
+        return offline_rows(Path(self._folder(work_dir)), run_id, starts=starts)
+
+    def _folder(self, work_dir: Path) -> str:
+        return str(self._init_kwargs.get("dir") or self._save_dir or work_dir)
 
     def open(self, *, work_dir: Path, config: Mapping[str, Any], run_id: str | None, updates: int) -> str | None:
         import wandb
@@ -67,13 +77,16 @@ class WandbVisBackend(Writer):
             "resume": "allow",
             "name": named.name,
             "group": named.group,
-            "dir": self._save_dir or str(work_dir),
+            "dir": self._folder(work_dir),
             **self._init_kwargs,
         }
         if named.parent is not None:  # a run of its own, whatever the config calls the first
             arguments["name"] = replace(named, name=str(arguments["name"])).of_branch
             arguments["id"] = run_id or uuid.uuid4().hex[:12]
         self._run = wandb.init(**arguments)
+        # Offline, W&B does not know the steps that the run has, and counts from 0: on its server later rows would
+        # replace earlier ones (https://github.com/wandb/wandb/pull/11144).
+        self._next_step = self.num_sent if self._run.offline and self.num_sent else None
         lineage = {} if named.parent is None else {"parent_run": named.parent, "parent_update": named.since}
         self._run.config.update({**plain_config(config), **lineage}, allow_val_change=True)
         self._run.define_metric("update")
@@ -83,12 +96,16 @@ class WandbVisBackend(Writer):
         return str(self._run.id)
 
     def write(self, record: Mapping[str, Any], *, update: int) -> None:
-        self._run.log({**with_aliases(record), "update": update})
+        self._log({**with_aliases(record), "update": update})
+
+    def _log(self, row: dict[str, Any]) -> None:
+        step, self._next_step = self._next_step, None
+        self._run.log(row, **({} if step is None else {"step": step, "commit": True}))
 
     def image(self, name: str, picture: Image, *, update: int) -> None:
         import wandb
 
-        self._run.log({name: wandb.Image(picture), "update": update})
+        self._log({name: wandb.Image(picture), "update": update})
 
     def axis(self, name: str, metrics: Sequence[str]) -> None:
         self._run.define_metric(name)

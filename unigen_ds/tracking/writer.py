@@ -8,15 +8,17 @@ No line is shown twice, and none of an abandoned branch: ``SafeWriter`` records 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmengine.config import Config
 
+from unigen_ds.core.files import make_directory
 from unigen_ds.core.json_values import by_name, json_values
 from unigen_ds.core.log import logger
+from unigen_ds.core.metrics import METRICS_FILE, read_lines
 from unigen_ds.tracking.sent import ROUNDING, Line, Sent
 
 if TYPE_CHECKING:
@@ -42,6 +44,10 @@ class RunName:
     parent: str | None = None
     since: int = 0
 
+    def is_of_former_version(self, run_id: str | None, *, updates: int) -> bool:
+        """Whether a run continues that was begun by a version whose writers of files had no run ids."""
+        return run_id is None and self.parent is None and self.since == 0 and updates > 0
+
     @property
     def of_branch(self) -> str:
         """The name, and from which update on where there is a parent."""
@@ -61,9 +67,18 @@ class Writer:
     run_name: RunName | None = None
     """Set before each ``open``."""
 
+    num_sent: int = 0
+    """Lines that the run was sent before, set before each ``open``."""
+
     def kept_in(self) -> Mapping[str, Any]:
         """Where runs are kept, such as the project: a resume with another value begins a new run there."""
         return {}
+
+    def kept_lines(self, *, work_dir: Path, run_id: str, starts: int) -> Mapping[int, int] | None:
+        """Number of lines by update that the run ``run_id`` has of those it was sent in ``starts`` starts; None: all,
+        or it is not known. Called before ``open``.
+        """
+        return None
 
     def open(self, *, work_dir: Path, config: Mapping[str, Any], run_id: str | None, updates: int) -> str | None:
         """Start. ``run_id`` is what an earlier start of this run returned; ``updates`` the progress."""
@@ -72,6 +87,10 @@ class Writer:
     def write(self, record: Mapping[str, Any], *, update: int) -> None:
         """Log the numbers of one record."""
         raise NotImplementedError
+
+    def write_event(self, record: Mapping[str, Any], *, update: int, event: str) -> None:
+        """Log a record that is not the line of an update: an evaluation, statistics, a late result."""
+        self.write(record, update=update)
 
     def image(self, name: str, picture: Image, *, update: int) -> None:
         """Show a picture under ``name``; writers without pictures do nothing."""
@@ -128,6 +147,7 @@ class SafeWriter:
             self._sent = Sent(
                 work_dir / "tracking" / f"{self.name}.jsonl", purged=getattr(writer, "purges", False), rounding=rounding
             )
+            lost = self._find_lost(writer, work_dir)
             branch = self._sent.resume(
                 self.run_id,
                 updates=updates,
@@ -139,12 +159,44 @@ class SafeWriter:
             )
             self._name = RunName(branch.name, branch.group, branch.parent, branch.start)
             self._open_run(branch.id)
+            self._send_again(writer, lost)
 
         self._guarded(start)
+
+    def _find_lost(self, writer: Any, work_dir: Path) -> list[Line]:
+        """What the last run was sent and has not got: a tracker may write later than it is called."""
+        assert self._sent is not None
+        run_id, starts = self._sent.last_run()
+        if run_id is None or not hasattr(writer, "kept_lines"):
+            return []
+        kept = writer.kept_lines(work_dir=work_dir, run_id=run_id, starts=starts)
+        return [] if kept is None else self._sent.lose(run_id, kept)
+
+    def _send_again(self, writer: Any, lost: list[Line]) -> None:
+        """Lost lines up to the present update, from ``metrics.jsonl``; later updates are made again."""
+        if not lost:
+            return
+        assert self._sent is not None
+        work_dir, updates = self._opened["work_dir"], self._opened["updates"]
+        if self._name.since < updates:  # else the run that lacks them ends at the present update
+            again = {(line.update, line.key): (line, found, event) for line, found, event in _logged(work_dir)}
+            restored = [again[key] for one in lost if (key := (one.update, one.key)) in again and one.update <= updates]
+        else:
+            restored = []
+        for line, found, event in restored:
+            self._sent.record(line)
+            _write(writer, found, update=line.update, event=event)
+        later = sum(line.update > updates for line in lost)
+        logger().info(
+            "%s: the last start ended before %d lines were written. %d of them are sent again now from %s, %d come"
+            " again with their updates, and %d (pictures, late results) are missing in run %s.",
+            self.name, len(lost), len(restored), METRICS_FILE, later, len(lost) - len(restored) - later, self.run_id,
+        )  # fmt: skip
 
     def _open_run(self, run_id: str | None) -> None:
         assert self._sent is not None
         self._writer.run_name = self._name
+        self._writer.num_sent = self._sent.num_sent(run_id)
         self._axes.clear()
         self.run_id = self._writer.open(run_id=run_id, **self._opened)
         self._sent.opened(self.run_id)
@@ -152,7 +204,8 @@ class SafeWriter:
     def write(self, record: Mapping[str, Any], *, update: int, event: str = "", at: int | None = None) -> None:
         """Write one record, unless the run has it. ``event``: "" for the line of an update; ``at``: progress."""
         self._send(
-            Line.of(record, update=update, event=event, at=at), lambda writer: writer.write(record, update=update)
+            Line.of(record, update=update, event=event, at=at),
+            lambda writer: _write(writer, record, update=update, event=event),
         )
 
     def write_on(self, axis: str, record: Mapping[str, Any], *, update: int, event: str, at: int) -> None:
@@ -163,7 +216,7 @@ class SafeWriter:
             if axis not in self._axes and hasattr(writer, "axis"):
                 writer.axis(axis, tuple(record))
                 self._axes.add(axis)
-            writer.write(numbered, update=update)
+            _write(writer, numbered, update=update, event=event)
 
         self._send(Line.of(record, update=update, event=event, at=at), show)
 
@@ -227,6 +280,47 @@ class SafeWriter:
                 "%s is disabled, training continues: %s: %s", self.name, type(error).__name__, error or "no message"
             )
             self._writer = None
+
+
+def _write(writer: Any, record: Mapping[str, Any], *, update: int, event: str) -> None:
+    """A line of an update, or of an ``event``, which a class without the base has no method for."""
+    if event and hasattr(writer, "write_event"):
+        writer.write_event(record, update=update, event=event)
+    else:
+        writer.write(record, update=update)
+
+
+def _logged(work_dir: Path) -> Iterator[tuple[Line, dict[str, Any], str]]:
+    """Lines of ``metrics.jsonl`` that count, as they are sent; without those that may have an axis of their own."""
+    for found in read_lines(work_dir / METRICS_FILE):
+        event, update = found.get("event", ""), found["update"]
+        if event in ("", "evaluation", "training_stats") and "at" not in found:
+            values = {name: value for name, value in found.items() if not event or name not in ("event", "update")}
+            yield Line.of(values, update=update, event=event, at=None), values, event
+
+
+def own_file(folder: Path, name: str, *, suffix: str) -> str:
+    """Create an empty file ``<folder>/<name><suffix>``, or with ``suffix`` "" a folder, that no run has yet; its name
+    without the suffix. Where another run has the name, a number is appended, with a warning.
+    """
+    for number in range(1, 10_000):
+        found = name if number == 1 else f"{name}-{number}"
+        path = folder / f"{found}{suffix}"
+        make_directory(path.parent)
+        try:
+            if suffix:
+                path.touch(exist_ok=False)
+            else:
+                path.mkdir()
+        except FileExistsError:
+            continue
+        if number > 1:
+            logger().warning(
+                "%s belongs to another run: the lines of this one are in %s. Another visualizer.run_name gives it"
+                " a name of its own.", folder / f"{name}{suffix}", path,
+            )  # fmt: skip
+        return found
+    raise FileExistsError(f"{folder} has 9999 runs with the name {name}")
 
 
 def plain_config(config: Any) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from typing import Any
 
 from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.lineage import Lineage
+from unigen_ds.checkpoint.manifest import FILE_NAME as MANIFEST
 from unigen_ds.checkpoint.partial import REPORT_FILE
 from unigen_ds.checkpoint.saver import CONFIG_FILE, HOOKS_FILE
 from unigen_ds.core.errors import CheckpointError, ConfigError
@@ -31,6 +32,8 @@ SCORES = "evaluations"
 STATISTICS = "training_stats"
 """Event of the lines with the statistics over ranks."""
 Line = dict[str, Any]
+_OF_A_RUN = (METRICS_FILE, TIMELINE_FILE, LEDGER_FILE, LOG_FILE, CONFIG_FILE, SCORES, RESULTS)
+_MOST_NAMES = 10
 _SECRET = re.compile(r"(?i)(api_?key|password|passwd|secret|access_token)$")
 _LOGGED = re.compile(r"(\S+ \S+) (WARNING|ERROR|CRITICAL) (.*)")
 
@@ -160,10 +163,25 @@ def read_values(metrics_file: Path, key: str) -> list[tuple[int, float]]:
     return sorted(latest.items())
 
 
+def _is_run(path: Path) -> bool:
+    """Whether a folder has anything that a report shows."""
+    return any((path / name).exists() for name in _OF_A_RUN) or any(path.glob(f"*/{MANIFEST}"))
+
+
 def read_work_dir(path: Path) -> WorkDir:
-    """Everything that a report needs. Raises ``CheckpointError`` only where ``path`` is not a directory."""
+    """Everything that a report needs. Raises ``CheckpointError`` only where ``path`` is not a directory or no run."""
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a directory", remedy="name the work dir of a run")
+    if not _is_run(path):
+        within = sorted(child.name for child in path.iterdir() if child.is_dir() and _is_run(child))
+        names = ", ".join(within[:_MOST_NAMES]) + (
+            f" and {more} more" if (more := len(within) - _MOST_NAMES) > 0 else ""
+        )
+        raise CheckpointError(
+            f"{path} is no run" + (f"; its folders {names} are" if within else ""),
+            allowed="a folder with " + ", ".join(_OF_A_RUN) + " or a checkpoint",
+            remedy="name the work dirs of runs, one after the other",
+        )
     problems: list[tuple[str, str]] = []
     metrics = _journal(path / METRICS_FILE, problems)
     starts = _starts(
@@ -400,7 +418,10 @@ def _results(path: Path, problems: list[tuple[str, str]], *, prefix: str | None)
         if len(read) < len(parts) or not parts:
             problems.append((name, f"{len(parts) - len(read)} of {len(parts)} results have no number"))
         if file in scores:
-            named = [{f"val/{key}": value for key, value in one.values.items()} for one in read]
+            named = [
+                {key if key.startswith("val/") else f"val/{key}": value for key, value in one.values.items()}
+                for one in read
+            ]
             read = [replace(one, values=v, origin=SCORES) for one, v in zip(read, named, strict=True)]
         found += read
     return found
