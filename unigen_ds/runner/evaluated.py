@@ -222,7 +222,7 @@ def evaluate(given: EvaluationSubject) -> EvaluatedModel:
 
     Raises what ``open_model`` raises, and ``ConfigError`` or ``DataError`` where the data or a metric cannot be used.
     """
-    Answering.of(given.generation, where="generation")  # what the user gave, before the config's
+    Answering.of(given.generation, where="generation")  # of the user, before those of the config
     given = given.as_the_hook()
     answering = Answering.of(given.generation, where="generation")
     if given.metrics:

@@ -316,8 +316,8 @@ def own_file(folder: Path, name: str, *, suffix: str) -> str:
             continue
         if number > 1:
             logger().warning(
-                "%s belongs to another run: the lines of this one are in %s. Another visualizer.run_name gives it"
-                " a name of its own.", folder / f"{name}{suffix}", path,
+                "%s belongs to another run: the lines of this one are in %s. Choose another visualizer.run_name"
+                " for a name of its own.", folder / f"{name}{suffix}", path,
             )  # fmt: skip
         return found
     raise FileExistsError(f"{folder} has 9999 runs with the name {name}")
