@@ -82,6 +82,16 @@ class StopHook(Hook):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+@HOOKS.register_module(force=True)
+class AloneHook(Hook):
+    """No other process may start evaluations while this run trains."""
+
+    name = "alone"
+
+    def before_update(self, run: Run) -> None:
+        assert not (run.work_dir / "eval_results" / "run" / "queue.worker").exists()
+
+
 def _ended(job: dict[str, Any]) -> bool:
     """Whether it is a local process that has ended without a result, and no parent has asked for its status."""
     if "sbatch" in job["command"][0]:
@@ -109,7 +119,7 @@ def config(
     return text_config(folder, records, **{
         "train_cfg": {"max_updates": updates},
         "default_hooks__checkpoint": {"interval": 1, "by_epoch": False, "max_keep_ckpts": 1},
-        "custom_hooks": [{"type": "WaitHook", "updates": list(wait)}, *evaluate],
+        "custom_hooks": [{"type": "AloneHook"}, {"type": "WaitHook", "updates": list(wait)}, *evaluate],
         **own,
     })  # fmt: skip
 
@@ -204,7 +214,7 @@ def test_the_next_start_has_the_queue_again(tmp_path, slow):
     run(tmp_path, slow, updates=6)
     worker = tmp_path / "run" / "eval_results" / "run" / "queue.worker"
     first = worker.read_text()
-    run(tmp_path, slow, updates=6, resume=True, wait_at_end=True)
+    run(tmp_path, slow, updates=7, resume=True, wait_at_end=True)
     assert first and not worker.exists() and [update for update, _ in logged(tmp_path)] == [2, 4, 6]
     time.sleep(0.7)  # the first process would have started another one by now
     assert seen(tmp_path) == ["begins", "ends"] * 3
