@@ -46,7 +46,8 @@ def test_metrics_are_computed_and_one_that_fails_on_one_rank_is_left_out(
     assert 0 < single["val/exact_match"] < 1 and 0 < single["val/bleu"] < 100
     for line in (line for line in lines if line["update"] in updates):
         assert {f"val/{name}" for name in EVALUATED_METRICS} < line.keys() and "val/fails" not in line
-        stored = read_results(run.folder / "evaluations" / f"{line['update']}.json")
+        losses, *stored = read_results(run.folder / "evaluations" / f"{line['update']}.json")
+        assert losses.values == {key: value for key, value in line.items() if key.startswith("val/loss")}
         found = {f"val/{name}": value for one in stored for name, value in one.values.items()}
         assert found == {f"val/{name}": line[f"val/{name}"] for name in EVALUATED_METRICS}
     words = f"The metric fails has no value this time: rank {world - 1}: BrokenPipeError: on purpose"

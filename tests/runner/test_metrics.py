@@ -184,7 +184,8 @@ def test_values_of_texts_are_those_of_the_models_answers(tmp_path: Path, reweigh
         assert same is not reweight
         line = next(line for line in evaluations(tmp_path) if line["update"] == update)
         assert {key: line[key] for key in values} == values
-        stored = read_results(tmp_path / "run" / "evaluations" / f"{update}.json")
+        losses, *stored = read_results(tmp_path / "run" / "evaluations" / f"{update}.json")
+        assert losses.values == {key: value for key, value in line.items() if key.startswith("val/loss")}
         assert {f"val/{k}": v for one in stored for k, v in one.values.items()} == {k: values[k] for k in expected}
         number = str(len(kept.found[update]))
         assert all(one.provenance["num_samples"] == number for one in stored if one.provenance["metric"] == "bleu")
@@ -209,7 +210,7 @@ def test_a_vision_language_model(vlm_data: Path, tmp_path: Path) -> None:  # noq
     assert len(found) == 4
     for name, value in by_hand(found).items():
         assert values[name] == pytest.approx(value, rel=1e-12)
-    (result, *_) = read_results(tmp_path / "run" / "evaluations" / "2.json")
+    (_, result, *_) = read_results(tmp_path / "run" / "evaluations" / "2.json")
     assert result.provenance["num_samples"] == "4"
 
 
@@ -315,7 +316,7 @@ def test_a_metric_that_fails_is_a_warning_and_the_run_goes_on(tmp_path: Path) ->
     assert found == [(True, True), (False, True), (True, True)] and len(training(tmp_path)) == 6
     assert "The metric breaks has no value this time: BrokenPipeError: the program ended" in log(tmp_path)
     stored = read_results(tmp_path / "run" / "evaluations" / "4.json")
-    assert [one.provenance["metric"] for one in stored] == ["exact_match"]
+    assert [one.provenance["metric"] for one in stored] == ["val/loss", "exact_match"]
 
 
 def test_answers_that_cannot_be_generated_are_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
