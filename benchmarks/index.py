@@ -42,6 +42,8 @@ from unigen_ds.data.datasets import UnifiedGenerationDataset
 from unigen_ds.data.loader import UpdateLoader
 from unigen_ds.data.order import GlobalOrder
 from unigen_ds.data.planning import plan_all
+from unigen_ds.data.records import Layout
+from unigen_ds.data.sources.json_lines import JsonSource
 from unigen_ds.data.stream import SequenceStream
 from unigen_ds.data.tokenizers import PretrainedTokenizer
 from unigen_ds.data.transforms import ImageTransform, patchify
@@ -89,7 +91,7 @@ def text_sides(folder: Path, number: int) -> dict[str, Callable[[], Any]]:
         return found
 
     return {
-        "ours": lambda: int(plan_all(path, processor, folder, 0)["tokens"].sum()) - 2 * number,
+        "ours": lambda: int(plan_all(JsonSource(path), processor, Layout(folder), 0)["tokens"].sum()) - 2 * number,
         "batches of 1,000": batches,
         "one at a time": lambda: sum(len(plain(text)["input_ids"]) for text in read()),
         "the tokenizer alone": alone,

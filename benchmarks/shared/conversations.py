@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 
 from unigen_ds.data.datasets import UnifiedGenerationDataset
-from unigen_ds.data.formats import Turn
+from unigen_ds.data.records import Turn
 from unigen_ds.data.tokenizers import ChatTokenizer
 from unigen_ds.families.nanovlm.processor import VLMProcessor
 

@@ -11,8 +11,9 @@ import pytest
 
 from tests.data.support import image, talk, text
 from unigen_ds.core.errors import DataError
-from unigen_ds.data import formats
-from unigen_ds.data.formats import Place, Turn, parse_record, read_record, scan
+from unigen_ds.data.records import Turn, parse_record
+from unigen_ds.data.sources import json_lines
+from unigen_ds.data.sources.json_lines import Place, read_record, scan
 
 RECORDS: list[Any] = [
     talk(text("user", 'brackets ]}[{ "quoted", commas, \\ and \n lines'), text("assistant", "größer 大 🙂")),
@@ -85,7 +86,7 @@ def test_a_line_that_is_no_json_names_its_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize("block", [1, 3, 64, 1 << 20])
 def test_lines_are_found_as_one_after_the_other_would(tmp_path, monkeypatch, block):
     """Blank lines, spaces, carriage returns, a byte order mark, control characters, no final newline, long lines."""
-    monkeypatch.setattr(formats, "_BLOCK", block)
+    monkeypatch.setattr(json_lines, "_BLOCK", block)
     draw, path = random.Random(block), tmp_path / "x.jsonl"
     pieces = [
         b'{"a":1}',
@@ -103,7 +104,7 @@ def test_lines_are_found_as_one_after_the_other_would(tmp_path, monkeypatch, blo
         lines = [draw.choice(pieces) + draw.choice([b"\n", b"\n\n", b"\r\n"]) for _ in range(draw.randrange(12))]
         content = draw.choice([b"", b"\xef\xbb\xbf"]) + b"".join(lines) + draw.choice([b"", b'{"z":9}', b'{"z":9} '])
         path.write_bytes(content)
-        offsets, lengths = formats._lines(path)
+        offsets, lengths = json_lines._lines(path)
         found = [content[o : o + n] for o, n in zip(offsets.tolist(), lengths.tolist(), strict=True)]
         whole = content.removeprefix(b"\xef\xbb\xbf")
         assert found == [line.strip() for line in whole.split(b"\n") if line.strip()]

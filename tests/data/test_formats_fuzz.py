@@ -12,8 +12,9 @@ import pytest
 
 from tests.data.support import make_processor
 from unigen_ds.core.errors import DataError
-from unigen_ds.data.formats import Place, scan
-from unigen_ds.data.planning import record_turns
+from unigen_ds.data.planning import learnt
+from unigen_ds.data.records import Layout
+from unigen_ds.data.sources.json_lines import Place, load_record, scan
 
 GOOD: list[dict[str, Any]] = [
     {"text": "a document of nine words about nothing in particular"},
@@ -81,7 +82,8 @@ def outcomes(path: Path, root: Path) -> dict[str, int]:
     for offset, length in zip(*(array.tolist() for array in scan(path)), strict=True):
         try:
             position = Place(path, offset)
-            processor.plan(record_turns(content[offset : offset + length], position, root), position)
+            record = load_record(content[offset : offset + length], position)
+            processor.plan(learnt(record, position, Layout(root)), position)
             found["read"] += 1
         except DataError as error:
             found["named"] += 1

@@ -71,7 +71,7 @@ def test_cache_is_used_and_keyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with monkeypatch.context() as patch:
         patch.setattr(index_module, "plan_all", refuse)
         again = Index.build(path, make_processor())
-        assert again.digest == first.digest and np.array_equal(again.offsets, first.offsets)
+        assert again.digest == first.digest and np.array_equal(again.source.offsets, first.source.offsets)
         with pytest.raises(RuntimeError, match="planned again"):
             Index.build(path, make_processor(tokenizer=OTHER()))
         path.write_text(path.read_text().replace("draw 1", "draw one"))
@@ -94,7 +94,7 @@ def test_damaged_cache_is_rebuilt_with_a_warning(
     cache.write_bytes(bytes(broken))
     with caplog.at_level(logging.WARNING):
         again = Index.build(path, make_processor())
-    assert again.digest == first.digest and np.array_equal(again.lengths, first.lengths)
+    assert again.digest == first.digest and np.array_equal(again.source.lengths, first.source.lengths)
     assert "is damaged" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.WARNING):
@@ -190,7 +190,7 @@ def test_texts_are_tokenized_together(tmp_path: Path, monkeypatch: pytest.Monkey
     calls: list[int] = []
     together = WordTokenizer.encode_texts
     monkeypatch.setattr(WordTokenizer, "encode_texts", lambda self, t: calls.append(len(t)) or together(self, t))
-    monkeypatch.setattr("unigen_ds.data.formats.read_bytes", lambda *_: pytest.fail("opened for one record"))
+    monkeypatch.setattr("unigen_ds.data.index.Index.read", lambda *_: pytest.fail("opened for one record"))
     counts = Index.build(path, make_processor(tokenizer=words)).counts
     assert calls == [512, 512, 176]
     monkeypatch.undo()

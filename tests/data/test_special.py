@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.data.chat_support import character_tokenizer
 from tests.data.support import image, picture, talk, text
 from unigen_ds.core.errors import DataError
-from unigen_ds.data.formats import parse_record
+from unigen_ds.data.records import parse_record
 from unigen_ds.data.rules import DataRules
 from unigen_ds.data.splits import TokenSplit
 from unigen_ds.data.tokenizers import ChatTokenizer, PretrainedTokenizer, WordTokenizer

@@ -19,7 +19,7 @@ from unigen_ds.core.batch import PackedBatch
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.metrics import read_lines
 from unigen_ds.core.registry import TRANSFORMS
-from unigen_ds.data.formats import Turn
+from unigen_ds.data.records import Turn
 from unigen_ds.data.transforms import ImageTransform
 from unigen_ds.evaluation.generation import own_prompt
 from unigen_ds.families.nanovlm.inference import answer

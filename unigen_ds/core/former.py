@@ -20,6 +20,7 @@ MODULES: Mapping[str, str] = MappingProxyType({
     "unigen_ds.backends.sharded": "unigen_ds.backends.base",
     "unigen_ds.checkpoint.report": "unigen_ds.checkpoint.listing",
     "unigen_ds.data.digits": "unigen_ds.examples.digits.dataset",
+    "unigen_ds.data.formats": "unigen_ds.data.records",
     "unigen_ds.data.vlm_processor": "unigen_ds.families.nanovlm.processor",
     "unigen_ds.evaluation.curves": "unigen_ds.evaluation.plots",
     "unigen_ds.evaluation.digits": "unigen_ds.examples.digits.scores",
@@ -43,6 +44,11 @@ MODULES: Mapping[str, str] = MappingProxyType({
 
 NAMES: Mapping[str, str] = MappingProxyType({
     "unigen_ds.backends.sharded.ShardedBackend": "unigen_ds.backends.base.Backend",
+    "unigen_ds.data.formats.Place": "unigen_ds.data.sources.json_lines.Place",
+    "unigen_ds.data.formats.load_record": "unigen_ds.data.sources.json_lines.load_record",
+    "unigen_ds.data.formats.read_bytes": "unigen_ds.data.sources.json_lines.read_bytes",
+    "unigen_ds.data.formats.read_record": "unigen_ds.data.sources.json_lines.read_record",
+    "unigen_ds.data.formats.scan": "unigen_ds.data.sources.json_lines.scan",
     "unigen_ds.evaluation.digits.Verdict": "unigen_ds.examples.digits.scores.Scores",
     "unigen_ds.evaluation.digits.train_judge": "unigen_ds.examples.digits.scores.train_classifier",
     "unigen_ds.hooks.writers.ALIASES": "unigen_ds.tracking.wandb.ALIASES",

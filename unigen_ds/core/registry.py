@@ -25,6 +25,7 @@ FAMILIES = Registry("unigen_family")
 AUTOENCODERS = Registry("unigen_autoencoder")
 TOKENIZERS = Registry("unigen_tokenizer")
 DATASETS = Registry("unigen_dataset")
+SOURCES = Registry("unigen_source")
 PACKERS = Registry("unigen_packer")
 TRANSFORMS = Registry("unigen_transform")
 CURVES = Registry("unigen_curve")
@@ -36,7 +37,7 @@ LAYOUTS = Registry("unigen_layout")
 METRICS = Registry("unigen_metric")
 REGISTRIES = (
     MODELS, FAMILIES, AUTOENCODERS, TOKENIZERS, DATASETS, PACKERS, TRANSFORMS, CURVES, HOOKS, WRITERS, BACKENDS,
-    OPTIMIZERS, LAYOUTS, METRICS,
+    OPTIMIZERS, LAYOUTS, METRICS, SOURCES,
 )  # fmt: skip
 _TRANSFORMERS_TOKENIZER = "dict(type='PretrainedTokenizer', path='DIR'), or ChatTokenizer for a VLM"
 _INTERFACES: dict[Registry, tuple[tuple[str, ...], str]] = {
@@ -45,6 +46,7 @@ _INTERFACES: dict[Registry, tuple[tuple[str, ...], str]] = {
     TOKENIZERS: (("encode", "decode"), _TRANSFORMERS_TOKENIZER),
     DATASETS: (("lengths", "sample"), "a class with lengths() and sample(index); dict(type='DatasetAdapter', "
                                       "dataset=dict(type=...)) wraps a map-style data set"),
+    SOURCES: (("scan", "use", "read"), "a subclass of unigen_ds.data.sources.base.RecordSource"),
     PACKERS: (("plan",), "a class with plan(lengths, tiles, seq_length, key)"),
     CURVES: (("place", "evaluate"), "a subclass of unigen_ds.schedule.curves.Curve"),
     HOOKS: (("after_update", "load_shards"), "a subclass of unigen_ds.hooks.base.Hook"),

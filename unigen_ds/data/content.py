@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import xxhash
@@ -36,11 +37,38 @@ def content_digest(path: Path, folder: Path | None) -> str:
             digest.update(block)
     found = digest.hexdigest()
     if memory is not None and settled and _stamp(path) == before:
-        try:
-            write_text_atomic(memory, json.dumps({**before, "xxh3_128": found}) + "\n")
-        except OSError as error:  # costs time at the next start, not this run
-            logger().debug("%s cannot be written: %s", memory, error)
+        _remember(memory, {**before, "xxh3_128": found})
     return found
+
+
+def contents_digest(files: Sequence[Path], folder: Path | None, *, name: str) -> str:
+    """Of every byte of all ``files``, of their order, and of their names where there are several.
+
+    ``folder``: where it may be kept, as that of ``name``.
+    """
+    if len(files) == 1:
+        return content_digest(files[0], folder)
+    top = os.path.commonpath([file.parent for file in files]) if files else ""
+    stamps = [(os.path.relpath(file, top), _stamp(file)) for file in files]
+    memory = None if folder is None else folder / f"{name}.contents.json"
+    together = {"files": xxhash.xxh3_128(json.dumps(stamps).encode()).hexdigest()}
+    if memory is not None and (known := _remembered(memory, together)) is not None:
+        return known
+    digest, latest = xxhash.xxh3_128(), 0
+    for file, (label, stamp) in zip(files, stamps, strict=True):
+        digest.update(f"{label}\0{content_digest(file, None)}\0".encode())
+        latest = max(latest, stamp["mtime_ns"], stamp["ctime_ns"])
+    found = digest.hexdigest()
+    if memory is not None and time.time_ns() - latest > _SETTLED_NS:
+        _remember(memory, {**together, "xxh3_128": found})
+    return found
+
+
+def _remember(memory: Path, found: Mapping[str, object]) -> None:
+    try:
+        write_text_atomic(memory, json.dumps(found) + "\n")
+    except OSError as error:  # costs time at the next start, not this run
+        logger().debug("%s cannot be written: %s", memory, error)
 
 
 def _stamp(path: Path) -> dict[str, int]:
@@ -53,7 +81,7 @@ def _stamp(path: Path) -> dict[str, int]:
     }
 
 
-def _remembered(memory: Path, stamp: dict[str, int]) -> str | None:
+def _remembered(memory: Path, stamp: Mapping[str, object]) -> str | None:
     try:
         stored = json.loads(memory.read_text(encoding="utf-8"))
         digest = stored.pop("xxh3_128")

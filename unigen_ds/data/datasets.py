@@ -1,6 +1,6 @@
 """Map-style data sets that plan before they decode: ``lengths()`` of all records at once, ``sample(index)`` for one.
 
-``UnifiedGenerationDataset`` reads a JSON or JSONL file through its index. ``DatasetAdapter`` adds to a user's own
+``UnifiedGenerationDataset`` reads records of any format (``sources``) through their index. ``DatasetAdapter`` adds to a user's own
 map-style data set (pre-tokenised ids, ready tensors) the same interface, so that order, packing, resume and ledger
 work for it too; its cost is one pass over the data set at the start, for the lengths.
 """
@@ -25,11 +25,13 @@ from unigen_ds.core.registry import DATASETS, check_arguments, checked
 from unigen_ds.core.seeding import derive_seed
 from unigen_ds.data.array_cache import fingerprint
 from unigen_ds.data.counts import Array, Counts, count, record_digest
-from unigen_ds.data.formats import Place, Turn
 from unigen_ds.data.index import Index, prefix_digest
-from unigen_ds.data.planning import record_turns
+from unigen_ds.data.planning import learnt
 from unigen_ds.data.processor import ConversationProcessor
+from unigen_ds.data.records import Captions, Layout, Turn
 from unigen_ds.data.samples import Sample, Split
+from unigen_ds.data.sources.base import Entry
+from unigen_ds.data.sources.find import default_name, open_source
 from unigen_ds.data.splits import ImageKind, TokenSplit
 
 _SHOWN = 5
@@ -64,21 +66,28 @@ class PlannedDataset(Protocol):
 
 @DATASETS.register_module()
 class UnifiedGenerationDataset:
-    """A JSON or JSONL file of conversations, as ``docs/sample_data_format.json`` shows them.
+    """Conversations, documents and images with texts, from files of any format; ``docs/data.md`` shows all of them.
 
     Args:
-        data_path: the file.
+        data_path: a file, a folder, a pattern (``data/part-*.parquet``), or a list of files of one format; with
+            ``format='huggingface'`` also a name of the hub.
         processor: plans a conversation.
-        image_root: folder of relative image paths; None: the data file's own folder.
+        image_root: folder of relative image paths; None: that of the data file, or the folder itself.
         weight: relative share of an epoch in a mixture; all sources have one, or none has.
         name: first part of a sample id; None: the file's stem.
-        cache_dir: folder for the index where ``.unigen_index/`` beside the data cannot be written.
+        cache_dir: folder for the index, and for unpacked copies, where ``.unigen_index/`` beside the data cannot be
+            written.
         index_workers: processes that build the index, once.
+        format: name of the format, or ``dict(type=name, ...)`` with settings of its own; None: by suffix or content.
+        columns: names of the records' keys -> those of a layout: ``{'prompt': 'text_prompt'}``.
+        captions: what an image with a text teaches: ``'generate'`` (text, then the image) or ``'understand'`` (image,
+            then the text); None: ``'generate'``, and in JSON ``{image, text}`` is a document.
+        on_error: ``'skip'``: if it cannot be opened or indexed, the run continues without it, with a warning.
     """
 
     def __init__(
         self,
-        data_path: str | Path,
+        data_path: str | Path | Sequence[str | Path],
         processor: ConversationProcessor,
         *,
         image_root: str | Path | None = None,
@@ -86,13 +95,23 @@ class UnifiedGenerationDataset:
         name: str | None = None,
         cache_dir: str | Path | None = None,
         index_workers: int = 0,
+        format: str | Mapping[str, Any] | None = None,
+        columns: Mapping[str, str] | None = None,
+        captions: Captions | None = None,
+        on_error: Literal["raise", "skip"] = "raise",
     ) -> None:
-        self.path = Path(data_path)
-        self.processor, self.weight, self.name = processor, weight, name or self.path.stem
-        self.image_root = Path(image_root) if image_root is not None else self.path.parent
         cache = Path(cache_dir) if cache_dir is not None else None
+        source = open_source(data_path, format=format, cache_dir=cache)
+        self.path = source.path
+        self.processor, self.weight, self.name = processor, weight, name or default_name(data_path)
+        self.image_root = source.root if image_root is None else Path(image_root)
         self.index = Index.build(
-            self.path, processor, image_root=self.image_root, cache_dir=cache, num_workers=index_workers
+            source,
+            processor,
+            image_root=self.image_root,
+            cache_dir=cache,
+            num_workers=index_workers,
+            layout=Layout(None, captions or source.captions, tuple((columns or {}).items())),
         )
         self.cache_folder = self.index.folder
 
@@ -107,16 +126,17 @@ class UnifiedGenerationDataset:
 
     def sample(self, index: int, *, pass_number: int = 0) -> Sample:
         """The record as splits; reads the record and the files of its images, and decodes nothing."""
-        turns, location = self._turns(index)
-        return self.processor.plan(turns, location, keep_images=True)
+        entry = self._entry(index)
+        turns = learnt(entry.record, entry.where, self.index.layout)
+        return self.processor.plan(turns, entry.where, keep_images=True)
 
     def turns(self, index: int) -> list[Turn]:
         """The record as its file has it, for showing it."""
-        return self._turns(index)[0]
+        entry = self._entry(index)
+        return learnt(entry.record, entry.where, self.index.layout)
 
-    def _turns(self, index: int) -> tuple[list[Turn], Place]:
-        raw, location = self.index.read(self.path, index, self.processor.rules)
-        return record_turns(raw, location, self.image_root), location
+    def _entry(self, index: int) -> Entry:
+        return self.index.read(index, self.processor.rules)
 
     @property
     def fingerprint(self) -> str:
@@ -127,7 +147,7 @@ class UnifiedGenerationDataset:
 
     def content_digests(self) -> Array:
         """[N] of each record's values, whatever the order of its keys and its white space. Cached with the index."""
-        return self.index.content_digests(self.path)
+        return self.index.content_digests()
 
 
 class ScannedDataset:

@@ -1,4 +1,4 @@
-"""Every record planned once -> arrays of byte ranges, lengths and counts, cached beside the data file.
+"""Every record of a source planned once -> arrays of places, lengths and counts, cached beside the data file.
 
 What packing, truncation and statistics need of a record without reading it again. The cache is an ``.npz`` in
 ``.unigen_index/`` beside the data file (or in ``cache_dir`` where that folder cannot be written), named after a
@@ -9,25 +9,24 @@ fingerprint of data file, processor and format. Trade-off: the first start plans
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from unigen_ds.core import dist
 from unigen_ds.core.errors import DataError
-from unigen_ds.core.files import quick_digest
 from unigen_ds.core.log import logger
 from unigen_ds.data.array_cache import cache_folder, cached, fingerprint
-from unigen_ds.data.content import content_digest
+from unigen_ds.data.content import contents_digest
 from unigen_ds.data.counts import COLUMNS, NUM_DIGESTED, Array, Counts, record_digest
-from unigen_ds.data.data_file import check_data_file
-from unigen_ds.data.formats import Place, load_record, read_bytes
-from unigen_ds.data.planning import plan_all
+from unigen_ds.data.planning import UNUSED, plan_all
 from unigen_ds.data.processor import ConversationProcessor
+from unigen_ds.data.records import Layout
 from unigen_ds.data.rules import DataRules
+from unigen_ds.data.sources.base import Entry, RecordSource
+from unigen_ds.data.sources.json_lines import JsonSource
 
 _FORMAT = "unigen-index-1"
 """Of the digest that checkpoints keep."""
@@ -37,10 +36,9 @@ _CONTENT_FORMAT = "unigen-content-1"
 
 @dataclass(frozen=True)
 class Index:
-    """Byte range, counts and digest of every record of one data file."""
+    """Counts and digest of every record of one source, which knows where they are."""
 
-    offsets: Array
-    lengths: Array
+    source: RecordSource
     records: Array
     """``record_digest`` of each."""
     counts: Counts
@@ -48,75 +46,79 @@ class Index:
     """Of data file, processor and counts."""
     folder: Path | None
     """Where it is cached."""
+    layout: Layout
 
     def __len__(self) -> int:
-        return len(self.offsets)
+        return len(self.records)
 
-    def read(self, path: Path, index: int, rules: DataRules) -> tuple[bytes, Place]:
-        """The bytes of a record, and where it is. Raises ``DataError`` where they are no longer those of the index."""
-        offset, counts = int(self.offsets[index]), self.counts
-        raw = read_bytes(path, offset, int(self.lengths[index]))
+    def read(self, index: int, rules: DataRules) -> Entry:
+        """A record. Raises ``DataError`` where it is no longer the one of the index."""
+        counts = self.counts
+        (entry,) = self.source.read(index, index + 1)
         row = tuple(int(getattr(counts, name)[index]) for name in COLUMNS[:NUM_DIGESTED])
-        if record_digest(raw, row, rules.marks(int(counts.touched[index]))) != self.records[index]:
+        if record_digest(entry.content, row, rules.marks(int(counts.touched[index]))) != self.records[index]:
             raise DataError(
-                f"record {index} of data file {path} was changed during the run: it is not the one of the index",
+                f"record {index} of data file {self.source.path} was changed during the run: it is not the one of the"
+                " index",
                 remedy="restore the file, then continue with --resume; --on-data-change continues with changed data",
             )
-        return raw, Place(path, offset)
+        return entry
 
-    def content_digests(self, path: Path) -> Array:
-        """[N] 64 bits of the values of each record. Reads the file once (cached)."""
+    def content_digests(self) -> Array:
+        """[N] 64 bits of the values of each record. Reads the source once (cached)."""
         key = fingerprint(_CONTENT_FORMAT, prefix_digest(self.records, len(self)))
 
         def make() -> dict[str, Array]:
-            found = []
-            with path.open("rb") as stream:
-                for offset, length in zip(self.offsets.tolist(), self.lengths.tolist(), strict=True):
-                    stream.seek(offset)
-                    record = load_record(stream.read(length), Place(path, offset))
-                    text = json.dumps(record, sort_keys=True, separators=(",", ":"))
-                    found.append(hashlib.blake2b(text.encode(), digest_size=8).digest())
+            found, step = [], self.source.batch
+            for start in range(0, len(self), step):
+                for entry in self.source.read(start, min(start + step, len(self))):
+                    found.append(hashlib.blake2b(entry.values, digest_size=8).digest())
             return {"digests": np.frombuffer(b"".join(found), dtype="<i8").astype(np.int64)}
 
-        cache = None if self.folder is None else self.folder / f"{path.name}-content-{key[:16]}.npz"
+        cache = None if self.folder is None else self.folder / f"{self.source.path.name}-content-{key[:16]}.npz"
         return cached(cache, key, make)["digests"]
 
     @classmethod
     def build(
         cls,
-        path: Path,
+        given: Path | RecordSource,
         processor: ConversationProcessor,
         *,
         image_root: Path | None = None,
         cache_dir: Path | None = None,
         num_workers: int = 0,
+        layout: Layout | None = None,
     ) -> Index:
         """From the cache, or by planning every record (with ``num_workers`` processes) and caching the result.
 
         Several processes may start together: one plans, the others wait for its file where the file system has locks.
-        Raises ``DataError`` for a malformed record. An unreadable image is no error here.
+        Raises ``DataError`` for a malformed record. An unreadable image is no error here. ``given``: a source, or the
+        path of a JSON file; ``image_root``: None: the source's own.
         """
-        check_data_file(path)
-        root = path.parent if image_root is None else image_root
+        source = given if isinstance(given, RecordSource) else JsonSource(given)
+        root = source.root if image_root is None else image_root
+        layout = Layout(root) if layout is None else replace(layout, image_root=root)
         rules = processor.rules
-        folder = cache_folder(path, cache_dir)
-        content = content_digest(path, folder)
-        key = fingerprint(content, os.path.relpath(root, path.parent), processor.fingerprint, rules, _CACHE_FORMAT)
-        cache = None if folder is None else folder / f"{path.name}-{key[:16]}.npz"
+        folder = cache_folder(source.path, cache_dir)
+        content = contents_digest(source.files, folder, name=source.path.name)
+        place = os.path.relpath(root, source.root)
+        extra = (*source.cache_facts, *layout.facts)
+        key = fingerprint(content, place, processor.fingerprint, rules, _CACHE_FORMAT, *extra)
+        cache = None if folder is None else folder / f"{source.path.name}-{key[:16]}.npz"
 
         def make() -> dict[str, Array]:
-            return plan_all(path, processor, root, num_workers)
+            return plan_all(source, processor, layout, num_workers)
 
         arrays = cached(cache, key, make)
+        source.use({name: found for name, found in arrays.items() if name not in (*COLUMNS, "records", UNUSED)})
         counts = Counts(*(arrays[name] for name in COLUMNS))
         if cache is not None and counts.no_image_readable:  # a wrong folder, most likely: look again next time
             cache.unlink(missing_ok=True)
-        _report(path, counts, cache)
-        # not of the key: the same data in another folder is the same data, and so is what no rule changes; and of a
-        # quick digest, as older checkpoints keep it: a change that it misses shows in the digests of the records
+        _report(source, counts, cache, arrays.get(UNUSED))
+        # not of the key: the same data in another folder is the same data, and so is what no rule changes
         marks = rules.marks(counts.all_touched)
-        digest = fingerprint(quick_digest(path), processor.fingerprint, _FORMAT, counts.digest, *marks)
-        return cls(arrays["offsets"], arrays["lengths"], arrays["records"], counts, digest, folder)
+        facts = (*source.identity(content), processor.fingerprint, _FORMAT, counts.digest, *marks, *layout.facts)
+        return cls(source, arrays["records"], counts, fingerprint(*facts), folder, layout)
 
 
 def prefix_digest(records: Array, number: int, *facts: object) -> str:
@@ -125,10 +127,18 @@ def prefix_digest(records: Array, number: int, *facts: object) -> str:
     return fingerprint(number, hashlib.blake2b(first.tobytes(), digest_size=16).hexdigest(), *facts)
 
 
-def _report(path: Path, counts: Counts, cache: Path | None) -> None:
+def _report(source: RecordSource, counts: Counts, cache: Path | None, unused: Array | None) -> None:
     """How much of the data will not be learned as intended."""
     if dist.env_rank() != 0:
         return
+    path = source.title
+    for note in source.notes():
+        logger().warning("%s: %s", path, note)
+    if unused is not None:
+        logger().warning(
+            "%d records of %s have several texts to choose from; one of each is used, always the same, and %d are not",
+            int((unused > 0).sum()), path, int(unused.sum()),
+        )  # fmt: skip
     empty, unknown = int((counts.empty_texts > 0).sum()), int(counts.unknown.sum())
     if empty:
         logger().warning("%d of %d records of %s have an empty text (a caption, a question or an answer)",

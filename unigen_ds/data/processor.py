@@ -17,8 +17,8 @@ from unigen_ds.core import former
 from unigen_ds.core.batch import Batch
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.augment import Augment
-from unigen_ds.data.formats import Turn
 from unigen_ds.data.packed import PackedBuilder
+from unigen_ds.data.records import Turn
 from unigen_ds.data.rules import CURRENT, DataRules
 from unigen_ds.data.samples import Loaded, Sample
 from unigen_ds.data.splits import ImageKind, ImageSplit

@@ -27,6 +27,7 @@ from torch import Tensor
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.registry import TRANSFORMS, checked
 from unigen_ds.data.rules import CURRENT
+from unigen_ds.data.stored_image import StoredImage
 
 _ALPHA = ("RGBA", "LA", "PA", "RGBa", "La")
 _ORIENTATION = 0x0112
@@ -71,7 +72,8 @@ class ImageContent:
     @cached_property
     def opened(self) -> Image.Image:
         """Not decoded. Raises what PIL raises."""
-        return Image.open(BytesIO(Path(self._path).read_bytes()), formats=_formats())
+        content = self._path.read() if isinstance(self._path, StoredImage) else Path(self._path).read_bytes()
+        return Image.open(BytesIO(content), formats=_formats())
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,11 @@ def _opened(path: str | Path | ImageContent, what: str, rule: int) -> Iterator[I
             if isinstance(path, ImageContent):
                 image = path.opened
             else:
-                source = files.enter_context(open(path, "rb")) if rule else path
+                source: Any = path
+                if isinstance(path, StoredImage):
+                    source = BytesIO(path.read())
+                elif rule:
+                    source = files.enter_context(open(path, "rb"))
                 image = files.enter_context(Image.open(source, formats=_formats()))
             width, height = image.size
             if min(width, height) < 1:

@@ -23,8 +23,8 @@ from unigen_ds.core import dist
 from unigen_ds.core.errors import ConfigError, TrainingError
 from unigen_ds.core.seeding import derive_seed
 from unigen_ds.data.datasets import PlannedDataset
-from unigen_ds.data.formats import Turn
 from unigen_ds.data.held_out import record_number, whole_of
+from unigen_ds.data.records import Turn
 from unigen_ds.data.samples import IGNORED, Loaded, Sample, Split
 from unigen_ds.data.splits import ImageSplit, TextSplit, TokenSplit
 from unigen_ds.data.transforms import UnreadableImage

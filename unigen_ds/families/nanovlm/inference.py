@@ -11,7 +11,7 @@ from PIL import Image
 
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.registry import checked
-from unigen_ds.data.formats import Turn
+from unigen_ds.data.records import Turn
 from unigen_ds.data.samples import Loaded, Sample
 from unigen_ds.data.splits import TokenSplit
 from unigen_ds.families.nanovlm.processor import VLMProcessor

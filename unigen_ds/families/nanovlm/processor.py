@@ -14,8 +14,8 @@ from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.registry import checked
 from unigen_ds.data.augment import Augment
 from unigen_ds.data.chat import RenderedChat, encode_rendered, next_token_labels
-from unigen_ds.data.formats import Turn
 from unigen_ds.data.processor import ConversationProcessor, is_document
+from unigen_ds.data.records import Turn
 from unigen_ds.data.rules import CURRENT, DataRules
 from unigen_ds.data.samples import Sample, Split
 from unigen_ds.data.splits import TokenSplit

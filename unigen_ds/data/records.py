@@ -1,0 +1,379 @@
+"""A record -> turns of a conversation. Every layout of a record is here, whatever kind of file it was read from.
+
+Also mixed in one file; ``docs/data.md`` shows an example of each::
+
+    {conversations: [{role, type: text | image, content | image_path}]}
+    {text_prompt, image_path}                                  user text, then an assistant image
+    {text}                                                     a document: all of it is learnt
+    {image, conversations: [{from, value}]}                    LLaVA, ShareGPT
+    {messages: [{role, content: text or parts}], images}       OpenAI
+    {images, texts: [{user, assistant}]}                       nanoVLM
+    {image, caption}, {image, captions}                        an image with its text, or several to choose from
+    {image_list, instruction_list}                             BAGEL's edits
+
+In LLaVA's each ``<image>`` of a human turn means the next of the record's images, and so it does in ``messages`` of a
+record with ``images``. Elsewhere it is text like any other. An image is a path or a ``StoredImage``. A malformed record
+is a ``DataError`` that names file, line and field.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from unigen_ds.core.errors import DataError
+from unigen_ds.data.stored_image import StoredImage
+
+Captions = Literal["generate", "understand"]
+Role = Literal["user", "assistant", "system"]
+PLACEHOLDER = "<image>"
+_ROLES: dict[str, Role] = {
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "system": "system",
+}
+
+
+class Turn(NamedTuple):
+    """One text or one image of a conversation. ``role`` is user, assistant or system."""
+
+    role: Role
+    kind: Literal["text", "image"]
+    value: str
+    """The text, or the path of the image; one inside of another file is a ``StoredImage``."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the records of a data set are read."""
+
+    image_root: Path | None = None
+    """The folder of relative image paths."""
+    captions: Captions | None = None
+    """As of ``parse_record``."""
+    columns: tuple[tuple[str, str], ...] = ()
+    """(key of the file, key of the layout): a record's keys that have other names."""
+
+    def named(self, record: Mapping[str, Any], where: object) -> Mapping[str, Any]:
+        """``record`` with the keys of the layouts. Raises ``DataError`` where it has none of a given name."""
+        if not self.columns:
+            return record
+        missing = [given for given, _ in self.columns if given not in record]
+        if missing:
+            raise DataError(f"{where}: columns names {', '.join(missing)}, and the record has: {_names(record)}")
+        new = {name: record[given] for given, name in self.columns}
+        renamed = {given for given, _ in self.columns}
+        return {**{key: value for key, value in record.items() if key not in renamed}, **new}
+
+    def turns(self, record: Mapping[str, Any], where: object) -> list[Turn]:
+        """Those of a record, as its file has it."""
+        return parse_record(self.named(record, where), where, image_root=self.image_root, captions=self.captions)
+
+    @property
+    def facts(self) -> tuple[object, ...]:
+        """What changes a record, apart from the folder; nothing where all is as it always was."""
+        return (self.captions, self.columns) if self.captions is not None or self.columns else ()
+
+
+def parse_record(
+    record: Mapping[str, Any], where: object, *, image_root: Path | None = None, captions: Captions | None = None
+) -> list[Turn]:
+    """The turns of a record. ``where`` begins every error; relative image paths are put under ``image_root``.
+
+    ``captions``: what an image with a text teaches: ``generate`` (text, then the image; also None) or ``understand``.
+    None: ``{image, text}`` is a document, as it always was in JSON.
+    """
+    if "conversations" in record:
+        turns = record["conversations"]
+        if not isinstance(turns, list) or not turns:
+            raise _wrong(where, "conversations", turns, "a list of at least one turn")
+        if isinstance(turns[0], Mapping) and "from" in turns[0] and "role" not in turns[0]:
+            return list(_llava(record, turns, where, image_root))
+        return [_turn(turn, f"conversations[{i}]", where, image_root) for i, turn in enumerate(turns)]
+    if "text_prompt" in record or "image_path" in record:
+        prompt = _text(record, "text_prompt", "text_prompt", where)
+        key = "image" if "image_path" not in record and "image" in record else "image_path"
+        return _captioned(prompt, _image_path(record.get(key), key, where, image_root), captions)
+    if captions is not None and record.get("image") is not None and "text" in record:
+        text = _text(record, "text", "text", where)
+        return _captioned(text, _image_path(record["image"], "image", where, image_root), captions)
+    if "text" in record:
+        return [Turn("assistant", "text", _text(record, "text", "text", where))]
+    if "messages" in record:
+        return _openai(record, where, image_root)
+    if isinstance(record.get("texts"), list):
+        return _nanovlm(record, where, image_root)
+    if "image_list" in record:
+        return _edits(record, where, image_root)
+    if "caption" in record or "captions" in record:
+        image = _image_path(record.get("image"), "image", where, image_root)
+        return _captioned(_caption(record, where), image, captions)
+    raise DataError(
+        f"{where}: conversations is missing (the record has: {_names(record) or 'nothing'})",
+        allowed="{conversations: [...]}, {text_prompt, image_path}, {text}, LLaVA's {image, conversations},"
+        " {messages}, {images, texts}, {image, caption}, {image, captions} or {image_list, instruction_list}",
+        remedy="other names: columns={'name in the file': 'text'}",
+    )
+
+
+def _captioned(text: str, image: str, captions: Captions | None) -> list[Turn]:
+    if captions == "understand":
+        return [Turn("user", "image", image), Turn("assistant", "text", text)]
+    return [Turn("user", "text", text), Turn("assistant", "image", image)]
+
+
+def _caption(record: Mapping[str, Any], where: object) -> str:
+    if "captions" not in record:
+        return _text(record, "caption", "caption", where)
+    texts = _alternatives(record["captions"])
+    if texts is None:
+        allowed = "a list of texts, or an object of texts, also as JSON in a text"
+        raise _wrong(where, "captions", record["captions"], allowed)
+    return _text({"captions": _chosen(texts)}, "captions", "captions", where)
+
+
+def _alternatives(given: Any) -> list[Any] | None:
+    """The texts of BAGEL's ``captions``; None: it is nothing of that kind."""
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except (ValueError, RecursionError):
+            return None
+    values = list(given.values()) if isinstance(given, Mapping) else given
+    return values if isinstance(values, list) and all(isinstance(one, str) for one in values) else None
+
+
+def _chosen(texts: Sequence[str]) -> str:
+    """One of several texts, the same each time: which one follows from the texts. '' where there is none, as in BAGEL's
+    public code, which draws another one each time; lengths are planned here.
+    """
+    if len(texts) < 2:
+        return texts[0] if texts else ""
+    digest = hashlib.blake2b(json.dumps(list(texts)).encode(), digest_size=8).digest()
+    return texts[int.from_bytes(digest, "little") % len(texts)]
+
+
+def unused_texts(record: Mapping[str, Any]) -> int:
+    """Texts of a record that it has as alternatives to the ones that are used."""
+    if "captions" in record:
+        return max(len(_alternatives(record["captions"]) or ()) - 1, 0)
+    if "instruction_list" in record and isinstance(record["instruction_list"], list):
+        return sum(max(len(one) - 1, 0) for one in record["instruction_list"] if isinstance(one, list))
+    return 0
+
+
+def _edits(record: Mapping[str, Any], where: object, image_root: Path | None) -> list[Turn]:
+    """BAGEL's ``unified_edit``: the first image, then for each step its instruction and the image that results."""
+    images, steps = record["image_list"], record.get("instruction_list")
+    if not isinstance(images, list) or len(images) < 2:
+        raise _wrong(where, "image_list", images, "a list of at least two images")
+    if not isinstance(steps, list) or len(steps) != len(images) - 1:
+        raise _wrong(where, "instruction_list", steps, f"a list of {len(images) - 1}: one for each image but the first")
+    turns = [Turn("user", "image", _image_path(images[0], "image_list[0]", where, image_root))]
+    for i, step in enumerate(steps):
+        field = f"instruction_list[{i}]"
+        texts = [step] if isinstance(step, str) else step
+        if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+            raise _wrong(where, field, step, "a text, or a list of texts to choose from")
+        turns.append(Turn("user", "text", _text({field: _chosen(texts)}, field, field, where)))
+        image = _image_path(images[i + 1], f"image_list[{i + 1}]", where, image_root)
+        turns.append(Turn("assistant", "image", image))
+    return turns
+
+
+def _nanovlm(record: Mapping[str, Any], where: object, image_root: Path | None) -> list[Turn]:
+    """nanoVLM's rows: all images, then questions and answers."""
+    turns = [Turn("user", "image", image) for image in _images(record, where, image_root)]
+    for i, pair in enumerate(record["texts"]):
+        field = f"texts[{i}]"
+        if not isinstance(pair, Mapping):
+            raise _wrong(where, field, pair, "an object {user, assistant}")
+        turns.append(Turn("user", "text", _text(pair, "user", f"{field}.user", where)))
+        turns.append(Turn("assistant", "text", _text(pair, "assistant", f"{field}.assistant", where)))
+    return turns
+
+
+def _images(record: Mapping[str, Any], where: object, image_root: Path | None) -> list[str]:
+    """Those of ``image`` or ``images``: one, or a list; none where both are missing."""
+    key = "image" if record.get("image") is not None else "images"
+    given = record.get(key)
+    listed = [] if given is None else given if isinstance(given, list) else [given]
+    names = [f"{key}[{i}]" if isinstance(given, list) else key for i in range(len(listed))]
+    return [_image_path(image, name, where, image_root) for image, name in zip(listed, names, strict=True)]
+
+
+_OPENAI_ROLES: dict[str, Role] = {
+    "user": "user", "assistant": "assistant", "system": "system", "developer": "system",
+}  # fmt: skip
+
+
+def _openai(record: Mapping[str, Any], where: object, image_root: Path | None) -> list[Turn]:
+    """OpenAI's ``messages``. A part ``{type: image}`` without a value, and ``<image>`` in a text, is the next image."""
+    messages, images = record["messages"], _images(record, where, image_root)
+    if not isinstance(messages, list) or not messages:
+        raise _wrong(where, "messages", messages, "a list of at least one message")
+    queue, turns = iter(images), list[Turn]()
+    asked = 0
+    for i, message in enumerate(messages):
+        field = f"messages[{i}]"
+        if not isinstance(message, Mapping):
+            raise _wrong(where, field, message, "an object {role, content}")
+        given = message.get("role")
+        if not isinstance(given, str) or given not in _OPENAI_ROLES:
+            raise _wrong(where, f"{field}.role", given, ", ".join(_OPENAI_ROLES))
+        role, content = _OPENAI_ROLES[given], message.get("content")
+        parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+        for k, part in enumerate(parts):
+            name = f"{field}.content[{k}]" if isinstance(content, list) else f"{field}.content"
+            for turn in _part(part, role, name, where, image_root, with_images=bool(images)):
+                if turn is None:
+                    asked += 1
+                    turns += [Turn(role, "image", image) for image in [next(queue, "")] if image]
+                else:
+                    turns.append(turn)
+    if asked != len(images):
+        raise DataError(
+            f"{where}: the messages ask for {asked} images and the record has {len(images)}",
+            allowed=f"one {PLACEHOLDER}, or one part {{type: image}}, for each image",
+        )
+    return turns
+
+
+def _part(
+    part: Any, role: Role, field: str, where: object, image_root: Path | None, *, with_images: bool
+) -> Iterator[Turn | None]:
+    """The turns of one part of a message's content; None: the next of the record's images."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "text":
+        text = _text(part, "text", field, where)
+        pieces = text.split(PLACEHOLDER) if with_images and role == "user" else [text]
+        for number, piece in enumerate(pieces):
+            if number:
+                yield None
+            piece = piece.strip() if len(pieces) > 1 else piece
+            if piece or len(pieces) == 1:
+                yield Turn(role, "text", piece)
+        return
+    if kind not in ("image", "image_url"):
+        raise _wrong(where, f"{field}.type", kind, "text, image, image_url")
+    value = part.get("image_url", part.get("image", part.get("url", part.get("path"))))
+    if isinstance(value, Mapping):
+        value = value.get("url")
+    if value is None and kind == "image":
+        yield None
+    else:
+        yield Turn(role, "image", _linked_image(value, f"{field}.{kind}", where, image_root))
+
+
+def _linked_image(value: Any, field: str, where: object, image_root: Path | None) -> str:
+    """A path, or base64 as ``data:image/png;base64,...``."""
+    if isinstance(value, StoredImage) or not isinstance(value, str):
+        return _image_path(value, field, where, image_root)
+    if value.startswith(("http://", "https://")):
+        raise _wrong(where, field, value, "a path, or data:image/...;base64,...: nothing is downloaded")
+    if not value.startswith("data:"):
+        return _image_path(value.removeprefix("file://"), field, where, image_root)
+    head, separator, text = value.partition(",")
+    if not separator or not head.endswith(";base64"):
+        raise _wrong(where, field, value, "data:image/...;base64,...")
+    try:
+        return StoredImage(f"{_short(where)}: {field}", base64.b64decode(text, validate=True))
+    except (binascii.Error, ValueError) as error:
+        raise _wrong(where, field, value, "valid base64") from error
+
+
+def _short(where: object) -> object:
+    """A place without counting lines: it would be done for every image."""
+    path, offset = getattr(where, "path", None), getattr(where, "offset", None)
+    return where if path is None else f"{path.name}, byte {offset}"
+
+
+def _llava(record: Mapping[str, Any], turns: Sequence[Any], where: object, image_root: Path | None) -> Iterator[Turn]:
+    """LLaVA's record: ``image`` or ``images`` (one, or a list of them) and turns of ``from`` and ``value``."""
+    paths = _images(record, where, image_root)
+    used, found = 0, list[Turn]()
+    for i, turn in enumerate(turns):
+        field = f"conversations[{i}]"
+        if not isinstance(turn, Mapping):
+            raise _wrong(where, field, turn, "an object {from, value}")
+        role, value = _role(turn.get("from"), f"{field}.from", where), _text(turn, "value", f"{field}.value", where)
+        parts = value.split(PLACEHOLDER) if role == "user" else [value]
+        for number, part in enumerate(parts):
+            if number:
+                found += [Turn("user", "image", path) for path in paths[used : used + 1]]
+                used += 1
+            text = part.strip() if len(parts) > 1 else part
+            if text or len(parts) == 1:
+                found.append(Turn(role, "text", text))
+    if used != len(paths):
+        raise DataError(
+            f"{where}: the human turns have {used} {PLACEHOLDER} and the record has {len(paths)} images",
+            allowed=f"one {PLACEHOLDER} for each image",
+        )
+    yield from found
+
+
+def _turn(turn: Any, field: str, where: object, image_root: Path | None) -> Turn:
+    if not isinstance(turn, Mapping):
+        raise _wrong(where, field, turn, "an object {role, type, content | image_path}")
+    role, kind = _role(turn.get("role"), f"{field}.role", where), turn.get("type")
+    if kind == "text":
+        return Turn(role, "text", _text(turn, "content", f"{field}.content", where))
+    if kind == "image":
+        return Turn(role, "image", _path(turn, f"{field}.image_path", where, image_root))
+    raise _wrong(where, f"{field}.type", kind, "text, image")
+
+
+def _role(value: Any, field: str, where: object) -> Role:
+    if not isinstance(value, str) or value not in _ROLES:
+        raise _wrong(where, field, value, ", ".join(_ROLES))
+    return _ROLES[value]
+
+
+def _text(record: Mapping[str, Any], key: str, field: str, where: object) -> str:
+    value = record.get(key)
+    if not isinstance(value, str):
+        raise _wrong(where, field, value, "a text")
+    try:
+        value.encode()  # JSON can spell half of a character, which no tokenizer accepts
+    except UnicodeEncodeError as error:
+        half = f"{field}, character {error.start}"
+        raise _wrong(where, half, value[error.start], "a text without unpaired surrogates") from error
+    return value
+
+
+def _path(record: Mapping[str, Any], field: str, where: object, image_root: Path | None) -> str:
+    return _image_path(record.get("image_path"), field, where, image_root)
+
+
+def _image_path(value: Any, field: str, where: object, image_root: Path | None) -> str:
+    if not isinstance(value, str) or not value:
+        raise _wrong(where, field, value, "the path of an image")
+    if isinstance(value, StoredImage):
+        return value
+    return str(image_root / value) if image_root is not None else value
+
+
+def _wrong(where: object, field: str, value: Any, allowed: str) -> DataError:
+    what = "missing" if value is None else shown_value(value)
+    return DataError(f"{where}: {field} is {what}", allowed=allowed)
+
+
+def _names(record: Mapping[str, Any]) -> str:
+    """A record's keys, as a terminal and a log file accept them: JSON can spell half of a character."""
+    text = ", ".join(map(str, record)).encode(errors="backslashreplace").decode()
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
+def shown_value(value: Any) -> str:
+    """A value as a message about its record shows it: its first 57 characters."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

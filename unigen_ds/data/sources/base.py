@@ -1,0 +1,229 @@
+"""A source of records: what index, planning and loading use of a data file, whatever its format.
+
+A source is made from one file or folder, without reading it. ``scan`` looks for the records once; what it returns is
+kept with the index, and ``use`` gives it back at every later start. A record is an ``Entry``: its place, its values,
+and the bytes that its digest is of. Sources are sent to loading processes, so they keep no open file as a value.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from unigen_ds.data.array_cache import fingerprint
+from unigen_ds.data.stored_image import StoredImage
+
+Arrays = Mapping[str, NDArray[Any]]
+"""Where the records of a source are; names that no column of ``Counts`` has."""
+
+
+class Entry(Protocol):
+    """One record that was read."""
+
+    @property
+    def where(self) -> object:
+        """As text: ``train.jsonl:17``, ``part-3.parquet row 9``. It begins every message about the record."""
+        ...
+
+    @property
+    def content(self) -> bytes:
+        """What the digest of the record is of. Equal records of one format have equal contents."""
+        ...
+
+    @property
+    def values(self) -> bytes:
+        """``record`` as bytes, whatever the order of its keys and its white space. Raises as ``record`` does."""
+        ...
+
+    @property
+    def record(self) -> Mapping[str, Any]:
+        """Its values; images inside of the file are ``StoredImage``. Raises ``DataError`` where it cannot be read."""
+        ...
+
+
+class Row:
+    """A record whose values are known: the entry of every format but JSON."""
+
+    __slots__ = ("record", "where")
+
+    def __init__(self, record: Mapping[str, Any], where: object) -> None:
+        self.record, self.where = record, where
+
+    @property
+    def content(self) -> bytes:
+        return canonical(self.record)
+
+    values = content
+
+
+def canonical(record: Mapping[str, Any]) -> bytes:
+    """A record as bytes, whatever the order of its keys and the format of its file; images by their digest."""
+    return json.dumps(_plain(record), sort_keys=True, separators=(",", ":")).encode()
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can write."""
+    if isinstance(value, StoredImage):
+        return {"image": value.digest}
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return {"bytes": xxhash.xxh3_128(bytes(value)).hexdigest()}
+    if isinstance(value, (datetime.date, datetime.time)):
+        return value.isoformat()
+    return str(value)
+
+
+class RecordSource:
+    """Records of one file or folder, by number.
+
+    Args:
+        path: the file or folder.
+        label: how messages call it; None: its name.
+        folder: where it may keep files of its own (an unpacked copy); None: nowhere.
+    """
+
+    captions: ClassVar[str | None] = "generate"
+    """What an image with a text teaches, where the data set does not set it (``records.parse_record``)."""
+    batch: ClassVar[int] = 256
+    """Records that are read and planned together: few, where they have large values."""
+
+    def __init__(self, path: Path, *, label: str | None = None, folder: Path | None = None) -> None:
+        self.path, self.label, self.folder = Path(path), label or Path(path).name, folder
+
+    @property
+    def title(self) -> str:
+        """All of it, in the log."""
+        return str(self.path)
+
+    @property
+    def files(self) -> Sequence[Path]:
+        """Files whose content decides what the records are."""
+        return (self.path,)
+
+    @property
+    def root(self) -> Path:
+        """The folder that relative image paths start from."""
+        return self.path.parent
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with every setting by which the same files are read as other records."""
+        return type(self).__name__
+
+    def identity(self, content: str) -> tuple[object, ...]:
+        """What the fingerprint of the data has of this source. ``content``: the digest of ``files``."""
+        return content, self.fingerprint
+
+    @property
+    def cache_facts(self) -> tuple[object, ...]:
+        """What decides besides the content of ``files`` whether a cached index is the one of this source."""
+        return (self.fingerprint,)
+
+    def scan(self) -> Arrays:
+        """Find the records. Raises ``DataError`` where there is none, or where the file cannot be read."""
+        raise NotImplementedError(f"{type(self).__name__}.scan")
+
+    def use(self, arrays: Arrays) -> None:
+        """Take what ``scan`` returned, in this process or at an earlier start."""
+        raise NotImplementedError(f"{type(self).__name__}.use")
+
+    def __len__(self) -> int:
+        raise NotImplementedError(f"{type(self).__name__}.__len__")
+
+    def read(self, start: int, stop: int) -> Sequence[Entry]:
+        """Records ``start .. stop``. Raises ``DataError`` where the file is no longer there."""
+        raise NotImplementedError(f"{type(self).__name__}.read")
+
+    def record(self, index: int) -> Mapping[str, Any]:
+        """The values of one record."""
+        return self.read(index, index + 1)[0].record
+
+    def digest(self, index: int) -> bytes:
+        """16 bytes of the content of one record."""
+        return hashlib.blake2b(self.read(index, index + 1)[0].content, digest_size=16).digest()
+
+    def where(self, index: int) -> str:
+        """Where a record is, as messages name it."""
+        return str(self.read(index, index + 1)[0].where)
+
+    def notes(self) -> Sequence[str]:
+        """What of the files is not read as records, with numbers, for the log. Asked after ``use``."""
+        return ()
+
+
+class Joined(RecordSource):
+    """Several sources of one format, one after the other.
+
+    Args:
+        sources: at least one.
+        name: how messages call all of them.
+    """
+
+    def __init__(self, sources: Sequence[RecordSource], name: str) -> None:
+        super().__init__(sources[0].path, label=name, folder=sources[0].folder)
+        self.sources = tuple(sources)
+        self.captions, self.batch = sources[0].captions, sources[0].batch  # type: ignore[misc]
+        self._bounds = np.zeros(1, np.int64)
+
+    @property
+    def title(self) -> str:
+        return self.label
+
+    @property
+    def files(self) -> Sequence[Path]:
+        return tuple(file for source in self.sources for file in source.files)
+
+    @property
+    def root(self) -> Path:
+        return self.sources[0].root
+
+    @property
+    def fingerprint(self) -> str:
+        return fingerprint(*(source.fingerprint for source in self.sources))
+
+    def scan(self) -> Arrays:
+        found: list[Arrays] = []
+        for source in self.sources:
+            found.append(source.scan())
+            source.use(found[-1])
+        joined: dict[str, NDArray[Any]] = {}
+        for name in sorted({name for arrays in found for name in arrays}):
+            parts = [arrays.get(name, np.empty(0, np.int64)) for arrays in found]
+            joined[name] = np.concatenate(parts)
+            joined[f"{name}_of_each"] = np.asarray([len(part) for part in parts], np.int64)
+        return joined
+
+    def use(self, arrays: Arrays) -> None:
+        names = [name for name in arrays if f"{name}_of_each" in arrays]
+        stops = {name: np.cumsum(arrays[f"{name}_of_each"]) for name in names}
+        for k, source in enumerate(self.sources):
+            source.use({name: arrays[name][stops[name][k - 1] if k else 0 : stops[name][k]] for name in names})
+        self._bounds = np.cumsum([0, *map(len, self.sources)])
+
+    def __len__(self) -> int:
+        return int(self._bounds[-1])
+
+    def read(self, start: int, stop: int) -> Sequence[Entry]:
+        found: list[Entry] = []
+        while start < stop:
+            k = int(np.searchsorted(self._bounds, start, side="right")) - 1
+            first, end = int(self._bounds[k]), min(stop, int(self._bounds[k + 1]))
+            found += self.sources[k].read(start - first, end - first)
+            start = end
+        return found
+
+    def notes(self) -> Sequence[str]:
+        return [note for source in self.sources for note in source.notes()]

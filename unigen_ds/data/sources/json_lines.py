@@ -1,0 +1,240 @@
+"""JSON and JSONL files -> records by byte offset.
+
+A file is scanned once for the byte range of each record; afterwards one record is one seek and one read, so a file
+may be larger than memory. A malformed record is a ``DataError`` that names file and line; the line number is counted
+only then.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unigen_ds.core.errors import DataError
+from unigen_ds.core.files import quick_digest
+from unigen_ds.core.registry import SOURCES
+from unigen_ds.data.data_file import check_data_file, no_record
+from unigen_ds.data.records import shown_value
+from unigen_ds.data.sources.base import Arrays, Entry, RecordSource
+from unigen_ds.data.stored_image import lost
+
+_BOM = b"\xef\xbb\xbf"
+_BLOCK = 1 << 20
+_NEWLINE, _SPACE = 10, 32
+_TOKENS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{},]', re.DOTALL)
+"""All that determines the structure of a JSON text: whole strings (to be skipped), brackets and commas."""
+
+
+class Place(NamedTuple):
+    """Where a record begins. As text: ``train.jsonl:17``; the file is read for the line number only then."""
+
+    path: Path
+    offset: int
+    label: str = ""
+    """How the file is called; empty: by its name."""
+
+    def __str__(self) -> str:
+        lines, left = 1, self.offset
+        with self.path.open("rb") as stream:
+            while left > 0 and (block := stream.read(min(left, 1 << 20))):
+                lines += block.count(b"\n")
+                left -= len(block)
+        return f"{self.label or self.path}:{lines}"
+
+
+def scan(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Byte offset and byte length of every record of a JSONL file (blank lines skipped) or a JSON array.
+
+    The first character decides which of the two it is, not the name of the file.
+    """
+    check_data_file(path)
+    if path.stat().st_size and _is_array(path):
+        found = np.asarray([*_array_elements(path)], dtype=np.int64).reshape(-1, 2)
+        offsets, lengths = found[:, 0].copy(), found[:, 1].copy()
+    else:
+        offsets, lengths = _lines(path)
+    if not offsets.size:
+        raise no_record(path)
+    return offsets, lengths
+
+
+def _is_array(path: Path) -> bool:
+    with path.open("rb") as stream:
+        for line in stream:
+            text = line.removeprefix(_BOM).strip()
+            if text:
+                return text.startswith(b"[")
+    return False
+
+
+def _lines(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Of the lines, without white space around them; a block of lines at a time, since a file may have millions."""
+    starts, stops = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    with path.open("rb") as stream:
+        rest = stream.read(len(_BOM))
+        position, rest = (len(_BOM), b"") if rest == _BOM else (0, rest)
+        while True:
+            block = stream.read(max(_BLOCK, len(rest)))  # a line may be longer than a block
+            data = rest + block if block else rest + b"\n"
+            codes = np.frombuffer(data, np.uint8)
+            ends = np.flatnonzero(codes == _NEWLINE)
+            begins = np.concatenate([[0], ends[:-1] + 1])[: ends.size]
+            begins, ends = _stripped(data, codes, begins, ends)
+            starts.append(begins + position)
+            stops.append(ends + position)
+            kept = data.rfind(b"\n") + 1
+            position, rest = position + kept, data[kept:]
+            if not block:
+                break
+    offsets = np.concatenate(starts)
+    return offsets, np.concatenate(stops) - offsets
+
+
+def _stripped(
+    data: bytes, codes: NDArray[np.uint8], begins: NDArray[np.int64], ends: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Lines of ``data`` without white space around them, blank ones left out."""
+    blank = begins == ends
+    plain = ~blank & (codes[np.where(blank, 0, begins)] > _SPACE) & (codes[ends - 1] > _SPACE)
+    for i in np.flatnonzero(~plain & ~blank).tolist():
+        line = data[begins[i] : ends[i]]
+        text = line.strip()
+        begins[i] += len(line) - len(line.lstrip())
+        ends[i] = begins[i] + len(text)
+    kept = begins < ends
+    return begins[kept], ends[kept]
+
+
+def _array_elements(path: Path) -> Iterator[tuple[int, int]]:
+    """Byte ranges of the elements of a top-level array, from its brackets and commas alone."""
+    with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        depth, start, first = 0, 0, True
+        for match in _TOKENS.finditer(data):
+            token = match.group()
+            if token in (b"[", b"{"):
+                depth += 1
+                if depth == 1:
+                    start = match.end()
+            elif token in (b"]", b"}"):
+                depth -= 1
+                if depth == 0:
+                    text = data[start : match.start()].strip()
+                    if text or not first:
+                        yield _element(path, data, start, match.start())
+                    rest = data[match.end() :].strip()
+                    if rest:
+                        raise DataError(f"{Place(path, match.end())}: text after the end of the array: {rest[:40]!r}")
+                    return
+            elif token == b"," and depth == 1:
+                yield _element(path, data, start, match.start())
+                start, first = match.end(), False
+    raise DataError(f"data file {path} is not a complete JSON array", remedy="its closing bracket is missing")
+
+
+def _element(path: Path, data: mmap.mmap, start: int, stop: int) -> tuple[int, int]:
+    raw = data[start:stop]
+    text = raw.strip()
+    if not text:
+        raise DataError(f"{Place(path, start)}: an empty element", remedy="remove the comma too many")
+    return start + raw.index(text[:1]), len(text)
+
+
+def read_bytes(path: Path, offset: int, length: int) -> bytes:
+    """That byte range, during a run. Raises ``DataError`` where the file was removed after its index was made."""
+    try:
+        with path.open("rb") as stream:
+            stream.seek(offset)
+            return stream.read(length)
+    except OSError as error:
+        raise lost(path, error.strerror) from error
+
+
+def read_record(path: Path, offset: int, length: int) -> dict[str, Any]:
+    """Parse the record in that byte range. Raises ``DataError`` where it is no JSON object."""
+    return load_record(read_bytes(path, offset, length), Place(path, offset))
+
+
+def load_record(raw: bytes, location: Place) -> dict[str, Any]:
+    """Parse the bytes of one record. Raises ``DataError`` where it is no JSON object."""
+    try:
+        # bytes that begin otherwise: json looks for another encoding itself
+        record = json.loads(raw.decode("utf-8", "surrogatepass") if raw.startswith(b"{") else raw)
+    except (ValueError, RecursionError) as error:  # ValueError: of the JSON, its encoding, or a number of 4,300 digits
+        raise DataError(
+            f"{location}: no valid JSON: {error}", allowed="one object a line, or one array of objects"
+        ) from error
+    if not isinstance(record, dict):
+        raise DataError(f"{location}: the record is {shown_value(record)}", allowed="a JSON object")
+    return record
+
+
+class JsonText(NamedTuple):
+    """A record that is parsed when its values are asked for."""
+
+    content: bytes
+    where: Place
+
+    @property
+    def record(self) -> dict[str, Any]:
+        return load_record(self.content, self.where)
+
+    @property
+    def values(self) -> bytes:
+        return json.dumps(self.record, sort_keys=True, separators=(",", ":")).encode()
+
+
+@SOURCES.register_module(name="json")
+class JsonSource(RecordSource):
+    """One JSON or JSONL file. Its index and its digests are those of versions that read nothing else."""
+
+    captions: ClassVar[str | None] = None
+
+    def __init__(
+        self, path: Path, *, label: str | None = None, folder: Path | None = None, root: Path | None = None
+    ) -> None:
+        super().__init__(path, label=label, folder=folder)
+        self._root = root
+        self.offsets = self.lengths = np.empty(0, np.int64)
+        check_data_file(self.path)
+
+    @property
+    def root(self) -> Path:
+        return self.path.parent if self._root is None else self._root
+
+    def identity(self, content: str) -> tuple[object, ...]:
+        """A quick digest, as older checkpoints have it: a change that it misses shows in the digests of the records."""
+        return (quick_digest(self.path),)
+
+    @property
+    def cache_facts(self) -> tuple[object, ...]:
+        return ()
+
+    def scan(self) -> Arrays:
+        offsets, lengths = scan(self.path)
+        return {"offsets": offsets, "lengths": lengths}
+
+    def use(self, arrays: Arrays) -> None:
+        self.offsets, self.lengths = arrays["offsets"], arrays["lengths"]
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def read(self, start: int, stop: int) -> Sequence[Entry]:
+        """The bytes of records that follow each other, in one call: threads wait for each other at each."""
+        offsets, lengths = self.offsets[start:stop].tolist(), self.lengths[start:stop].tolist()
+        if not offsets:
+            return ()
+        first = offsets[0]
+        block = read_bytes(self.path, first, offsets[-1] + lengths[-1] - first)
+        path, label = self.path, self.label
+        return [
+            JsonText(block[offset - first : offset - first + length], Place(path, offset, label))
+            for offset, length in zip(offsets, lengths, strict=True)
+        ]
