@@ -104,7 +104,7 @@ def test_lines_are_found_as_one_after_the_other_would(tmp_path, monkeypatch, blo
         lines = [draw.choice(pieces) + draw.choice([b"\n", b"\n\n", b"\r\n"]) for _ in range(draw.randrange(12))]
         content = draw.choice([b"", b"\xef\xbb\xbf"]) + b"".join(lines) + draw.choice([b"", b'{"z":9}', b'{"z":9} '])
         path.write_bytes(content)
-        offsets, lengths = json_lines._lines(path)
+        offsets, lengths = json_lines.line_spans(path)
         found = [content[o : o + n] for o, n in zip(offsets.tolist(), lengths.tolist(), strict=True)]
         whole = content.removeprefix(b"\xef\xbb\xbf")
         assert found == [line.strip() for line in whole.split(b"\n") if line.strip()]

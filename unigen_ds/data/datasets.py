@@ -1,8 +1,8 @@
 """Map-style data sets that plan before they decode: ``lengths()`` of all records at once, ``sample(index)`` for one.
 
-``UnifiedGenerationDataset`` reads records of any format (``sources``) through their index. ``DatasetAdapter`` adds to a user's own
-map-style data set (pre-tokenised ids, ready tensors) the same interface, so that order, packing, resume and ledger
-work for it too; its cost is one pass over the data set at the start, for the lengths.
+``UnifiedGenerationDataset`` reads records of any format (``sources``) through their index. ``DatasetAdapter`` adds to a
+user's own map-style data set (pre-tokenised ids, ready tensors) the same interface, so that order, packing, resume and
+ledger work for it too; its cost is one pass over the data set at the start, for the lengths.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from unigen_ds.data.planning import learnt
 from unigen_ds.data.processor import ConversationProcessor
 from unigen_ds.data.records import Captions, Layout, Turn
 from unigen_ds.data.samples import Sample, Split
-from unigen_ds.data.sources.base import Entry
+from unigen_ds.data.sources.base import FoundRecord
 from unigen_ds.data.sources.find import default_name, open_source
 from unigen_ds.data.splits import ImageKind, TokenSplit
 
@@ -102,7 +102,7 @@ class UnifiedGenerationDataset:
     ) -> None:
         cache = Path(cache_dir) if cache_dir is not None else None
         source = open_source(data_path, format=format, cache_dir=cache)
-        self.path = source.path
+        self.path = source.origin
         self.processor, self.weight, self.name = processor, weight, name or default_name(data_path)
         self.image_root = source.root if image_root is None else Path(image_root)
         self.index = Index.build(
@@ -135,7 +135,7 @@ class UnifiedGenerationDataset:
         entry = self._entry(index)
         return learnt(entry.record, entry.where, self.index.layout)
 
-    def _entry(self, index: int) -> Entry:
+    def _entry(self, index: int) -> FoundRecord:
         return self.index.read(index, self.processor.rules)
 
     @property

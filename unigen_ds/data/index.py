@@ -1,4 +1,4 @@
-"""Every record of a source planned once -> arrays of places, lengths and counts, cached beside the data file.
+"""Every record of a source planned once -> arrays of positions, lengths and counts, cached beside the data file.
 
 What packing, truncation and statistics need of a record without reading it again. The cache is an ``.npz`` in
 ``.unigen_index/`` beside the data file (or in ``cache_dir`` where that folder cannot be written), named after a
@@ -25,7 +25,7 @@ from unigen_ds.data.planning import UNUSED, plan_all
 from unigen_ds.data.processor import ConversationProcessor
 from unigen_ds.data.records import Layout
 from unigen_ds.data.rules import DataRules
-from unigen_ds.data.sources.base import Entry, RecordSource
+from unigen_ds.data.sources.base import FoundRecord, RecordSource
 from unigen_ds.data.sources.json_lines import JsonSource
 
 _FORMAT = "unigen-index-1"
@@ -51,14 +51,14 @@ class Index:
     def __len__(self) -> int:
         return len(self.records)
 
-    def read(self, index: int, rules: DataRules) -> Entry:
+    def read(self, index: int, rules: DataRules) -> FoundRecord:
         """A record. Raises ``DataError`` where it is no longer the one of the index."""
         counts = self.counts
         (entry,) = self.source.read(index, index + 1)
         row = tuple(int(getattr(counts, name)[index]) for name in COLUMNS[:NUM_DIGESTED])
         if record_digest(entry.content, row, rules.marks(int(counts.touched[index]))) != self.records[index]:
             raise DataError(
-                f"record {index} of data file {self.source.path} was changed during the run: it is not the one of the"
+                f"record {index} of data file {self.source.title} was changed during the run: it is not the one of the"
                 " index",
                 remedy="restore the file, then continue with --resume; --on-data-change continues with changed data",
             )
@@ -75,7 +75,7 @@ class Index:
                     found.append(hashlib.blake2b(entry.values, digest_size=8).digest())
             return {"digests": np.frombuffer(b"".join(found), dtype="<i8").astype(np.int64)}
 
-        cache = None if self.folder is None else self.folder / f"{self.source.path.name}-content-{key[:16]}.npz"
+        cache = None if self.folder is None else self.folder / f"{self.source.origin.name}-content-{key[:16]}.npz"
         return cached(cache, key, make)["digests"]
 
     @classmethod
@@ -99,12 +99,12 @@ class Index:
         root = source.root if image_root is None else image_root
         layout = Layout(root) if layout is None else replace(layout, image_root=root)
         rules = processor.rules
-        folder = cache_folder(source.path, cache_dir)
-        content = contents_digest(source.files, folder, name=source.path.name)
-        place = os.path.relpath(root, source.root)
+        folder = cache_folder(source.origin, cache_dir)
+        content = contents_digest(source.files, folder, name=source.origin.name)
+        beneath = os.path.relpath(root, source.root)
         extra = (*source.cache_facts, *layout.facts)
-        key = fingerprint(content, place, processor.fingerprint, rules, _CACHE_FORMAT, *extra)
-        cache = None if folder is None else folder / f"{source.path.name}-{key[:16]}.npz"
+        key = fingerprint(content, beneath, processor.fingerprint, rules, _CACHE_FORMAT, *extra)
+        cache = None if folder is None else folder / f"{source.origin.name}-{key[:16]}.npz"
 
         def make() -> dict[str, Array]:
             return plan_all(source, processor, layout, num_workers)

@@ -20,7 +20,7 @@ from unigen_ds.core.errors import DataError
 from unigen_ds.data.counts import COLUMNS, Array, count, record_digest
 from unigen_ds.data.processor import ConversationProcessor
 from unigen_ds.data.records import Layout, Turn, unused_texts
-from unigen_ds.data.sources.base import Entry, RecordSource
+from unigen_ds.data.sources.base import FoundRecord, RecordSource
 
 _CHUNK = 2048
 _THREADS = 4
@@ -149,7 +149,7 @@ class _Plan:
                 unused.append(number)
         return tuple(np.asarray(found, dtype=np.int64) for found in (rows, digests, unused))  # type: ignore[return-value]
 
-    def _batch(self, entries: Sequence[Entry]) -> Iterator[tuple[tuple[int, ...], int, int]]:
+    def _batch(self, entries: Sequence[FoundRecord]) -> Iterator[tuple[tuple[int, ...], int, int]]:
         """Counts, digest and unused texts of each of some records; their texts are tokenized in one call."""
         processor = self.processor
         unk_id = getattr(processor.tokenizer, "unk_id", None)

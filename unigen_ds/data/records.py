@@ -291,7 +291,7 @@ def _linked_image(value: Any, field: str, where: object, image_root: Path | None
 
 
 def _short(where: object) -> object:
-    """A place without counting lines: it would be done for every image."""
+    """A position without counting lines: it would be done for every image."""
     path, offset = getattr(where, "path", None), getattr(where, "offset", None)
     return where if path is None else f"{path.name}, byte {offset}"
 

@@ -1,6 +1,6 @@
 """An image inside of another file: a value of a table, a member of a tar, base64 in a text.
 
-It takes the place of an image's path. As text it says where it is (``train.parquet row 9: image``), so messages need no
+It is used where an image's path is. As text it names its position (``train.parquet row 9: image``), so messages need no
 other name for it; its bytes are read when somebody opens it.
 """
 
@@ -37,11 +37,11 @@ class Span:
 
 
 class StoredImage(str):
-    """A text that names the image, with the bytes of its file behind it. A copy in another process is the text alone:
+    """A text that names the image, which has the bytes of its file. A copy in another process is the text alone:
     what was read is not sent along with a message about it.
     """
 
-    __slots__ = ("__dict__", "_data")
+    _data: bytes | Span
 
     def __new__(cls, name: str, data: bytes | Span) -> StoredImage:
         made = super().__new__(cls, name)

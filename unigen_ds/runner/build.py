@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from unigen_ds.checkpoint.manifest import Manifest
-from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.log import notice
+from unigen_ds.core import dist
+from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.core.log import logger, notice
 from unigen_ds.core.optim import (
     OptimizerConfig,
     ParamGroup,
@@ -24,6 +25,7 @@ from unigen_ds.core.optim import (
 )
 from unigen_ds.core.optimizer_state import state_of
 from unigen_ds.core.progress import Duration, Geometry, Ruler, split_global_batch
+from unigen_ds.core.settings import Component
 from unigen_ds.data.datasets import dataset_weights, source_names
 from unigen_ds.data.held_out import Division, divided
 from unigen_ds.data.loader import UpdateLoader
@@ -58,6 +60,40 @@ def build_geometry(settings: Settings, *, dp_size: int) -> Geometry:
     )
 
 
+def build_sources(components: Sequence[Component], processor: Any) -> list[Any]:
+    """The data sets. One with ``on_error='skip'`` that cannot be opened is left out, with a warning; the others are the
+    data then, also for the fingerprint: a source that comes back is a change. Raises ``DataError`` where none is left.
+    """
+    found = []
+    for component in components:
+        try:
+            found.append(component.build(processor=processor))
+        except DataError as error:
+            if component.arguments.get("on_error") != "skip":
+                raise
+            skipped = component.arguments.get("name") or component.arguments.get("data_path")
+            logger().warning("data set %s is skipped (on_error='skip'): %s", skipped, error)
+    check_same_everywhere([component.arguments.get("on_error") for component in components], len(found))
+    if len(found) < len(components):
+        left = len(components) - len(found)
+        if not found:
+            raise DataError(f"No valid datasets were loaded: all {left} were skipped", remedy="see the warnings above")
+        logger().warning("%d of %d data sets are skipped, %d are used", left, len(components), len(found))
+    return found
+
+
+def check_same_everywhere(on_error: Sequence[str | None], number: int) -> None:
+    """Raise ``DataError`` where processes would use other sources. Collective where a source may be skipped."""
+    if "skip" not in on_error or not dist.joined():
+        return
+    numbers = dist.gather_objects(number)
+    if len(set(numbers)) > 1:
+        raise DataError(
+            f"the processes can open different numbers of data sets: {', '.join(map(str, numbers))}",
+            remedy="on_error='skip' leaves out what no process can open: give every node the same files",
+        )
+
+
 @dataclass(frozen=True)
 class Data:
     """The processor and the stream of sequences."""
@@ -74,7 +110,7 @@ def build_data(settings: Settings, *, geometry: Geometry, ruler: Ruler | None, r
     """
     loader, seed = settings.train_dataloader, settings.seed
     processor = build_processor(settings, seed=seed, rules=rules)
-    datasets = [source.build(processor=processor) for source in loader.dataset]
+    datasets = build_sources(loader.dataset, processor)
     held_out: list[Any] = []
     if settings.val_dataloader is not None and settings.val_dataloader.split is not None:
         own = settings.val_dataloader.seed
@@ -108,7 +144,7 @@ def build_validation_data(
     loader, training = settings.val_dataloader, settings.train_dataloader
     if loader is None:
         return None
-    datasets = [source.build(processor=processor) for source in loader.dataset] or held_out
+    datasets = build_sources(loader.dataset, processor) or held_out
     named = [(name, dataset) for name, dataset in zip(source_names(datasets), datasets, strict=True) if len(dataset)]
     seq_length = training.seq_length if loader.seq_length is None else loader.seq_length
     overflow = Overflow(seq_length, loader.overflow or training.overflow, rules.overflow)

@@ -1,8 +1,8 @@
 """A source of records: what index, planning and loading use of a data file, whatever its format.
 
 A source is made from one file or folder, without reading it. ``scan`` looks for the records once; what it returns is
-kept with the index, and ``use`` gives it back at every later start. A record is an ``Entry``: its place, its values,
-and the bytes that its digest is of. Sources are sent to loading processes, so they keep no open file as a value.
+kept with the index, and ``use`` receives it again at every later start. A record is a ``FoundRecord``: its position,
+its values, and the bytes that its digest is of. Sources are sent to loading processes, so they keep no open file as a value.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ import xxhash
 from numpy.typing import NDArray
 
 from unigen_ds.data.array_cache import fingerprint
+from unigen_ds.data.records import Captions
 from unigen_ds.data.stored_image import StoredImage
 
 Arrays = Mapping[str, NDArray[Any]]
 """Where the records of a source are; names that no column of ``Counts`` has."""
 
 
-class Entry(Protocol):
+class FoundRecord(Protocol):
     """One record that was read."""
 
     @property
@@ -95,18 +96,22 @@ class RecordSource:
         folder: where it may keep files of its own (an unpacked copy); None: nowhere.
     """
 
-    captions: ClassVar[str | None] = "generate"
+    captions: ClassVar[Captions | None] = "generate"
     """What an image with a text teaches, where the data set does not set it (``records.parse_record``)."""
+    suffixes: ClassVar[Sequence[str]] = ()
+    """Of the files of this format, in lower case; one source is made of each file. Empty: of a folder as a whole."""
     batch: ClassVar[int] = 256
     """Records that are read and planned together: few, where they have large values."""
 
     def __init__(self, path: Path, *, label: str | None = None, folder: Path | None = None) -> None:
         self.path, self.label, self.folder = Path(path), label or Path(path).name, folder
+        self.origin = self.path
+        """What the config names: of an unpacked copy the compressed file."""
 
     @property
     def title(self) -> str:
         """All of it, in the log."""
-        return str(self.path)
+        return str(self.origin)
 
     @property
     def files(self) -> Sequence[Path]:
@@ -116,7 +121,7 @@ class RecordSource:
     @property
     def root(self) -> Path:
         """The folder that relative image paths start from."""
-        return self.path.parent
+        return self.origin.parent
 
     @property
     def fingerprint(self) -> str:
@@ -143,7 +148,7 @@ class RecordSource:
     def __len__(self) -> int:
         raise NotImplementedError(f"{type(self).__name__}.__len__")
 
-    def read(self, start: int, stop: int) -> Sequence[Entry]:
+    def read(self, start: int, stop: int) -> Sequence[FoundRecord]:
         """Records ``start .. stop``. Raises ``DataError`` where the file is no longer there."""
         raise NotImplementedError(f"{type(self).__name__}.read")
 
@@ -174,6 +179,7 @@ class Joined(RecordSource):
 
     def __init__(self, sources: Sequence[RecordSource], name: str) -> None:
         super().__init__(sources[0].path, label=name, folder=sources[0].folder)
+        self.origin = sources[0].origin
         self.sources = tuple(sources)
         self.captions, self.batch = sources[0].captions, sources[0].batch  # type: ignore[misc]
         self._bounds = np.zeros(1, np.int64)
@@ -216,8 +222,8 @@ class Joined(RecordSource):
     def __len__(self) -> int:
         return int(self._bounds[-1])
 
-    def read(self, start: int, stop: int) -> Sequence[Entry]:
-        found: list[Entry] = []
+    def read(self, start: int, stop: int) -> Sequence[FoundRecord]:
+        found: list[FoundRecord] = []
         while start < stop:
             k = int(np.searchsorted(self._bounds, start, side="right")) - 1
             first, end = int(self._bounds[k]), min(stop, int(self._bounds[k + 1]))

@@ -2,26 +2,182 @@
 
 from __future__ import annotations
 
+import glob
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from unigen_ds.data.sources.base import RecordSource
-from unigen_ds.data.sources.json_lines import JsonSource
+from unigen_ds.core.errors import ConfigError, DataError, nearest
+from unigen_ds.core.log import notice
+from unigen_ds.core.registry import SOURCES, resolve
+from unigen_ds.data.array_cache import cache_folder
+from unigen_ds.data.sources import arrow, csv_rows, parquet, texts  # noqa: F401 - registers them
+from unigen_ds.data.sources.base import Joined, RecordSource
+from unigen_ds.data.sources.huggingface import is_saved
+from unigen_ds.data.sources.image_folder import METADATA, is_image_folder
+from unigen_ds.data.sources.unpacked import COMPRESSED, unpacked_file
 
 DataPath = str | Path | Sequence[str | Path]
+JSON, TEXT = "json", "text"
+
 _NUMBER = re.compile(r"(\d+)")
+_PATTERN = re.compile(r"[*?\[]")
 
 
 def default_name(data_path: DataPath) -> str:
     """The first part of sample ids: the stem of the first file, without the signs of a pattern."""
     first = Path(data_path if isinstance(data_path, (str, Path)) else next(iter(data_path), "data"))
-    return first.stem
+    path = first.with_suffix("") if first.suffix.lower() in COMPRESSED else first
+    if not _PATTERN.search(path.name):
+        return path.stem
+    return _PATTERN.split(path.stem)[0].rstrip("-_.") or path.parent.name or "data"
 
 
 def open_source(
     data_path: DataPath, *, format: str | Mapping[str, Any] | None = None, cache_dir: Path | None = None
 ) -> RecordSource:
-    """Raises ``DataError`` where there are no such files, ``ConfigError`` for an unknown format."""
-    return JsonSource(Path(data_path))
+    """The records of ``data_path``. ``cache_dir``: for unpacked copies, where the data's folder cannot be written.
+
+    Raises ``DataError`` where there are no such files, or files of several formats; ``ConfigError`` for an unknown
+    format, or a setting that it does not have.
+    """
+    spec = {"type": format} if isinstance(format, str) else dict(format or {})
+    given = [data_path] if isinstance(data_path, (str, Path)) else list(data_path)
+    if spec and spec.get("type") not in SOURCES.module_dict and isinstance(spec.get("type"), str):
+        raise ConfigError(
+            f"format is {spec['type']!r}",
+            allowed=", ".join(sorted(SOURCES.module_dict)),
+            remedy=nearest(spec["type"], SOURCES.module_dict),
+        )
+    paths = [path for one in given for path in _matching(one, spec.get("type"))]
+    if not paths:
+        raise ConfigError("data_path is an empty list", allowed="a file, a folder, a pattern, or a list of files")
+    spec.setdefault("type", _one_format(paths))
+    cls, options = resolve(SOURCES, spec, where="format")
+    files = [file for path in paths for file in _files(path, cls)]
+    labels = _labels(files)
+    sources = [_open(file, label, cls, options, cache_dir) for file, label in zip(files, labels, strict=True)]
+    if len(sources) == 1:
+        return sources[0]
+    return Joined(sources, f"{', '.join(map(str, given))} ({len(sources)} files)")
+
+
+def _open(path: Path, label: str, cls: type, options: Mapping[str, Any], cache_dir: Path | None) -> RecordSource:
+    packed = path.suffix.lower() in (*COMPRESSED, ".tgz")
+    folder = cache_folder(path, cache_dir) if packed or path.suffix.lower() in parquet.ParquetSource.suffixes else None
+    source: RecordSource = cls(unpacked_file(path, folder) if packed else path, label=label, folder=folder, **options)
+    if packed:
+        source.origin = path
+    return source
+
+
+def _matching(given: str | Path, kind: object) -> list[Path]:
+    """The paths that a pattern matches; any other path is itself."""
+    text = str(given)
+    if not _PATTERN.search(text) or os.path.exists(text) or kind == "huggingface":
+        return [Path(text)]
+    found = _in_order(Path(name) for name in glob.glob(text, recursive=True))
+    if not found:
+        raise DataError(f"no file matches {text}")
+    return found
+
+
+def _in_order(paths: Iterator[Path]) -> list[Path]:
+    """By name, numbers by their value: part-10 comes after part-9, so that a new part is appended."""
+
+    def key(path: Path) -> list[tuple[int, int, str]]:
+        parts = _NUMBER.split(path.as_posix())
+        return [(1, int(part), part) if i % 2 else (0, 0, part) for i, part in enumerate(parts)]
+
+    return sorted(paths, key=key)
+
+
+def _one_format(paths: Sequence[Path]) -> str:
+    found = {path: _format(path) for path in paths}
+    kinds = sorted(set(found.values()))
+    if len(kinds) > 1:
+        shown = ", ".join(f"{path.name}: {kind}" for path, kind in list(found.items())[:5])
+        raise DataError(
+            f"the files of data_path have several formats ({shown})",
+            remedy="a data set for each of them: train_dataloader.dataset is a list then",
+        )
+    return kinds[0]
+
+
+def _by_suffix() -> dict[str, str]:
+    return {suffix: name for name, cls in SOURCES.module_dict.items() for suffix in getattr(cls, "suffixes", ())}
+
+
+def _suffix(path: Path) -> str:
+    """The last suffix, of a compressed file the one before."""
+    return Path(path.stem).suffix.lower() if path.suffix.lower() in COMPRESSED else path.suffix.lower()
+
+
+def _format(path: Path) -> str:
+    """Of one file or folder. A file with an unknown suffix is JSON, as it was when there was nothing else."""
+    if path.is_dir():
+        return _format_of_folder(path)
+    found = _by_suffix().get(_suffix(path), JSON)
+    if found == TEXT and path.suffix.lower() not in COMPRESSED and path.is_file():
+        with path.open("rb") as stream:
+            first = stream.read(256).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+        return JSON if first in (b"{", b"[") else TEXT
+    return found
+
+
+def _format_of_folder(folder: Path) -> str:
+    if is_saved(folder):
+        return "huggingface"
+    if any((folder / name).is_file() for name in METADATA):
+        return "image_folder"
+    known = _by_suffix()
+    counted = Counter(known[suffix] for path in _inside(folder) if (suffix := _suffix(path)) in known)
+    texts_there = counted.pop(TEXT, 0)
+    if len(counted) > 1:
+        shown = ", ".join(f"{number} of {kind}" for kind, number in counted.most_common())
+        raise DataError(f"folder {folder} has files of several formats: {shown}",
+                        remedy=f"format={counted.most_common(1)[0][0]!r} chooses one")  # fmt: skip
+    if counted:
+        kind = next(iter(counted))
+        if texts_there:
+            notice(f"{folder}: {counted[kind]} files are read as {kind}, {texts_there} of text are not read.")
+        return kind
+    if is_image_folder(folder):
+        return "image_folder"
+    if texts_there:
+        return TEXT
+    raise DataError(
+        f"folder {folder} has no data file",
+        allowed=f"files with one of the suffixes {', '.join(sorted(known))} (and {', '.join(COMPRESSED)}), images with"
+        " captions, or a folder of save_to_disk",
+    )
+
+
+def _inside(folder: Path) -> Iterator[Path]:
+    """Files in it and below, without hidden ones."""
+    for path in folder.rglob("*"):
+        if path.is_file() and not any(part.startswith(".") for part in path.relative_to(folder).parts):
+            yield path
+
+
+def _files(path: Path, cls: type) -> list[Path]:
+    """The files of a format in a folder; any other path is itself."""
+    suffixes = getattr(cls, "suffixes", ())
+    if not suffixes or not path.is_dir():
+        return [path]
+    found = _in_order(file for file in _inside(path) if _suffix(file) in suffixes)
+    if not found:
+        raise DataError(f"folder {path} has no file with the suffix {' or '.join(suffixes)}")
+    return found
+
+
+def _labels(files: Sequence[Path]) -> list[str]:
+    """Names for messages: with the folder where two files have the same name."""
+    names = [file.name for file in files]
+    if len(set(names)) == len(names):
+        return names
+    top = os.path.commonpath([file.parent for file in files])
+    return [Path(os.path.relpath(file, top)).as_posix() for file in files]

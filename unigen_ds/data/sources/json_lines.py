@@ -21,8 +21,8 @@ from unigen_ds.core.errors import DataError
 from unigen_ds.core.files import quick_digest
 from unigen_ds.core.registry import SOURCES
 from unigen_ds.data.data_file import check_data_file, no_record
-from unigen_ds.data.records import shown_value
-from unigen_ds.data.sources.base import Arrays, Entry, RecordSource
+from unigen_ds.data.records import Captions, shown_value
+from unigen_ds.data.sources.base import Arrays, FoundRecord, RecordSource
 from unigen_ds.data.stored_image import lost
 
 _BOM = b"\xef\xbb\xbf"
@@ -59,7 +59,7 @@ def scan(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         found = np.asarray([*_array_elements(path)], dtype=np.int64).reshape(-1, 2)
         offsets, lengths = found[:, 0].copy(), found[:, 1].copy()
     else:
-        offsets, lengths = _lines(path)
+        offsets, lengths = line_spans(path)
     if not offsets.size:
         raise no_record(path)
     return offsets, lengths
@@ -74,7 +74,7 @@ def _is_array(path: Path) -> bool:
     return False
 
 
-def _lines(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def line_spans(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Of the lines, without white space around them; a block of lines at a time, since a file may have millions."""
     starts, stops = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     with path.open("rb") as stream:
@@ -194,19 +194,13 @@ class JsonText(NamedTuple):
 class JsonSource(RecordSource):
     """One JSON or JSONL file. Its index and its digests are those of versions that read nothing else."""
 
-    captions: ClassVar[str | None] = None
+    captions: ClassVar[Captions | None] = None
+    suffixes = (".json", ".jsonl", ".ndjson")
 
-    def __init__(
-        self, path: Path, *, label: str | None = None, folder: Path | None = None, root: Path | None = None
-    ) -> None:
+    def __init__(self, path: Path, *, label: str | None = None, folder: Path | None = None) -> None:
         super().__init__(path, label=label, folder=folder)
-        self._root = root
         self.offsets = self.lengths = np.empty(0, np.int64)
         check_data_file(self.path)
-
-    @property
-    def root(self) -> Path:
-        return self.path.parent if self._root is None else self._root
 
     def identity(self, content: str) -> tuple[object, ...]:
         """A quick digest, as older checkpoints have it: a change that it misses shows in the digests of the records."""
@@ -226,7 +220,7 @@ class JsonSource(RecordSource):
     def __len__(self) -> int:
         return len(self.offsets)
 
-    def read(self, start: int, stop: int) -> Sequence[Entry]:
+    def read(self, start: int, stop: int) -> Sequence[FoundRecord]:
         """The bytes of records that follow each other, in one call: threads wait for each other at each."""
         offsets, lengths = self.offsets[start:stop].tolist(), self.lengths[start:stop].tolist()
         if not offsets:

@@ -1,0 +1,127 @@
+"""CSV and TSV files: one record a row, named by the first row. Rows are found once by their bytes, as in JSONL."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from unigen_ds.core.errors import DataError
+from unigen_ds.core.registry import SOURCES
+from unigen_ds.data.data_file import check_data_file
+from unigen_ds.data.sources.base import Arrays, FoundRecord, RecordSource, Row
+from unigen_ds.data.sources.json_lines import Place, read_bytes
+
+csv.field_size_limit(2**31 - 1)  # Python's own limit refuses a text of 131,072 characters
+_NESTED = ("conversations", "messages", "texts", "images", "image_list", "instruction_list")
+"""Columns whose cells are lists, written as JSON."""
+_BOM = b"\xef\xbb\xbf"
+
+
+@SOURCES.register_module(name="csv")
+class CsvSource(RecordSource):
+    """One file with a row of names first.
+
+    Args:
+        path, label, folder: as of ``RecordSource``.
+        delimiter: one character; None: a tab in ``.tsv``, else a comma.
+    """
+
+    suffixes = (".csv", ".tsv")
+
+    def __init__(
+        self, path: Path, *, label: str | None = None, folder: Path | None = None, delimiter: str | None = None
+    ) -> None:
+        super().__init__(path, label=label, folder=folder)
+        self.delimiter = delimiter or ("\t" if ".tsv" in self.label.lower() else ",")
+        self.offsets = self.lengths = np.empty(0, np.int64)
+        check_data_file(self.path)
+        _, _, self.names = next(self._rows(), (0, 0, []))
+        double = sorted({name for name in self.names if self.names.count(name) > 1})
+        if double or not any(self.names):
+            what = f"names a column twice: {', '.join(double)}" if double else "is empty"
+            raise DataError(f"{self.label}: the first row {what}", allowed="a row with the names of the columns")
+
+    @property
+    def fingerprint(self) -> str:
+        return f"csv {self.delimiter!r}"
+
+    def _rows(self) -> Iterator[tuple[int, int, list[str]]]:
+        """First byte, number of bytes and cells of each row that is not blank."""
+        with self.path.open("rb") as stream:
+            if stream.read(3) != _BOM:
+                stream.seek(0)
+            start = at = stream.tell()
+
+            def lines() -> Iterator[str]:
+                nonlocal at
+                for line in stream:
+                    at += len(line)  # before the reader has it, which asks for no line ahead
+                    yield self._text(line, at - len(line))
+
+            reader = csv.reader(lines(), delimiter=self.delimiter, strict=True)
+            while True:
+                try:
+                    cells = next(reader)
+                except StopIteration:
+                    return
+                except csv.Error as error:
+                    raise DataError(f"{Place(self.path, start, self.label)}: no valid CSV: {error}") from error
+                if cells:
+                    yield start, at - start, cells
+                start = at
+
+    def _text(self, raw: bytes, offset: int) -> str:
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{Place(self.path, offset, self.label)}: byte {error.start} of the line is no UTF-8",
+                remedy=f"convert it: iconv -f LATIN1 -t UTF-8 {self.path.name} > utf8{self.path.suffix}",
+            ) from error
+
+    def scan(self) -> Arrays:
+        rows = self._rows()
+        next(rows)
+        found = np.asarray([(offset, length) for offset, length, _ in rows], np.int64).reshape(-1, 2)
+        if not len(found):
+            raise DataError(f"data file {self.path} holds no record: it has the names of the columns alone")
+        return {"offsets": found[:, 0].copy(), "lengths": found[:, 1].copy()}
+
+    def use(self, arrays: Arrays) -> None:
+        self.offsets, self.lengths = arrays["offsets"], arrays["lengths"]
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def read(self, start: int, stop: int) -> Sequence[FoundRecord]:
+        spans = zip(self.offsets[start:stop].tolist(), self.lengths[start:stop].tolist(), strict=True)
+        return [self._row(offset, read_bytes(self.path, offset, length)) for offset, length in spans]
+
+    def _row(self, offset: int, raw: bytes) -> Row:
+        position = Place(self.path, offset, self.label)
+        try:
+            cells = next(csv.reader([self._text(raw, offset)], delimiter=self.delimiter, strict=True), [])
+        except csv.Error as error:
+            raise DataError(f"{position}: no valid CSV: {error}") from error
+        if len(cells) != len(self.names):
+            raise DataError(
+                f"{position}: the row has {len(cells)} cells", allowed=f"{len(self.names)}, as the first row"
+            )
+        return Row(
+            {name: self._value(name, cell, position) for name, cell in zip(self.names, cells, strict=True)}, position
+        )
+
+    def _value(self, name: str, cell: str, position: Place) -> Any:
+        if name not in _NESTED:
+            return cell
+        try:
+            return json.loads(cell)
+        except (ValueError, RecursionError) as error:
+            raise DataError(
+                f"{position}: {name} is no valid JSON: {error}", allowed="a list, written as JSON"
+            ) from error

@@ -1,0 +1,124 @@
+"""Hugging Face data sets: folders of ``save_to_disk``, and what ``load_dataset`` finds by a name or makes of files.
+
+All of them are Arrow files in the end, which are read as those are (``arrow``): nothing is decoded, and no code of a
+data set is executed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from unigen_ds.core.errors import DataError
+from unigen_ds.core.paths import download_remedy, is_hub_name
+from unigen_ds.core.registry import SOURCES
+from unigen_ds.data.sources.arrow import ArrowSource
+from unigen_ds.data.sources.base import Joined
+from unigen_ds.data.sources.needed import needed
+
+STATE, SPLITS = "state.json", "dataset_dict.json"
+
+
+def is_saved(folder: Path) -> bool:
+    """Whether a folder was written by ``save_to_disk``."""
+    return (folder / STATE).is_file() or (folder / SPLITS).is_file()
+
+
+@SOURCES.register_module(name="huggingface")
+class HuggingFaceSource(Joined):
+    """One split of a data set.
+
+    Args:
+        path: a folder of ``save_to_disk``, a name of the hub, or the first argument of ``load_dataset``.
+        label, folder: as of ``RecordSource``.
+        split: one of its splits; None: ``train``, or the only one.
+        config: the configuration's name (``name`` of ``load_dataset``).
+        data_files, revision: as of ``load_dataset``.
+
+    Raises ``DataError`` where it cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        label: str | None = None,
+        folder: Path | None = None,
+        split: str | None = None,
+        config: str | None = None,
+        data_files: Any = None,
+        revision: str | None = None,
+    ) -> None:
+        if is_saved(Path(path)):
+            files = _saved(Path(path), split)
+        else:
+            given = {"name": config, "data_files": data_files, "revision": revision}
+            files = _loaded(str(path), split, given)
+        name = label or str(path)
+        labels = [name if len(files) == 1 else f"{name}/{file.name}" for file in files]
+        super().__init__([ArrowSource(file, label=one) for file, one in zip(files, labels, strict=True)], str(path))
+
+
+def _saved(folder: Path, split: str | None) -> list[Path]:
+    if (folder / SPLITS).is_file():
+        splits = _json(folder / SPLITS).get("splits") or []
+        folder = folder / _split(split, splits, str(folder))
+    state = _json(folder / STATE)
+    if state.get("_indices_data_files"):
+        raise DataError(
+            f"{folder} was saved with a selection of its rows",
+            remedy="dataset.flatten_indices().save_to_disk(...) writes the selected rows alone",
+        )
+    names = [file.get("filename") for file in state.get("_data_files") or []]
+    if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
+        raise DataError(f"{folder / STATE} names no files", allowed="a folder that save_to_disk wrote")
+    return [folder / name for name in names]
+
+
+def _split(split: str | None, splits: Sequence[str], what: str) -> str:
+    if split is None and (len(splits) == 1 or "train" in splits):
+        return "train" if "train" in splits else splits[0]
+    if split is None or split not in splits:
+        raise DataError(
+            f"{what} has no split {split!r}" if split else f"{what} has several splits, and none of them is 'train'",
+            allowed=", ".join(splits),
+            remedy="format=dict(type='huggingface', split=...)",
+        )
+    return split
+
+
+def _json(path: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, Mapping):
+        raise DataError(f"{path} is no JSON object")
+    return found
+
+
+def _loaded(path: str, split: str | None, given: Mapping[str, Any]) -> list[Path]:
+    datasets = needed("datasets", f"the Hugging Face data set {path!r}")
+    try:
+        found = datasets.load_dataset(path, split=split, **{key: one for key, one in given.items() if one is not None})
+        if isinstance(found, Mapping):
+            found = found[_split(None, list(found), path)]
+    except DataError:
+        raise
+    except Exception as error:  # the package raises anything, also what its readers of files do
+        text = str(error).splitlines()[0] if str(error) else ""
+        raise DataError(
+            f"the Hugging Face data set {path!r} cannot be loaded: {type(error).__name__}: {text}",
+            remedy=download_remedy(path) if is_hub_name(path) else None,
+        ) from error
+    files = [Path(file["filename"]) for file in found.cache_files]
+    arrow = needed("pyarrow", f"the Hugging Face data set {path!r}")
+    rows = sum(arrow.ipc.open_stream(arrow.memory_map(str(file))).read_all().num_rows for file in files)
+    if not files or rows != len(found):
+        raise DataError(
+            f"the Hugging Face data set {path!r}, split {split!r}, is {len(found):,} of {rows:,} rows",
+            allowed="a whole split: 'train', not 'train[:100]'",
+        )
+    return files

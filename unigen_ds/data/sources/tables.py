@@ -1,0 +1,140 @@
+"""Tables of Arrow, from a file of its own or from parquet: groups of rows, of which one at a time is in memory.
+
+A value that is binary, or a struct ``{bytes, path}`` as Hugging Face's ``datasets`` has it, is an image: what a record
+has of it is a ``StoredImage``, or the path where there are no bytes. Nothing is decoded here.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from unigen_ds.core.errors import DataError
+from unigen_ds.data.sources.base import Arrays, FoundRecord, RecordSource, Row
+from unigen_ds.data.sources.needed import needed
+from unigen_ds.data.stored_image import StoredImage
+
+
+class TableSource(RecordSource):
+    """Rows of a file in groups. A subclass opens the file (``_open``), and reads one group of it (``_group``).
+
+    An open file belongs to the thread and the process that opened it: both are used to plan and to load.
+    """
+
+    batch = 64  # rows may have images
+
+    def __init__(self, path: Path, *, label: str | None = None, folder: Path | None = None) -> None:
+        super().__init__(path, label=label, folder=folder)
+        self._arrow = needed("pyarrow", f"the table {self.label}")
+        self._stops = np.empty(0, np.int64)
+        self._local = threading.local()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key not in ("_local", "_arrow")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._arrow = needed("pyarrow", f"the table {self.label}")
+        self._local = threading.local()
+
+    def _open(self) -> Any:
+        """The file."""
+        raise NotImplementedError(f"{type(self).__name__}._open")
+
+    def _rows_of_groups(self, opened: Any) -> Sequence[int]:
+        """How many rows each group has."""
+        raise NotImplementedError(f"{type(self).__name__}._rows_of_groups")
+
+    def _group(self, opened: Any, number: int) -> Any:
+        """The rows of a group: a table or a record batch."""
+        raise NotImplementedError(f"{type(self).__name__}._group")
+
+    def scan(self) -> Arrays:
+        rows = self._reading(lambda: self._rows_of_groups(self._opened()))
+        if not sum(rows):
+            raise DataError(f"data file {self.path} holds no record")
+        return {"rows_of_groups": np.asarray(rows, np.int64)}
+
+    def use(self, arrays: Arrays) -> None:
+        self._stops = np.cumsum(arrays["rows_of_groups"])
+
+    def __len__(self) -> int:
+        return int(self._stops[-1]) if len(self._stops) else 0
+
+    def read(self, start: int, stop: int) -> Sequence[FoundRecord]:
+        found: list[FoundRecord] = []
+        while start < stop:
+            number = int(np.searchsorted(self._stops, start, side="right"))
+            first = int(self._stops[number - 1]) if number else 0
+            end = min(stop, int(self._stops[number]))
+            found += self._reading(lambda n=number, a=start, f=first, e=end: self._entries(n, a, f, e))  # type: ignore[misc]
+            start = end
+        return found
+
+    def _entries(self, number: int, start: int, first: int, stop: int) -> list[FoundRecord]:
+        """Rows ``start .. stop`` of the file, which are in the group that begins with row ``first``."""
+        if getattr(self._local, "group", (None, None))[0] != (os.getpid(), number):
+            self._local.group = None, None
+            self._local.group = (os.getpid(), number), self._group(self._opened(), number)
+        part = self._local.group[1].slice(start - first, stop - start)
+        types = {field.name: field.type for field in part.schema}
+        kept = {name for name, kind in types.items() if self._has_bytes(kind)}
+        entries: list[FoundRecord] = []
+        for row, record in enumerate(part.to_pylist(), start=start + 1):
+            where = f"{self.label} row {row}"
+            for name in kept:
+                record[name] = self._value(record[name], types[name], f"{where}: {name}")
+            entries.append(Row(record, where))
+        return entries
+
+    def _opened(self) -> Any:
+        if getattr(self._local, "pid", None) != os.getpid():
+            self._local.opened, self._local.pid = self._open(), os.getpid()
+        return self._local.opened
+
+    def _reading(self, read: Callable[[], Any]) -> Any:
+        """``read()``. Raises ``DataError`` where the file is damaged or gone."""
+        try:
+            return read()
+        except (OSError, self._arrow.ArrowException) as error:
+            if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+                raise  # of a copy that is being written
+            text = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise DataError(f"data file {self.path} cannot be read: {text}") from error
+
+    def _has_bytes(self, kind: Any) -> bool:
+        t = self._arrow.types
+        if t.is_struct(kind):
+            return any(self._has_bytes(field.type) for field in kind)
+        if _is_list(t, kind):
+            return self._has_bytes(kind.value_type)
+        return bool(_is_binary(t, kind))
+
+    def _value(self, value: Any, kind: Any, name: str) -> Any:
+        """``value`` with images in place of bytes. ``name``: how messages call it."""
+        t = self._arrow.types
+        if value is None:
+            return None
+        if _is_binary(t, kind):
+            return StoredImage(name, value)
+        if _is_list(t, kind):
+            return [self._value(one, kind.value_type, f"{name}[{i}]") for i, one in enumerate(value)]
+        if not t.is_struct(kind):
+            return value
+        if set(value) == {"bytes", "path"}:
+            return StoredImage(name, value["bytes"]) if value["bytes"] is not None else value["path"]
+        return {field.name: self._value(value[field.name], field.type, f"{name}.{field.name}") for field in kind}
+
+
+def _is_binary(types: Any, kind: Any) -> bool:
+    return bool(types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind))
+
+
+def _is_list(types: Any, kind: Any) -> bool:
+    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))

@@ -1,0 +1,103 @@
+"""Files that cannot be read at random, as a copy that can: ``.gz`` and ``.zst`` as they were before, tables as Arrow.
+
+A copy is made once, by the process that comes first (the others wait), in the folder of the index, under a name with
+the digest of the file's content; so a changed file gets a new copy, and an unchanged one is never unpacked again.
+"""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import shutil
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from unigen_ds.core.errors import DataError
+from unigen_ds.core.files import write_atomic
+from unigen_ds.core.locks import held
+from unigen_ds.core.log import notice
+from unigen_ds.data.content import content_digest
+from unigen_ds.data.sources.needed import needed
+
+COMPRESSED = (".gz", ".zst")
+_BLOCK = 8 << 20
+_SPARE = 64 << 20
+"""Bytes that are left free on a disk."""
+
+
+def unpacked_file(path: Path, folder: Path | None) -> Path:
+    """The content of a ``.gz`` or ``.zst`` file, as a file. Raises ``DataError`` where it is damaged."""
+
+    def write(target: Path) -> None:
+        try:
+            with _decompressing(path) as stream, target.open("wb") as copy:
+                shutil.copyfileobj(stream, copy, _BLOCK)
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise DataError(f"data file {path} is damaged: {error}") from error
+        except OSError as error:
+            if error.errno is not None:
+                raise
+            raise DataError(f"data file {path} is damaged: {error}") from error  # of pyarrow's zstd
+
+    return copy_of(path, folder, suffix=Path(path.stem).suffix, size=_whole_size(path), write=write)
+
+
+def copy_of(path: Path, folder: Path | None, *, suffix: str, size: int, write: Callable[[Path], None]) -> Path:
+    """The copy of ``path`` that ``write`` makes, once. ``size``: about how many bytes it has.
+
+    Raises ``DataError`` where there is no folder for it, or no space.
+    """
+    if folder is None:
+        raise DataError(
+            f"data file {path} must be unpacked, and its folder is not writable",
+            remedy="cache_dir=FOLDER of the data set: a folder for the unpacked copy",
+        )
+    target = folder / "unpacked" / f"{path.name}-{content_digest(path, folder)[:16]}{suffix}"
+    target.parent.mkdir(exist_ok=True)
+    if target.exists():
+        return target
+    with held(target.with_name(f".{target.name}.lock")):
+        if target.exists():  # another process was first
+            return target
+        free = shutil.disk_usage(target.parent).free
+        if free < size + _SPARE:
+            raise _no_space(path, target, f"about {_shown(size)} are needed and {_shown(free)} are free")
+        try:
+            write_atomic(target, write)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise _no_space(path, target, str(error.strerror)) from error
+    notice(f"{path} was unpacked once into {target}: {_shown(target.stat().st_size)}.")
+    return target
+
+
+def _no_space(path: Path, target: Path, why: str) -> DataError:
+    return DataError(
+        f"data file {path} cannot be unpacked into {target.parent}: {why}",
+        remedy="make space there, or name a folder of another disk: cache_dir=FOLDER of the data set (it is used where"
+        " the data's own folder is not writable); or unpack the file yourself",
+    )
+
+
+def _decompressing(path: Path) -> Any:
+    if path.suffix == ".gz":
+        return gzip.open(path, "rb")
+    arrow = needed("pyarrow", f"a file compressed by zstd ({path.name})")
+    return arrow.CompressedInputStream(arrow.OSFile(str(path)), "zstd")
+
+
+def _whole_size(path: Path) -> int:
+    """At least so many bytes, as far as the file has it: gzip keeps the size modulo 4 GiB, at its end."""
+    size = path.stat().st_size
+    if path.suffix != ".gz" or size < 18:
+        return size
+    with path.open("rb") as stream:
+        stream.seek(-4, 2)
+        return max(size, int.from_bytes(stream.read(4), "little"))
+
+
+def _shown(size: int) -> str:
+    return f"{size / (1 << 30):,.1f} GiB" if size >= 1 << 30 else f"{size / (1 << 20):,.1f} MiB"
