@@ -28,6 +28,7 @@ RAPIDOCR = "rapidocr-onnxruntime; python_version < '3.13'"  # there is no releas
 METRICS = ["nltk", "pycocoevalcap", RAPIDOCR, "rouge-score", "sacrebleu", "torchmetrics"]
 BROWSER = ["playwright"]
 BENCH = ["accelerate", "datasets", "lightning"]
+DATA = ["datasets>=3", "pyarrow>=16"]  # pyarrow below 14 could execute what an Arrow file has (CVE-2023-47248)
 
 setup(
     name="unigen_ds",
@@ -62,12 +63,14 @@ setup(
         "quantize": QUANTIZE,
         "metrics": METRICS,
         "bench": BENCH,
+        "data": DATA,
         "browser": BROWSER,
         "test": [
             *DEMO,
             *TENSORBOARD,
             *QUANTIZE,
             *METRICS,
+            *DATA,
             "accelerate",
             "mypy",
             "pre-commit",

@@ -152,8 +152,8 @@ def edits(folder: Path, images: list[bytes]) -> None:
                 {"role": "user", "type": "text", "content": f"draw a {WORDS[k]}"},
                 {"role": "assistant", "type": "image", "image_path": f"images/{WORDS[k]}.png"})]}
         for chain in chains])  # fmt: skip
-    table = pa.table({"image_list": [[images[k] for k in chain] for chain in chains],
-                      "instruction_list": [[[f"draw a {WORDS[k]}"] for k in chain[1:]] for chain in chains]})  # fmt: skip
+    asked = [[[f"draw a {WORDS[k]}"] for k in chain[1:]] for chain in chains]
+    table = pa.table({"image_list": [[images[k] for k in chain] for chain in chains], "instruction_list": asked})
     pa.parquet.write_table(table, folder / "edits_bagel.parquet")
 
 

@@ -408,14 +408,15 @@ def test_a_data_file_of_another_format_is_named_with_the_command_that_converts_i
     assert [json.loads(line) for line in made.read_text(encoding="utf-8").splitlines()] == RECORDS
 
 
-def test_a_folder_as_data_file_names_what_it_holds(
+def test_a_folder_of_several_formats_names_what_it_holds(
     plain: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "train.jsonl").write_text(RECORD)
+    (tmp_path / "folder" / "train.csv").write_text("text")
     path = write(tmp_path, "json", on_file(plain, tmp_path / "folder", work_dir=str(tmp_path / "run")))
     said = words(capsys, path, status=1)
-    assert f"data file {tmp_path / 'folder'} is a folder" in said and "name one of its files (train.jsonl)" in said
+    assert f"folder {tmp_path / 'folder'} has files of several formats: 1 of" in said and "Remedy: format='" in said
 
 
 def test_a_byte_order_mark_in_a_data_file_is_passed_over(plain: dict[str, Any], tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a data file is instead of JSON or JSONL, from its first bytes, and how it is converted."""
+"""What a data file is instead of text (JSON, CSV), from its first bytes, and how it is converted."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from pathlib import Path
 from unigen_ds.core.encoding import encoding_problem
 from unigen_ds.core.errors import DataError, close
 
-_ALLOWED = "a .json or .jsonl file: docs/data.md shows the records"
+_ALLOWED = "text of its format, by default JSON or JSONL: docs/data.md shows the records"
 _PANDAS = (
     "python -c \"import pandas; pandas.read_{0}('{{0}}').to_json('converted.jsonl', orient='records', lines=True)\""
 )
 _DATASETS = "python -c \"import datasets; datasets.Dataset.from_file('{0}').to_json('converted.jsonl')\""
+_READ_AS = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\xff\xff\xff\xff": "arrow"}
+"""First bytes -> the format that reads such a file as it is."""
 _MAGIC = {
     b"PAR1": ("a Parquet file", _PANDAS.format("parquet")),
     b"ARROW1": ("an Arrow file", _PANDAS.format("feather")),
@@ -57,6 +59,7 @@ def check_data_file(path: Path) -> None:
     for magic, (what, command) in _MAGIC.items():
         if head.startswith(magic):
             convert = command.format(path.name)
-            raise DataError(f"data file {path} is {what}", allowed=_ALLOWED, remedy=f"convert it: {convert}")
+            own = f"; format={_READ_AS[magic]!r} reads it as it is" if magic in _READ_AS else ""
+            raise DataError(f"data file {path} is {what}", allowed=_ALLOWED + own, remedy=f"convert it: {convert}")
     if problem := encoding_problem(path, bom_allowed=True):
         raise DataError(f"data file {path} {problem[0]}", allowed=_ALLOWED, remedy=f"convert it: {problem[1]}")

@@ -2,7 +2,8 @@
 
 A source is made from one file or folder, without reading it. ``scan`` looks for the records once; what it returns is
 kept with the index, and ``use`` receives it again at every later start. A record is a ``FoundRecord``: its position,
-its values, and the bytes that its digest is of. Sources are sent to loading processes, so they keep no open file as a value.
+its values, and the bytes that its digest is of. Sources are sent to loading processes, so no value of theirs is an open
+file.
 """
 
 from __future__ import annotations
@@ -107,6 +108,8 @@ class RecordSource:
         self.path, self.label, self.folder = Path(path), label or Path(path).name, folder
         self.origin = self.path
         """What the config names: of an unpacked copy the compressed file."""
+        self.options: Mapping[str, Any] = {}
+        """Settings of the format, as the config has them."""
 
     @property
     def title(self) -> str:
@@ -126,7 +129,7 @@ class RecordSource:
     @property
     def fingerprint(self) -> str:
         """Changes with every setting by which the same files are read as other records."""
-        return type(self).__name__
+        return f"{type(self).__name__} {sorted(self.options.items())}" if self.options else type(self).__name__
 
     def identity(self, content: str) -> tuple[object, ...]:
         """What the fingerprint of the data has of this source. ``content``: the digest of ``files``."""

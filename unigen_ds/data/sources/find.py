@@ -55,7 +55,7 @@ def open_source(
     paths = [path for one in given for path in _matching(one, spec.get("type"))]
     if not paths:
         raise ConfigError("data_path is an empty list", allowed="a file, a folder, a pattern, or a list of files")
-    spec.setdefault("type", _one_format(paths))
+    spec["type"] = spec.get("type") or _one_format(paths)
     cls, options = resolve(SOURCES, spec, where="format")
     files = [file for path in paths for file in _files(path, cls)]
     labels = _labels(files)
@@ -69,6 +69,7 @@ def _open(path: Path, label: str, cls: type, options: Mapping[str, Any], cache_d
     packed = path.suffix.lower() in (*COMPRESSED, ".tgz")
     folder = cache_folder(path, cache_dir) if packed or path.suffix.lower() in parquet.ParquetSource.suffixes else None
     source: RecordSource = cls(unpacked_file(path, folder) if packed else path, label=label, folder=folder, **options)
+    source.options = options
     if packed:
         source.origin = path
     return source
@@ -166,6 +167,8 @@ def _inside(folder: Path) -> Iterator[Path]:
 def _files(path: Path, cls: type) -> list[Path]:
     """The files of a format in a folder; any other path is itself."""
     suffixes = getattr(cls, "suffixes", ())
+    if suffixes and not path.exists():
+        raise DataError(f"data file {path} does not exist", allowed=f"a file with the suffix {' or '.join(suffixes)}")
     if not suffixes or not path.is_dir():
         return [path]
     found = _in_order(file for file in _inside(path) if _suffix(file) in suffixes)

@@ -47,6 +47,11 @@ class ParquetSource(TableSource):
             copy = copy_of(self.path, folder, suffix=".arrow", size=sum(sizes), write=self._write_arrow)
             self._copy = ArrowSource(copy, label=self.label)
 
+    @property
+    def cache_facts(self) -> tuple[object, ...]:
+        """The groups of the copy are others than those of the file; its records are not."""
+        return (self.fingerprint, self._copy is not None)
+
     def _open(self) -> Any:
         if self._copy is not None:
             return self._copy._open()
