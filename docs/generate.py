@@ -31,6 +31,7 @@ from unigen_ds.core import registry  # noqa: E402
 from unigen_ds.core.batch import DEFAULT_WEIGHT  # noqa: E402
 from unigen_ds.core.settings import Section, section_of  # noqa: E402
 from unigen_ds.core.values import Allowed, argument_hints, described, nested  # noqa: E402
+from unigen_ds.data.sources.base import RecordSource  # noqa: E402
 from unigen_ds.families.base import families  # noqa: E402
 from unigen_ds.models.quantized import SCHEMES  # noqa: E402
 from unigen_ds.runner.settings import (  # noqa: E402
@@ -134,6 +135,8 @@ def components() -> dict[str, type]:
 def arguments(cls: type) -> list[inspect.Parameter]:
     """The arguments in a component's own table: not those of a run, nor those that every curve has."""
     shared = inspect.signature(Curve).parameters if issubclass(cls, Curve) and cls is not Curve else {}
+    if issubclass(cls, RecordSource):  # what the data set passes
+        shared = {**shared, **inspect.signature(RecordSource).parameters}
     found = inspect.signature(cls).parameters.values()
     return [p for p in found if p.name not in PROVIDED and p.name not in shared]
 

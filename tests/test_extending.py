@@ -19,6 +19,7 @@ PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
 PACKAGE = sorted((ROOT / "tests" / "plugin").glob("*.py"))
 OTHERS = [
     ROOT / "tests" / "plugin_text" / "numbers.py",
+    ROOT / "tests" / "data" / "own_format.py",
     ROOT / "tests" / "hooks" / "mmengine_hooks_config.py",
     ROOT / "tests" / "runner" / "own_registered.py",
     ROOT / "tests" / "runner" / "test_own_parts.py",

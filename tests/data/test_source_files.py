@@ -15,12 +15,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from docs.samples import make
+from tests.data.own_format import WordsSource
 from tests.data.support import make_processor, picture, write_jsonl
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.registry import SOURCES
 from unigen_ds.data.datasets import UnifiedGenerationDataset
 from unigen_ds.data.sources import unpacked
-from unigen_ds.data.sources.base import RecordSource, Row
+from unigen_ds.data.sources.base import Row
 from unigen_ds.data.sources.find import default_name, open_source
 from unigen_ds.data.sources.unpacked import unpacked_file
 
@@ -383,36 +384,23 @@ def test_a_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.M
 # --- a source of one's own ----------------------------------------------------------------------------------------
 
 
-def test_a_format_of_a_users_own(tmp_path: Path) -> None:
-    class WordsSource(RecordSource):
-        """One word a line, in a file with the suffix ``.words``."""
+def test_a_format_of_a_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of ``docs/extending.md``: by its suffix, by its name, and with a setting, which is in the fingerprint."""
 
-        suffixes = (".words",)
-
+    class Louder(WordsSource):
         def __init__(self, path: Path, *, ending: str = "", **more: Any) -> None:
             super().__init__(path, **more)
-            self.words, self.ending = path.read_text().split(), ending
+            self.ending = ending
 
-        def scan(self) -> Any:
-            return {}
+        def read(self, start: int, stop: int) -> list[Row]:
+            return [Row({"text": row.record["text"] + self.ending}, row.where) for row in super().read(start, stop)]
 
-        def use(self, arrays: Any) -> None:
-            pass
-
-        def __len__(self) -> int:
-            return len(self.words)
-
-        def read(self, start: int, stop: int) -> Any:
-            return [Row({"text": self.words[i] + self.ending}, f"{self.label} word {i}") for i in range(start, stop)]
-
-    SOURCES.register_module(name="words", module=WordsSource)
-    try:
-        (tmp_path / "a.words").write_text("one two")
-        assert texts_of(dataset(tmp_path / "a.words")) == ["one", "two"]
-        more = dataset(tmp_path / "a.words", format={"type": "words", "ending": "!"})
-        assert texts_of(more) == ["one!", "two!"]
-    finally:
-        SOURCES.module_dict.pop("words")
+    (tmp_path / "a.words").write_text("one\ntwo\n")
+    assert texts_of(dataset(tmp_path / "a.words")) == ["one", "two"] == texts_of(dataset(tmp_path, format="words"))
+    monkeypatch.setitem(SOURCES.module_dict, "words", Louder)
+    quiet, loud = (dataset(tmp_path / "a.words", format={"type": "words", "ending": end}) for end in ("", "!"))
+    assert texts_of(loud) == ["one!", "two!"] and texts_of(quiet) == ["one", "two"]
+    assert loud.index.source.where(1) == "a.words, byte 4"
 
 
 def test_the_samples_are_those_of_their_script(tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ class _Plan:
                     empty += 1
             row = count(sample, unk_id=unk_id, empty_texts=empty)
             digest = record_digest(entry.content, row, processor.rules.marks(row[_TOUCHED]))
-            yield row, digest, unused_texts(record)
+            yield row, digest, unused_texts(record) if "captions" in record or "instruction_list" in record else 0
 
 
 def learnt(record: Mapping[str, Any], where: object, layout: Layout) -> list[Turn]:

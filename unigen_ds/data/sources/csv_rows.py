@@ -27,7 +27,6 @@ class CsvSource(RecordSource):
     """One file with a row of names first.
 
     Args:
-        path, label, folder: as of ``RecordSource``.
         delimiter: one character; None: a tab in ``.tsv``, else a comma.
     """
 

@@ -32,10 +32,10 @@ class HuggingFaceSource(Joined):
 
     Args:
         path: a folder of ``save_to_disk``, a name of the hub, or the first argument of ``load_dataset``.
-        label, folder: as of ``RecordSource``.
         split: one of its splits; None: ``train``, or the only one.
         config: the configuration's name (``name`` of ``load_dataset``).
-        data_files, revision: as of ``load_dataset``.
+        data_files: as of ``load_dataset``.
+        revision: as of ``load_dataset``.
 
     Raises ``DataError`` where it cannot be loaded.
     """

@@ -27,7 +27,6 @@ class ParquetSource(TableSource):
     """One file.
 
     Args:
-        path, label, folder: as of ``RecordSource``.
         unpack: whether a file with large groups of rows is copied as Arrow, which costs its size on the disk; else each
             record unpacks a group.
     """

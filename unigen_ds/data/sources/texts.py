@@ -25,7 +25,6 @@ class TextSource(RecordSource):
     """One file of text; nothing of it is interpreted, Markdown neither.
 
     Args:
-        path, label, folder: as of ``RecordSource``.
         divide: what a document is: ``file``, ``line`` or ``paragraph`` (between blank lines), without the white space
             around it.
     """

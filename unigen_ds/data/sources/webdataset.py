@@ -39,7 +39,6 @@ class WebDatasetSource(RecordSource):
     """One tar file.
 
     Args:
-        path, label, folder: as of ``RecordSource``.
         pickled: members that are pickled (``.pyd``, ``.pickle``, ``.pth``, ...) are an ``error``, or left out with
             their number (``skip``); they are never loaded.
     """
