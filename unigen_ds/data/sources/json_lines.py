@@ -161,7 +161,7 @@ def read_record(path: Path, offset: int, length: int) -> dict[str, Any]:
     return load_record(read_bytes(path, offset, length), Place(path, offset))
 
 
-def load_record(raw: bytes, location: Place) -> dict[str, Any]:
+def load_record(raw: bytes, location: object) -> dict[str, Any]:
     """Parse the bytes of one record. Raises ``DataError`` where it is no JSON object."""
     try:
         # bytes that begin otherwise: json looks for another encoding itself
@@ -176,14 +176,23 @@ def load_record(raw: bytes, location: Place) -> dict[str, Any]:
 
 
 class JsonText(NamedTuple):
-    """A record that is parsed when its values are asked for."""
+    """A record that is parsed when its values are asked for. It is its own position: one object for each record."""
 
     content: bytes
-    where: Place
+    path: Path
+    offset: int
+    label: str
+
+    def __str__(self) -> str:
+        return str(Place(self.path, self.offset, self.label))
+
+    @property
+    def where(self) -> JsonText:
+        return self
 
     @property
     def record(self) -> dict[str, Any]:
-        return load_record(self.content, self.where)
+        return load_record(self.content, self)
 
     @property
     def values(self) -> bytes:
@@ -229,6 +238,6 @@ class JsonSource(RecordSource):
         block = read_bytes(self.path, first, offsets[-1] + lengths[-1] - first)
         path, label = self.path, self.label
         return [
-            JsonText(block[offset - first : offset - first + length], Place(path, offset, label))
+            JsonText(block[offset - first : offset - first + length], path, offset, label)
             for offset, length in zip(offsets, lengths, strict=True)
         ]
