@@ -203,7 +203,8 @@ def _with_path(data: str, *loaders: Mapping[str, Any]) -> dict[str, Any]:
         sources = loader.get("dataset") or ()
         for source in [sources] if isinstance(sources, Mapping) else sources:
             if "data_path" in source:
-                return {**{key: value for key, value in source.items() if key != "name"}, "data_path": data}
+                kept = {key: value for key, value in source.items() if key not in ("name", "format")}
+                return {**kept, "data_path": data}
     return {"type": "UnifiedGenerationDataset", "data_path": data}
 
 
