@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from unigen_ds.core.errors import DataError
-from unigen_ds.core.paths import download_remedy, is_hub_name
+from unigen_ds.core.paths import is_hub_name
 from unigen_ds.core.registry import SOURCES
 from unigen_ds.data.sources.arrow import ArrowSource
 from unigen_ds.data.sources.base import Joined
@@ -111,7 +111,7 @@ def _loaded(path: str, split: str | None, given: Mapping[str, Any]) -> list[Path
         text = str(error).splitlines()[0] if str(error) else ""
         raise DataError(
             f"the Hugging Face data set {path!r} cannot be loaded: {type(error).__name__}: {text}",
-            remedy=download_remedy(path) if is_hub_name(path) else None,
+            remedy=_download(path) if is_hub_name(path) else None,
         ) from error
     files = [Path(file["filename"]) for file in found.cache_files]
     arrow = needed("pyarrow", f"the Hugging Face data set {path!r}")
@@ -122,3 +122,7 @@ def _loaded(path: str, split: str | None, given: Mapping[str, Any]) -> list[Path
             allowed="a whole split: 'train', not 'train[:100]'",
         )
     return files
+
+
+def _download(name: str) -> str:
+    return f"where there is a network: hf download {name} --repo-type dataset --local-dir FOLDER; then name that folder"
