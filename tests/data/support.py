@@ -14,6 +14,7 @@ from unigen_ds.data.datasets import UnifiedGenerationDataset
 from unigen_ds.data.order import GlobalOrder
 from unigen_ds.data.overflow import Fitted, Overflow
 from unigen_ds.data.packing import WindowPacking
+from unigen_ds.data.rules import CURRENT
 from unigen_ds.data.stream import SequenceStream
 from unigen_ds.data.transforms import ImageTransform
 from unigen_ds.families.bagel.processor import UnifiedProcessor
@@ -119,6 +120,13 @@ def make_stream(datasets: list[Any], *, window: int | None = None, seq_length: i
     overflow = more.pop("overflow", None)
     overflow = overflow if isinstance(overflow, Overflow) else Overflow(seq_length, overflow)
     sizes = [len(Fitted(d, overflow)) for d in datasets]
-    order = GlobalOrder(sizes, more.pop("weights", None), seed=more.pop("seed", 3))
-    packer = None if window is None else WindowPacking(window, max_tiles=more.pop("max_tiles", None))
+    version = more.pop("version", CURRENT.mixture)
+    order = GlobalOrder(
+        sizes,
+        more.pop("weights", None),
+        seed=more.pop("seed", 3),
+        version=version,
+        mandatory=more["blend"].mandatory if "blend" in more else (),
+    )
+    packer = None if window is None else more.pop("packing", WindowPacking)(window, more.pop("max_tiles", None))
     return SequenceStream(datasets, order, packer=packer, seq_length=seq_length, overflow=overflow, **more)

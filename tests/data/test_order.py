@@ -63,8 +63,9 @@ def test_epochs_and_seeds_have_their_own_order() -> None:
     assert len(set(mixed)) == 4, "the order of the sources also differs between epochs"
 
 
-def test_any_slice_is_a_slice_of_the_whole() -> None:
-    order = GlobalOrder([30, 11], [1.0, 5.0], seed=4)
+@pytest.mark.parametrize("version", [0, 1])
+def test_any_slice_is_a_slice_of_the_whole(version: int) -> None:
+    order = GlobalOrder([30, 11], [1.0, 5.0], seed=4, version=version)
     whole = order.draws(2, 0, 41)
     for start in range(0, 41, 5):
         for stop in range(start, 42, 7):
@@ -82,7 +83,7 @@ def test_shares() -> None:
 
 def test_a_small_source_repeats_only_after_all_its_records_came() -> None:
     sizes, weights = [40, 6, 10], [0.2, 0.5, 0.3]
-    order = GlobalOrder(sizes, weights, seed=9)
+    order = GlobalOrder(sizes, weights, seed=9, version=0)
     assert order.counts == (11, 28, 17)
     drawn: list[list[Draw]] = [[], [], []]
     epochs = 8

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from tests.golden_files import NANOVLM, read_json
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.registry import PACKERS, build
 from unigen_ds.data import packing
+from unigen_ds.data.array_cache import fingerprint
+from unigen_ds.data.fast_packing import FastPacking
 from unigen_ds.data.packing import WindowPacking
 
 STORED = read_json(NANOVLM / "packing.json")
@@ -29,11 +32,12 @@ def check(groups: list[list[int]], lengths: list[int], tiles: list[int], seq_len
     return sum(min(n, seq_length) for n in lengths) / (max(len(groups), 1) * seq_length)
 
 
+@pytest.mark.parametrize("kind", [WindowPacking, FastPacking])
 @pytest.mark.parametrize(("name", "least"), [("long_tailed", 0.99), ("uniform", 0.99), ("many_images", None)])
-def test_utilisation_on_public_lists(name: str, least: float | None) -> None:
+def test_utilisation_on_public_lists(kind: Any, name: str, least: float | None) -> None:
     stored = STORED["lists"][name]
     lengths, tiles = (list(column) for column in zip(*stored["samples"], strict=True))
-    groups = WindowPacking(max_tiles=MAX_IMAGES).plan(lengths, tiles, SEQ_LENGTH, key=1)
+    groups = kind(max_tiles=MAX_IMAGES).plan(lengths, tiles, SEQ_LENGTH, key=1)
     utilisation = check(groups, lengths, tiles, SEQ_LENGTH, MAX_IMAGES)
     bound = max(math.ceil(sum(min(n, SEQ_LENGTH) for n in lengths) / SEQ_LENGTH), math.ceil(sum(tiles) / MAX_IMAGES))
     print(f"{name}: {utilisation:.4f} with {len(groups)} sequences, at least {bound} are needed")
@@ -44,25 +48,28 @@ def test_utilisation_on_public_lists(name: str, least: float | None) -> None:
         assert len(groups) == bound
 
 
-def test_random_lists_keep_both_limits() -> None:
+@pytest.mark.parametrize("kind", [WindowPacking, FastPacking])
+def test_random_lists_keep_both_limits(kind: Any) -> None:
     draw = random.Random(0)
     for _ in range(60):
         number, seq_length, limit = draw.randint(0, 60), draw.randint(1, 50), draw.randint(1, 6)
         lengths = [draw.randint(0, 70) for _ in range(number)]
         tiles = [draw.choice([0, 0, 1, 2, 9]) for _ in range(number)]
-        check(WindowPacking(max_tiles=limit).plan(lengths, tiles, seq_length, 3), lengths, tiles, seq_length, limit)
-        free = WindowPacking().plan(lengths, tiles, seq_length, 3)
+        check(kind(max_tiles=limit).plan(lengths, tiles, seq_length, 3), lengths, tiles, seq_length, limit)
+        free = kind().plan(lengths, tiles, seq_length, 3)
         check(free, lengths, [0] * number, seq_length, 1)
 
 
-def test_halves_that_fit_in_no_pairs() -> None:
-    groups = WindowPacking().plan([51] * 40, [0] * 40, 100, 0)
+@pytest.mark.parametrize("kind", [WindowPacking, FastPacking])
+def test_halves_that_fit_in_no_pairs(kind: Any) -> None:
+    groups = kind().plan([51] * 40, [0] * 40, 100, 0)
     assert [len(group) for group in groups] == [1] * 40
 
 
-def test_key_shuffles_sequences_and_nothing_else() -> None:
+@pytest.mark.parametrize("kind", [WindowPacking, FastPacking])
+def test_key_shuffles_sequences_and_nothing_else(kind: Any) -> None:
     lengths = [random.Random(i).randint(1, 60) for i in range(200)]
-    plans = [WindowPacking().plan(lengths, [0] * 200, 100, key) for key in (1, 1, 2)]
+    plans = [kind().plan(lengths, [0] * 200, 100, key) for key in (1, 1, 2)]
     assert plans[0] == plans[1] != plans[2]
     assert sorted(plans[0]) == sorted(plans[2])
 
@@ -79,12 +86,15 @@ def test_wrong_settings() -> None:
     for key in ("window", "max_tiles"):
         with pytest.raises(ConfigError, match=f"{key} is 0. Allowed: a whole number of at least 1"):
             build(PACKERS, {"type": "WindowPacking", key: 0}, where="train_dataloader.packing")
+        with pytest.raises(ConfigError, match=f"{key} is 0. Allowed: a whole number of at least 1"):
+            build(PACKERS, {"type": "FastPacking", key: 0}, where="train_dataloader.packing")
 
 
+@pytest.mark.parametrize("kind", [WindowPacking, FastPacking])
 @pytest.mark.parametrize("max_tiles", [None, 2, 7])
-def test_count_is_the_length_of_the_plan(max_tiles: int | None) -> None:
+def test_count_is_the_length_of_the_plan(kind: Any, max_tiles: int | None) -> None:
     """Short, long, equal and empty samples, with and without images."""
-    packer, draw = WindowPacking(512, max_tiles), np.random.default_rng(7)
+    packer, draw = kind(512, max_tiles), np.random.default_rng(7)
     windows = []
     for trial in range(60):
         number, longest = int(draw.integers(1, 120)), (3, 30, 140)[trial % 3]
@@ -103,3 +113,57 @@ def test_many_windows_with_images_are_counted_by_processes(monkeypatch: pytest.M
     monkeypatch.setattr(packing, "num_cores", lambda: 2)
     monkeypatch.setattr(WindowPacking, "_groups", lambda *_: pytest.fail("planned in this process"))
     assert packer.counts(windows, 96) == alone
+
+
+def long_tailed(number: int, seed: int) -> tuple[list[int], list[int]]:
+    draw = np.random.default_rng(seed)
+    return np.minimum(4096, draw.lognormal(6, 1, number).astype(int) + 1).tolist(), draw.integers(0, 4, number).tolist()
+
+
+@pytest.mark.parametrize("max_tiles", [None, 18])
+def test_the_fast_packer_fills_as_well_and_takes_a_third_of_the_time(max_tiles: int | None) -> None:
+    """99.5 % of 4,096 on long-tailed lengths. Measured side by side: 7 ms and 60 ms or more a window of 8,192."""
+    lengths, tiles = long_tailed(8192, 1)
+    seconds = {}
+    for kind in (WindowPacking, FastPacking):
+        start = time.process_time()
+        groups = kind(max_tiles=max_tiles).plan(lengths, tiles, 4096, key=1)
+        seconds[kind] = time.process_time() - start
+        assert check(groups, lengths, tiles if max_tiles else [0] * len(tiles), 4096, max_tiles or 1) >= 0.995
+    assert seconds[FastPacking] < seconds[WindowPacking] / 2
+
+
+def test_the_fast_plan_is_what_its_fingerprint_says() -> None:
+    """Pinned: checkpoints with FastPacking-1 continue with these plans."""
+    digests = []
+    for max_tiles in (None, 5):
+        packer = FastPacking(300, max_tiles)
+        lengths, tiles = long_tailed(300, 2)
+        plan = packer.plan(lengths, tiles, 4096, 7)
+        more, missing = packer.plan_with([n // 2 for n in lengths], tiles, 4096, 7, groups=[range(0, 300, 2)])
+        assert missing == [0]
+        digests.append((packer.fingerprint, fingerprint(plan), fingerprint(more)))
+    assert digests == [
+        ("FastPacking-1/300/None", "b994a1faafd3eb7abb208bf2681bfbd5", "9a4b00b9f3c88335a1d000c565a754b5"),
+        ("FastPacking-1/300/5", "374573594a2195bf04d5d576a495308e", "c6ecf7bfecb07291561ebf840dcf1c5f"),
+    ]
+
+
+def test_mandatory_groups_are_in_every_sequence_or_what_they_lack_is_returned() -> None:
+    draw = random.Random(3)
+    planned = 0
+    for trial in range(200):
+        number, limit = draw.randint(1, 60), draw.choice([None, 4])
+        lengths = [draw.randint(0, 40) for _ in range(number)]
+        tiles = [draw.choice([0, 0, 1]) for _ in range(number)]
+        of = [draw.choice([-1, -1, 0, 1]) for _ in range(number)]
+        groups = [[i for i in range(number) if of[i] == g] for g in range(1 + trial % 2)]
+        packer = FastPacking(number, limit)
+        plan, missing = packer.plan_with(lengths, tiles, 130, 5, groups=groups)
+        if any(missing):
+            assert not plan and [len(group) + lack for group, lack in zip(groups, missing, strict=True)] >= [1]
+            continue
+        planned += 1
+        check(plan, lengths, tiles if limit else [0] * number, 130, limit or 1)
+        assert all(set(sequence) & set(group) for sequence in plan for group in groups)
+    assert planned > 50

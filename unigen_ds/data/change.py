@@ -32,8 +32,8 @@ class DataChange:
     """Differences, as sentences. False where the data is the same."""
 
     differences: tuple[tuple[str, str], ...] = ()
-    """(fact, what it was and is); facts: format, seed, packing, seq_length, validation, overflow, rules, names, sizes,
-    weights, content."""
+    """(fact, what it was and is); facts: format, seed, packing, seq_length, max_sample_tokens, validation, overflow,
+    rules, names, sizes, weights, content."""
     obstacles: tuple[str, ...] = ()
     """Why the new data is more than the old data with records appended; empty where it is just that."""
     division: tuple[Mapping[str, Any] | None, Mapping[str, Any] | None] | None = None
@@ -71,13 +71,13 @@ def compare(stored: Mapping[str, Any], stream: SequenceStream) -> DataChange:
 
 
 _SETTINGS = {"format": "the format of the order", "seed": "randomness.seed", "packing": "the packing",
-             "seq_length": "seq_length"}  # fmt: skip
+             "seq_length": "seq_length", "max_sample_tokens": "max_sample_tokens"}  # fmt: skip
 
 
 def _settings(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for fact, words in _SETTINGS.items():
-        if was[fact] != now[fact]:
-            yield fact, f"{words} was {was[fact]} and is {now[fact]}"
+        if was.get(fact) != now.get(fact):
+            yield fact, f"{words} was {was.get(fact)} and is {now.get(fact)}"
     if was.get("validation") != now.get("validation"):
         then, is_now = _division(was.get("validation")), _division(now.get("validation"))
         yield "validation", f"the share of the records for validation was {then} and is {is_now}"
@@ -102,8 +102,8 @@ def _differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tup
     """Those of the sources."""
     if was["names"] != now["names"]:
         yield "names", f"the sources were {', '.join(was['names'])} and are {', '.join(now['names'])}"
-    if was["weights"] != now["weights"]:
-        yield "weights", f"the weights were {was['weights']} and are {now['weights']}"
+    if _weights(was) != _weights(now):
+        yield "weights", f"the weights were {_shown(was)} and are {_shown(now)}"
     records = was.get("records", [None] * len(was["names"]))  # older checkpoints kept none
     before = {name: facts for name, *facts in zip(was["names"], was["sizes"], was["digests"], records, strict=True)}
     for name, *facts in zip(now["names"], now["sizes"], now["digests"], now["records"], strict=True):
@@ -116,12 +116,12 @@ def _differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tup
 
 def _not_appended(was: Mapping[str, Any], stream: SequenceStream) -> Iterator[str]:
     """Every source that is not the old one with records appended."""
-    number, weights = len(was["names"]), stream.facts["weights"]
+    number, (before, groups_before), (weights, groups) = len(was["names"]), _weights(was), _weights(stream.facts)
     if list(stream.names[:number]) != was["names"]:
         yield f"the sources were {', '.join(was['names'])} and are {', '.join(stream.names)}: new ones may only follow"
         return
-    if (weights if weights is None else weights[:number]) != was["weights"]:
-        yield f"the weights were {was['weights']} and are {weights}"
+    if groups_before != groups or (weights if weights is None else weights[:number]) != before:
+        yield f"the weights were {_shown(was)} and are {_shown(stream.facts)}"
     if "records" not in was:
         yield "the checkpoint is of a version that kept no digest of the first records"
         return
@@ -130,6 +130,17 @@ def _not_appended(was: Mapping[str, Any], stream: SequenceStream) -> Iterator[st
             yield f"{name} was not only appended to: it had {size} records and has {len(dataset)}"
         elif dataset.prefix_digest(size) != records:
             yield f"{name} was not only appended to: its first {size} records, or their processor, are not the old ones"
+
+
+def _weights(facts: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Of the sources and of the groups, as given: without weights in a group those of its sources follow its sizes."""
+    groups = facts.get("groups") or {}
+    return groups.get("sources", facts["weights"]), groups.get("groups")
+
+
+def _shown(facts: Mapping[str, Any]) -> str:
+    weights, groups = _weights(facts)
+    return f"{weights}, of the groups {groups}" if groups else f"{weights}"
 
 
 def stored_phases(stored: Mapping[str, Any], stream: SequenceStream) -> tuple[Phase, ...]:
@@ -153,9 +164,17 @@ def append(stored: Mapping[str, Any], stream: SequenceStream) -> tuple[Phase, ..
     begun = (cursor.window, cursor.row) != (0, 0)
     first = cursor.epoch + begun
     used = tuple(phase for phase in phases if phase.first_epoch < first)
-    passes = used[-1].order(seed=stream.order.seed).passes_before(first) if used else phases[0].first_pass
+    passes = phases[0].first_pass
+    if used:
+        order, size = used[-1].order(seed=stream.order.seed, version=stream.order.version), used[-1].sizes
+        passes = order.passes_before(first, extra=_most_extra(cursor, sum(size), begun))
     phase = stream.new_phase(first, first_pass=passes, first_sequence=None if begun else cursor.sequences)
     return (*used, phase)
+
+
+def _most_extra(cursor: Cursor, epoch_size: int, begun: bool) -> int:
+    """Additional draws of a mandatory group up to the end of the cursor's epoch: no more than one beside each other."""
+    return max(cursor.extra) + 2 * epoch_size * begun if cursor.extra else 0
 
 
 def restart(stored: Mapping[str, Any], stream: SequenceStream) -> tuple[tuple[Phase, ...], Cursor]:
@@ -163,7 +182,9 @@ def restart(stored: Mapping[str, Any], stream: SequenceStream) -> tuple[tuple[Ph
     cursor, phases = Cursor.from_state_dict(stored["cursor"]), stored_phases(stored, stream)
     first = cursor.epoch + 1
     used = [phase for phase in phases if phase.first_epoch < first]
-    passes = used[-1].order(seed=stored["seed"]).passes_before(first)
+    version = DataRules.stored(stored["facts"]).mixture
+    order = used[-1].order(seed=stored["seed"], version=version)
+    passes = order.passes_before(first, extra=_most_extra(cursor, order.epoch_size, True))
     phase = stream.new_phase(first, first_pass=passes, first_sequence=cursor.sequences)
     return (phase,), Cursor(first, 0, 0, cursor.sequences)
 

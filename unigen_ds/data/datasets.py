@@ -14,10 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
 import torch
+from annotated_types import Ge
 from torch import Tensor
 
 from unigen_ds.core.errors import ConfigError, DataError
@@ -43,7 +44,8 @@ class PlannedDataset(Protocol):
     name: str
     """The first part of a sample id."""
     weight: float | None
-    """Relative share of an epoch; None: every record once an epoch."""
+    """Relative share of the samples; None: every record once an epoch. A source may also have ``group`` and
+    ``num_used_data``, as ``UnifiedGenerationDataset``."""
     cache_folder: Path | None
     """Where plans may be cached."""
 
@@ -73,7 +75,9 @@ class UnifiedGenerationDataset:
             ``format='huggingface'`` also a name of the hub.
         processor: plans a conversation.
         image_root: folder of relative image paths; None: that of the data file, or the folder itself.
-        weight: relative share of an epoch in a mixture; all sources have one, or none has.
+        weight: relative share of the samples in a mixture; all sources (of a group) have one, or none has.
+        group: its group of `train_dataloader.groups`.
+        num_used_data: only the first records are used, so many of them; None: all.
         name: first part of a sample id; None: the file's stem.
         cache_dir: folder for the index, and for unpacked copies, where ``.unigen_index/`` beside the data cannot be
             written.
@@ -92,6 +96,8 @@ class UnifiedGenerationDataset:
         *,
         image_root: str | Path | None = None,
         weight: float | None = None,
+        group: str | None = None,
+        num_used_data: Annotated[int, Ge(1)] | None = None,
         name: str | None = None,
         cache_dir: str | Path | None = None,
         index_workers: int = 0,
@@ -104,6 +110,7 @@ class UnifiedGenerationDataset:
         source = open_source(data_path, format=format, cache_dir=cache)
         self.path = source.origin
         self.processor, self.weight, self.name = processor, weight, name or default_name(data_path)
+        self.group, self.num_used_data = group, num_used_data
         self.image_root = source.root if image_root is None else Path(image_root)
         self.index = Index.build(
             source,
@@ -214,7 +221,9 @@ class DatasetAdapter(ScannedDataset):
         dataset: the object, or ``dict(type='module.Class', ...)``: a class or its path, and its arguments.
         processor: has the patch sizes and the image ids.
         images: ``generate``: each image is a target after the text; ``understand``: a condition before it.
-        weight: relative share of an epoch in a mixture; all sources have one, or none has.
+        weight: relative share of the samples in a mixture; all sources (of a group) have one, or none has.
+        group: its group of `train_dataloader.groups`.
+        num_used_data: only the first records are used, so many of them; None: all.
         name: first part of a sample id; None: the class's name.
     """
 
@@ -226,12 +235,15 @@ class DatasetAdapter(ScannedDataset):
         *,
         images: Literal["generate", "understand"] = "generate",
         weight: float | None = None,
+        group: str | None = None,
+        num_used_data: Annotated[int, Ge(1)] | None = None,
         name: str | None = None,
     ) -> None:
         self.dataset = _make(dataset) if isinstance(dataset, Mapping) else dataset
         if not (hasattr(self.dataset, "__len__") and hasattr(self.dataset, "__getitem__")):
             raise ConfigError(f"DatasetAdapter.dataset is {self.dataset!r}", allowed="a map-style data set")
         self.processor, self.images, self.weight = processor, images, weight
+        self.group, self.num_used_data = group, num_used_data
         self.name = name or type(self.dataset).__name__
         self.unk_id = getattr(processor.tokenizer, "unk_id", None)
 

@@ -26,6 +26,7 @@ from unigen_ds.data.counts import COLUMNS, Array, Counts
 from unigen_ds.data.datasets import PlannedDataset, source_names
 from unigen_ds.data.order import mix_many
 from unigen_ds.data.samples import Sample
+from unigen_ds.data.used import FirstRecords
 
 
 class Digested(Protocol):
@@ -69,7 +70,7 @@ class Part:
 
     def __init__(self, whole: PlannedDataset, numbers: Array, division: Division, which: str) -> None:
         self.whole, self.numbers, self.division, self._which = whole, numbers, division, which
-        self.name, self.weight = whole.name, whole.weight
+        self.name, self.weight, self.group = whole.name, whole.weight, getattr(whole, "group", None)
 
     @property
     def cache_folder(self) -> Path | None:
@@ -105,7 +106,9 @@ class Part:
 
 def whole_of(dataset: PlannedDataset) -> PlannedDataset:
     """The source that a sample id refers to."""
-    return dataset.whole if isinstance(dataset, Part) else dataset
+    while isinstance(dataset, (Part, FirstRecords)):
+        dataset = dataset.whole
+    return dataset
 
 
 def record_number(dataset: PlannedDataset, index: int) -> int:

@@ -90,7 +90,7 @@ class UpdateLoader:
         self.geometry = geometry
         self._iterations = _Iterations(stream, geometry, dp_rank, cursor or Cursor())
         self._batches = BatchLoader(
-            RowSource(stream.sources, stream.names, stream.seq_length),
+            RowSource(stream.sources, stream.names, stream.sample_length),
             processor,
             self._iterations,
             seed=seed,
@@ -124,6 +124,7 @@ class RowSource:
     datasets: Sequence[PlannedDataset]
     names: Sequence[str]
     seq_length: int
+    """Tokens of a sample at most."""
 
 
 class BatchLoader:

@@ -47,11 +47,13 @@ class Overflow:
         seq_length: tokens of a sequence at most.
         given: ``train_dataloader.overflow``; None: the default of each kind of record.
         version: of the rule ``overflow`` (``rules.py``).
+        key: of ``train_dataloader``, which sets ``seq_length``.
     """
 
     seq_length: int
     given: str | None = None
     version: int = CURRENT.overflow
+    key: str = "seq_length"
 
     def __post_init__(self) -> None:
         if self.given is not None and self.given not in ACTIONS:
@@ -189,13 +191,13 @@ def check_overflow(sources: Sequence[Fitted], names: Sequence[str]) -> None:
     Version 0 of the rule refuses nothing.
     """
     for name, source in zip(names, sources, strict=True):
-        refused, limit = source.by_action["error"], source.overflow.seq_length
+        refused, limit, key = source.by_action["error"], source.overflow.seq_length, source.overflow.key
         first = ", ".join(source.ids(name, refused[:_NAMED])) + ", ..." * (refused.size > _NAMED)
         if refused.size:
             raise DataError(
-                f"{name}: {len(refused):,} of {len(source.dataset):,} records are longer than seq_length {limit:,}"
-                f" ({first}), and train_dataloader.overflow is 'error'",
-                remedy=f"seq_length of at least {int(source.dataset.lengths()[0].max()):,}, or another overflow:"
+                f"{name}: {len(refused):,} of {len(source.dataset):,} records are longer than {key}"
+                f" {limit:,} ({first}), and train_dataloader.overflow is 'error'",
+                remedy=f"{key} of at least {int(source.dataset.lengths()[0].max()):,}, or another overflow:"
                 " 'split', 'truncate' or 'skip'",
             )
         if source.overflow.version == 0:
@@ -203,25 +205,26 @@ def check_overflow(sources: Sequence[Fitted], names: Sequence[str]) -> None:
         total, kept = (int(counts.image_targets.sum()) for counts in (source.dataset.counts(), source.kept))
         if total - kept > _MOST_LOST * total:
             raise DataError(
-                f"{name}: {total - kept:,} of {total:,} image targets do not fit seq_length {limit:,}"
+                f"{name}: {total - kept:,} of {total:,} image targets do not fit {key} {limit:,}"
                 f" (the largest image has {int(source.dataset.counts().largest_image.max()):,} tokens, the longest"
                 f" record {int(source.dataset.lengths()[0].max()):,})",
                 allowed="at most half of a source's image targets lost",
-                remedy="a larger train_dataloader.seq_length, or a smaller max_size of processor.vae_transform",
+                remedy=f"a larger train_dataloader.{key}, or a smaller max_size of processor.vae_transform",
             )
     for name, source in zip(names, sources, strict=True):
         tokens, limit = source.dataset.lengths()[0], source.overflow.seq_length
-        larger = f"train_dataloader.seq_length of {int(tokens.min()):,} or more (the longest: {int(tokens.max()):,})"
+        key, shortest, longest = source.overflow.key, int(tokens.min()), int(tokens.max())
+        larger = f"train_dataloader.{key} of {shortest:,} or more (the longest: {longest:,})"
         if not len(source):
             images = KINDS.index("images") in source.dataset.counts().kind
             raise DataError(
-                f"{name}: all {len(source.dataset):,} records are longer than seq_length {limit:,} and are skipped",
+                f"{name}: all {len(source.dataset):,} records are longer than {key} {limit:,} and are skipped",
                 remedy=f"a {larger}" + ("" if images else ", or train_dataloader.overflow='split'"),
             )
         total, left = (int(c.targets.sum()) for c in (source.dataset.counts(), source.kept))
         if source.overflow.version and total and not left:
             raise DataError(
-                f"{name}: all {total:,} targets are lost: what of its records fits seq_length {limit:,} has none",
+                f"{name}: all {total:,} targets are lost: what of its records fits {key} {limit:,} has none",
                 allowed="records that leave something to learn",
                 remedy=f"a {larger}",
             )
@@ -240,10 +243,10 @@ def check_positions(sources: Sequence[Fitted], names: Sequence[str], *, limit: i
             )
 
 
-def overflow_line(report: Mapping[str, Any], *, records: int, seq_length: int) -> str:
-    """``Fitted.report`` as a sentence."""
+def overflow_line(report: Mapping[str, Any], *, records: int, seq_length: int, key: str = "seq_length") -> str:
+    """``Fitted.report`` as a sentence. ``key``: as of ``Overflow``."""
     if not report["longer"]:
-        return f"all {records:,} records fit seq_length {seq_length:,}: 0.0% of the targets are lost"
+        return f"all {records:,} records fit {key} {seq_length:,}: 0.0% of the targets are lost"
     done = []
     if report["split"]:
         done.append(f"{report['split']:,} split into {report['pieces']:,} samples")
@@ -260,6 +263,6 @@ def overflow_line(report: Mapping[str, Any], *, records: int, seq_length: int) -
         if f"{kind}_targets" in report
     )
     return (
-        f"{report['longer']:,} of {records:,} records are longer than seq_length {seq_length:,}: {', '.join(done)};"
+        f"{report['longer']:,} of {records:,} records are longer than {key} {seq_length:,}: {', '.join(done)};"
         f" {report['share_lost']:.1%} of the targets are lost ({', '.join(lost)})"
     )

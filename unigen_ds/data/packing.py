@@ -16,7 +16,7 @@ import heapq
 import math
 import multiprocessing
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import repeat
 from typing import Annotated, Any
@@ -98,20 +98,13 @@ class WindowPacking:
         workers = min(num_cores(), 16)
         if slow < _PARALLEL or workers == 1:
             return [self.count(lengths, tiles, seq_length) for lengths, tiles in windows]
-        # spawn: as the index; each process counts chunks of windows
-        with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-            columns = zip(*windows, strict=True)
-            return list(pool.map(self.count, *columns, repeat(seq_length), chunksize=8))
+        return count_in_processes(self.count, windows, seq_length, workers)
 
     def _clipped(
         self, lengths: Sequence[int], tiles: Sequence[int], seq_length: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
         """Tokens and images of each sample, as they count against the limits, and the limit of images."""
-        sizes = np.minimum(np.asarray(lengths, dtype=np.int64), seq_length)
-        images = np.asarray(tiles, dtype=np.int64)
-        if self.max_tiles is None:
-            return sizes, np.zeros_like(images), 1
-        return sizes, np.minimum(images, self.max_tiles), self.max_tiles
+        return clipped(lengths, tiles, seq_length, self.max_tiles)
 
     def _groups(
         self, sizes: NDArray[np.int64], images: NDArray[np.int64], limit: int, seq_length: int
@@ -130,6 +123,27 @@ class WindowPacking:
                 break
         assert best is not None
         return best
+
+
+def clipped(
+    lengths: Sequence[int], tiles: Sequence[int], seq_length: int, max_tiles: int | None
+) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
+    """Tokens and images of each sample, as they count against the limits, and the limit of images."""
+    sizes = np.minimum(np.asarray(lengths, dtype=np.int64), seq_length)
+    images = np.asarray(tiles, dtype=np.int64)
+    if max_tiles is None:
+        return sizes, np.zeros_like(images), 1
+    return sizes, np.minimum(images, max_tiles), max_tiles
+
+
+def count_in_processes(
+    count: Callable[..., int], windows: Sequence[tuple[Any, Any]], seq_length: int, workers: int
+) -> list[int]:
+    """``count`` of each window's (lengths, tiles)."""
+    # spawn: as the index; each process counts chunks of windows
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        columns = zip(*windows, strict=True)
+        return list(pool.map(count, *columns, repeat(seq_length), chunksize=8))
 
 
 def _pack(

@@ -1,4 +1,4 @@
-"""Versions of the rules by which a record becomes tokens and pixels, so that an old run keeps the rules it began with.
+"""Versions of the rules by which records become tokens and pixels, and are mixed: an old run keeps those it began with.
 
 A rule that changes gets a new version here. The versions are part of the index key and of the data facts in every
 manifest; the fingerprints of the data contain a version only where its rule changes a record ("touches" it), so data
@@ -9,13 +9,15 @@ overflow           0    every record longer than ``seq_length`` is truncated, wi
 images             0    as PIL decodes: EXIF orientation ignored, 16-bit grey clipped, transparency on white
                    1    upright by EXIF, 16-bit grey by its upper 8 bits, transparency as the model's family reads it
 special_tokens     0    a text that spells a special token becomes that token
+mixture            0    ``mixture-1``: weighted sources have their shares in each epoch, shuffled within it
+                   1    ``mixture-2``: at every position within one sample of the share, over all epochs (mixture.py)
 =================  ===  ===========================================================================================
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from unigen_ds.core.errors import CheckpointError
@@ -31,6 +33,8 @@ class DataRules:
     overflow: int = 1
     images: int = 1
     special_tokens: int = 1
+    mixture: int = field(default=1, repr=False)
+    """Of the order, not of the records: no part of the index key."""
 
     @classmethod
     def stored(cls, facts: Mapping[str, Any]) -> DataRules:
@@ -39,7 +43,7 @@ class DataRules:
         Raises ``CheckpointError`` for a version that this package does not have.
         """
         given, current = facts.get("rules") or {}, CURRENT
-        names = [field.name for field in fields(cls)]
+        names = [one.name for one in fields(cls)]
         if not isinstance(given, Mapping) or not all(type(given.get(name, 0)) is int for name in names):
             raise CheckpointError(f"the rules of the data are {given!r}", allowed="whole numbers by name")
         for name in names:

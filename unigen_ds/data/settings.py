@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -10,6 +11,7 @@ from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.registry import DATASETS, PACKERS, TOKENIZERS, TRANSFORMS
 from unigen_ds.core.settings import LISTED, Component, Of, Section
 from unigen_ds.core.values import Number
+from unigen_ds.data.groups import DataGroup
 
 Tokenizer = Annotated[Component, Of(TOKENIZERS)]
 Transform = Annotated[Component, Of(TRANSFORMS, trial=True)]
@@ -34,7 +36,18 @@ class TrainDataloader(Section):
     dataset: Annotated[tuple[Source, ...], LISTED] = Field(
         min_length=1, description="component, or a list of them: a mixture"
     )
+    groups: Mapping[str, DataGroup] = Field(
+        default={},
+        description="name -> `dict(weight=..., mandatory=False)`: sources that share a weight, each with `group=` a"
+        " name. [data.md](data.md#mixtures)",
+    )
     seq_length: int = Field(default=4096, ge=1, description="tokens of a sequence at most")
+    max_sample_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="tokens of a sample at most: `overflow` is for longer ones; None: `seq_length`. Beside mandatory"
+        " groups: what leaves space for one of their samples",
+    )
     overflow: Literal["split", "truncate", "skip", "error"] | None = Field(
         default=None,
         description="longer records: `'split'`, `'truncate'`, `'skip'` or `'error'`; None: plain texts are split, all"
@@ -69,6 +82,11 @@ class TrainDataloader(Section):
         if self.batch_size is None and self.global_batch_size is None:
             allowed = "sequences per device per iteration"
             raise ConfigError("train_dataloader has no batch_size", allowed=allowed)
+        if self.max_sample_tokens is not None and self.max_sample_tokens > self.seq_length:
+            raise ConfigError(
+                f"train_dataloader.max_sample_tokens is {self.max_sample_tokens}",
+                allowed=f"at most seq_length, {self.seq_length}",
+            )
         return self
 
 

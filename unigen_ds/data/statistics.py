@@ -5,7 +5,7 @@ For ``tools/inspect_data.py``: nothing is decoded, everything comes from the ind
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -35,7 +35,7 @@ def describe(source: PlannedDataset | SequenceStream) -> dict[str, Any]:
             name: {
                 **_describe_dataset(fitted.dataset, fitted.kept),
                 "overflow": fitted.report(name),
-                "draws_per_epoch": source.order.counts[k],
+                "draws_per_epoch": source.draws_per_epoch[k],
                 "weight": fitted.dataset.weight,
             }
             for k, (name, fitted) in enumerate(zip(source.names, source.fitted, strict=True))
@@ -43,6 +43,7 @@ def describe(source: PlannedDataset | SequenceStream) -> dict[str, Any]:
         "lengths": _percentiles(tokens),
         "seq_length": source.seq_length,
         "sequences_per_epoch": source.sequences_per_epoch,
+        **({"groups": group_report(source)} if source.blend.facts else {}),
         **_packing(source),
     }
 
@@ -50,13 +51,46 @@ def describe(source: PlannedDataset | SequenceStream) -> dict[str, Any]:
 def start_lines(stream: SequenceStream) -> Iterator[tuple[bool, str]]:
     """What a start reports of each source: whether it is a warning, and a sentence."""
     for name, fitted in zip(stream.names, stream.fitted, strict=True):
-        report, records = fitted.report(name), len(fitted.dataset)
+        report, records, key = fitted.report(name), len(fitted.dataset), fitted.overflow.key
         lost = report["share_lost"] > 0 or report["skipped"] > 0
-        yield lost, f"Data, {name}: {overflow_line(report, records=records, seq_length=stream.seq_length)}."
+        yield lost, f"Data, {name}: {overflow_line(report, records=records, seq_length=stream.sample_length, key=key)}."
         spelled = int(fitted.dataset.counts().touched_by("special_tokens").sum())
         if spelled and stream.rules.special_tokens:
             yield False, f"Data, {name}: {special_line(spelled, records=records)}."
     yield from balance_lines(stream)
+    for name, group in group_report(stream).items():
+        if group["mandatory"]:
+            yield False, f"Data, the mandatory group {name}: {mandatory_line(group)}."
+    mixture = stream.order.mixture
+    if mixture is not None and mixture.is_long:
+        yield (
+            False,
+            f"Data: the weights repeat after {mixture.period:.3g} draws. A position that no checkpoint has is found by"
+            " following the order from its start, about 2 seconds for a million draws.",
+        )
+
+
+def group_report(stream: SequenceStream) -> dict[str, dict[str, Any]]:
+    """Of each group: its samples in the first epoch, what its weight alone gives it, and its shares of all samples."""
+    facts = stream.blend.facts or {"groups": {}, "sources": []}
+    total, by_weight, found = sum(stream.draws_per_epoch), sum(stream.order.counts), {}
+    for name, given in facts["groups"].items():
+        members = [k for k, (group, _) in enumerate(facts["sources"]) if group == name]
+        drawn = sum(stream.draws_per_epoch[k] for k in members)
+        requested = sum(stream.order.counts[k] for k in members)
+        shares = {"share": drawn / total, "share_by_weight": requested / by_weight}
+        found[name] = {**given, "draws_per_epoch": drawn, "draws_by_weight": requested, **shares}
+    return found
+
+
+def mandatory_line(group: Mapping[str, Any]) -> str:
+    """A group of ``group_report`` as a sentence."""
+    drawn, requested = group["draws_per_epoch"], group["draws_by_weight"]
+    more = f"{drawn - requested:,} more than its weight gives it, so that every sequence has one"
+    return (
+        f"{drawn:,} samples an epoch, {group['share']:.1%} of all"
+        f" (by its weight {group['share_by_weight']:.1%}): {more if drawn > requested else 'its weight suffices'}"
+    )
 
 
 def balance_lines(stream: SequenceStream) -> Iterator[tuple[bool, str]]:
@@ -65,7 +99,7 @@ def balance_lines(stream: SequenceStream) -> Iterator[tuple[bool, str]]:
     A record counts as text generation where it has text targets, and as image generation where it has image targets.
     """
     totals = np.zeros(6)
-    for name, fitted, drawn in zip(stream.names, stream.fitted, stream.order.counts, strict=True):
+    for name, fitted, drawn in zip(stream.names, stream.fitted, stream.draws_per_epoch, strict=True):
         found = fitted.dataset.counts()
         kept = np.ones(len(found.tokens), dtype=bool)
         kept[fitted.by_action["skip"]] = False
@@ -146,7 +180,7 @@ def _packing(stream: SequenceStream) -> dict[str, Any]:
         rows: list[Row] = [row for row, _ in islice(stream.rows(Cursor(epoch)), units)]
     else:
         rows = [r for w in range(min(stream.num_windows(epoch), _WINDOWS)) for r in stream.window_rows(epoch, w)]
-    lengths, limit = [d.lengths()[0] for d in stream.sources], stream.seq_length
+    lengths, limit = [d.lengths()[0] for d in stream.sources], stream.sample_length
     filled = sum(unit_tokens(int(lengths[d.source][d.index]), d.piece, limit) for row in rows for d in row)
     return {
         "packed": stream.packer is not None,

@@ -7,6 +7,10 @@ sizes and kills change nothing: a run that continues from a cursor gets exactly 
 Packed: an epoch is split into windows of the global order, each planned from lengths alone; seeking a cursor plans one
 window (0.1 s at 8,192 samples), wherever it is. Unpacked: one draw a row.
 
+A mandatory group has a sample in every row. Where a window has too few of it, the next records of the group are drawn
+in addition, so its share is raised by what is needed and no more; how many were drawn before a window is part of the
+cursor, as the number of sequences is.
+
 A run whose data was changed on a resume (``change.py``) has several phases, each with an order of its own. An epoch
 here is always one of the stream: ``sequences_per_epoch``, by which schedules and limits measure the run, stays that of
 its first start, however much longer its phases' epochs have become.
@@ -16,7 +20,7 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -27,8 +31,9 @@ from unigen_ds.core.seeding import derive_seed
 from unigen_ds.data.array_cache import cached, fingerprint
 from unigen_ds.data.counts import Array
 from unigen_ds.data.datasets import PlannedDataset, source_names
+from unigen_ds.data.groups import Blend, check_mandatory
 from unigen_ds.data.held_out import division_of, whole_of
-from unigen_ds.data.order import Draw, GlobalOrder
+from unigen_ds.data.order import Draw, GlobalOrder, Weight
 from unigen_ds.data.overflow import Fitted, Overflow
 from unigen_ds.data.rules import CURRENT, DataRules
 
@@ -36,6 +41,8 @@ Row = tuple[Draw, ...]
 """The draws of one sequence. An empty one only fills up the last iteration of an epoch that keeps its last samples."""
 
 _CHUNK = 1024
+_LISTS = {"extra", "drawn"}
+"""Of a cursor; left out of a checkpoint where they are empty."""
 _FORMAT = "stream-1"
 
 
@@ -60,16 +67,22 @@ class Cursor:
     """Sequence of the window (unpacked: of the epoch)."""
     sequences: int = 0
     """Sequences before it since the start of the run, over all epochs."""
+    extra: tuple[int, ...] = field(default=(), repr=False)
+    """Additional draws of each mandatory group before its window."""
+    drawn: tuple[int, ...] = field(default=(), repr=False)
+    """``Mixture.state`` at its window or row: only where the weights have a long period."""
 
-    def state_dict(self) -> dict[str, int]:
-        return asdict(self)
+    def state_dict(self) -> dict[str, Any]:
+        return {name: list(value) if name in _LISTS else value for name, value in asdict(self).items() if value != ()}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Cursor:
-        names = {field.name for field in fields(cls)}
+        names = {one.name for one in fields(cls)} - _LISTS
         if not names <= set(state):
             raise CheckpointError(f"a data cursor without {', '.join(sorted(names - set(state)))}")
-        return cls(**{name: int(state[name]) for name in names})
+        values: dict[str, Any] = {name: int(state[name]) for name in names}
+        values |= {name: tuple(map(int, state[name])) for name in _LISTS & set(state)}
+        return cls(**values)
 
 
 @dataclass(frozen=True)
@@ -83,28 +96,41 @@ class Phase:
     """Sequences of the run before it; None: only planning can count them (data appended in the middle of an epoch)."""
     sizes: tuple[int, ...]
     """Units of each source that are used: records, or pieces of them."""
-    weights: tuple[float, ...] | None
+    weights: tuple[Weight, ...] | None
     rows_per_epoch: int | None
     """Unpacked: rows of each of its epochs. Packed: None, they follow from the plan."""
+    mandatory: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
+    """Numbers of the sources of each mandatory group."""
 
-    def order(self, *, seed: int) -> GlobalOrder:
+    def order(self, *, seed: int, version: int) -> GlobalOrder:
+        """``version``: of the rule ``mixture``."""
         return GlobalOrder(
-            self.sizes, self.weights, seed=seed, first_epoch=self.first_epoch, first_pass=self.first_pass
+            self.sizes,
+            self.weights,
+            seed=seed,
+            first_epoch=self.first_epoch,
+            first_pass=self.first_pass,
+            version=version,
+            mandatory=self.mandatory,
+            rows_per_epoch=self.rows_per_epoch,
         )
 
     def state_dict(self) -> dict[str, Any]:
-        weights = None if self.weights is None else list(self.weights)
-        return {**asdict(self), "sizes": list(self.sizes), "weights": weights}
+        state = {**asdict(self), "sizes": list(self.sizes), "mandatory": [list(group) for group in self.mandatory]}
+        state["weights"] = None if self.weights is None else list(self.weights)
+        return {name: value for name, value in state.items() if name != "mandatory" or value}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Phase:
-        names = {field.name for field in fields(cls)}
+        names = {one.name for one in fields(cls)}
+        state = {"mandatory": (), **state}
         if names != set(state):
             raise CheckpointError(
                 f"a phase of the data with {', '.join(sorted(state))}", allowed=", ".join(sorted(names))
             )
         weights = None if state["weights"] is None else tuple(state["weights"])
-        return cls(**{**state, "sizes": tuple(state["sizes"]), "weights": weights})
+        mandatory = tuple(map(tuple, state["mandatory"]))
+        return cls(**{**state, "sizes": tuple(state["sizes"]), "weights": weights, "mandatory": mandatory})
 
 
 class SequenceStream:
@@ -121,7 +147,8 @@ class SequenceStream:
         sequences_per_iteration: of the geometry at the first start; unpacked epochs are rounded to whole ones.
         sequences_per_epoch: the stored value on resume; None: worked out here.
         phases: the stored ones on resume, the last one with these data sets; none: the first of a run.
-        rules: versions of the rules of the data, kept in checkpoints.
+        rules: versions of the rules of the data, kept in checkpoints. That of ``mixture`` is the order's.
+        blend: where the order's weights are those of groups: the groups.
     """
 
     def __init__(
@@ -137,6 +164,7 @@ class SequenceStream:
         sequences_per_epoch: int | None = None,
         phases: Sequence[Phase] = (),
         rules: DataRules = CURRENT,
+        blend: Blend | None = None,
     ) -> None:
         if seq_length < 1:
             raise ConfigError(f"seq_length is {seq_length}", allowed="at least 1 token")
@@ -145,17 +173,21 @@ class SequenceStream:
         self.datasets, self.order, self.packer, self.seq_length = tuple(datasets), order, packer, seq_length
         self.sources = tuple(whole_of(dataset) for dataset in datasets)
         """What the draws of rows point into."""
-        self.drop_last, self.sequences_per_iteration, self.rules = drop_last, sequences_per_iteration, rules
+        self.drop_last, self.sequences_per_iteration = drop_last, sequences_per_iteration
+        self.rules, self.blend = replace(rules, mixture=order.version), blend or Blend()
         self.names = source_names(datasets)
         self._tokens = [source.tokens for source in self.fitted]
         self._tiles = [source.tiles for source in self.fitted]
+        check_mandatory(self.blend, self._tokens, self._tiles, packer=packer, seq_length=seq_length)
         self._window_counts: dict[tuple[int, int], int] = {}
+        self._after: dict[tuple[int, int], tuple[int, ...]] = {}
+        """Additional draws up to the end of a window, of each mandatory group, as far as they are known."""
         if not phases:
             rows = None if packer is not None else sequences_per_epoch or self._whole_iterations()
-            phases = (Phase(0, 0, 0, order.sizes, order.weights, rows),)
+            phases = (Phase(0, 0, 0, order.sizes, order.weights, rows, order.mandatory),)
         assert (phases[-1].sizes, phases[-1].weights) == (order.sizes, order.weights), "the phases are of other data"
         self.phases = tuple(phases)
-        self._orders = [phase.order(seed=order.seed) for phase in phases]
+        self._orders = [phase.order(seed=order.seed, version=order.version) for phase in phases]
         self.sequences_per_epoch = sequences_per_epoch or self._first_epoch_rows
         """What an epoch means for schedules and limits: the sequences of epoch 0, for the whole run. Packed: nominal
         also for the stream's other epochs of the first phase (another order packs into a few more or fewer rows)."""
@@ -173,12 +205,14 @@ class SequenceStream:
             sequences_per_epoch=self.sequences_per_epoch,
             phases=phases,
             rules=self.rules,
+            blend=self.blend,
         )
 
     def new_phase(self, first_epoch: int, *, first_pass: int, first_sequence: int | None) -> Phase:
         """A phase of all the present data. Raises ``ConfigError`` where it does not fill one iteration."""
         rows = None if self.packer is not None else self._whole_iterations()
-        return Phase(first_epoch, first_pass, first_sequence, self.order.sizes, self.order.weights, rows)
+        order = self.order
+        return Phase(first_epoch, first_pass, first_sequence, order.sizes, order.weights, rows, order.mandatory)
 
     def _whole_iterations(self) -> int:
         """Rows of an unpacked epoch of all the present data."""
@@ -204,7 +238,21 @@ class SequenceStream:
     @property
     def samples_per_sequence(self) -> float:
         """Mean over an epoch; 1 where nothing is packed."""
-        return 1.0 if self.packer is None else self.order.epoch_size / self.sequences_per_epoch
+        return 1.0 if self.packer is None else sum(self.draws_per_epoch) / self.sequences_per_epoch
+
+    @property
+    def sample_length(self) -> int:
+        """Tokens of a sample at most."""
+        return self.fitted[0].overflow.seq_length
+
+    @cached_property
+    def draws_per_epoch(self) -> tuple[int, ...]:
+        """Of each source, in the first epoch of the first phase, the additional ones of mandatory groups included."""
+        first, order = self.phases[0].first_epoch, self._orders[0]
+        if not order.mandatory:
+            return order.counts
+        ahead = order.ahead(self._extra_after(first, self.num_windows(first) - 1)).tolist()
+        return tuple(map(sum, zip(order.counts, ahead, strict=True)))
 
     @property
     def tokens_per_sequence(self) -> float:
@@ -212,7 +260,7 @@ class SequenceStream:
         condition dropout makes the true number a little smaller."""
         first, order = self.phases[0], self._orders[0]
         means = [float(tokens[:size].mean()) for tokens, size in zip(self._tokens, order.sizes, strict=False)]
-        drawn = sum(mean * count for mean, count in zip(means, order.counts, strict=True))
+        drawn = sum(mean * count for mean, count in zip(means, self.draws_per_epoch, strict=True))
         return drawn / (self.sequences_per_epoch if first.first_epoch == 0 else self._first_epoch_rows)
 
     def _phase(self, epoch: int) -> int:
@@ -244,6 +292,8 @@ class SequenceStream:
 
     def num_touched(self, rule: str) -> int:
         """Records that a rule of ``DataRules`` changes in one of its versions."""
+        if rule == "mixture":
+            return 0 if self.order.weights is None else sum(map(len, self.datasets))
         if rule == "overflow":
             return sum(len(source.longer) for source in self.fitted)
         return sum(int(d.counts().touched_by(rule).sum()) for d in self.datasets)
@@ -261,6 +311,9 @@ class SequenceStream:
             "seed": self.order.seed,
             "packing": None if self.packer is None else self.packer.fingerprint,
             "seq_length": self.seq_length,
+            **({"order": "mixture-2"} if self.order.mixture is not None else {}),
+            **({"groups": self.blend.facts} if self.blend.facts else {}),
+            **({"max_sample_tokens": self.sample_length} if self.sample_length != self.seq_length else {}),
             **({"long_records": touched} if touched and self.rules.overflow else {}),
             **({"validation": division.facts} if division else {}),
         }
@@ -279,12 +332,64 @@ class SequenceStream:
     def window_rows(self, epoch: int, window: int) -> list[Row]:
         """All rows of one window of a packed stream."""
         assert self.packer is not None
+        if self.order.mandatory:
+            plan, columns = self._plan_with_mandatory(epoch, window)
+            draws = [Draw(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
+            return [tuple(self._record(draws[i]) for i in group) for group in plan]
         draws = self.epoch_order(epoch).draws(epoch, *self._window_range(epoch, window))
         lengths = [int(self._tokens[d.source][d.index]) for d in draws]
         tiles = [int(self._tiles[d.source][d.index]) for d in draws]
         key = derive_seed(self.order.seed, "window", epoch, window)
         groups = self.packer.plan(lengths, tiles, self.seq_length, key)
         return [tuple(self._record(draws[i]) for i in group) for group in groups]
+
+    def _plan_with_mandatory(self, epoch: int, window: int) -> tuple[list[list[int]], tuple[Array, ...]]:
+        """The plan of a window, and its draws: as many of each mandatory group in addition as it lacks sequences."""
+        packer: Any = self.packer
+        order, before = self.epoch_order(epoch), self._extra_before(epoch, window)
+        extra, bounds = list(before), self._window_range(epoch, window)
+        columns: tuple[Array, ...] = order.columns(epoch, *bounds, extra=before)
+        key = derive_seed(self.order.seed, "window", epoch, window)
+        while True:
+            tokens, tiles = self._lengths_of(columns[0], columns[1])
+            groups = [np.flatnonzero(np.isin(columns[0], sources)) for sources in order.mandatory]
+            plan, missing = packer.plan_with(tokens, tiles, self.seq_length, key, groups=groups)
+            if not any(missing):
+                break
+            for group, number in enumerate(missing):
+                more = order.additional(epoch, bounds[1], group, number, extra=extra)
+                columns = tuple(np.concatenate(pair) for pair in zip(columns, more, strict=True))
+                extra[group] += number
+        self._after[epoch, window] = tuple(extra)
+        return plan, columns
+
+    def _extra_before(self, epoch: int, window: int) -> tuple[int, ...]:
+        """Additional draws of each mandatory group before a window, since the start of its phase."""
+        order = self.epoch_order(epoch)
+        if (epoch, window) == (order.first_epoch, 0):
+            return (0,) * len(order.mandatory)
+        return self._extra_after(*self._window_before(epoch, window)) if order.mandatory else ()
+
+    def _extra_after(self, epoch: int, window: int) -> tuple[int, ...]:
+        """As ``_extra_before``, after a window. Plans all before it that are not known: those of the first epoch are
+        cached, and a cursor has its own.
+        """
+        begin = (self.epoch_order(epoch).first_epoch, 0)
+        unplanned, at = [], (epoch, window)
+        while at not in self._after:
+            if at[0] == self.phases[0].first_epoch and (at[0], 0) not in self._window_counts:
+                self.window_count(at[0], 0)
+                continue
+            unplanned.append(at)
+            if at == begin:
+                break
+            at = self._window_before(*at)
+        for one in reversed(unplanned):
+            self._plan_with_mandatory(*one)
+        return self._after[epoch, window]
+
+    def _window_before(self, epoch: int, window: int) -> tuple[int, int]:
+        return (epoch, window - 1) if window else (epoch - 1, self.num_windows(epoch - 1) - 1)
 
     def _record(self, unit: Draw) -> Draw:
         return self.fitted[unit.source].record(unit)
@@ -297,7 +402,10 @@ class SequenceStream:
 
     def _window_lengths(self, epoch: int, window: int) -> tuple[Array, Array]:
         """(tokens, tiles) of each draw of a window."""
-        sources, records, _ = self.epoch_order(epoch).columns(epoch, *self._window_range(epoch, window))
+        return self._lengths_of(*self.epoch_order(epoch).columns(epoch, *self._window_range(epoch, window))[:2])
+
+    def _lengths_of(self, sources: Array, records: Array) -> tuple[Array, Array]:
+        """(tokens, tiles) of some draws."""
         tokens, tiles = np.empty_like(records), np.empty_like(records)
         for source in np.unique(sources).tolist():
             here = sources == source
@@ -324,18 +432,51 @@ class SequenceStream:
         def make() -> dict[str, Any]:
             windows = range(self.num_windows(epoch))
             counted = getattr(self.packer, "counts", None)  # a packer of a user's own may only plan
+            if self.order.mandatory:
+                counts = [len(self._plan_with_mandatory(epoch, window)[0]) for window in windows]
+                extra = [self._after[epoch, window] for window in windows]
+                return {"counts": np.asarray(counts, dtype=np.int64), "extra": np.asarray(extra, dtype=np.int64)}
             if counted is not None:
                 counts = counted([self._window_lengths(epoch, w) for w in windows], self.seq_length)
             else:
                 counts = [len(self.window_rows(epoch, window)) for window in windows]
             return {"counts": np.asarray(counts, dtype=np.int64)}
 
-        return cached(cache, key, make)["counts"].tolist()
+        found = cached(cache, key, make)
+        for window, extra in enumerate(found["extra"].tolist() if self.order.mandatory else ()):
+            self._after[epoch, window] = tuple(extra)
+        return found["counts"].tolist()
 
     def rows(self, cursor: Cursor | None = None) -> Iterator[tuple[Row, Cursor]]:
         """Every row from ``cursor`` on, over all epochs, each with the cursor after it. Endless."""
         cursor = cursor or Cursor()
+        self._take_over(cursor)
         return self._single_rows(cursor) if self.packer is None else self._packed_rows(cursor)
+
+    def _take_over(self, cursor: Cursor) -> None:
+        """What the cursor knows of its position, so that nothing before it is planned again."""
+        order = self.epoch_order(cursor.epoch)
+        offset = min(cursor.row, order.stride)
+        if self.packer is not None:
+            offset = min(cursor.window * self.packer.window, order.stride)
+        fits = not cursor.drawn
+        if order.mixture is not None and cursor.drawn:
+            fits = order.mixture.remember(order.position(cursor.epoch, offset), cursor.drawn)
+        if cursor.extra and (cursor.epoch, cursor.window) != (order.first_epoch, 0):
+            before = self._window_before(cursor.epoch, cursor.window)
+            fits = fits and self._after.setdefault(before, cursor.extra) == cursor.extra
+        if not fits or len(cursor.extra) not in (0, len(order.mandatory)):
+            raise CheckpointError(
+                f"the data cursor has {list(cursor.extra)} additional draws and the state {list(cursor.drawn)}",
+                remedy="the data, its weights or its groups differ from those of the checkpoint",
+            )
+
+    def _drawn(self, epoch: int, offset: int) -> tuple[int, ...]:
+        """``Cursor.drawn`` before an offset of an epoch."""
+        order = self.epoch_order(epoch)
+        if order.mixture is None or not order.mixture.is_long:
+            return ()
+        return order.mixture.state(order.position(epoch, min(offset, order.stride)))
 
     def _packed_rows(self, cursor: Cursor) -> Iterator[tuple[Row, Cursor]]:
         epoch, window, first, sequences = cursor.epoch, cursor.window, cursor.row, cursor.sequences
@@ -353,10 +494,14 @@ class SequenceStream:
                     remedy="the data or the packing differs from that of the checkpoint",
                 )
             after = self._next_window(epoch, window)
+            state, state_after = (
+                (self._extra_before(*at), self._drawn(at[0], self._window_range(*at)[0]))
+                for at in ((epoch, window), after)
+            )
             for i in range(first, len(rows)):
                 sequences += 1
-                last = i + 1 == len(rows)
-                yield rows[i], Cursor(*after, 0, sequences) if last else Cursor(epoch, window, i + 1, sequences)
+                here = Cursor(epoch, window, i + 1, sequences, *state)
+                yield rows[i], Cursor(*after, 0, sequences, *state_after) if i + 1 == len(rows) else here
             (epoch, window), first = after, 0
 
     def _single_rows(self, cursor: Cursor) -> Iterator[tuple[Row, Cursor]]:
@@ -370,12 +515,13 @@ class SequenceStream:
         while True:
             order, length = self.epoch_order(epoch), self._rows_per_epoch(epoch)
             stop = min(row + _CHUNK, length)
-            filled = min(stop, order.epoch_size)
+            filled = min(stop, order.stride)
             draws = order.draws(epoch, min(row, filled), filled)
             rows: list[Row] = [(self._record(draw),) for draw in draws] + [()] * (stop - row - len(draws))
             for i, content in enumerate(rows, start=row + 1):
                 sequences += 1
-                yield content, Cursor(epoch + 1, 0, 0, sequences) if i == length else Cursor(epoch, 0, i, sequences)
+                at = (epoch + 1, 0, 0) if i == length else (epoch, 0, i)
+                yield content, Cursor(*at, sequences, drawn=self._drawn(at[0], at[2]))
             epoch, row = (epoch + 1, 0) if stop == length else (epoch, stop)
 
     def _next_window(self, epoch: int, window: int) -> tuple[int, int]:

@@ -26,7 +26,9 @@ from unigen_ds.core.optim import (
 from unigen_ds.core.optimizer_state import state_of
 from unigen_ds.core.progress import Duration, Geometry, Ruler, split_global_batch
 from unigen_ds.core.settings import Component
-from unigen_ds.data.datasets import dataset_weights, source_names
+from unigen_ds.data.datasets import source_names
+from unigen_ds.data.fast_packing import FastPacking as FastPacking  # registers it
+from unigen_ds.data.groups import blend
 from unigen_ds.data.held_out import Division, divided
 from unigen_ds.data.loader import UpdateLoader
 from unigen_ds.data.order import GlobalOrder
@@ -35,6 +37,7 @@ from unigen_ds.data.packing import check_packer
 from unigen_ds.data.rules import CURRENT, DataRules
 from unigen_ds.data.settings import TrainDataloader
 from unigen_ds.data.stream import Cursor, SequenceStream
+from unigen_ds.data.used import used
 from unigen_ds.data.validation_data import ValidationData
 from unigen_ds.evaluation.validation import Validation
 from unigen_ds.hooks.base import Hook
@@ -67,7 +70,7 @@ def build_sources(components: Sequence[Component], processor: Any) -> list[Any]:
     found = []
     for component in components:
         try:
-            found.append(component.build(processor=processor))
+            found.append(used(component.build(processor=processor)))
         except DataError as error:
             if component.arguments.get("on_error") != "skip":
                 raise
@@ -117,22 +120,27 @@ def build_data(settings: Settings, *, geometry: Geometry, ruler: Ruler | None, r
         division = Division(settings.val_dataloader.split, seed if own is None else own)
         datasets, held_out = divided(datasets, division)
     overflow = Overflow(loader.seq_length, loader.overflow, rules.overflow)
+    if loader.max_sample_tokens is not None:
+        overflow = replace(overflow, seq_length=loader.max_sample_tokens, key="max_sample_tokens")
     fitted = [Fitted(dataset, overflow) for dataset in datasets]
     if not all(map(len, fitted)):  # else the start refuses, and tools/inspect_data.py shows the numbers
         check_overflow(fitted, source_names(datasets))
     packer = None if loader.packing is None else loader.packing.build()
     if packer is not None:
         check_packer(packer)
+    sizes = [len(source) for source in fitted]
+    blended = blend(datasets, sizes, loader.groups)
     stream = SequenceStream(
         datasets,
-        GlobalOrder([len(source) for source in fitted], weights=dataset_weights(datasets), seed=seed),
+        GlobalOrder(sizes, blended.weights, seed=seed, version=rules.mixture, mandatory=blended.mandatory),
         packer=packer,
-        seq_length=overflow.seq_length,
+        seq_length=loader.seq_length,
         overflow=overflow,
         drop_last=loader.drop_last,
         sequences_per_iteration=(ruler.geometry if ruler else geometry).sequences_per_iteration,
         sequences_per_epoch=ruler.sequences_per_epoch if ruler else None,
         rules=rules,
+        blend=blended,
     )
     return Data(processor, stream, build_validation_data(settings, processor, held_out, geometry=geometry, rules=rules))
 
@@ -172,13 +180,15 @@ def build_validation(settings: Settings, data: Data) -> Validation | None:
 def rules_of(settings: Settings, manifest: Manifest | None) -> DataRules:
     """The versions of the data rules that a run follows: those of its checkpoint.
 
-    A config that sets ``overflow`` asks for the current rule: the change is then compared as any of the data is.
+    A config that sets ``overflow``, or has groups, asks for the current rule: the change is then compared as any of the
+    data is.
     """
     if manifest is None:
         return CURRENT
     stored = DataRules.stored(manifest.loader["facts"])
-    given = settings.train_dataloader.overflow is not None
-    return replace(stored, overflow=CURRENT.overflow) if given else stored
+    if settings.train_dataloader.overflow is not None:
+        stored = replace(stored, overflow=CURRENT.overflow)
+    return replace(stored, mixture=CURRENT.mixture) if settings.train_dataloader.groups else stored
 
 
 def build_processor(settings: ModelSettings, *, seed: int, rules: DataRules = CURRENT) -> Any:

@@ -1,0 +1,265 @@
+"""Groups: their weights, a sample of each mandatory one in every sequence, ``num_used_data``; all exactly once."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.data.support import make_stream
+from unigen_ds.core.errors import CheckpointError, ConfigError, DataError, ResumeBlocked
+from unigen_ds.data.change import compare, continued
+from unigen_ds.data.datasets import ScannedDataset
+from unigen_ds.data.fast_packing import FastPacking
+from unigen_ds.data.groups import DataGroup, blend
+from unigen_ds.data.order import Draw
+from unigen_ds.data.overflow import Overflow
+from unigen_ds.data.samples import Sample
+from unigen_ds.data.splits import TokenSplit
+from unigen_ds.data.statistics import describe, group_report, start_lines
+from unigen_ds.data.stream import Cursor, SequenceStream
+from unigen_ds.data.used import FirstRecords, used
+
+SEQ_LENGTH = 100
+
+
+class Lengths(ScannedDataset):
+    """Samples of given lengths."""
+
+    def __init__(self, name: str, lengths: list[int], folder: Path | None = None, **more: Any) -> None:
+        self.name, self._lengths, self.cache_folder = name, lengths, folder
+        self.group, self.weight, self.num_used_data = (more.get(k) for k in ("group", "weight", "num_used_data"))
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def sample(self, index: int, *, pass_number: int = 0) -> Sample:
+        number = self._lengths[index]
+        return Sample((TokenSplit(tuple(range(number)), tuple(range(1, number + 1))),))
+
+
+def lengths(number: int, low: int, high: int, seed: int = 0) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randint(low, high) for _ in range(number)]
+
+
+GROUPS = {
+    "images": DataGroup.model_validate({"weight": 0.5, "mandatory": True}),
+    "texts": DataGroup.model_validate({"weight": 9.5}),
+}
+
+
+def sources(folder: Path | None = None, *, images: int = 31) -> list[Any]:
+    return [
+        Lengths("drawn", lengths(images, 20, 40, 1), folder, group="images"),
+        Lengths("edited", lengths(17, 10, 30, 2), group="images"),
+        Lengths("long", lengths(120, 30, 60, 3), group="texts", weight=2),
+        Lengths("short", lengths(80, 3, 20, 4), group="texts", weight=1),
+    ]
+
+
+def stream(datasets: list[Any] | None = None, groups: Any = GROUPS, *, window: int = 48, **more: Any) -> SequenceStream:
+    datasets = datasets or sources()
+    blended = blend(datasets, [len(d) for d in datasets], groups)
+    return make_stream(
+        datasets,
+        window=window,
+        seq_length=SEQ_LENGTH,
+        weights=blended.weights,
+        blend=blended,
+        packing=FastPacking,
+        **more,
+    )
+
+
+def test_weights_are_those_of_groups_then_of_sources() -> None:
+    found = blend(sources(), [31, 17, 120, 80], GROUPS)
+    assert found.weights == ("31/960", "17/960", "19/30", "19/60")
+    assert (found.mandatory, found.names) == (((0, 1),), ("images",))
+    assert found.facts == {
+        "groups": {"images": {"weight": 0.5, "mandatory": True}, "texts": {"weight": 9.5, "mandatory": False}},
+        "sources": [["images", None], ["images", None], ["texts", 2], ["texts", 1]],
+    }
+
+
+def test_groups_and_sources_that_do_not_fit_each_other() -> None:
+    for datasets, groups, message in (
+        (sources(), {}, "drawn has group='images'. Allowed: train_dataloader.groups"),
+        (sources()[:1], GROUPS, "no data set has group='texts'"),
+        ([*sources(), Lengths("more", [3])], GROUPS, "more has group=None. Allowed: a group of .*: images, texts"),
+        ([*sources(), Lengths("more", [3], group="texts")], GROUPS, "without a weight beside others with one: more"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            blend(datasets, [len(d) for d in datasets], groups)
+    for weight in (0, -1, float("inf"), "much"):
+        with pytest.raises(Exception, match="weight"):
+            DataGroup.model_validate({"weight": weight})
+
+
+@pytest.mark.parametrize("mandatory", [("images",), ("images", "texts"), ()])
+def test_every_sequence_has_a_sample_of_each_mandatory_group(mandatory: tuple[str, ...]) -> None:
+    groups = {
+        name: DataGroup.model_validate({"weight": group.weight, "mandatory": name in mandatory})
+        for name, group in GROUPS.items()
+    }
+    made = stream(groups=groups)
+    assert made.packer is not None
+    drawn: list[Draw] = []
+    for row, _ in islice(made.rows(), 700):
+        assert sum(made._tokens[d.source][d.index] for d in row) <= SEQ_LENGTH
+        assert all(any(d.source in group for d in row) for group in made.order.mandatory)
+        drawn += row
+    once_each_pass_after_pass(drawn, made)
+    counts = Counter(d.source for d in drawn)
+    if not mandatory:
+        assert abs(counts[0] + counts[1] - len(drawn) / 20) <= made.packer.window / 20 + 1
+    else:
+        assert counts[0] + counts[1] >= 700
+
+
+def once_each_pass_after_pass(drawn: list[Draw], made: SequenceStream) -> None:
+    """No (record, pass) twice; apart from one window, no pass begins before the one before it is complete."""
+    assert len(set(drawn)) == len(drawn)
+    for source, size in enumerate(made.order.sizes):
+        passes = Counter(d.pass_number for d in drawn if d.source == source)
+        assert sorted(passes) == list(range(len(passes)))
+        slack = 2 * made.packer.window // size + 2  # the samples of a window are in any order
+        assert all(passes[number] == size for number in range(len(passes) - slack))
+        last = [d for d in drawn if d.source == source]
+        assert [d.pass_number for d in last] == sorted(d.pass_number for d in last) or slack
+
+
+def test_no_more_is_drawn_than_is_needed() -> None:
+    """A window without a lack of the group is as without the rule; one with it has as many as it has sequences."""
+    made = stream()
+    for window in range(made.num_windows(0)):
+        rows = made.window_rows(0, window)
+        start, stop = made._window_range(0, window)
+        extra = made._after[0, window][0] - made._extra_before(0, window)[0]
+        assert sum(map(len, rows)) == stop - start + extra
+        assert not extra or sum(d.source < 2 for row in rows for d in row) == len(rows)
+        assert made.window_count(0, window) == len(rows)
+    enough = stream(groups={**GROUPS, "images": DataGroup.model_validate({"weight": 30, "mandatory": True})})
+    assert all(made_after == (0,) for made_after in (enough._extra_after(0, w) for w in range(enough.num_windows(0))))
+
+
+def test_a_resume_anywhere_continues_with_the_same_rows(tmp_path: Path) -> None:
+    whole = list(islice(stream(sources(tmp_path)).rows(), 400))
+    planned: list[Any] = []
+    for at in (1, 37, 150, 151, 333):
+        fresh = stream(sources(tmp_path), sequences_per_epoch=55)
+        fresh._plan_with_mandatory = lambda *w, plan=fresh._plan_with_mandatory: (planned.append(w), plan(*w))[1]
+        cursor = Cursor.from_state_dict(json.loads(json.dumps(whole[at - 1][1].state_dict())))
+        assert cursor == whole[at - 1][1]
+        planned.clear()
+        assert list(islice(fresh.rows(cursor), 20)) == whole[at : at + 20]
+        assert min(planned) >= (cursor.epoch, cursor.window), "nothing before the window is planned"
+        assert fresh.seek(at) == Cursor(*(getattr(cursor, k) for k in ("epoch", "window", "row", "sequences")))
+        assert list(islice(fresh.rows(fresh.seek(at)), 20)) == whole[at : at + 20]
+    with pytest.raises(CheckpointError, match="additional draws"):
+        list(islice(stream().rows(Cursor(0, 2, 0, 30, extra=(3, 4))), 1))
+
+
+def test_the_first_epoch_is_planned_once_and_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = stream(sources(tmp_path))
+    expected = first.sequences_per_epoch, first.draws_per_epoch, [r for r, _ in islice(first.rows(), 300)]
+    again = stream(sources(tmp_path))
+    plan = SequenceStream._plan_with_mandatory
+    monkeypatch.setattr(SequenceStream, "_plan_with_mandatory", lambda *_: pytest.fail("planned again"))
+    assert (again.sequences_per_epoch, again.draws_per_epoch) == expected[:2]
+    monkeypatch.setattr(SequenceStream, "_plan_with_mandatory", plan)
+    assert [r for r, _ in islice(again.rows(), 300)] == expected[2]
+
+
+def test_the_share_is_reported() -> None:
+    made = stream()
+    report = group_report(made)["images"]
+    rows = [row for w in range(made.num_windows(0)) for row in made.window_rows(0, w)]
+    drawn = Counter(d.source for row in rows for d in row)
+    assert report["draws_per_epoch"] == drawn[0] + drawn[1] > report["draws_by_weight"]
+    assert report["share"] == pytest.approx(report["draws_per_epoch"] / sum(drawn.values()))
+    (line,) = (text for _, text in start_lines(made) if "mandatory group" in text)
+    assert f"{report['draws_per_epoch']:,} samples an epoch" in line and "more than its weight gives it" in line
+    assert describe(made)["groups"]["images"] == report
+    assert made.tokens_per_sequence == pytest.approx(
+        sum(made._tokens[d.source][d.index] for row in rows for d in row) / len(rows), rel=0.05
+    )
+
+
+def test_what_cannot_be_in_every_sequence_is_refused() -> None:
+    with pytest.raises(ConfigError, match="packing is WindowPacking"):
+        blended = blend(sources(), [31, 17, 120, 80], GROUPS)
+        make_stream(sources(), window=9, seq_length=SEQ_LENGTH, weights=blended.weights, blend=blended)
+    long = [*sources()[:3], Lengths("short", [99, 80, 60], group="texts", weight=1)]
+    with pytest.raises(DataError, match=r"takes up to 40 tokens of 100: 2 samples .* more than the 60 tokens"):
+        stream(long)
+    shorter = Overflow(60, "truncate", key="max_sample_tokens")
+    assert all(row for row, _ in islice(stream(long, overflow=shorter).rows(), 50))
+
+
+def test_groups_are_part_of_the_data() -> None:
+    """Another weight is a change of the data; a group whose sources follow their sizes may be appended to."""
+    first = stream()
+    row = next(islice(first.rows(), 70, 71))
+    stored = json.loads(json.dumps({"cursor": row[1].state_dict(), **first.identity}))
+    assert stored["facts"]["order"] == "mixture-2" and not compare(stored, stream())
+    other = {**GROUPS, "texts": DataGroup.model_validate({"weight": 9})}
+    assert [fact for fact, _ in compare(stored, stream(groups=other)).differences] == ["weights"]
+    longer = stream(sources(images=40), sequences_per_epoch=first.sequences_per_epoch)
+    with pytest.raises(ResumeBlocked, match="drawn had 31 records and has 40"):
+        continued(stored, longer)
+    for choice in ("append", "restart"):
+        went_on, cursor = continued(stored, longer, on_change=choice)  # type: ignore[arg-type]
+        before = [d for row, _ in islice(first.rows(), 71) for d in row]
+        after = [d for row, _ in islice(went_on.rows(cursor), 400) for d in row]
+        assert len({*before, *after}) == len(before) + len(after), "no (record, pass) twice"
+        assert any(d.source == 0 and d.index >= 31 for d in after)
+        again = json.loads(json.dumps({"cursor": cursor.state_dict(), **went_on.identity}))
+        resumed, at = continued(again, longer)
+        assert [r for r, _ in islice(resumed.rows(at), 400)] == [r for r, _ in islice(went_on.rows(cursor), 400)]
+
+
+def test_only_the_first_records_are_used(caplog: pytest.LogCaptureFixture) -> None:
+    whole = Lengths("a", lengths(20, 1, 9), num_used_data=7)
+    part = used(whole)
+    assert isinstance(part, FirstRecords) and len(part) == 7 and part.sample(6) == whole.sample(6)
+    assert [len(column) for column in (*part.lengths(), part.counts().tokens, part.content_digests())] == [7] * 4
+    assert part.fingerprint not in (whole.fingerprint, FirstRecords(whole, 8).fingerprint)
+    assert part.prefix_digest(5) == whole.prefix_digest(5) and len(pickle.loads(pickle.dumps(part))) == 7
+    assert {d.index for d in make_stream([part]).order.draws(0, 0, 7)} == set(range(7))
+    few = Lengths("few", [3, 4], num_used_data=5)
+    assert used(few) is few
+    assert "few: num_used_data is 5, and there are 2 records: all of them are used" in caplog.text
+    assert used(Lengths("all", [3, 4])).fingerprint == few.fingerprint
+
+
+def test_long_periods_resume_from_the_state_of_their_cursor() -> None:
+    """Weights in proportion to sizes whose sums have no small common multiple."""
+    data = [Lengths("a", [5] * 400), Lengths("b", [7] * 300)]
+    for window in (None, 64):
+        more: dict[str, Any] = {"weights": [1.2345671, 0.7654321], "window": window}
+        whole = list(islice(make_stream(data, **more).rows(), 900))
+        for at in (3, 700):
+            cursor = Cursor.from_state_dict(whole[at][1].state_dict())
+            assert sum(cursor.drawn) % 1024 == 0 and len(cursor.drawn) == 2
+            assert list(islice(make_stream(data, **more).rows(cursor), 50)) == whole[at + 1 : at + 51]
+        with pytest.raises(CheckpointError, match="the state"):
+            next(make_stream(data, **more).rows(Cursor(0, 0, 0, 5, drawn=(9, 9))))
+
+
+def test_an_unpacked_epoch_leaves_no_draw_out() -> None:
+    """With whole iterations alone, what an epoch has no space for is drawn in the next one."""
+    data = [Lengths("a", [5] * 10), Lengths("b", [7] * 7)]
+    made = make_stream(data, weights=[1.0, 2.0], sequences_per_iteration=5)
+    rows = [row[0] for row, _ in islice(made.rows(), 200)]
+    assert made.sequences_per_epoch == 15
+    for source, size in ((0, 10), (1, 7)):
+        mine = [d for d in rows if d.source == source]
+        assert [d.pass_number for d in mine] == [i // size for i in range(len(mine))]
+    assert abs(sum(d.source == 0 for d in rows) - 200 / 3) <= 1

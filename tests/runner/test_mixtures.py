@@ -1,0 +1,209 @@
+"""Weighted mixtures through the real entry: old checkpoints to the bit, groups, kills, other geometries and workers.
+
+``old_mixture/`` holds config, data and checkpoint of update 5 of a weighted, packed mixture, written by commit 9023478
+(the order ``mixture-1``), and of each update of the whole run the ledger's digest, that of the batch, and the loss.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.data.support import write_jsonl
+from tests.runner.test_old_rules import digest
+from tests.text_run import text_config, trained, words
+from tools import inspect_data
+from unigen_ds.checkpoint.manifest import Manifest
+from unigen_ds.core.errors import ConfigError, ResumeBlocked
+from unigen_ds.core.metrics import read_lines
+from unigen_ds.hooks.base import Hook
+from unigen_ds.runner import Runner
+from unigen_ds.runner.settings import load_config
+
+STORED = Path(__file__).parent / "old_mixture"
+EXPECTED = json.loads((STORED / "expected.json").read_text(encoding="utf-8"))["updates"]
+
+
+@pytest.fixture
+def old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("config.py", "talk.jsonl", "short.jsonl", "long.jsonl"):
+        shutil.copy(STORED / name, tmp_path)
+    shutil.unpack_archive(STORED / "checkpoint.zip", tmp_path / "run" / "iter_5.pth")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def config(**overrides: Any) -> Any:
+    dotted = {key.replace("__", "."): value for key, value in overrides.items()}
+    return load_config("config.py", {"resume": True, "custom_hooks": [{"type": "KeepBatches"}], **dotted})
+
+
+def lines(folder: Path, name: str, key: str) -> list[Any]:
+    return [line[key] for line in read_lines(folder / "run" / name) if key in line]
+
+
+def facts(folder: Path, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = Manifest.read(folder / "run" / name).loader
+    return found
+
+
+def test_an_old_checkpoint_keeps_its_order_and_packer_to_the_bit(old: Path) -> None:
+    _, kept = trained(config())
+    later = EXPECTED[5:]
+    assert [digest(batch) for batch in kept.batches] == [update["batch"] for update in later]
+    assert lines(old, "ledger.jsonl", "digest") == [update["ledger"] for update in later]
+    assert lines(old, "metrics.jsonl", "loss") == pytest.approx([update["loss"] for update in later], rel=1e-5)
+    log = (old / "run" / "train.log").read_text(encoding="utf-8")
+    assert log.count("data.rules.mixture: version 0 -> version 0, as the checkpoint; version 1 would change 41") == 1
+    loader = facts(old, "iter_24.pth")
+    assert loader["facts"]["rules"]["mixture"] == 0 and "order" not in loader["facts"]
+    assert set(loader["cursor"]) == {"epoch", "window", "row", "sequences"}
+    assert loader["fingerprint"] == facts(old, "iter_5.pth")["fingerprint"]
+
+
+def test_restart_adopts_the_present_order(old: Path) -> None:
+    with pytest.raises(ResumeBlocked, match=r"the packing was WindowPacking-1/16/None and is FastPacking-1/16/None"):
+        Runner.from_cfg(config(train_dataloader__packing={"type": "FastPacking", "window": 16}))
+    _, kept = trained(config(on_data_change="restart", train_dataloader__packing={"type": "FastPacking", "window": 16}))
+    loader = facts(old, "iter_24.pth")
+    assert loader["facts"]["order"] == "mixture-2" and loader["facts"]["rules"]["mixture"] == 1
+    assert min(int(sample.split(":")[2]) for sample in kept.ids) > 0, "passes of their own"
+
+
+KINDS = {"text": (61, 9), "talk": (37, 5), "short": (23, 2)}
+
+
+def mixture(folder: Path, **overrides: Any) -> Any:
+    """Three sources in two groups, one of them mandatory, with a part of one of them, packed."""
+    for name, (number, longest) in KINDS.items():
+        write_jsonl(folder / f"{name}.jsonl", [{"text": words(1 + i * 5 % longest, i)} for i in range(number)])
+    kind = "UnifiedGenerationDataset"
+    data = [
+        dict(type=kind, data_path=str(folder / "text.jsonl"), group="texts", weight=0.7),
+        dict(type=kind, data_path=str(folder / "talk.jsonl"), group="texts", weight=0.3, num_used_data=29),
+        dict(type=kind, data_path=str(folder / "short.jsonl"), group="short"),
+    ]
+    settings: dict[str, Any] = dict(
+        train_dataloader__dataset=data,
+        train_dataloader__groups=dict(texts=dict(weight=9), short=dict(weight=1, mandatory=True)),
+        train_dataloader__seq_length=20,
+        train_dataloader__packing=dict(type="FastPacking", window=24),
+        train_dataloader__batch_size=2,
+        optim_wrapper__accumulative_counts=2,
+        train_cfg=dict(max_updates=40),
+        default_hooks__checkpoint=dict(type="CheckpointHook", interval=1, by_epoch=False),
+        default_hooks__logger=dict(type="LoggerHook", interval=1),
+        work_dir=str(folder / "run"),
+    )
+    return text_config(folder, [{"text": "one"}], **(settings | overrides))
+
+
+class Killed(Exception):
+    pass
+
+
+class Kill(Hook):
+    """Ends the run as SIGKILL does, without a further save, after the updates that are to be done."""
+
+    name, updates = "kill", 0
+
+    def after_update(self, run: Any, result: Any) -> None:
+        if run.progress.updates >= self.updates:
+            raise Killed
+
+
+def train_and_kill(config: Any, updates: int) -> None:
+    runner, kill = Runner.from_cfg(config), Kill()
+    kill.updates = updates
+    runner.hooks = [*runner.hooks, kill]
+    with pytest.raises(Killed):
+        runner.train()
+
+
+def test_a_weighted_mixture_with_a_mandatory_group_is_exact_over_kills(tmp_path: Path) -> None:
+    """Killed in the middle of windows, resumed with other splits of the batch and other workers: the same ledger."""
+    straight, whole = trained(mixture(tmp_path / "straight", work_dir=str(tmp_path / "straight" / "run")))
+    expected = lines(tmp_path / "straight", "ledger.jsonl", "digest")
+    folder = tmp_path / "killed"
+    chain = [(7, 2, 2, 0), (8, 4, 1, 3), (23, 1, 4, 1), (31, 4, 1, 0)]
+    for number, (stop, batch_size, counts, workers) in enumerate(chain):
+        given = dict(train_dataloader__batch_size=batch_size, optim_wrapper__accumulative_counts=counts)
+        train_and_kill(mixture(folder, **given, train_dataloader__num_workers=workers, resume=number > 0), stop)
+    runner, _ = trained(mixture(folder, resume=True))
+    assert [line["digest"] for line in read_lines(folder / "run" / "ledger.jsonl") if "digest" in line] == expected
+    assert runner.progress == straight.progress
+    exact(whole.ids)
+    for batch in whole.batches:
+        names = [sample.split(":")[0] for sample in batch.sample_ids]
+        assert names.count("short") >= batch.num_sequences == 2
+    path = folder / "run" / "config.py"
+    assert inspect_data.main([str(path), "--ledger", str(folder / "run" / "ledger.jsonl"), "--work-dir",
+                              str(folder / "run")]) == 0  # fmt: skip
+
+
+def exact(ids: list[str]) -> None:
+    """Each (sample, pass) once. No pass has a sample before the one before it is complete but for one window."""
+    assert len(set(ids)) == len(ids)
+    drawn: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for sample in ids:
+        name, index, number = sample.split(":")
+        drawn[name].append((int(number), int(index)))
+    sizes = {"text": 61, "talk": 29, "short": 23}
+    for name, found in drawn.items():
+        passes = Counter(number for number, _ in found)
+        assert max(index for _, index in found) < sizes[name], "num_used_data"
+        complete = [number for number in sorted(passes) if passes[number] == sizes[name]]
+        assert complete == list(range(len(complete))) and len(passes) - len(complete) <= 3
+    assert len(drawn["short"]) > 3 * sizes["short"]
+    share = len(drawn["text"]) / (len(drawn["text"]) + len(drawn["talk"]))
+    assert share == pytest.approx(0.7, abs=0.05)
+
+
+def test_the_log_and_the_checkpoint_report_the_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trained(mixture(tmp_path, train_cfg=dict(max_updates=2)))
+    log = (tmp_path / "run" / "train.log").read_text(encoding="utf-8")
+    assert "Data, the mandatory group short: " in log and "more than its weight gives it" in log
+    loader = facts(tmp_path, "iter_4.pth")
+    assert loader["facts"]["groups"]["groups"]["short"] == {"weight": 1.0, "mandatory": True}
+    assert loader["phases"][0]["mandatory"] == [[2]] and len(loader["cursor"]["extra"]) == 1
+    assert inspect_data.main([str(tmp_path / "run" / "config.py"), "--json"]) == 0
+    groups = json.loads(capsys.readouterr().out)["groups"]
+    assert groups["short"]["share"] > groups["short"]["share_by_weight"] == pytest.approx(0.1, abs=0.01)
+
+
+def test_wrong_groups_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"groups.short.weight is 0"):
+        Runner.from_cfg(mixture(tmp_path, train_dataloader__groups__short__weight=0))
+    with pytest.raises(ConfigError, match=r"train_dataloader.groups.short.mandatry'. Remedy: did you mean 'mandatory'"):
+        mistaken = mixture(tmp_path)
+        mistaken.train_dataloader.groups.short.mandatry = True
+        Runner.from_cfg(mistaken)
+    with pytest.raises(ConfigError, match=r"num_used_data is 0"):
+        mixed = mixture(tmp_path)
+        mixed.train_dataloader.dataset[1].num_used_data = 0
+        Runner.from_cfg(mixed)
+    with pytest.raises(ConfigError, match=r"packing is None.*FastPacking"):
+        Runner.from_cfg(mixture(tmp_path, train_dataloader__packing=None))
+    with pytest.raises(ConfigError, match=r"max_sample_tokens is 21"):
+        Runner.from_cfg(mixture(tmp_path, train_dataloader__max_sample_tokens=21))
+
+
+def test_the_log_has_the_loss_of_each_source(tmp_path: Path) -> None:
+    """Means over the targets of each source of a packed mixture; together they are the loss of the line."""
+    _, kept = trained(mixture(tmp_path, train_cfg=dict(max_updates=6)))
+    found = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "loss" in line]
+    for update, line in enumerate(found):
+        targets: Counter[str] = Counter()
+        for batch in kept.batches[2 * update : 2 * update + 2]:
+            names = [sample.split(":")[0] for sample in batch.sample_ids]
+            for name in (names[k] for k in batch.document_ids[batch.text_target_index].tolist()):
+                targets[name] += 1
+        means = {name: line[f"loss/text/{name}"] for name in targets}
+        total = sum(targets[name] * means[name] for name in targets)
+        assert total / sum(targets.values()) == pytest.approx(line["loss/text"], rel=1e-5)
+        assert len(set(means.values())) > 1

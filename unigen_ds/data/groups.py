@@ -1,0 +1,122 @@
+"""Groups of sources (``train_dataloader.groups``) -> the weight of each source, and which groups are mandatory.
+
+A group has its share of the samples, by its weight among the groups; its sources divide that by their own weights, or,
+where these are left out, in proportion to their samples, so that every sample of the group comes equally often. A
+mandatory group has a sample in every packed sequence, whatever its weight (``stream.py``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from pydantic import Field
+
+from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.core.settings import Section
+from unigen_ds.core.values import Number
+from unigen_ds.data.counts import Array
+from unigen_ds.data.datasets import PlannedDataset, dataset_weights
+from unigen_ds.data.mixture import exact
+from unigen_ds.data.order import Weight
+
+_KEY = "train_dataloader.groups"
+
+
+class DataGroup(Section):
+    """Sources that share a weight: those whose `group` is its name."""
+
+    weight: Number = Field(gt=0, allow_inf_nan=False, description="share of the samples, relative to the other groups")
+    mandatory: bool = Field(
+        default=False, description="every packed sequence has a sample of it: where its weight gives too few, more"
+    )
+
+
+@dataclass(frozen=True)
+class Blend:
+    """How the sources are mixed."""
+
+    weights: tuple[Weight, ...] | None = None
+    """Of each source; None: every record once an epoch."""
+    mandatory: tuple[tuple[int, ...], ...] = ()
+    """Numbers of the sources of each mandatory group."""
+    names: tuple[str, ...] = ()
+    """Of the mandatory groups."""
+    facts: dict[str, Any] | None = None
+    """For the manifest: groups and sources as given; None: there are no groups."""
+
+
+def blend(datasets: Sequence[PlannedDataset], sizes: Sequence[int], groups: Mapping[str, DataGroup]) -> Blend:
+    """``sizes``: samples of each source. Raises ``ConfigError`` where sources and groups do not fit each other."""
+    of_sources = [getattr(dataset, "group", None) for dataset in datasets]
+    for dataset, group in zip(datasets, of_sources, strict=True):
+        if group not in groups and (group is not None or groups):
+            raise ConfigError(
+                f"the data set {dataset.name} has group={group!r}",
+                allowed=f"a group of {_KEY}: {', '.join(groups)}" if groups else f"{_KEY}, which names the groups",
+                remedy=f"{_KEY}=dict({group or 'name'}=dict(weight=1.0)) in the config",
+            )
+    if not groups:
+        weights = dataset_weights(datasets)
+        return Blend(None if weights is None else tuple(weights))
+    members = {name: [k for k, group in enumerate(of_sources) if group == name] for name in groups}
+    if empty := [name for name, sources in members.items() if not sources]:
+        raise ConfigError(f"{_KEY}: no data set has group={empty[0]!r}", remedy="remove the group, or name it")
+    total = sum((exact(group.weight) for group in groups.values()), Fraction(0))
+    found: list[Weight] = [0.0] * len(datasets)
+    for name, sources in members.items():
+        own = dataset_weights([datasets[k] for k in sources])
+        if own is not None and not all(0 < weight < math.inf for weight in own):
+            raise ConfigError(f"group {name}: data weights {own}", allowed="one positive number a source")
+        parts = [Fraction(sizes[k]) for k in sources] if own is None else [exact(weight) for weight in own]
+        for k, part in zip(sources, parts, strict=True):
+            found[k] = str(exact(groups[name].weight) / total * part / sum(parts))
+    mandatory = [name for name, group in groups.items() if group.mandatory]
+    given = {name: {"weight": float(group.weight), "mandatory": group.mandatory} for name, group in groups.items()}
+    each = [[group, dataset.weight] for group, dataset in zip(of_sources, datasets, strict=True)]
+    return Blend(
+        tuple(found),
+        tuple(tuple(members[name]) for name in mandatory),
+        tuple(mandatory),
+        {"groups": given, "sources": each},
+    )
+
+
+def check_mandatory(
+    blend: Blend, tokens: Sequence[Array], tiles: Sequence[Array], *, packer: Any, seq_length: int
+) -> None:
+    """Raise where mandatory groups cannot be in every sequence: ``ConfigError`` for a packer that does not know them,
+    ``DataError`` where a sample of another group may have no space beside one of each.
+    """
+    if not blend.mandatory:
+        return
+    named = f"the mandatory groups {', '.join(blend.names)}" if len(blend.names) > 1 else f"the group {blend.names[0]}"
+    if not hasattr(packer, "plan_with"):
+        given = "None" if packer is None else type(packer).__name__
+        raise ConfigError(
+            f"{named} must be in every sequence, and train_dataloader.packing is {given}",
+            allowed="a packer that knows mandatory groups",
+            remedy="packing=dict(type='FastPacking')",
+        )
+    for what, columns, limit, remedy in (
+        ("tokens", tokens, seq_length, "a larger seq_length, or train_dataloader.max_sample_tokens: longer samples are"
+         " then treated as overflow says"),
+        ("images", tiles, getattr(packer, "max_tiles", None), "a larger max_tiles of the packer"),
+    ):  # fmt: skip
+        if limit is None:
+            continue
+        most = [min(int(column.max(initial=0)), limit) for column in columns]
+        reserved = sum(max(most[k] for k in group) for group in blend.mandatory)
+        left = max(limit - reserved, 0)
+        beside = [column for k, column in enumerate(columns) if not any(k in group for group in blend.mandatory)]
+        over = sum(int((column > left).sum()) for column in beside)
+        if reserved > limit or (over and reserved):
+            longest = max((int(column.max(initial=0)) for column in beside), default=0)
+            raise DataError(
+                f"{named} must be in every sequence, which takes up to {reserved:,} {what} of {limit:,}: {over:,}"
+                f" samples of other groups have more than the {left:,} {what} that are left (up to {longest:,})",
+                remedy=remedy,
+            )
