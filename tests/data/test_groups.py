@@ -185,7 +185,7 @@ def test_the_share_is_reported() -> None:
     assert report["draws_per_epoch"] == drawn[0] + drawn[1] > report["draws_by_weight"]
     assert report["share"] == pytest.approx(report["draws_per_epoch"] / sum(drawn.values()))
     (line,) = (text for _, text in start_lines(made) if "mandatory group" in text)
-    assert f"{report['draws_per_epoch']:,} samples an epoch" in line and "more than its weight gives it" in line
+    assert f"{report['draws_per_epoch']:,} samples an epoch" in line and "more than by its weight" in line
     assert describe(made)["groups"]["images"] == report
     assert made.tokens_per_sequence == pytest.approx(
         sum(made._tokens[d.source][d.index] for row in rows for d in row) / len(rows), rel=0.05
@@ -197,7 +197,7 @@ def test_what_cannot_be_in_every_sequence_is_refused() -> None:
         blended = blend(sources(), [31, 17, 120, 80], GROUPS)
         make_stream(sources(), window=9, seq_length=SEQ_LENGTH, weights=blended.weights, blend=blended)
     long = [*sources()[:3], Lengths("short", [99, 80, 60], group="texts", weight=1)]
-    with pytest.raises(DataError, match=r"takes up to 40 tokens of 100: 2 samples .* more than the 60 tokens"):
+    with pytest.raises(DataError, match=r"needs up to 40 tokens of 100: 2 samples .* more than the 60 tokens"):
         stream(long)
     shorter = Overflow(60, "truncate", key="max_sample_tokens")
     assert all(row for row, _ in islice(stream(long, overflow=shorter).rows(), 50))

@@ -167,7 +167,7 @@ def exact(ids: list[str]) -> None:
 def test_the_log_and_the_checkpoint_report_the_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trained(mixture(tmp_path, train_cfg=dict(max_updates=2)))
     log = (tmp_path / "run" / "train.log").read_text(encoding="utf-8")
-    assert "Data, the mandatory group short: " in log and "more than its weight gives it" in log
+    assert "Data, the mandatory group short: " in log and "more than by its weight" in log
     loader = facts(tmp_path, "iter_4.pth")
     assert loader["facts"]["groups"]["groups"]["short"] == {"weight": 1.0, "mandatory": True}
     assert loader["phases"][0]["mandatory"] == [[2]] and len(loader["cursor"]["extra"]) == 1

@@ -31,7 +31,7 @@ class DataGroup(Section):
 
     weight: Number = Field(gt=0, allow_inf_nan=False, description="share of the samples, relative to the other groups")
     mandatory: bool = Field(
-        default=False, description="every packed sequence has a sample of it: where its weight gives too few, more"
+        default=False, description="every packed sequence has a sample of it: where its weight means too few, more"
     )
 
 
@@ -103,7 +103,7 @@ def check_mandatory(
         )
     for what, columns, limit, remedy in (
         ("tokens", tokens, seq_length, "a larger seq_length, or train_dataloader.max_sample_tokens: longer samples are"
-         " then treated as overflow says"),
+         " then treated as `overflow` requires"),
         ("images", tiles, getattr(packer, "max_tiles", None), "a larger max_tiles of the packer"),
     ):  # fmt: skip
         if limit is None:
@@ -116,7 +116,7 @@ def check_mandatory(
         if reserved > limit or (over and reserved):
             longest = max((int(column.max(initial=0)) for column in beside), default=0)
             raise DataError(
-                f"{named} must be in every sequence, which takes up to {reserved:,} {what} of {limit:,}: {over:,}"
+                f"{named} must be in every sequence, which needs up to {reserved:,} {what} of {limit:,}: {over:,}"
                 f" samples of other groups have more than the {left:,} {what} that are left (up to {longest:,})",
                 remedy=remedy,
             )

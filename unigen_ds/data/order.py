@@ -138,7 +138,7 @@ class GlobalOrder:
     its records were drawn, and a large one continues in the next epoch where it stopped. Version 0 draws a fixed number
     of each source in an epoch, version 1 its share up to every position.
 
-    A mandatory group may need more draws than its weight gives it (``stream.py``): of each, ``extra`` draws were added
+    A mandatory group may need more draws than its weight means (``stream.py``): of each, ``extra`` draws were added
     before a position, so the later draws of its sources are further ahead in their passes.
 
     An order may begin in mid-run (changed data): its first epoch and its first passes then have the given numbers.

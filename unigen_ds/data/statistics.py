@@ -71,7 +71,7 @@ def start_lines(stream: SequenceStream) -> Iterator[tuple[bool, str]]:
 
 
 def group_report(stream: SequenceStream) -> dict[str, dict[str, Any]]:
-    """Of each group: its samples in the first epoch, what its weight alone gives it, and its shares of all samples."""
+    """Of each group: its samples in the first epoch, what its weight alone means, and its shares of all samples."""
     facts = stream.blend.facts or {"groups": {}, "sources": []}
     total, by_weight, found = sum(stream.draws_per_epoch), sum(stream.order.counts), {}
     for name, given in facts["groups"].items():
@@ -86,7 +86,7 @@ def group_report(stream: SequenceStream) -> dict[str, dict[str, Any]]:
 def mandatory_line(group: Mapping[str, Any]) -> str:
     """A group of ``group_report`` as a sentence."""
     drawn, requested = group["draws_per_epoch"], group["draws_by_weight"]
-    more = f"{drawn - requested:,} more than its weight gives it, so that every sequence has one"
+    more = f"{drawn - requested:,} more than by its weight, so that every sequence has one"
     return (
         f"{drawn:,} samples an epoch, {group['share']:.1%} of all"
         f" (by its weight {group['share_by_weight']:.1%}): {more if drawn > requested else 'its weight suffices'}"
