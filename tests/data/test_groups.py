@@ -6,6 +6,7 @@ import json
 import pickle
 import random
 from collections import Counter
+from fractions import Fraction
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 
 from tests.data.support import make_stream
 from unigen_ds.core.errors import CheckpointError, ConfigError, DataError, ResumeBlocked
+from unigen_ds.data.array_cache import fingerprint
 from unigen_ds.data.change import compare, continued
 from unigen_ds.data.datasets import ScannedDataset
 from unigen_ds.data.fast_packing import FastPacking
@@ -263,3 +265,26 @@ def test_an_unpacked_epoch_leaves_no_draw_out() -> None:
         mine = [d for d in rows if d.source == source]
         assert [d.pass_number for d in mine] == [i // size for i in range(len(mine))]
     assert abs(sum(d.source == 0 for d in rows) - 200 / 3) <= 1
+
+
+def test_the_share_holds_after_packing_at_the_end_of_each_window() -> None:
+    groups = {name: DataGroup.model_validate({"weight": group.weight}) for name, group in GROUPS.items()}
+    made, drawn, position = stream(groups=groups), Counter[int](), 0
+    shares = [Fraction(weight) for weight in made.order.weights or ()]  # type: ignore[arg-type]
+    for epoch in range(3):
+        for window in range(made.num_windows(epoch)):
+            rows = made.window_rows(epoch, window)
+            drawn.update(d.source for row in rows for d in row)
+            position += sum(map(len, rows))
+            assert all(abs(drawn[k] - share * position) <= 1 for k, share in enumerate(shares))
+
+
+def test_rows_are_those_of_ever() -> None:
+    """Pinned: checkpoints with mixture-2 and FastPacking-1 continue with these rows."""
+    no_groups = make_stream([Lengths("a", [5] * 17), Lengths("b", [7] * 9)], weights=[1.0, 3.0])
+    found = [fingerprint([row for row, _ in islice(made.rows(), 90)]) for made in (stream(), no_groups)]
+    assert found == ["1aac6b578415e041327e67ca9f49c006", "688cfb594394e8be1ba6e371ce762ffc"]
+    assert (stream().fingerprint, no_groups.fingerprint) == (
+        "46e8b5f13f5fedb7a683092eedaa2e60",
+        "51476868674b80ebb391943c0e602d27",
+    )
