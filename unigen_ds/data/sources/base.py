@@ -93,7 +93,7 @@ class RecordSource:
 
     Args:
         path: the file or folder.
-        label: how messages call it; None: its name.
+        label: how messages call it; None: its path.
         folder: where it may keep files of its own (an unpacked copy); None: nowhere.
     """
 
@@ -105,7 +105,7 @@ class RecordSource:
     """Records that are read and planned together: few, where they have large values."""
 
     def __init__(self, path: Path, *, label: str | None = None, folder: Path | None = None) -> None:
-        self.path, self.label, self.folder = Path(path), label or Path(path).name, folder
+        self.path, self.label, self.folder = Path(path), label or str(path), folder
         self.origin = self.path
         """What the config names: of an unpacked copy the compressed file."""
         self.options: Mapping[str, Any] = {}

@@ -58,17 +58,18 @@ def open_source(
     spec["type"] = spec.get("type") or _one_format(paths)
     cls, options = resolve(SOURCES, spec, where="format")
     files = [file for path in paths for file in _files(path, cls)]
-    labels = _labels(files)
-    sources = [_open(file, label, cls, options, cache_dir) for file, label in zip(files, labels, strict=True)]
+    sources = [_open(file, cls, options, cache_dir) for file in files]
     if len(sources) == 1:
         return sources[0]
     return Joined(sources, f"{', '.join(map(str, given))} ({len(sources)} files)")
 
 
-def _open(path: Path, label: str, cls: type, options: Mapping[str, Any], cache_dir: Path | None) -> RecordSource:
+def _open(path: Path, cls: type, options: Mapping[str, Any], cache_dir: Path | None) -> RecordSource:
     packed = path.suffix.lower() in (*COMPRESSED, ".tgz")
     folder = cache_folder(path, cache_dir) if packed or path.suffix.lower() in parquet.ParquetSource.suffixes else None
-    source: RecordSource = cls(unpacked_file(path, folder) if packed else path, label=label, folder=folder, **options)
+    source: RecordSource = cls(
+        unpacked_file(path, folder) if packed else path, label=str(path), folder=folder, **options
+    )
     source.options = options
     if packed:
         source.origin = path
@@ -175,12 +176,3 @@ def _files(path: Path, cls: type) -> list[Path]:
     if not found:
         raise DataError(f"folder {path} has no file with the suffix {' or '.join(suffixes)}")
     return found
-
-
-def _labels(files: Sequence[Path]) -> list[str]:
-    """Names for messages: with the folder where two files have the same name."""
-    names = [file.name for file in files]
-    if len(set(names)) == len(names):
-        return names
-    top = os.path.commonpath([file.parent for file in files])
-    return [Path(os.path.relpath(file, top)).as_posix() for file in files]
