@@ -217,8 +217,9 @@ def test_a_source_that_fails_is_skipped_where_the_config_allows_it(own: Path, tm
     broken = source(own / "broken.jsonl", name="broken", on_error="skip")
     assert train(tmp_path / "run", [missing, good, broken]) == train(tmp_path / "alone", [good])
     log = (tmp_path / "run" / "train.log").read_text()
-    assert "data set gone is skipped (on_error='skip'): data file" in log and "none.parquet" in log
-    assert "data set broken is skipped (on_error='skip'): broken.jsonl:1: text is 3" in log
+    assert "gone is skipped (on_error='skip'): train_dataloader.dataset[0]: data file" in log and "none.parquet" in log
+    assert "data set broken is skipped (on_error='skip'): train_dataloader.dataset[2]: " in log
+    assert "broken.jsonl:1: text is 3" in log
     assert "2 of 3 data sets are skipped, 1 are used" in log
     with pytest.raises(DataError, match=r"none\.parquet"):
         train(tmp_path / "raise", [{**missing, "on_error": "raise"}, good])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from unigen_ds.core.encoding import encoding_problem
@@ -32,16 +33,16 @@ def no_record(path: Path) -> DataError:
     return DataError(f"data file {path} {what}", allowed="at least one record: docs/data.md shows them", remedy=remedy)
 
 
-def _remedy(path: Path) -> str:
-    """What was probably meant by a path that does not exist."""
+def instead_of(path: Path, suffixes: Sequence[str] = (".json", ".jsonl")) -> str:
+    """What was probably meant by a path that does not exist, among the files with these suffixes."""
     folder = path.parent
     if not folder.is_dir():
         return f"the folder {folder} does not exist either; relative paths start at {Path.cwd()}"
-    inside = sorted(found.name for found in folder.iterdir() if found.suffix in (".json", ".jsonl"))
+    inside = sorted(found.name for found in folder.iterdir() if found.suffix.lower() in suffixes)
     if near := close(path.name, inside):
         return f"did you mean {str(folder / near)!r}?"
     more = f" and {len(inside) - 5} more" if len(inside) > 5 else ""
-    return f"{folder} has {', '.join(inside[:5])}{more}" if inside else f"{folder} has no .json and no .jsonl file"
+    return f"{folder} has {', '.join(inside[:5])}{more}" if inside else f"{folder} has no such file"
 
 
 def check_data_file(path: Path) -> None:
@@ -53,7 +54,7 @@ def check_data_file(path: Path) -> None:
         )
         raise DataError(f"data file {path} is a folder", allowed=_ALLOWED, remedy=remedy)
     if not path.is_file():
-        raise DataError(f"data file {path} does not exist", allowed="a .json or .jsonl file", remedy=_remedy(path))
+        raise DataError(f"data file {path} does not exist", allowed="a .json or .jsonl file", remedy=instead_of(path))
     with path.open("rb") as stream:
         head = stream.read(8)
     for magic, (what, command) in _MAGIC.items():

@@ -14,6 +14,7 @@ from unigen_ds.core.errors import ConfigError, DataError, nearest
 from unigen_ds.core.log import notice
 from unigen_ds.core.registry import SOURCES, resolve
 from unigen_ds.data.array_cache import cache_folder
+from unigen_ds.data.data_file import instead_of
 from unigen_ds.data.sources import arrow, csv_rows, parquet, texts  # noqa: F401 - registers them
 from unigen_ds.data.sources.base import Joined, RecordSource
 from unigen_ds.data.sources.huggingface import is_saved
@@ -169,7 +170,11 @@ def _files(path: Path, cls: type) -> list[Path]:
     """The files of a format in a folder; any other path is itself."""
     suffixes = getattr(cls, "suffixes", ())
     if suffixes and not path.exists():
-        raise DataError(f"data file {path} does not exist", allowed=f"a file with the suffix {' or '.join(suffixes)}")
+        raise DataError(
+            f"data file {path} does not exist",
+            allowed=f"a file with the suffix {' or '.join(suffixes)}",
+            remedy=instead_of(path, suffixes),
+        )
     if not suffixes or not path.is_dir():
         return [path]
     found = _in_order(file for file in _inside(path) if _suffix(file) in suffixes)
