@@ -81,7 +81,7 @@ def test_each_part_of_a_provenance_counts(name: str) -> None:
 
 def test_without_equal_draws_there_is_no_interval_and_the_reason_is_stated() -> None:
     (none,) = compare(bleu(0.5, resamples=0), bleu(0.6))
-    assert none.low is None and none.difference > 0 and "no interval: evaluated without resampling" in str(none)
+    assert none.low is None and none.difference > 0 and "no interval: EvaluateHook draws no samples again" in str(none)
     a = bleu(0.5, resamples=0)
     a = dataclasses.replace(a, provenance={**a.provenance, "resampling": f"{NO_DRAWS}the model returns no values"})
     assert "(no interval: the model returns no values)" in str(compare(a, a)[0])
