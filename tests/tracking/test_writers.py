@@ -4,6 +4,7 @@ import inspect
 import json
 import struct
 import sys
+import time
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -219,6 +220,7 @@ def test_runs_with_one_folder_do_not_mix(tmp_path: Path, data: Path) -> None:
     log = train("b", 2, optim_wrapper__optimizer__lr=0.5e-3)
     for folder in (events / "run", lines / "run.jsonl"):
         assert f"{folder} belongs to another run: the lines of this one are in {folder.with_stem('run-2')}." in log
+    time.sleep(1.1)  # TensorBoard reads event files in the order of their names, which have the second of the start
     assert "belongs to" not in train("a", 4, resume=True)
     assert sorted(path.name for path in events.iterdir()) == ["run", "run-2"]
     assert shown(events / "run") == trained("a") and shown(events / "run-2") == trained("b")
