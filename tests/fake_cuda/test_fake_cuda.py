@@ -34,7 +34,7 @@ LOG = {
     ("value read", "hooks/by_source.py:<listcomp>"),
 }  # fmt: skip
 """At a log line: the loss terms, those of each source, and the gradient norm."""
-EPOCH = {("value read", "hooks/epoch.py:<listcomp>")}
+EPOCH = {("value read", "hooks/epoch.py:<genexpr>")}
 """At the end of an epoch: the sums of its losses."""
 SAVE = {
     *EPOCH, ("value read", "runner/replay.py:losses"),

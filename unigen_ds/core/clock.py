@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 
@@ -63,32 +61,9 @@ class Clock:
             self._add(COMMUNICATION, now - since)
             self._add(self._current, since - now)
 
-    @contextmanager
-    def __call__(self, section: str) -> Iterator[None]:
-        outer, self._thread = self._current, threading.get_ident()
-        self._current = section if section in DEVICE_SECTIONS else None
-        try:
-            with self._timed(section):
-                yield
-        finally:
-            self._current = outer
-
-    @contextmanager
-    def _timed(self, section: str) -> Iterator[None]:
-        if self.on_cuda and section in DEVICE_SECTIONS:
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            try:
-                yield
-            finally:
-                end.record()
-                self._events.append((section, start, end))
-            return
-        begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._add(section, time.perf_counter() - begin)
+    def __call__(self, section: str) -> _Timed:
+        """Time what is inside of ``with``."""
+        return _Timed(self, section)
 
     def _add(self, section: str, seconds: float) -> None:
         self._sections[section] = self._sections.get(section, 0.0) + seconds
@@ -107,3 +82,29 @@ class Clock:
         wall, sections = now - self._since, self._sections
         self._since, self._sections = now, {}
         return wall, sections
+
+
+class _Timed:
+    """One section, while it is timed: a class, since generators cost more than what they time here."""
+
+    __slots__ = ("_begin", "_clock", "_outer", "_section")
+
+    def __init__(self, clock: Clock, section: str) -> None:
+        self._clock, self._section = clock, section
+
+    def __enter__(self) -> None:
+        clock, section = self._clock, self._section
+        of_device = section in DEVICE_SECTIONS
+        self._outer, clock._thread = clock._current, threading.get_ident()
+        clock._current = section if of_device else None
+        self._begin = clock.mark() if of_device else time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        clock, begin = self._clock, self._begin
+        clock._current = self._outer
+        if isinstance(begin, float):
+            clock._add(self._section, time.perf_counter() - begin)
+        else:
+            end = clock.mark()
+            assert not isinstance(end, float)
+            clock._events.append((self._section, begin, end))

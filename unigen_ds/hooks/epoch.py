@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from unigen_ds.core import dist
 from unigen_ds.core.batch import DEFAULT_WEIGHT
 from unigen_ds.hooks.base import UpdateResult
 
+_BLOCK = 64
+
 
 class EpochMeans:
-    """Adds up on the device, without waiting for it; it is read at a save and at the end of an epoch."""
+    """Keeps the sums of updates on the device, which nothing waits for; read at a save and at the end of an epoch."""
 
     def __init__(self) -> None:
-        self._local: dict[str, Tensor] = {}
-        """This rank's sums since they were last read."""
+        self._local: dict[str, list[Tensor]] = {}
+        """This rank's sums since they were last read, one tensor of each update."""
+        self._blocks: dict[str, list[Tensor]] = {}
+        """Those before, ``_BLOCK`` of them in a tensor: they need less memory."""
         self._sums: dict[str, float] = {}
         """Over all ranks, what was read before."""
         self._counts: dict[str, float] = {}
@@ -32,8 +39,11 @@ class EpochMeans:
     def add(self, result: UpdateResult) -> None:
         if result.applied:  # the sums of a skipped update may not be finite
             for name, value in result.local_sums.items():
-                value = value.double()
-                self._local[name] = self._local[name] + value if name in self._local else value
+                values = self._local.setdefault(name, [])
+                values.append(value)
+                if len(values) == _BLOCK:
+                    self._blocks.setdefault(name, []).append(torch.stack(values))
+                    values.clear()
             for name, count in result.counts.items():
                 self._counts[name] = self._counts.get(name, 0.0) + count
         self._tokens += result.tokens
@@ -41,10 +51,16 @@ class EpochMeans:
     def settle(self) -> None:
         """Read the device and sum over ranks. Collective."""
         names = sorted(self._counts)
-        local = [float(self._local[name]) if name in self._local else 0.0 for name in names]
+        local = [self._sum(name) for name in names]
         for name, value in zip(names, dist.sum_floats(local), strict=True):
             self._sums[name] = self._sums.get(name, 0.0) + value
-        self._local = {}
+        self._local, self._blocks = {}, {}
+
+    def _sum(self, name: str) -> float:
+        """Exact, so blocks do not change it."""
+        singles = self._local.get(name)
+        blocks = [*self._blocks.get(name, ()), *([torch.stack(singles)] if singles else ())]
+        return math.fsum(chain.from_iterable(block.tolist() for block in blocks))
 
     def finish(self, loss_weights: Mapping[str, float]) -> dict[str, float]:
         """``epoch_loss``, ``epoch_loss/<term>`` and ``epoch_tokens_per_second``; the next epoch begins. Collective.
