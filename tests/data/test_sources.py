@@ -139,17 +139,22 @@ def test_loading_processes_read_the_same(own: Path, tmp_path: Path, monkeypatch:
 
 
 def test_two_processes_of_torchrun(own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """They train on the same sequences as one, also where both find no copy and no index; ``inspect_data`` agrees."""
+    """They train on the same sequences as one, also where both find no copy and no index; ``inspect_data`` agrees.
+
+    A source is skipped, at the first start and on a resume, where rank 0 reads the data before the others.
+    """
     data = several(own)
+    missing = {**source(own / "none.jsonl"), "on_error": "skip"}
     options = {"train_dataloader__batch_size": 2, "randomness__seed": 7}
     config = tiny_config(tmp_path / "two", tmp_path, **options)
-    config["train_dataloader"]["dataset"] = data
+    config["train_dataloader"]["dataset"] = [*data, missing]
     written = tmp_path / "config.json"
     written.write_text(json.dumps(plain_values(config)))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port",
                 str(free_port()), str(ROOT / "tools" / "train.py"), str(written), "--backend", "fsdp"]  # fmt: skip
-    (ended,) = together([[*torchrun, "--max-updates", "4"]], [{}])
-    assert ended.status == 0, ended.ending
+    for more in (["--max-updates", "2"], ["--max-updates", "4", "--resume"]):
+        (ended,) = together([[*torchrun, *more]], [{}])
+        assert ended.status == 0, ended.ending
     _, two = results(tmp_path / "two")
     _, one = train(tmp_path / "one", data, updates=4, randomness__seed=7, train_dataloader__batch_size=4)
     assert one == two and len(one) == 4

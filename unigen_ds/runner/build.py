@@ -76,25 +76,12 @@ def build_sources(components: Sequence[Component], processor: Any) -> list[Any]:
                 raise
             skipped = component.arguments.get("name") or component.arguments.get("data_path")
             logger().warning("data set %s is skipped (on_error='skip'): %s", skipped, error)
-    check_same_everywhere([component.arguments.get("on_error") for component in components], len(found))
     if len(found) < len(components):
         left = len(components) - len(found)
         if not found:
             raise DataError(f"No valid datasets were loaded: all {left} were skipped", remedy="see the warnings above")
         logger().warning("%d of %d data sets are skipped, %d are used", left, len(components), len(found))
     return found
-
-
-def check_same_everywhere(on_error: Sequence[str | None], number: int) -> None:
-    """Raise ``DataError`` where processes would use other sources. Collective where a source may be skipped."""
-    if "skip" not in on_error or not dist.joined():
-        return
-    numbers = dist.gather_objects(number)
-    if len(set(numbers)) > 1:
-        raise DataError(
-            f"the processes can open different numbers of data sets: {', '.join(map(str, numbers))}",
-            remedy="on_error='skip' leaves out what no process can open: give every node the same files",
-        )
 
 
 @dataclass(frozen=True)
@@ -105,6 +92,22 @@ class Data:
     """As of ``Family.processor``."""
     stream: SequenceStream
     validation: ValidationData | None = None
+
+
+def check_same_everywhere(settings: Settings, data: Data) -> None:
+    """Raise ``DataError`` where processes would use other sources. Collective where a source may be skipped; not part
+    of ``build_data``, which rank 0 calls alone for the checklist of a resume.
+    """
+    loaders = [loader for loader in (settings.train_dataloader, settings.val_dataloader) if loader is not None]
+    if all(source.arguments.get("on_error") != "skip" for loader in loaders for source in loader.dataset):
+        return
+    own = (*data.stream.names, *(data.validation.names if data.validation else ()))
+    for rank, names in enumerate(dist.gather_objects(own)):
+        if names != own:
+            raise DataError(
+                f"the processes can open different data sets: {', '.join(own)}; process {rank}: {', '.join(names)}",
+                remedy="on_error='skip' leaves out what no process can open: give every node the same files",
+            )
 
 
 def build_data(settings: Settings, *, geometry: Geometry, ruler: Ruler | None, rules: DataRules = CURRENT) -> Data:

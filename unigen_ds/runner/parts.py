@@ -42,6 +42,7 @@ from unigen_ds.runner.build import (
     build_optimizer_config,
     build_schedules,
     build_validation,
+    check_same_everywhere,
     named_parameters,
     parameter_table,
     recorded_fused,
@@ -99,6 +100,7 @@ def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
     settings = settings.with_seed(plan.seed)
     optimizer_cfg = build_optimizer_config(settings, fused=recorded_fused(settings, start.manifest))
     seed, data, loading = settings.seed, start.data, settings.train_dataloader
+    check_same_everywhere(settings, data)
     seed_everything(seed, rank=dist.rank())
     model: Any = build_model(settings, data.processor, seed=seed, stream=True)
     for part in (data.stream, data.validation) if data.validation else (data.stream,):
