@@ -194,6 +194,7 @@ def _ledger_lines(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _statistics_lines(report: Mapping[str, Any]) -> Iterator[str]:
+    from unigen_ds.data.filtered import removal_line
     from unigen_ds.data.overflow import overflow_line
     from unigen_ds.data.statistics import special_line
 
@@ -201,6 +202,8 @@ def _statistics_lines(report: Mapping[str, Any]) -> Iterator[str]:
         records = source["records"]
         weight = "" if source["weight"] is None else f", weight {source['weight']:g}"
         yield f"{name}: {records:,} records, {source['draws_per_epoch']:,} used per epoch{weight}"
+        if "filters" in source:
+            yield "  " + removal_line(source["filters"])
         yield _row("with images", source["records_with_images"], records)
         yield _row("text only", source["records_text_only"], records)
         if source["records_unreadable"]:

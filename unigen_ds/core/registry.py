@@ -28,6 +28,7 @@ DATASETS = Registry("unigen_dataset")
 SOURCES = Registry("unigen_source")
 PACKERS = Registry("unigen_packer")
 TRANSFORMS = Registry("unigen_transform")
+FILTERS = Registry("unigen_filter")
 CURVES = Registry("unigen_curve")
 HOOKS = Registry("unigen_hook")
 WRITERS = Registry("unigen_writer")
@@ -37,7 +38,7 @@ LAYOUTS = Registry("unigen_layout")
 METRICS = Registry("unigen_metric")
 REGISTRIES = (
     MODELS, FAMILIES, AUTOENCODERS, TOKENIZERS, DATASETS, PACKERS, TRANSFORMS, CURVES, HOOKS, WRITERS, BACKENDS,
-    OPTIMIZERS, LAYOUTS, METRICS, SOURCES,
+    OPTIMIZERS, LAYOUTS, METRICS, SOURCES, FILTERS,
 )  # fmt: skip
 _TRANSFORMERS_TOKENIZER = "dict(type='PretrainedTokenizer', path='DIR'), or ChatTokenizer for a VLM"
 _INTERFACES: dict[Registry, tuple[tuple[str, ...], str]] = {
@@ -47,6 +48,8 @@ _INTERFACES: dict[Registry, tuple[tuple[str, ...], str]] = {
     DATASETS: (("lengths", "sample"), "a class with lengths() and sample(index); dict(type='DatasetAdapter', "
                                       "dataset=dict(type=...)) wraps a map-style data set"),
     SOURCES: (("scan", "use", "read"), "a subclass of unigen_ds.data.sources.base.RecordSource"),
+    FILTERS: (("keeps",), "a subclass of unigen_ds.data.filters.RecordFilter, or dict(type='FunctionFilter', "
+                          "function='my.module.keeps')"),
     PACKERS: (("plan",), "a class with plan(lengths, tiles, seq_length, key)"),
     CURVES: (("place", "evaluate"), "a subclass of unigen_ds.schedule.curves.Curve"),
     HOOKS: (("after_update", "load_shards"), "a subclass of unigen_ds.hooks.base.Hook"),
@@ -217,7 +220,8 @@ def argument_problems(
     hints = {key: hint for key, hint in argument_hints(cls).items() if key in parameters}
     for key, hint in {**{key: hints[key] for key in arguments if key in hints}, **hints}.items():
         value, part = arguments.get(key, parameters[key].default), nested(hint)
-        if part is not None and (value is None or isinstance(value, Mapping)):
+        many = isinstance(value, (list, tuple)) and getattr(part, "many", False)
+        if part is not None and (value is None or isinstance(value, Mapping) or many):
             errors += part.argument_problems(value, where=f"{where}.{key}", beside=arguments)
         elif key in arguments and value is not parameters[key].default and (part or not fits(value, hint)):
             errors.append(ConfigError(f"{where}.{key} is {shown(value)}", allowed=described(hint)))

@@ -108,6 +108,8 @@ class Of:
     """Whether the constructor has no side effect: then it is called once to find what only it can refuse."""
     rest_from: str | None = None
     """Of a component that is an argument of another: see ``Section.rest_from``."""
+    many: bool = False
+    """Of an argument of a component: whether it is a list of them."""
     rewrite: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
     """A config's mapping -> the one that is meant; None: it is the same."""
 
@@ -158,6 +160,9 @@ class Of:
 
     def argument_problems(self, given: Any, *, where: str, beside: Mapping[str, Any]) -> list[ConfigError]:
         """See ``values.Nested``."""
+        if self.many:
+            each = enumerate(one_or_many(given))
+            return [problem for i, one in each for problem in self.problems(one, where=f"{where}[{i}]")]
         if self.rest_from is not None and beside.get(self.rest_from) and "type" not in (given or {}):
             return []
         if given is None:
@@ -166,6 +171,8 @@ class Of:
 
     def argument_completed(self, given: Any, *, beside: Mapping[str, Any]) -> Any:
         """See ``values.Nested``."""
+        if self.many:
+            return [self.completed(one) for one in one_or_many(given)]
         left = self.rest_from is not None and beside.get(self.rest_from)
         return given if given is None or left else self.completed(given)
 

@@ -16,7 +16,7 @@ and what its unfinished pass had not reached comes with that one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -32,8 +32,8 @@ class DataChange:
     """Differences, as sentences. False where the data is the same."""
 
     differences: tuple[tuple[str, str], ...] = ()
-    """(fact, what it was and is); facts: format, seed, packing, seq_length, max_sample_tokens, validation, overflow,
-    rules, names, sizes, weights, content."""
+    """(fact, what it was and is); facts: format, seed, packing, seq_length, max_sample_tokens, validation, filters,
+    overflow, rules, names, sizes, weights, content."""
     obstacles: tuple[str, ...] = ()
     """Why the new data is more than the old data with records appended; empty where it is just that."""
     division: tuple[Mapping[str, Any] | None, Mapping[str, Any] | None] | None = None
@@ -81,6 +81,9 @@ def _settings(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[
     if was.get("validation") != now.get("validation"):
         then, is_now = _division(was.get("validation")), _division(now.get("validation"))
         yield "validation", f"the share of the records for validation was {then} and is {is_now}"
+    before, after = was.get("filters") or {}, now.get("filters") or {}
+    for name in [name for name in was["names"] if name in now["names"] and before.get(name) != after.get(name)]:
+        yield "filters", f"the filters of {name} were {_filters(before.get(name))} and are {_filters(after.get(name))}"
     if was.get("overflow") != now["overflow"]:
         yield "overflow", f"overflow was {_overflow(was.get('overflow'))} and is {_overflow(now['overflow'])}"
     for rule, version in DataRules.stored(was).state_dict().items():
@@ -90,6 +93,10 @@ def _settings(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[
 
 def _division(facts: Mapping[str, float] | None) -> str:
     return "none" if facts is None else f"{facts['share']:g} by seed {facts['seed']}"
+
+
+def _filters(settings: Sequence[str] | None) -> str:
+    return "; ".join(settings) if settings else "none"
 
 
 def _overflow(actions: Mapping[str, str] | None) -> str:

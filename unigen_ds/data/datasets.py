@@ -22,10 +22,12 @@ from annotated_types import Ge
 from torch import Tensor
 
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.core.registry import DATASETS, check_arguments, checked
+from unigen_ds.core.registry import DATASETS, FILTERS, build, check_arguments, checked
 from unigen_ds.core.seeding import derive_seed
+from unigen_ds.core.settings import Of, one_or_many
 from unigen_ds.data.array_cache import fingerprint
 from unigen_ds.data.counts import Array, Counts, count, record_digest
+from unigen_ds.data.filters import RecordFilter
 from unigen_ds.data.index import Index, prefix_digest
 from unigen_ds.data.planning import learnt
 from unigen_ds.data.processor import ConversationProcessor
@@ -86,6 +88,7 @@ class UnifiedGenerationDataset:
         columns: names of the records' keys -> those of a layout: ``{'prompt': 'text_prompt'}``.
         captions: what an image with a text teaches: ``'generate'`` (text, then the image) or ``'understand'`` (image,
             then the text); None: ``'generate'``, and in JSON ``{image, text}`` is a document.
+        filters: list of components: filters that leave records out, counted.
         on_error: ``'skip'``: if it cannot be opened or indexed, the run continues without it, with a warning.
     """
 
@@ -104,8 +107,13 @@ class UnifiedGenerationDataset:
         format: str | Mapping[str, Any] | None = None,
         columns: Mapping[str, str] | None = None,
         captions: Captions | None = None,
+        filters: Annotated[Any, Of(FILTERS, trial=True, many=True)] = (),
         on_error: Literal["raise", "skip"] = "raise",
     ) -> None:
+        self.filters: tuple[RecordFilter, ...] = tuple(
+            build(FILTERS, one, where=f"filters[{i}]") if isinstance(one, Mapping) else one
+            for i, one in enumerate(one_or_many(filters))
+        )
         cache = Path(cache_dir) if cache_dir is not None else None
         source = open_source(data_path, format=format, cache_dir=cache)
         self.path = source.origin
@@ -118,7 +126,12 @@ class UnifiedGenerationDataset:
             image_root=self.image_root,
             cache_dir=cache,
             num_workers=index_workers,
-            layout=Layout(None, captions or source.captions, tuple((columns or {}).items())),
+            layout=Layout(
+                None,
+                captions or source.captions,
+                tuple((columns or {}).items()),
+                tuple(rating for one in self.filters for rating in one.ratings),
+            ),
         )
         self.cache_folder = self.index.folder
 

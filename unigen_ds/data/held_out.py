@@ -24,6 +24,7 @@ from unigen_ds.core.seeding import derive_seed
 from unigen_ds.data.array_cache import fingerprint
 from unigen_ds.data.counts import COLUMNS, Array, Counts
 from unigen_ds.data.datasets import PlannedDataset, source_names
+from unigen_ds.data.filtered import Filtered
 from unigen_ds.data.order import mix_many
 from unigen_ds.data.samples import Sample
 from unigen_ds.data.used import FirstRecords
@@ -106,14 +107,17 @@ class Part:
 
 def whole_of(dataset: PlannedDataset) -> PlannedDataset:
     """The source that a sample id refers to."""
-    while isinstance(dataset, (Part, FirstRecords)):
+    while isinstance(dataset, (Part, Filtered, FirstRecords)):
         dataset = dataset.whole
     return dataset
 
 
 def record_number(dataset: PlannedDataset, index: int) -> int:
     """The number of a record of ``dataset`` in ``whole_of(dataset)``."""
-    return int(dataset.numbers[index]) if isinstance(dataset, Part) else index
+    while isinstance(dataset, (Part, Filtered, FirstRecords)):
+        index = index if isinstance(dataset, FirstRecords) else int(dataset.numbers[index])
+        dataset = dataset.whole
+    return index
 
 
 def division_of(datasets: Sequence[PlannedDataset]) -> Division | None:

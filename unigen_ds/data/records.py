@@ -33,6 +33,8 @@ from unigen_ds.data.stored_image import StoredImage
 Captions = Literal["generate", "understand"]
 Role = Literal["user", "assistant", "system"]
 PLACEHOLDER = "<image>"
+RATINGS = ("relevance", "image_correspondence", "visual_dependency", "formatting")
+"""nanoVLM's ratings of a question and its answer; a record has them as ``relevance_ratings`` and so on."""
 _ROLES: dict[str, Role] = {
     "user": "user",
     "human": "user",
@@ -61,6 +63,8 @@ class Layout:
     """As of ``parse_record``."""
     columns: tuple[tuple[str, str], ...] = ()
     """(key of the file, key of the layout): a record's keys that have other names."""
+    ratings: tuple[tuple[str, int], ...] = ()
+    """(name of ``RATINGS``, the least that is kept): questions that are left out of nanoVLM's rows."""
 
     def named(self, record: Mapping[str, Any], where: object) -> Mapping[str, Any]:
         """``record`` with the keys of the layouts. Raises ``DataError`` where it has none of a given name."""
@@ -75,12 +79,51 @@ class Layout:
         """Those of a record, as its file has it."""
         if self.columns:  # a call less for every record
             record = self.named(record, where)
+        if self.ratings:
+            record = well_rated(record, self.ratings, where)
         return parse_record(record, where, image_root=self.image_root, captions=self.captions)
 
     @property
     def facts(self) -> tuple[object, ...]:
         """What changes a record, apart from the folder; nothing where all is as it always was."""
-        return (self.captions, self.columns) if self.captions is not None or self.columns else ()
+        facts: tuple[object, ...] = (self.captions, self.columns) if self.captions is not None or self.columns else ()
+        return (*facts, ("ratings", *self.ratings)) if self.ratings else facts
+
+
+def rated_out(record: Mapping[str, Any], ratings: Sequence[tuple[str, int]], where: object) -> list[str | None]:
+    """For each question of nanoVLM's rows the first rating that is below its least one, or None: it is kept. Other
+    layouts have none. As in nanoVLM, a rating that is missing or null keeps a question.
+
+    Raises ``DataError`` where the ratings of a record are not one number for each question.
+    """
+    texts = record.get("texts")
+    if not isinstance(texts, list):
+        return []
+    found: list[str | None] = [None] * len(texts)
+    for name, least in ratings:
+        given = record.get(f"{name}_ratings")
+        if given is None:
+            continue
+        if not isinstance(given, list) or len(given) != len(texts) or not all(map(_is_rating, given)):
+            raise _wrong(where, f"{name}_ratings", given, f"{len(texts)} numbers or null, one for each of texts")
+        for i, rating in enumerate(given):
+            if found[i] is None and rating is not None and rating < least:
+                found[i] = name
+    return found
+
+
+def _is_rating(value: Any) -> bool:
+    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
+
+
+def well_rated(record: Mapping[str, Any], ratings: Sequence[tuple[str, int]], where: object) -> Mapping[str, Any]:
+    """``record`` without its questions that are rated too low. One without any other question is as it was: a filter
+    leaves it out as a whole.
+    """
+    found = rated_out(record, ratings, where)
+    if None not in found or not any(found):
+        return record
+    return {**record, "texts": [text for text, rule in zip(record["texts"], found, strict=True) if rule is None]}
 
 
 def parse_record(

@@ -13,6 +13,7 @@ import numpy as np
 
 from unigen_ds.data.counts import Counts
 from unigen_ds.data.datasets import PlannedDataset
+from unigen_ds.data.filtered import filters_of, removal_line
 from unigen_ds.data.overflow import overflow_line, unit_tokens
 from unigen_ds.data.stream import Cursor, Row, SequenceStream
 
@@ -37,6 +38,7 @@ def describe(source: PlannedDataset | SequenceStream) -> dict[str, Any]:
                 "overflow": fitted.report(name),
                 "draws_per_epoch": source.draws_per_epoch[k],
                 "weight": fitted.dataset.weight,
+                **({"filters": dict(found.report)} if (found := filters_of(fitted.dataset)) else {}),
             }
             for k, (name, fitted) in enumerate(zip(source.names, source.fitted, strict=True))
         },
@@ -53,6 +55,7 @@ def start_lines(stream: SequenceStream) -> Iterator[tuple[bool, str]]:
     for name, fitted in zip(stream.names, stream.fitted, strict=True):
         report, records, key = fitted.report(name), len(fitted.dataset), fitted.overflow.key
         lost = report["share_lost"] > 0 or report["skipped"] > 0
+        yield from filter_lines(name, fitted.dataset)
         yield lost, f"Data, {name}: {overflow_line(report, records=records, seq_length=stream.sample_length, key=key)}."
         spelled = int(fitted.dataset.counts().touched_by("special_tokens").sum())
         if spelled and stream.rules.special_tokens:
@@ -91,6 +94,12 @@ def mandatory_line(group: Mapping[str, Any]) -> str:
         f"{drawn:,} samples an epoch, {group['share']:.1%} of all"
         f" (by its weight {group['share_by_weight']:.1%}): {more if drawn > requested else 'its weight suffices'}"
     )
+
+
+def filter_lines(name: str, dataset: PlannedDataset) -> Iterator[tuple[bool, str]]:
+    """What the filters of a source remove; nothing where it has none."""
+    if (found := filters_of(dataset)) is not None:
+        yield False, f"Data, {name}: {removal_line(found.report)}."
 
 
 def balance_lines(stream: SequenceStream) -> Iterator[tuple[bool, str]]:

@@ -31,6 +31,7 @@ from unigen_ds.core.seeding import derive_seed
 from unigen_ds.data.array_cache import cached, fingerprint
 from unigen_ds.data.counts import Array
 from unigen_ds.data.datasets import PlannedDataset, source_names
+from unigen_ds.data.filtered import filters_of
 from unigen_ds.data.groups import Blend, check_mandatory
 from unigen_ds.data.held_out import division_of, whole_of
 from unigen_ds.data.order import Draw, GlobalOrder, Weight
@@ -282,8 +283,11 @@ class SequenceStream:
     def facts(self) -> dict[str, Any]:
         """The data by name, so that a resume can report what changed. Plain values."""
         records = [dataset.prefix_digest(len(dataset)) for dataset in self.datasets]
+        found = {name: filters_of(dataset) for name, dataset in zip(self.names, self.datasets, strict=True)}
+        filters = {name: list(one.settings) for name, one in found.items() if one is not None}
         return {
             **self._fingerprinted,
+            **({"filters": filters} if filters else {}),
             "records": records,
             "rules": self.rules.state_dict(),
             "overflow": self.fitted[0].overflow.facts,

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from unigen_ds.core.batch import Batch
+from unigen_ds.data.filtered import filters_of, removal_line
 from unigen_ds.data.held_out import whole_of
 from unigen_ds.data.loader import BatchLoader, RowSource
 from unigen_ds.data.order import Draw, shares
@@ -81,6 +82,8 @@ class ValidationData:
             records, whole = len(fitted.dataset), len(whole_of(fitted.dataset))
             report = overflow_line(fitted.report(name), records=records, seq_length=self.seq_length)
             yield f"Validation, {name}: {records:,} of {whole:,} records; {report}."
+            if (found := filters_of(fitted.dataset)) is not None:
+                yield f"Validation, {name}: {removal_line(found.report)}."
 
     def draws(self, limit: int | None = None) -> list[list[Draw]]:
         """The samples of each source; ``limit``: at most so many of all, spread evenly over each source."""

@@ -28,6 +28,7 @@ from unigen_ds.core.progress import Duration, Geometry, Ruler, split_global_batc
 from unigen_ds.core.settings import Component
 from unigen_ds.data.datasets import source_names
 from unigen_ds.data.fast_packing import FastPacking as FastPacking  # registers it
+from unigen_ds.data.filtered import filtered
 from unigen_ds.data.groups import blend
 from unigen_ds.data.held_out import Division, divided
 from unigen_ds.data.loader import UpdateLoader
@@ -70,7 +71,7 @@ def build_sources(components: Sequence[Component], processor: Any) -> list[Any]:
     found = []
     for component in components:
         try:
-            found.append(used(component.build(processor=processor)))
+            found.append(filtered(used(component.build(processor=processor))))
         except DataError as error:
             if component.arguments.get("on_error") != "skip":
                 raise

@@ -1,0 +1,172 @@
+"""The records of a data set that its filters keep, under their own numbers, and how many each filter removes.
+
+In: a ``UnifiedGenerationDataset`` with filters. Out: a ``PlannedDataset`` of what is left. Each record is judged once;
+what was decided is cached with the index. The fingerprint of the data has the numbers that are kept, only where filters
+are set: data without filters keeps its fingerprint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from unigen_ds.core.errors import DataError
+from unigen_ds.data.array_cache import cached, fingerprint
+from unigen_ds.data.counts import COLUMNS, Array, Counts
+from unigen_ds.data.datasets import PlannedDataset, UnifiedGenerationDataset
+from unigen_ds.data.filters import JudgedRecord, RecordFilter, judged
+from unigen_ds.data.samples import Sample
+
+_FORMAT = "unigen-filters-1"
+
+
+class Filtered:
+    """Some records of a source, in its order; a ``PlannedDataset`` of their own number.
+
+    Args:
+        whole: the source.
+        numbers: of the records that are kept, ascending.
+        settings: of the filters, in words.
+        report: ``removed_by``'s.
+    """
+
+    def __init__(
+        self, whole: PlannedDataset, numbers: Array, settings: Sequence[str], report: Mapping[str, Any]
+    ) -> None:
+        self.whole, self.numbers, self.settings, self.report = whole, numbers, tuple(settings), report
+        self.name, self.weight, self.group = whole.name, whole.weight, getattr(whole, "group", None)
+
+    @property
+    def cache_folder(self) -> Path | None:
+        return self.whole.cache_folder
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def lengths(self) -> tuple[Array, Array]:
+        tokens, tiles = self.whole.lengths()
+        return tokens[self.numbers], tiles[self.numbers]
+
+    @cached_property
+    def _counts(self) -> Counts:
+        counts = self.whole.counts()
+        return Counts(*(getattr(counts, name)[self.numbers] for name in COLUMNS))
+
+    def counts(self) -> Counts:
+        return self._counts
+
+    def sample(self, index: int, *, pass_number: int = 0) -> Sample:
+        return self.whole.sample(int(self.numbers[index]), pass_number=pass_number)
+
+    @property
+    def fingerprint(self) -> str:
+        return fingerprint(self.whole.fingerprint, _FORMAT, self._kept(len(self)))
+
+    def prefix_digest(self, number: int) -> str:
+        """Covers the records that are left out between them, too."""
+        last = int(self.numbers[number - 1]) + 1 if number else 0
+        return fingerprint(number, self.whole.prefix_digest(last), self._kept(number))
+
+    def _kept(self, number: int) -> str:
+        first = np.ascontiguousarray(self.numbers[:number], dtype="<i8")
+        return hashlib.blake2b(first.tobytes(), digest_size=16).hexdigest()
+
+    def content_digests(self) -> Array:
+        """[N] as of ``UnifiedGenerationDataset``: a record is on the same side of a split with and without filters."""
+        whole: Any = self.whole
+        digests: Array = whole.content_digests()[self.numbers]
+        return digests
+
+
+def filtered(dataset: Any) -> Any:
+    """The data set, or what its filters keep of it. Raises ``DataError`` where that is nothing."""
+    origin = _unfiltered(dataset)
+    if origin is None:
+        return dataset
+    removed, parts = _judge(origin)
+    removed, parts = removed[: len(dataset)], parts[: len(dataset)]  # num_used_data counts records of the file
+    report = removed_by(origin.filters, removed, parts)
+    numbers = np.flatnonzero(removed == 0)
+    if not len(numbers):
+        raise DataError(
+            f"{dataset.name}: all {len(removed):,} records are removed by its filters ({removal_line(report)})",
+            remedy="weaker limits in `filters`, or other data",
+        )
+    return Filtered(dataset, numbers, [one.settings for one in origin.filters], report)
+
+
+def filters_of(dataset: Any) -> Filtered | None:
+    """The filters through which a data set, or a part of it, was made."""
+    while not isinstance(dataset, Filtered):
+        if (dataset := getattr(dataset, "whole", None)) is None:
+            return None
+    return dataset
+
+
+def _unfiltered(dataset: Any) -> UnifiedGenerationDataset | None:
+    """The data set itself where it has filters."""
+    while hasattr(dataset, "whole"):
+        dataset = dataset.whole
+    return dataset if isinstance(dataset, UnifiedGenerationDataset) and dataset.filters else None
+
+
+def _judge(dataset: UnifiedGenerationDataset) -> tuple[Array, Array]:
+    """Of each record the number of the first filter that removes it, from 1, or 0; and ``removed_parts`` [N, rules]."""
+    filters, index = dataset.filters, dataset.index
+    facts = [fact for one in filters for fact in (one.settings, one.code)]
+    key = fingerprint(_FORMAT, dataset.prefix_digest(len(dataset)), dataset.fingerprint, *facts)
+    usable = index.folder is not None and all(one.code is not None for one in filters)
+    name = f"{index.source.origin.name}-filters-{key[:16]}.npz"
+    found = cached(index.folder / name if usable and index.folder else None, key, lambda: _judge_all(dataset))
+    return found["removed"], found["parts"]
+
+
+def _judge_all(dataset: UnifiedGenerationDataset) -> dict[str, Array]:
+    filters, index = dataset.filters, dataset.index
+    reads = any(one.reads for one in filters)
+    removed = np.zeros(len(index), np.int64)
+    parts = np.zeros((len(index), sum(len(one.rules) for one in filters)), np.int64)
+    columns = {name: getattr(index.counts, name).tolist() for name in COLUMNS}
+    step = index.source.batch
+    for first in range(0, len(index), step):
+        stop = min(first + step, len(index))
+        entries = index.source.read(first, stop) if reads else [None] * (stop - first)
+        for number, entry in enumerate(entries, start=first):
+            counts = {name: column[number] for name, column in columns.items()}
+            record = JudgedRecord(entry, index.layout, dataset.processor, counts)
+            removed[number] = next((k for k, one in enumerate(filters, start=1) if not judged(one, record)), 0)
+            if parts.shape[1]:
+                parts[number] = [value for one in filters if one.rules for value in one.removed_parts(record)]
+    return {"removed": removed, "parts": parts}
+
+
+def removed_by(filters: Sequence[RecordFilter], removed: Array, parts: Array) -> dict[str, Any]:
+    """Plain numbers: records, those that each filter removes (the first one that does), and questions by rating."""
+    names: list[str] = []
+    for one in filters:
+        names.append(one.name if one.name not in names else f"{one.name}#{len(names)}")
+    rules = [rule for one in filters for rule in one.rules]
+    report: dict[str, Any] = {
+        "records": len(removed),
+        "removed": {name: int((removed == number).sum()) for number, name in enumerate(names, start=1)},
+    }
+    if rules:
+        report["questions_removed"] = {rule: int(parts[:, k].sum()) for k, rule in enumerate(rules)}
+    return report
+
+
+def removal_line(report: Mapping[str, Any]) -> str:
+    """``removed_by``'s numbers as a sentence."""
+    removed, records = sum(report["removed"].values()), report["records"]
+    each = ", ".join(f"{name} {number:,}" for name, number in report["removed"].items())
+    line = f"filters remove {removed:,} of {records:,} records ({removed / max(records, 1):.1%}): {each}"
+    if "questions_removed" in report:
+        questions = report["questions_removed"]
+        by_rule = ", ".join(f"{rule} {number:,}" for rule, number in questions.items())
+        line += f"; {sum(questions.values()):,} questions by their ratings: {by_rule}"
+    return line
