@@ -19,7 +19,7 @@ from unigen_ds.core.errors import DataError
 from unigen_ds.data.array_cache import cached, fingerprint
 from unigen_ds.data.counts import COLUMNS, Array, Counts
 from unigen_ds.data.datasets import PlannedDataset, UnifiedGenerationDataset
-from unigen_ds.data.filters import JudgedRecord, RecordFilter, judged
+from unigen_ds.data.filters import RATED, JudgedRecord, RecordFilter, judged
 from unigen_ds.data.samples import Sample
 
 _FORMAT = "unigen-filters-1"
@@ -156,7 +156,9 @@ def removed_by(filters: Sequence[RecordFilter], removed: Array, parts: Array) ->
         "removed": {name: int((removed == number).sum()) for number, name in enumerate(names, start=1)},
     }
     if rules:
-        report["questions_removed"] = {rule: int(parts[:, k].sum()) for k, rule in enumerate(rules)}
+        counts = {rule: int(parts[:, k].sum()) for k, rule in enumerate(rules)}
+        report["questions_rated"] = counts.pop(RATED)
+        report["questions_removed"] = counts
     return report
 
 
@@ -168,5 +170,5 @@ def removal_line(report: Mapping[str, Any]) -> str:
     if "questions_removed" in report:
         questions = report["questions_removed"]
         by_rule = ", ".join(f"{rule} {number:,}" for rule, number in questions.items())
-        line += f"; {sum(questions.values()):,} questions by their ratings: {by_rule}"
+        line += f"; {sum(questions.values()):,} of {report['questions_rated']:,} questions by their ratings: {by_rule}"
     return line

@@ -1,7 +1,7 @@
 """Filters of a data set (``filters=[dict(type=...)]``): which of its records are used.
 
-In: a record as a ``JudgedRecord``: its values, turns, sizes of images (from their headers) and counts of the index. Out:
-whether it is kept. A filter is a function of the record alone, so what it decides is kept with the index. Records that
+In: a record as a ``JudgedRecord``: its values, turns, sizes of images (from their headers) and counts of the index.
+Out: whether it is kept. A filter is a function of the record alone, so what it decides is kept with the index. Records that
 are left out keep their numbers: a sample id is that of the record in its file (``filtered.py``).
 """
 
@@ -23,6 +23,8 @@ from unigen_ds.data.records import RATINGS, Layout, Turn, rated_out
 from unigen_ds.data.sources.base import FoundRecord
 
 Limit = Annotated[int, Ge(1)] | None
+RATED = "rated"
+"""Of ``RatingFilter.rules``: questions of records that have ratings."""
 
 
 class JudgedRecord:
@@ -119,8 +121,8 @@ class RecordFilter:
 class RatingFilter(RecordFilter):
     """nanoVLM's: questions with a rating below the least one are left out, and records without any other question.
 
-    Ratings are those of its rows: ``relevance_ratings`` and so on, one for each of ``texts``. A rating that is missing or
-    null removes nothing.
+    Ratings are those of its rows: ``relevance_ratings`` and so on, one for each of ``texts``. A rating that is missing
+    or null removes nothing.
 
     Args:
         relevance_min_rating: least ``relevance_ratings`` that is kept.
@@ -129,7 +131,7 @@ class RatingFilter(RecordFilter):
         formatting_min_rating: the same of ``formatting_ratings``.
     """
 
-    rules = RATINGS
+    rules = (*RATINGS, RATED)
 
     @checked()
     def __init__(
@@ -155,7 +157,8 @@ class RatingFilter(RecordFilter):
 
     def removed_parts(self, record: JudgedRecord) -> Sequence[int]:
         found = rated_out(record.values, self.ratings, record.where)
-        return [found.count(rule) for rule in RATINGS]
+        rated = any(record.values.get(f"{rule}_ratings") for rule in RATINGS)
+        return [*map(found.count, RATINGS), len(found) if rated else 0]
 
 
 @FILTERS.register_module()

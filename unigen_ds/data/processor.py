@@ -69,6 +69,7 @@ class ConversationProcessor:
     dropout: Mapping[str, float] = {}
     vit_transform: Any = None
     vae_transform: ImageTransform | None = None
+    augment: Sequence[Augment] = ()
     vit_augment: Sequence[Augment] = ()
     vit_patch_size = 14
     vit_max_patches_per_side = 70

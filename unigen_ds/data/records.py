@@ -10,6 +10,7 @@ Also mixed in one file; ``docs/data.md`` shows an example of each::
     {images, texts: [{user, assistant}]}                       nanoVLM
     {image, caption}, {image, captions}                        an image with its text, or several to choose from
     {image_list, instruction_list}                             BAGEL's edits
+    {instruction, input_images, output_images}                 edits of several images, and sequences of images
 
 In LLaVA's each ``<image>`` of a human turn means the next of the record's images, and so it does in ``messages`` of a
 record with ``images``. Elsewhere it is text like any other. An image is a path or a ``StoredImage``. A malformed record
@@ -156,13 +157,16 @@ def parse_record(
         return _nanovlm(record, where, image_root)
     if "image_list" in record:
         return _edits(record, where, image_root)
+    if "instruction" in record and ("output_images" in record or "output_image" in record):
+        return _instructed(record, where, image_root)
     if "caption" in record or "captions" in record:
         image = _image_path(record.get("image"), "image", where, image_root)
         return _captioned(_caption(record, where), image, captions)
     raise DataError(
         f"{where}: conversations is missing (the record has: {_names(record) or 'nothing'})",
         allowed="{conversations: [...]}, {text_prompt, image_path}, {text}, LLaVA's {image, conversations},"
-        " {messages}, {images, texts}, {image, caption}, {image, captions} or {image_list, instruction_list}",
+        " {messages}, {images, texts}, {image, caption}, {image, captions}, {image_list, instruction_list} or"
+        " {instruction, input_images, output_images}",
         remedy="other names: columns={'name in the file': 'text'}",
     )
 
@@ -232,6 +236,44 @@ def _edits(record: Mapping[str, Any], where: object, image_root: Path | None) ->
     return turns
 
 
+def _instructed(record: Mapping[str, Any], where: object, image_root: Path | None) -> list[Turn]:
+    """Input images (none, one or several), an instruction, and one or several output images, each drawn after the one
+    before it: edits, compositions and sequences. ``<image>`` in the instruction is the next input image; without any
+    they come first.
+    """
+    inputs = _listed_images(record, "input_images" if "input_images" in record else "input_image", where, image_root)
+    outputs = _listed_images(
+        record, "output_images" if "output_images" in record else "output_image", where, image_root
+    )
+    if not outputs:
+        raise _wrong(where, "output_images", record.get("output_images"), "the path of an image, or a list of them")
+    pieces = _text(record, "instruction", "instruction", where).split(PLACEHOLDER)
+    if len(pieces) - 1 not in (0, len(inputs)):
+        raise DataError(
+            f"{where}: instruction has {len(pieces) - 1} {PLACEHOLDER} and the record has {len(inputs)} input images",
+            allowed=f"one {PLACEHOLDER} for each of them, or none",
+        )
+    first = inputs if len(pieces) == 1 else ()
+    turns = [Turn("user", "image", image) for image in first]
+    for number, piece in enumerate(pieces):
+        if number:
+            turns.append(Turn("user", "image", inputs[number - 1]))
+        text = piece if len(pieces) == 1 else piece.strip()
+        if text or len(pieces) == 1:
+            turns.append(Turn("user", "text", text))
+    return [*turns, *(Turn("assistant", "image", image) for image in outputs)]
+
+
+def _listed_images(record: Mapping[str, Any], key: str, where: object, image_root: Path | None) -> list[str]:
+    """Those of a key: one, a list, or none where it is missing or null."""
+    given = record.get(key)
+    if given is None:
+        return []
+    if not isinstance(given, list):
+        return [_image_path(given, key, where, image_root)]
+    return [_image_path(one, f"{key}[{i}]", where, image_root) for i, one in enumerate(given)]
+
+
 def _nanovlm(record: Mapping[str, Any], where: object, image_root: Path | None) -> list[Turn]:
     """nanoVLM's rows: all images, then questions and answers."""
     turns = [Turn("user", "image", image) for image in _images(record, where, image_root)]
@@ -246,11 +288,7 @@ def _nanovlm(record: Mapping[str, Any], where: object, image_root: Path | None) 
 
 def _images(record: Mapping[str, Any], where: object, image_root: Path | None) -> list[str]:
     """Those of ``image`` or ``images``: one, or a list; none where both are missing."""
-    key = "image" if record.get("image") is not None else "images"
-    given = record.get(key)
-    listed = [] if given is None else given if isinstance(given, list) else [given]
-    names = [f"{key}[{i}]" if isinstance(given, list) else key for i in range(len(listed))]
-    return [_image_path(image, name, where, image_root) for image, name in zip(listed, names, strict=True)]
+    return _listed_images(record, "image" if record.get("image") is not None else "images", where, image_root)
 
 
 _OPENAI_ROLES: dict[str, Role] = {

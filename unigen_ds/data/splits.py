@@ -22,7 +22,7 @@ from torch import Tensor
 
 from unigen_ds.core.batch import FULL, NOISE
 from unigen_ds.core.seeding import generator
-from unigen_ds.data.augment import Augment
+from unigen_ds.data.augment import Augment, changed
 from unigen_ds.data.packed import Latent, PackedBuilder
 from unigen_ds.data.samples import IGNORED, Split, Tally, TextTokenizer
 from unigen_ds.data.transforms import ImageContent, ImageTransform, UnreadableImage, patchify
@@ -37,6 +37,7 @@ class ImageProcessor(Protocol):
 
     vit_transform: ImageTransform | None
     vae_transform: ImageTransform | None
+    augment: Sequence[Augment]
     vit_augment: Sequence[Augment]
     vit_patch_size: int
     vae_downsample: int
@@ -191,8 +192,9 @@ class ImageSplit(Split):
         grid = (image.shape[1] // stride, image.shape[2] // stride)
         if grid != self.grid:  # a transform of a user's own, or a file that was replaced between two readings
             raise unreadable(self.path, f"image {self.path} has {grid} patches, {self.grid} when it was planned")
+        image = augmented(image, processor.augment, processor.vit_augment if vit else (), key)
         if vit:
-            return LoadedImage(self, vit_patches=patchify(augmented(image, processor.vit_augment, key), stride))
+            return LoadedImage(self, vit_patches=patchify(image, stride))
         assert key is not None, "an image is drawn with noise"
         p, z = processor.latent_patch_size, processor.latent_channels
         timestep = -math.inf
@@ -263,12 +265,21 @@ def count_image(tally: Tally, split: Split) -> None:
     tally.largest_image = max(tally.largest_image, length)
 
 
-def augmented(image: Tensor, changes: Sequence[Augment], key: tuple[object, ...] | None) -> Tensor:
-    """``image`` after the random changes, each keyed by ``key`` and its number; None: as it is."""
-    for number, augment in enumerate(changes if key is not None else ()):
-        assert key is not None
-        image = augment(image, generator(*key, "augment", number))
-    return image
+def augmented(
+    image: Tensor,
+    of_record: Sequence[Augment],
+    of_image: Sequence[Augment],
+    key: tuple[object, ...] | None,
+    *,
+    lowest: float = -1.0,
+) -> Tensor:
+    """``image`` after random changes: those of all images of its record alike, then its own.
+
+    ``key``: of its split, which ends with its number in the record; None: as it is. ``lowest``: value of black.
+    """
+    if key is None:
+        return image
+    return changed(changed(image, of_record, key[:-1], lowest=lowest), of_image, key, lowest=lowest)
 
 
 def unreadable(path: str, why: str) -> UnreadableImage:

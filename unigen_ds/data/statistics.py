@@ -99,7 +99,9 @@ def mandatory_line(group: Mapping[str, Any]) -> str:
 def filter_lines(name: str, dataset: PlannedDataset) -> Iterator[tuple[bool, str]]:
     """What the filters of a source remove; nothing where it has none."""
     if (found := filters_of(dataset)) is not None:
-        yield False, f"Data, {name}: {removal_line(found.report)}."
+        unrated = found.report.get("questions_rated") == 0
+        without = " RatingFilter does nothing: no record has ratings." if unrated else ""
+        yield unrated, f"Data, {name}: {removal_line(found.report)}.{without}"
 
 
 def balance_lines(stream: SequenceStream) -> Iterator[tuple[bool, str]]:

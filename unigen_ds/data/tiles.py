@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -48,6 +49,8 @@ class Tiling:
     tile_size: int
     max_size: int
     enlarge: bool = False
+    lowest: ClassVar[float] = 0.0
+    """Value of black."""
 
     def __post_init__(self) -> None:
         largest = self.tile_size * MAX_TILES_PER_SIDE
@@ -92,6 +95,8 @@ class TransformTiling:
 
     transform: ImageTransform
     tile_size: int
+    lowest: ClassVar[float] = -1.0
+    """Value of black."""
 
     def __post_init__(self) -> None:
         tile, largest = self.tile_size, self.tile_size * MAX_TILES_PER_SIDE

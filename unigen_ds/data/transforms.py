@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -317,6 +317,70 @@ class ImageTransform:
         pixels = pixels.reshape(pixels.shape[0], pixels.shape[1], self.channels).permute(2, 0, 1)
         # in place, and laid out once: fresh memory costs more than the arithmetic
         return pixels.to(torch.float32, memory_format=torch.contiguous_format).div_(255).sub_(0.5).div_(0.5)
+
+
+@TRANSFORMS.register_module()
+class CenterCrop(ImageTransform):
+    """A square: the picture is resized until its shorter side fits, and the middle of it is kept.
+
+    Args:
+        side: pixels of a side; a multiple of ``stride``.
+        stride: as of ``ImageTransform``.
+        mode: ``RGB`` (3 channels) or ``L`` (grey, 1 channel).
+    """
+
+    @checked()
+    def __init__(
+        self, side: Annotated[int, Ge(1)], stride: Annotated[int, Ge(1)], mode: Literal["RGB", "L"] = "RGB"
+    ) -> None:
+        _check_sides(type(self).__name__, (side,), stride)
+        super().__init__(side, side, stride, mode)
+
+    def size(self, width: int, height: int) -> tuple[int, int]:
+        return self.max_size, self.max_size
+
+    def resize(self, image: Image.Image) -> Image.Image:
+        image = on_white(image, self.mode)
+        (width, height), side = image.size, min(image.size)
+        box = ((width - side) / 2, (height - side) / 2, (width + side) / 2, (height + side) / 2)
+        return image.resize(self.size(width, height), Image.Resampling.BICUBIC, box=box)
+
+
+@TRANSFORMS.register_module()
+class FixedSize(ImageTransform):
+    """Always the same size: the picture is stretched to it.
+
+    Args:
+        width: pixels; a multiple of ``stride``.
+        height: pixels; a multiple of ``stride``.
+        stride: as of ``ImageTransform``.
+        mode: ``RGB`` (3 channels) or ``L`` (grey, 1 channel).
+    """
+
+    @checked()
+    def __init__(
+        self,
+        width: Annotated[int, Ge(1)],
+        height: Annotated[int, Ge(1)],
+        stride: Annotated[int, Ge(1)],
+        mode: Literal["RGB", "L"] = "RGB",
+    ) -> None:
+        _check_sides(type(self).__name__, (width, height), stride)
+        super().__init__(max(width, height), min(width, height), stride, mode)
+        self.width, self.height = width, height
+
+    @property
+    def fingerprint(self) -> str:
+        return f"{type(self).__name__}/{self.width}/{self.height}/{self.stride}/{self.mode}"
+
+    def size(self, width: int, height: int) -> tuple[int, int]:
+        return self.width, self.height
+
+
+def _check_sides(name: str, sides: Sequence[int], stride: int) -> None:
+    if any(side % stride for side in sides):
+        shown = " x ".join(map(str, sides))
+        raise ConfigError(f"{name} of {shown} pixels, stride {stride}", allowed="sides that are multiples of stride")
 
 
 def patchify(image: Tensor, patch_size: int) -> Tensor:

@@ -128,7 +128,7 @@ class ValidationData:
 def for_evaluation(processor: Any) -> Any:
     """A processor without condition dropout and augmentation: an evaluation sees every record as it is."""
     changed = copy.copy(processor)
-    for name, none in (("dropout", {}), ("vit_augment", ())):
+    for name, none in (("dropout", {}), ("augment", ()), ("vit_augment", ())):
         if hasattr(processor, name):
             setattr(changed, name, none)
     return changed

@@ -180,10 +180,9 @@ def _transforms(given: Mapping[str, Any]) -> dict[str, Any]:
         for key in ("vit_transform", "vae_transform")
         if given.get(key) is not None
     }
-    if augment := given.get("vit_augment"):
-        made["vit_augment"] = [
-            build(TRANSFORMS, spec, where=f"processor.vit_augment[{i}]") for i, spec in enumerate(augment)
-        ]
+    for key in ("augment", "vit_augment"):
+        if augment := given.get(key):
+            made[key] = [build(TRANSFORMS, spec, where=f"processor.{key}[{i}]") for i, spec in enumerate(augment)]
     return made
 
 

@@ -51,13 +51,14 @@ from unigen_ds.schedule.settings import Curve
 from unigen_ds.tracking.settings import Visualizer
 
 PROCESSOR_KEYS = (
-    "vit_transform", "vae_transform", "vit_augment", "text_dropout", "vit_dropout", "vae_dropout", "timestep",
-    "ce_reweight", "max_image_size", "resize_to_max_side_len",
+    "vit_transform", "vae_transform", "augment", "vit_augment", "text_dropout", "vit_dropout", "vae_dropout",
+    "timestep", "ce_reweight", "max_image_size", "resize_to_max_side_len",
 )  # fmt: skip
 """Keys of ``processor`` of the families of this package."""
 _FIXED = ("tokenizer", "seed", "rules")
 """Arguments of a processor that no config sets in its section."""
 _CHANNELS = {"RGB": 3, "L": 1}
+_WITH_MODE = ("ImageTransform", "CenterCrop", "FixedSize")
 
 
 def _single_by_default(given: Any) -> Any:
@@ -478,9 +479,10 @@ def _of_transforms(processor: Mapping[str, Any]) -> Iterator[ConfigError]:
     for key in ("vit_transform", "vae_transform"):
         if isinstance(spec := processor.get(key), Mapping):
             yield from of.problems(spec, where=f"processor.{key}")
-    augment = processor.get("vit_augment")
-    for index, spec in enumerate(augment if isinstance(augment, (list, tuple)) else ()):
-        yield from of.problems(spec, where=f"processor.vit_augment[{index}]")
+    for key in ("augment", "vit_augment"):
+        augment = processor.get(key)
+        for index, spec in enumerate(augment if isinstance(augment, (list, tuple)) else ()):
+            yield from of.problems(spec, where=f"processor.{key}[{index}]")
 
 
 _ADD_VALIDATION = "val_dataloader=dict(split=0.02), or dict(dataset=dict(type=...)); or delete the hook"
@@ -522,7 +524,7 @@ def _channels(settings: ModelSettings) -> Iterator[ConfigError]:
         transform, section = settings.processor.get(f"{part}_transform"), model.get(part)
         given = section.get(key, 3) if isinstance(section, Mapping) else None
         spec = transform if isinstance(transform, Mapping) else {}
-        mode = (spec.get("mode") or "RGB") if spec.get("type") == "ImageTransform" else None
+        mode = (spec.get("mode") or "RGB") if spec.get("type") in _WITH_MODE else None
         made = _CHANNELS.get(str(mode))
         if isinstance(given, int) and made is not None and given != made:
             other = next((name for name, number in _CHANNELS.items() if number == given), None)

@@ -49,6 +49,8 @@ class UnifiedProcessor(ConversationProcessor):
         vae_dropout: the same for clean latents of edited images.
         timestep: distribution of the raw time step before the sigmoid: ``normal`` (N(0, 1)) alone.
         ce_reweight: weigh each text target by 1 / sqrt(targets of its text) instead of 1.
+        augment: list of components: random changes of every image of a record, all in the same way, generated ones
+            included; in training only, keyed by sample.
         vit_augment: list of components: random changes of understood images, in training only, keyed by sample.
         seed: of dropout, time steps and noise.
         rules: versions of the rules by which texts and images are read.
@@ -73,6 +75,7 @@ class UnifiedProcessor(ConversationProcessor):
         vae_dropout: Probability = 0.0,
         timestep: Literal["normal"] = "normal",
         ce_reweight: bool = False,
+        augment: Sequence[Augment] = (),
         vit_augment: Sequence[Augment] = (),
         seed: int = 0,
         rules: DataRules = CURRENT,
@@ -84,7 +87,7 @@ class UnifiedProcessor(ConversationProcessor):
         self.vae_spatial_downsample = vae_spatial_downsample
         self.max_latent_size, self.vit_max_patches_per_side = max_latent_size, vit_max_patches_per_side
         self.dropout = {"text": text_dropout, "vit": vit_dropout, "vae": vae_dropout}
-        self.vit_augment = tuple(vit_augment)
+        self.augment, self.vit_augment = tuple(augment), tuple(vit_augment)
         self._check()
 
     def _check(self) -> None:

@@ -64,6 +64,8 @@ class VLMProcessor(ConversationProcessor):
         vit_transform: component: transform that resizes a picture before it is split into tiles, instead of
             ``max_image_size`` and ``resize_to_max_side_len`` (nanoVLM's rule); both sides become multiples of
             ``vit.image_size``.
+        augment: list of components: random changes of every image of a record, all in the same way, generated ones
+            included; in training only, keyed by sample.
         vit_augment: list of components: random changes of the resized picture before it is split into tiles, in
             training only, keyed by sample.
         seed: of the random changes.
@@ -85,6 +87,7 @@ class VLMProcessor(ConversationProcessor):
         resize_to_max_side_len: bool = False,
         ce_reweight: bool = False,
         vit_transform: ImageTransform | None = None,
+        augment: Sequence[Augment] = (),
         vit_augment: Sequence[Augment] = (),
         seed: int = 0,
         rules: DataRules = CURRENT,
@@ -93,7 +96,7 @@ class VLMProcessor(ConversationProcessor):
         side = tile_size // vit_patch_size
         self.vit_patch_size, self.vit_max_patches_per_side = vit_patch_size, side
         self.tokens_per_tile = (side // pixel_shuffle_factor) ** 2
-        self.vit_augment = tuple(vit_augment)
+        self.augment, self.vit_augment = tuple(augment), tuple(vit_augment)
         self.tiling: Tiling | TransformTiling
         if vit_transform is None:
             largest = 4 * tile_size if max_image_size is None else max_image_size

@@ -23,6 +23,7 @@ class TileProcessor(Protocol):
     """What a tiled image needs of the processor that it is loaded for."""
 
     tiling: Tiling | TransformTiling
+    augment: Sequence[Augment]
     vit_augment: Sequence[Augment]
     vit_patch_size: int
 
@@ -74,7 +75,8 @@ class TiledSplit(Split):
                 f"image {self.path} has {pixels.shape[1]} x {pixels.shape[2]} pixels and {num_tiles(grid)} tiles,"
                 f" {self.num_tiles} when planned",
             )
-        tiles = split_tiles(augmented(pixels, processor.vit_augment, key), tile)
+        pixels = augmented(pixels, processor.augment, processor.vit_augment, key, lowest=processor.tiling.lowest)
+        tiles = split_tiles(pixels, tile)
         return LoadedTiles(self, torch.cat([patchify(each, processor.vit_patch_size) for each in tiles]))
 
 
