@@ -196,7 +196,7 @@ def _ledger_lines(report: Mapping[str, Any]) -> Iterator[str]:
 def _statistics_lines(report: Mapping[str, Any]) -> Iterator[str]:
     from unigen_ds.data.filtered import removal_line
     from unigen_ds.data.overflow import overflow_line
-    from unigen_ds.data.statistics import special_line
+    from unigen_ds.data.statistics import over_tiles_line, special_line
 
     for name, source in report["sources"].items():
         records = source["records"]
@@ -222,6 +222,8 @@ def _statistics_lines(report: Mapping[str, Any]) -> Iterator[str]:
         if source["records_special_tokens"] and report["rules"]["special_tokens"]:
             yield "  " + special_line(source["records_special_tokens"], records=records)
         yield "  " + overflow_line(source["overflow"], records=records, seq_length=report["seq_length"])
+        if number := source["records_over_max_tiles"]:
+            yield "  " + over_tiles_line(number, records=records, limit=report["max_tiles"])
     lengths = report["lengths"]
     yield "tokens per record: " + "  ".join(f"{key} {value:,.4g}" for key, value in lengths.items())
     yield f"sequences: {report['sequences_per_epoch']:,} per epoch of at most {report['seq_length']:,} tokens"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+import tempfile
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 
+from unigen_ds.core import dist
 from unigen_ds.core.files import write_atomic
 from unigen_ds.core.locks import held
 from unigen_ds.core.log import logger
@@ -46,6 +48,33 @@ def cache_folder(path: Path, cache_dir: Path | None) -> Path | None:
         path,
     )
     return None
+
+
+def launch() -> tuple[str, ...]:
+    """What the processes of one start on one node have in common: their parent, and what the launcher sets."""
+    parent = os.getppid()
+    try:
+        begun = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]  # its clock tick
+    except (OSError, IndexError):
+        begun = ""
+    names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID",
+             "SLURM_STEP_ID")  # fmt: skip
+    return (str(parent), begun, *(os.environ.get(name, "") for name in names))
+
+
+def shared_by_node() -> Path | None:
+    """A folder for what one process of a start computes for the others on its node; None: there are no others. It is
+    this user's own; who puts a file there removes it at the end.
+    """
+    if dist.env_world_size() == 1:
+        return None
+    folder = Path(tempfile.gettempdir()) / f"unigen-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        own = folder.lstat()
+    except OSError:
+        return None
+    return folder if own.st_uid == os.getuid() and own.st_mode & 0o7077 == 0 and folder.is_dir() else None
 
 
 def cached(cache: Path | None, key: str, make: Callable[[], Mapping[str, Array]]) -> dict[str, Array]:

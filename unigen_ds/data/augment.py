@@ -1,8 +1,8 @@
 """Random changes of training images, keyed by sample: the same wherever a sample is loaded.
 
 An augmentation accepts ``[C, H, W]`` and a generator and returns the same shape. ``processor.vit_augment`` changes the
-images that the model reads, each on its own; ``processor.augment`` changes all images of a record in the same way, those
-that are to be generated included: it draws the same numbers for each of them.
+images that the model reads, each on its own; ``processor.augment`` changes all images of a record in the same way, also
+those that are to be generated: it draws the same numbers for each of them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Filters of a data set (``filters=[dict(type=...)]``): which of its records are used.
 
 In: a record as a ``JudgedRecord``: its values, turns, sizes of images (from their headers) and counts of the index.
-Out: whether it is kept. A filter is a function of the record alone, so what it decides is kept with the index. Records that
-are left out keep their numbers: a sample id is that of the record in its file (``filtered.py``).
+Out: whether it is kept. A filter is a function of the record alone, so what it decides is kept with the index. The
+other records keep their numbers: a sample id is that of the record in its file (``filtered.py``).
 """
 
 from __future__ import annotations

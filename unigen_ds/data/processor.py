@@ -134,10 +134,10 @@ class ConversationProcessor:
 
     def ready_image(self, image: Tensor, kind: ImageKind, where: str) -> ImageSplit:
         """The split of an image that a data set has as a tensor ``[C, H, W]``. Raises ``DataError`` for its shape."""
-        noise = kind == "noise"
-        stride = self.vae_downsample if noise else self.vit_patch_size
-        table = self.max_latent_size if noise else self.vit_max_patches_per_side
-        channels = self.vae_channels if noise else self.vit_channels
+        latent = kind != "vit"
+        stride = self.vae_downsample if latent else self.vit_patch_size
+        table = self.max_latent_size if latent else self.vit_max_patches_per_side
+        channels = self.vae_channels if latent else self.vit_channels
         c, height, width = image.shape
         if c != channels or height % stride or width % stride or max(height, width) > table * stride:
             raise DataError(

@@ -241,9 +241,9 @@ def _instructed(record: Mapping[str, Any], where: object, image_root: Path | Non
     before it: edits, compositions and sequences. ``<image>`` in the instruction is the next input image; without any
     they come first.
     """
-    inputs = _listed_images(record, "input_images" if "input_images" in record else "input_image", where, image_root)
-    outputs = _listed_images(
-        record, "output_images" if "output_images" in record else "output_image", where, image_root
+    inputs, outputs = (
+        _listed_images(record, f"{key}s" if f"{key}s" in record else key, where, image_root)
+        for key in ("input_image", "output_image")
     )
     if not outputs:
         raise _wrong(where, "output_images", record.get("output_images"), "the path of an image, or a list of them")

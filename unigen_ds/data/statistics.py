@@ -38,6 +38,7 @@ def describe(source: PlannedDataset | SequenceStream) -> dict[str, Any]:
                 "overflow": fitted.report(name),
                 "draws_per_epoch": source.draws_per_epoch[k],
                 "weight": fitted.dataset.weight,
+                "records_over_max_tiles": _over_max_tiles(source, fitted.dataset),
                 **({"filters": dict(found.report)} if (found := filters_of(fitted.dataset)) else {}),
             }
             for k, (name, fitted) in enumerate(zip(source.names, source.fitted, strict=True))
@@ -60,6 +61,9 @@ def start_lines(stream: SequenceStream) -> Iterator[tuple[bool, str]]:
         spelled = int(fitted.dataset.counts().touched_by("special_tokens").sum())
         if spelled and stream.rules.special_tokens:
             yield False, f"Data, {name}: {special_line(spelled, records=records)}."
+        if number := _over_max_tiles(stream, fitted.dataset):
+            limit = getattr(stream.packer, "max_tiles", None)
+            yield True, f"Data, {name}: {over_tiles_line(number, records=records, limit=limit)}."
     yield from balance_lines(stream)
     for name, group in group_report(stream).items():
         if group["mandatory"]:
@@ -93,6 +97,20 @@ def mandatory_line(group: Mapping[str, Any]) -> str:
     return (
         f"{drawn:,} samples an epoch, {group['share']:.1%} of all"
         f" (by its weight {group['share_by_weight']:.1%}): {more if drawn > requested else 'its weight suffices'}"
+    )
+
+
+def _over_max_tiles(stream: SequenceStream, dataset: PlannedDataset) -> int:
+    """Records with more condition images than a sequence may have by the packing."""
+    limit = getattr(stream.packer, "max_tiles", None)
+    return 0 if limit is None else int((dataset.lengths()[1] > limit).sum())
+
+
+def over_tiles_line(number: int, *, records: int, limit: int | None) -> str:
+    """How many records have more condition images than a sequence may have."""
+    return (
+        f"{number:,} of {records:,} records have more than packing.max_tiles={limit} condition images; each is in a"
+        " sequence without another image. ImageCountFilter(max_tiles=...) leaves them out"
     )
 
 
@@ -195,6 +213,7 @@ def _packing(stream: SequenceStream) -> dict[str, Any]:
     filled = sum(unit_tokens(int(lengths[d.source][d.index]), d.piece, limit) for row in rows for d in row)
     return {
         "packed": stream.packer is not None,
+        "max_tiles": getattr(stream.packer, "max_tiles", None),
         "utilisation": filled / (len(rows) * stream.seq_length),
         "samples_per_sequence": sum(map(len, rows)) / len(rows),
     }

@@ -13,11 +13,15 @@ import numpy as np
 from unigen_ds.core.errors import DataError
 from unigen_ds.core.registry import SOURCES
 from unigen_ds.data.data_file import check_data_file
+from unigen_ds.data.records import RATINGS
 from unigen_ds.data.sources.base import Arrays, FoundRecord, RecordSource, Row
 from unigen_ds.data.sources.json_lines import Place, read_bytes
 
 csv.field_size_limit(2**31 - 1)  # Python's own limit refuses a text of 131,072 characters
-_NESTED = ("conversations", "messages", "texts", "images", "image_list", "instruction_list")
+_NESTED = (
+    "conversations", "messages", "texts", "images", "image_list", "instruction_list", "input_images", "output_images",
+    *(f"{name}_ratings" for name in RATINGS),
+)  # fmt: skip
 """Columns whose cells are lists, written as JSON."""
 _BOM = b"\xef\xbb\xbf"
 

@@ -30,7 +30,10 @@ IMAGES = frozenset((
 PICKLED = frozenset(("pyd", "pkl", "pickle", "pth", "pt", "joblib", "dill"))
 _TEXTS = ("txt", "caption", "text")
 _SHOWN = 5
-_IMAGE_KEYS = ("image", "images", "image_path", "image_list", "image_url", "url", "path")
+_IMAGE_KEYS = (
+    "image", "images", "image_path", "image_list", "input_image", "input_images", "output_image", "output_images",
+    "image_url", "url", "path",
+)  # fmt: skip
 """Keys of a JSON object whose texts may be names of members."""
 
 
@@ -166,7 +169,7 @@ class WebDatasetSource(RecordSource):
         record = _resolved(record, named)
         for suffix in members.keys() & set(_TEXTS):
             record["caption" if images else "text"] = self._text(members[suffix], f"{where}: {suffix}")
-        if images and not any(name in record for name in ("image", "images", "image_path", "image_list")):
+        if images and not {"image", "images", "image_path", "image_list", "instruction"} & record.keys():
             listed = list(images.values())
             record |= {"image": listed[0]} if len(listed) == 1 else {"images": listed}
         if "caption" in record and "text" in record and images:
