@@ -1,0 +1,58 @@
+"""nanoVLM's own trio, SigLIP2-base-512 and SmolLM2-360M, with its hyper-parameters, on its rows or any conversations.
+
+On 8 GPUs an update is 128 sequences of 4,096 tokens. An image is one tile of 512 pixels, 64 tokens. Records of more
+than 4 tiles are left out and counted, and a sequence has 18 at most; with a larger ``processor.max_image_size`` raise
+both: 2048 needs up to 17 tiles for one image. From a published directory: ``model.pretrained=DIR``.
+
+    torchrun --nproc-per-node 8 tools/train.py nanovlm_460m --cfg-options train_dataloader.dataset.data_path=my.parquet
+"""
+
+batch_size, accumulative_counts, seq_length, max_updates = 2, 8, 4096, 40_000
+max_sample_tiles, max_sequence_tiles = 4, 18
+
+model = dict(type="VLM", llm=dict(), vit=dict(), pixel_shuffle_factor=4, activation_checkpointing=False)
+tokenizer = dict(type="ChatTokenizer", path="HuggingFaceTB/SmolLM2-360M-Instruct")
+processor = dict(max_image_size=512)
+train_dataloader = dict(
+    batch_size=batch_size,
+    num_workers=3,
+    seq_length=seq_length,
+    packing=dict(type="WindowPacking", max_tiles=max_sequence_tiles),
+    dataset=dict(
+        type="UnifiedGenerationDataset",
+        data_path="train.parquet",
+        captions="understand",
+        filters=[
+            dict(
+                type="RatingFilter",
+                relevance_min_rating=1,
+                image_correspondence_min_rating=1,
+                visual_dependency_min_rating=1,
+                formatting_min_rating=1,
+            ),
+            dict(type="ImageCountFilter", max_tiles=max_sample_tiles),
+        ],
+        index_workers=4,
+    ),
+)
+optim_wrapper = dict(
+    optimizer=dict(type="AdamW", lr=5e-5),
+    accumulative_counts=accumulative_counts,
+    clip_grad=dict(max_norm=1.0),
+    paramwise_cfg=dict(
+        groups=[
+            dict(pattern="^connector", name="connector", lr=0.00512),
+            dict(pattern="^vision_model", name="vision", lr=5e-5),
+            dict(pattern="^language_model", name="language", lr=5e-5),
+        ]
+    ),
+    precision="bf16",
+)
+param_scheduler = dict(type="WarmupCosineLR", warmup_ratio=0.03, min_ratio=0.1)
+train_cfg = dict(max_updates=max_updates)
+backend = dict(type="fsdp", sharding_strategy="NO_SHARD")
+default_hooks = dict(
+    logger=dict(type="LoggerHook", interval=10),
+    checkpoint=dict(type="CheckpointHook", by_epoch=False, interval=500, max_keep_ckpts=3),
+)
+randomness = dict(seed=0)
