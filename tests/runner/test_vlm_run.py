@@ -19,6 +19,7 @@ from unigen_ds.core.batch import PackedBatch
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.metrics import read_lines
 from unigen_ds.core.registry import TRANSFORMS
+from unigen_ds.data.datasets import UnifiedGenerationDataset
 from unigen_ds.data.records import Turn
 from unigen_ds.data.transforms import ImageTransform
 from unigen_ds.evaluation.generation import own_prompt
@@ -26,8 +27,8 @@ from unigen_ds.families.nanovlm.inference import answer
 from unigen_ds.families.nanovlm.model import VLM
 from unigen_ds.families.nanovlm.published import vlm_arguments
 from unigen_ds.runner import Runner
-from unigen_ds.runner.build import build_processor
-from unigen_ds.runner.settings import ModelSettings, load_config
+from unigen_ds.runner.build import build_groups, build_processor
+from unigen_ds.runner.settings import ModelSettings, Settings, load_config
 
 CONFIG = """
 model = dict(
@@ -176,6 +177,50 @@ def test_random_changes_of_pictures_are_made_in_training_alone(data, tmp_path) -
     sample = processor.plan([Turn("user", "image", str(data / "dark.png")), Turn("user", "text", "?")], reply=True)
     (shown,) = [split.load(processor, None) for split in sample.splits if split.num_encoded]
     assert (shown.vit_patches >= 0).all(), "a prompt is shown as it is"
+
+
+def test_changes_of_all_pictures_of_a_record(data, tmp_path) -> None:
+    """A colour change is in the range of the pixels; one that is not random shows which it was."""
+    plain = batches(config(data, tmp_path / "plain"))
+    changes = {"processor": {"max_image_size": 32, "augment": [{"type": "RandomGray", "probability": 1.0}]}}
+    for own, other in zip(batches(config(data, tmp_path / "grey", **changes)), plain, strict=True):
+        pixels, before = own.vit_patches.reshape(-1, 3), other.vit_patches.reshape(-1, 3)
+        torch.testing.assert_close(pixels, (before @ torch.tensor([0.299, 0.587, 0.114]))[:, None].expand(-1, 3))
+        assert own.sample_ids == other.sample_ids
+    assert sum(len(batch.vit_patches) for batch in plain) > 0
+
+
+def test_tiles_of_a_sample_and_of_a_sequence_have_limits_and_what_exceeds_is_counted(data, tmp_path) -> None:
+    """nanoVLM's 4 and 18: an image of two tiles and the global one has 3."""
+    dataset = {"type": "UnifiedGenerationDataset", "data_path": str(data / "train.jsonl")}
+    packing = {"type": "WindowPacking", "window": 32, "max_tiles": 2}
+    loader = {"train_dataloader__dataset": dataset, "train_dataloader__packing": packing}
+    free = batches(config(data, tmp_path / "free", **loader))
+    numbers = UnifiedGenerationDataset(data / "train.jsonl", build_processor(
+        ModelSettings.of(config(data, tmp_path / "x")), seed=0)).lengths()[1]  # fmt: skip
+    over, log = int((numbers > 2).sum()), (tmp_path / "free" / "train.log").read_text()
+    assert over > 0 and f"{over} of 16 records have more than packing.max_tiles=2 condition images" in log
+    assert max(len(batch.vit_lengths) for batch in free) > 2 * 2
+    dataset["filters"] = [{"type": "ImageCountFilter", "max_tiles": 2}]
+    capped = batches(config(data, tmp_path / "capped", **loader))
+    assert max(len(batch.vit_lengths) for batch in capped) <= 2 * 2, "two sequences an iteration"
+    log = (tmp_path / "capped" / "train.log").read_text()
+    assert f"filters remove {over} of 16 records" in log and "more than packing.max_tiles" not in log
+
+
+def test_the_recipe_has_nanovlms_numbers(tmp_path) -> None:
+    made = load_config("nanovlm_460m", {"work_dir": str(tmp_path)})
+    loader, wrapper = made["train_dataloader"], made["optim_wrapper"]
+    assert loader["packing"]["max_tiles"] == 18 and loader["dataset"]["filters"][1]["max_tiles"] == 4
+    assert (loader["batch_size"], wrapper["accumulative_counts"], made["train_cfg"]["max_updates"]) == (2, 8, 40_000)
+    assert [group["lr"] for group in wrapper["paramwise_cfg"]["groups"]] == [0.00512, 5e-5, 5e-5]
+    settings = Settings.from_config(made)
+    with torch.device("meta"):
+        model = settings.model.build()
+    named = dict(model.named_parameters())
+    groups = build_groups(settings, named.items())
+    assert [group.name for group in groups] == ["connector", "vision", "language"]
+    assert 400e6 < sum(p.numel() for p in named.values()) < 500e6
 
 
 def test_a_transform_of_ones_own_resizes_the_pictures_of_a_vlm(data, tmp_path) -> None:

@@ -1,0 +1,63 @@
+"""A user's map-style data sets for ``test_adapter.py``; a process of torchrun imports them by name."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+NUMBER = 40
+
+
+class Items:
+    """Texts of several lengths; every reading of an item is a line of ``reads``."""
+
+    def __init__(self, reads: str, extra: int = 0) -> None:
+        self.reads, self.extra = Path(reads), extra
+
+    def __len__(self) -> int:
+        return NUMBER
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        with self.reads.open("a") as stream:
+            stream.write(f"{os.getpid()} {index}\n")
+        ids = [1 + (index * 7 + k) % 9 for k in range(3 + index % 5 + self.extra)]
+        return {"input_ids": ids, "labels": ids}
+
+
+class WithLengths(Items):
+    """The same, with the lengths of its items."""
+
+    def lengths(self) -> list[int]:
+        return [3 + index % 5 for index in range(NUMBER)]
+
+
+class Fingerprinted(Items):
+    """The same, with a text that stands for its content."""
+
+    def __init__(self, reads: str, extra: int = 0, version: str = "1") -> None:
+        super().__init__(reads, extra)
+        self.fingerprint = f"{version}/{extra}"
+
+
+class Edits:
+    """Several images with a role each."""
+
+    def __init__(self, measured: bool = False) -> None:
+        if measured:
+            self.lengths = self._lengths
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        ids = [1, 2, 3]
+        images = [torch.full((1, 8, 8 * (1 + index % 2) if k < 2 else 8), k / 4) for k in range(3)]
+        return {"input_ids": ids, "labels": ids, "padded_images": images,
+                "image_roles": ["target", "edited", "condition"]}  # fmt: skip
+
+    def _lengths(self) -> list[Any]:
+        sides = [8 * (1 + index % 2) for index in range(6)]
+        return [(3, [(8, side, "target"), (8, side, "edited"), (8, 8, "condition")]) for side in sides]

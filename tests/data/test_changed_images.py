@@ -1,0 +1,229 @@
+"""Transforms and edits through real runs: what changes an image, alike in every process, and records of several."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+
+from tests.data.support import image, make_processor, talk, text, write_jsonl
+from tests.tiny import tiny_config
+from unigen_ds.core.batch import PackedBatch
+from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.core.metrics import read_lines
+from unigen_ds.core.registry import TRANSFORMS, build
+from unigen_ds.data.collate import collate
+from unigen_ds.data.datasets import UnifiedGenerationDataset
+from unigen_ds.data.order import Draw
+from unigen_ds.data.records import parse_record
+from unigen_ds.data.transforms import CenterCrop, FixedSize
+from unigen_ds.runner import Runner
+
+CHANGES: list[dict[str, Any]] = [
+    {"type": "RandomFlip"},
+    {"type": "RandomCrop", "min_area": 0.5},
+    {"type": "ColorJitter", "brightness": 0.3, "contrast": 0.3},
+    {"type": "RandomGray", "probability": 0.5},
+]
+
+
+@TRANSFORMS.register_module()
+class Inverted:
+    """A change of a user's own: called with values from 0 to 1."""
+
+    unit_range = True
+
+    def __call__(self, image: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        assert image.min() >= 0 and image.max() <= 1
+        return 1 - image
+
+
+@TRANSFORMS.register_module()
+class Smaller:
+    """A change of a user's own that is none."""
+
+    def __call__(self, image: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        return image[:, 1:]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Edits, of which every third has the same image before and after."""
+    folder = tmp_path_factory.mktemp("images")
+    for k in range(4):
+        pixels = np.random.default_rng(k).integers(0, 256, (8 + k, 9), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{k}.png")
+    records = [
+        talk(
+            image("user", f"{i % 4}.png"), text("user", "draw two"), image("assistant", f"{i % 3 and (i + 1) % 4}.png")
+        )
+        for i in range(8)
+    ]
+    return write_jsonl(folder / "edits.jsonl", records)
+
+
+def config(folder: Path, path: Path, **dotted: Any) -> Any:
+    made = tiny_config(
+        folder, folder, **{"train_dataloader__batch_size": 1, "train_dataloader__seq_length": 160, **dotted}
+    )
+    made["train_dataloader"]["dataset"] = {"type": "UnifiedGenerationDataset", "data_path": str(path), "name": "data"}
+    return made
+
+
+def train(folder: Path, path: Path, *, updates: int = 4, **dotted: Any) -> list[float]:
+    Runner.from_cfg(config(folder, path, **dotted), max_updates=updates).train()
+    return losses(folder)
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in read_lines(folder / "metrics.jsonl") if "loss" in line]
+
+
+def test_changes_are_the_same_in_every_process_and_after_a_resume(data: Path, tmp_path: Path) -> None:
+    plain = train(tmp_path / "plain", data)
+    assert train(tmp_path / "empty", data, processor__augment=[], processor__vit_augment=[]) == plain
+    changed = train(tmp_path / "changed", data, processor__augment=CHANGES)
+    assert len(set(changed) & set(plain)) == 0
+    assert train(tmp_path / "workers", data, processor__augment=CHANGES, train_dataloader__num_workers=2) == changed
+    train(tmp_path / "cut", data, updates=2, processor__augment=CHANGES)
+    assert train(tmp_path / "cut", data, processor__augment=CHANGES, resume=True) == changed
+    own = train(tmp_path / "own", data, processor__augment=[{"type": "Inverted"}])
+    assert len(set(own) & {*plain, *changed}) == 0
+
+
+def one_edit(folder: Path, name: str, **changes: Any) -> PackedBatch:
+    """A batch of one record: an image, and the same image once more."""
+    pixels = np.random.default_rng(3).integers(0, 256, (16, 16, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(folder / "a.png")
+    path = write_jsonl(folder / f"{name}.jsonl", [talk(image("user", "a.png"), image("assistant", "a.png"))])
+    dataset = UnifiedGenerationDataset(path, make_processor(**changes))
+    batch = collate([(Draw(0, 0, 0),)], [dataset], dataset.processor, seq_length=200)
+    assert not batch.skipped and len(batch.vae_images) == 2
+    return batch
+
+
+def test_all_images_of_a_record_are_changed_alike(tmp_path: Path) -> None:
+    made = [build(TRANSFORMS, spec, where="processor.augment") for spec in CHANGES]
+    plain, changed = one_edit(tmp_path, "a"), one_edit(tmp_path, "a", augment=made)
+    assert torch.equal(changed.vae_images[0], changed.vae_images[1])
+    assert not torch.equal(changed.vae_images, plain.vae_images)
+    assert changed.vae_images.min() >= -1 and changed.vae_images.max() <= 1
+    flip = build(TRANSFORMS, {"type": "RandomFlip", "probability": 1.0}, where="processor.augment")
+    flipped = one_edit(tmp_path, "a", augment=[flip])
+    assert torch.equal(flipped.vae_images, plain.vae_images.flip(3))
+    assert not torch.equal(flipped.vit_patches, plain.vit_patches)
+
+
+def test_an_evaluation_changes_nothing(data: Path, tmp_path: Path) -> None:
+    """The losses on validation data before the first update are those without changes."""
+    found = []
+    for name, changes in (("plain", []), ("changed", CHANGES)):
+        made = config(tmp_path / name, data, processor__augment=changes)
+        made["val_dataloader"] = {"split": 0.4}
+        made["custom_hooks"] = [{"type": "EvaluateHook", "interval": 100, "unit": "update", "at_start": True}]
+        Runner.from_cfg(made, max_updates=1).train()
+        lines = [line for line in read_lines(tmp_path / name / "metrics.jsonl") if "val/loss" in line]
+        found.append(lines[0]["val/loss"])
+    assert found[0] == found[1]
+
+
+
+def test_a_change_of_another_shape_is_named(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"Smaller returned \(1, 7, \d\) for an image of \(1, 8, \d\)"):
+        train(tmp_path, data, processor__augment=[{"type": "Smaller"}])
+
+
+@pytest.mark.parametrize(
+    ("key", "spec", "message"),
+    [
+        ("augment", {"type": "RandomFlop"}, r"processor\.augment\[0\]\.type is 'RandomFlop'.*RandomFlip"),
+        ("augment", {"type": "RandomCrop", "min_area": 0.0}, r"processor\.augment\[0\]\.min_area is 0\.0"),
+        ("augment", {"type": "ColorJitter"}, "ColorJitter changes nothing"),
+        ("vae_transform", {"type": "CenterCrop", "side": 9, "stride": 2}, "9 pixels, stride 2"),
+    ],
+)
+def test_wrong_transforms_are_named(key: str, spec: Any, message: str, data: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Runner.from_cfg(config(tmp_path, data, **{f"processor__{key}": spec if "transform" in key else [spec]}))
+
+
+def test_rules_of_a_size(data: Path, tmp_path: Path) -> None:
+    """A square of the middle, and a fixed size, in a run; and their pixels."""
+    pixels = np.zeros((20, 40, 3), np.uint8)
+    pixels[:, 10:30] = 255
+    picture = Image.fromarray(pixels)
+    assert CenterCrop(16, 4).size(40, 20) == (16, 16) and torch.all(CenterCrop(16, 4)(picture)[:, :, 1:-1] == 1)
+    assert FixedSize(8, 16, 4).size(40, 20) == (8, 16) and FixedSize(8, 16, 4)(picture).shape == (3, 16, 8)
+    assert FixedSize(8, 16, 4).fingerprint != FixedSize(16, 8, 4).fingerprint
+    crop = {"type": "CenterCrop", "side": 8, "stride": 2, "mode": "L"}
+    fixed = {"type": "FixedSize", "width": 8, "height": 4, "stride": 4, "mode": "L"}
+    found = train(tmp_path / "a", data, updates=1, processor__vae_transform=crop, processor__vit_transform=fixed)
+    assert found != train(tmp_path / "b", data, updates=1)
+
+
+# --- edits ----------------------------------------------------------------------------------------------------------
+
+COMPOSED = {"instruction": "draw one two", "input_images": ["0.png", "1.png"], "output_images": ["2.png", "3.png"]}
+SEQUENCE = {"instruction": "draw three", "output_images": ["0.png", "1.png", "2.png"]}
+SINGLE = {"instruction": "draw four", "input_image": "1.png", "output_image": "3.png"}
+PLACED = {"instruction": "draw <image> one <image>", "input_images": ["0.png", "1.png"], "output_image": "2.png"}
+
+
+def as_turns() -> list[Any]:
+    """The same as conversations."""
+    inputs = [image("user", "0.png"), image("user", "1.png")]
+    return [
+        talk(*inputs, text("user", "draw one two"), image("assistant", "2.png"), image("assistant", "3.png")),
+        talk(text("user", "draw three"), *(image("assistant", f"{k}.png") for k in range(3))),
+        talk(image("user", "1.png"), text("user", "draw four"), image("assistant", "3.png")),
+        talk(text("user", "draw"), inputs[0], text("user", "one"), inputs[1], image("assistant", "2.png")),
+    ]
+
+
+def test_edits_of_several_images_train_as_their_conversations(data: Path, tmp_path: Path) -> None:
+    records = [COMPOSED, SEQUENCE, SINGLE, PLACED]
+    expected = train(tmp_path / "turns", write_jsonl(data.parent / "turns.jsonl", as_turns()))
+    assert train(tmp_path / "edits", write_jsonl(data.parent / "several.jsonl", records)) == expected
+    pq.write_table(pa.Table.from_pylist(records[:2]), data.parent / "several.parquet")
+    two = train(tmp_path / "two", write_jsonl(data.parent / "two.jsonl", as_turns()[:2]))
+    assert train(tmp_path / "parquet", data.parent / "several.parquet") == two
+    lines = ["instruction,input_images,output_images"]
+    for record in records[:2]:
+        cells = [json.dumps(record.get(key, [])).replace('"', '""') for key in ("input_images", "output_images")]
+        lines.append(f'{record["instruction"]},"{cells[0]}","{cells[1]}"')
+    (data.parent / "several.csv").write_text("\n".join(lines) + "\n")
+    assert train(tmp_path / "csv", data.parent / "several.csv") == two
+
+
+def test_every_image_has_its_place(data: Path) -> None:
+    path = write_jsonl(data.parent / "places.jsonl", [COMPOSED, SEQUENCE])
+    dataset = UnifiedGenerationDataset(path, make_processor())
+    kinds = [[getattr(split, "kind", "text") for split in dataset.sample(i).splits] for i in range(2)]
+    given = ["vae", "vit"]
+    assert kinds[0] == [*given, *given, "text", "noise", *given, "noise"]
+    assert kinds[1] == ["text", "noise", *given, "noise", *given, "noise"]
+    sizes = [[split.num_tokens - 2 for split in dataset.sample(i).splits if getattr(split, "kind", "") == "noise"]
+             for i in range(2)]  # fmt: skip
+    assert dataset.counts().image_targets.tolist() == [*map(sum, sizes)] and [*map(len, sizes)] == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"output_images": []}, "output_images is"),
+        ({"output_images": [3]}, r"output_images\[0\] is 3"),
+        ({"instruction": "a <image> b"}, "instruction has 1 <image> and the record has 2 input images"),
+        ({"instruction": None}, "instruction is missing"),
+        ({"input_images": 5}, "input_images is 5"),
+    ],
+)
+def test_malformed_edits_are_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=f"x:1: {message}"):
+        parse_record({**COMPOSED, **change}, "x:1")
