@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
 import tempfile
+import time
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,6 +20,8 @@ from unigen_ds.core.log import logger
 from unigen_ds.data.counts import Array
 
 FOLDER = ".unigen_index"
+_STARTED, _STAGGER_S = time.time(), 60.0
+"""When this process began, and how much later than another one of the same start it may have."""
 
 
 def fingerprint(*facts: object) -> str:
@@ -75,6 +79,16 @@ def shared_by_node() -> Path | None:
     except OSError:
         return None
     return folder if own.st_uid == os.getuid() and own.st_mode & 0o7077 == 0 and folder.is_dir() else None
+
+
+def left_by_others(file: Path) -> None:
+    """Remove a file of ``shared_by_node`` that an earlier start has left, and this start's own one at its end."""
+    try:
+        if file.stat().st_mtime < _STARTED - _STAGGER_S:
+            file.unlink(missing_ok=True)
+    except OSError:  # there is none
+        pass
+    atexit.register(file.unlink, missing_ok=True)
 
 
 def cached(cache: Path | None, key: str, make: Callable[[], Mapping[str, Array]]) -> dict[str, Array]:

@@ -7,9 +7,9 @@ ledger work for it too; its cost is one pass over the data set at the start, for
 
 from __future__ import annotations
 
-import atexit
 import hashlib
 import importlib
+import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,7 +27,7 @@ from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.registry import DATASETS, FILTERS, build, check_arguments, checked
 from unigen_ds.core.seeding import derive_seed
 from unigen_ds.core.settings import Of, one_or_many
-from unigen_ds.data.array_cache import cached, fingerprint, launch, shared_by_node
+from unigen_ds.data.array_cache import cached, fingerprint, launch, left_by_others, shared_by_node
 from unigen_ds.data.counts import COLUMNS, Array, Counts, count, record_digest
 from unigen_ds.data.filters import RecordFilter
 from unigen_ds.data.index import Index, prefix_digest
@@ -268,7 +268,7 @@ class DatasetAdapter(ScannedDataset):
         name: str | None = None,
         cache_dir: str | Path | None = None,
     ) -> None:
-        self._given = {key: str(value) for key, value in dataset.items()} if isinstance(dataset, Mapping) else None
+        self._given = _as_text(dataset)
         self.dataset = _make(dataset) if isinstance(dataset, Mapping) else dataset
         if not (hasattr(self.dataset, "__len__") and hasattr(self.dataset, "__getitem__")):
             raise ConfigError(f"DatasetAdapter.dataset is {self.dataset!r}", allowed="a map-style data set")
@@ -312,7 +312,7 @@ class DatasetAdapter(ScannedDataset):
         if folder is None and (self._given is not None or self.own_fingerprint is not None):
             folder, key = shared_by_node(), fingerprint(facts, *launch())
             if folder is not None:
-                atexit.register((folder / f"adapter-{key[:16]}.npz").unlink, missing_ok=True)
+                left_by_others(folder / f"adapter-{key[:16]}.npz")
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
 
@@ -397,6 +397,18 @@ class _Tokens(Split):
 
     def count(self, tally: Tally) -> None:
         tally.text_targets += max(self.number - 1, 0)
+
+
+def _as_text(dataset: Any) -> str | None:
+    """The data set of a config, by which another process recognises it; None: it has objects of its own."""
+    if not isinstance(dataset, Mapping):
+        return None
+    kind = dataset.get("type")
+    name = f"{kind.__module__}.{kind.__qualname__}" if isinstance(kind, type) else kind
+    try:
+        return json.dumps({**dataset, "type": name}, sort_keys=True)
+    except (TypeError, ValueError):
+        return None
 
 
 def _make(spec: Mapping[str, Any]) -> Any:
