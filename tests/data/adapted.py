@@ -35,7 +35,7 @@ class WithLengths(Items):
 
 
 class Fingerprinted(Items):
-    """The same, with a text that stands for its content."""
+    """The same, with a text that changes with its content."""
 
     def __init__(self, reads: str, extra: int = 0, version: str = "1") -> None:
         super().__init__(reads, extra)
@@ -54,10 +54,10 @@ class Edits:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         ids = [1, 2, 3]
-        images = [torch.full((1, 8, 8 * (1 + index % 2) if k < 2 else 8), k / 4) for k in range(3)]
+        images = [torch.full((1, 8, 4 * (1 + index % 2) if k < 2 else 8), k / 4) for k in range(3)]
         return {"input_ids": ids, "labels": ids, "padded_images": images,
                 "image_roles": ["target", "edited", "condition"]}  # fmt: skip
 
     def _lengths(self) -> list[Any]:
-        sides = [8 * (1 + index % 2) for index in range(6)]
+        sides = [4 * (1 + index % 2) for index in range(6)]
         return [(3, [(8, side, "target"), (8, side, "edited"), (8, 8, "condition")]) for side in sides]

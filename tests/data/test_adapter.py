@@ -71,7 +71,7 @@ def test_two_processes_of_a_node_read_once(tmp_path: Path) -> None:
     planned = [process for process, index in found if index == str(adapted.NUMBER - 1)]
     trained_on = sum(line["sequences"][1] for line in read_lines(tmp_path / "two" / "ledger.jsonl"))
     assert trained_on == 2 and len(planned) < 2 * len({process for process, _ in found})
-    assert adapted.NUMBER < len(found) < 2 * adapted.NUMBER, "the other process took what was read"
+    assert adapted.NUMBER < len(found) < 2 * adapted.NUMBER, "the other process used what was read"
 
 
 def test_what_was_read_is_kept_where_the_data_set_has_a_fingerprint(tmp_path: Path) -> None:

@@ -134,7 +134,6 @@ def test_an_evaluation_changes_nothing(data: Path, tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
-
 def test_a_change_of_another_shape_is_named(data: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"Smaller returned \(1, 7, \d\) for an image of \(1, 8, \d\)"):
         train(tmp_path, data, processor__augment=[{"type": "Smaller"}])
@@ -202,8 +201,8 @@ def test_edits_of_several_images_train_as_their_conversations(data: Path, tmp_pa
     assert train(tmp_path / "csv", data.parent / "several.csv") == two
 
 
-def test_every_image_has_its_place(data: Path) -> None:
-    path = write_jsonl(data.parent / "places.jsonl", [COMPOSED, SEQUENCE])
+def test_every_image_has_its_position(data: Path) -> None:
+    path = write_jsonl(data.parent / "positions.jsonl", [COMPOSED, SEQUENCE])
     dataset = UnifiedGenerationDataset(path, make_processor())
     kinds = [[getattr(split, "kind", "text") for split in dataset.sample(i).splits] for i in range(2)]
     given = ["vae", "vit"]

@@ -23,7 +23,7 @@ from unigen_ds.core.registry import FILTERS
 from unigen_ds.data import filtered as filtered_module
 from unigen_ds.data.datasets import UnifiedGenerationDataset
 from unigen_ds.data.filtered import filtered, filters_of
-from unigen_ds.data.filters import FunctionFilter, JudgedRecord, RecordFilter
+from unigen_ds.data.filters import CheckedRecord, FunctionFilter, RecordFilter
 from unigen_ds.runner import Runner
 
 SIZES = {"small.png": (8, 8), "wide.png": (32, 8), "large.png": (48, 40)}
@@ -37,7 +37,7 @@ REMOVED = {"RatingFilter": 2, "ImageSizeFilter": 1, "TextLengthFilter": 1, "not_
 KEPT = [0, 2, 6, 7, 8, 9, 10]
 
 
-def not_nine(record: JudgedRecord) -> bool:
+def not_nine(record: CheckedRecord) -> bool:
     """A user's own function."""
     return "nine" not in " ".join(record.texts)
 
@@ -49,7 +49,7 @@ class AtLeastTwoTurns(RecordFilter):
     def __init__(self, *, turns: int) -> None:
         self.turns = turns
 
-    def keeps(self, record: JudgedRecord) -> bool:
+    def keeps(self, record: CheckedRecord) -> bool:
         return len(record.turns) >= self.turns
 
 
@@ -161,7 +161,7 @@ def test_other_limits_are_another_data_set_and_no_limits_none(data: Path, tmp_pa
 def test_a_record_is_judged_once(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = [{"type": "AtLeastTwoTurns", "turns": 3}, {"type": "TextLengthFilter", "min_tokens": 2}]
     first = filtered(UnifiedGenerationDataset(data, make_processor(), filters=limits))
-    monkeypatch.setattr(filtered_module, "_judge_all", lambda dataset: pytest.fail("judged again"))
+    monkeypatch.setattr(filtered_module, "_decide_all", lambda dataset: pytest.fail("checked again"))
     again = filtered(UnifiedGenerationDataset(data, make_processor(), filters=limits))
     assert again.numbers.tolist() == first.numbers.tolist() and again.fingerprint == first.fingerprint
 
@@ -197,7 +197,7 @@ def test_wrong_filters_are_named(filters: Any, message: str, data: Path, tmp_pat
         Runner.from_cfg(config(tmp_path, data, filters=filters), max_updates=1)
 
 
-def broken(record: JudgedRecord) -> Any:
+def broken(record: CheckedRecord) -> Any:
     return record.values["no such key"]
 
 

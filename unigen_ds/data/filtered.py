@@ -1,6 +1,6 @@
 """The records of a data set that its filters keep, under their own numbers, and how many each filter removes.
 
-In: a ``UnifiedGenerationDataset`` with filters. Out: a ``PlannedDataset`` of what is left. Each record is judged once;
+In: a ``UnifiedGenerationDataset`` with filters. Out: a ``PlannedDataset`` of what is left. Each record is checked once;
 what was decided is cached with the index. The fingerprint of the data has the numbers that are kept, only where filters
 are set: data without filters keeps its fingerprint.
 """
@@ -19,7 +19,7 @@ from unigen_ds.core.errors import DataError
 from unigen_ds.data.array_cache import cached, fingerprint
 from unigen_ds.data.counts import COLUMNS, Array, Counts
 from unigen_ds.data.datasets import PlannedDataset, UnifiedGenerationDataset
-from unigen_ds.data.filters import RATED, JudgedRecord, RecordFilter, judged
+from unigen_ds.data.filters import RATED, CheckedRecord, RecordFilter, decided
 from unigen_ds.data.samples import Sample
 
 _FORMAT = "unigen-filters-1"
@@ -88,7 +88,7 @@ def filtered(dataset: Any) -> Any:
     origin = _unfiltered(dataset)
     if origin is None:
         return dataset
-    removed, parts = _judge(origin)
+    removed, parts = _decide(origin)
     removed, parts = removed[: len(dataset)], parts[: len(dataset)]  # num_used_data counts records of the file
     report = removed_by(origin.filters, removed, parts)
     numbers = np.flatnonzero(removed == 0)
@@ -115,18 +115,18 @@ def _unfiltered(dataset: Any) -> UnifiedGenerationDataset | None:
     return dataset if isinstance(dataset, UnifiedGenerationDataset) and dataset.filters else None
 
 
-def _judge(dataset: UnifiedGenerationDataset) -> tuple[Array, Array]:
+def _decide(dataset: UnifiedGenerationDataset) -> tuple[Array, Array]:
     """Of each record the number of the first filter that removes it, from 1, or 0; and ``removed_parts`` [N, rules]."""
     filters, index = dataset.filters, dataset.index
     facts = [fact for one in filters for fact in (one.settings, one.code)]
     key = fingerprint(_FORMAT, dataset.prefix_digest(len(dataset)), dataset.fingerprint, *facts)
     usable = index.folder is not None and all(one.code is not None for one in filters)
     name = f"{index.source.origin.name}-filters-{key[:16]}.npz"
-    found = cached(index.folder / name if usable and index.folder else None, key, lambda: _judge_all(dataset))
+    found = cached(index.folder / name if usable and index.folder else None, key, lambda: _decide_all(dataset))
     return found["removed"], found["parts"]
 
 
-def _judge_all(dataset: UnifiedGenerationDataset) -> dict[str, Array]:
+def _decide_all(dataset: UnifiedGenerationDataset) -> dict[str, Array]:
     filters, index = dataset.filters, dataset.index
     reads = any(one.reads for one in filters)
     removed = np.zeros(len(index), np.int64)
@@ -138,8 +138,8 @@ def _judge_all(dataset: UnifiedGenerationDataset) -> dict[str, Array]:
         entries = index.source.read(first, stop) if reads else [None] * (stop - first)
         for number, entry in enumerate(entries, start=first):
             counts = {name: column[number] for name, column in columns.items()}
-            record = JudgedRecord(entry, index.layout, dataset.processor, counts)
-            removed[number] = next((k for k, one in enumerate(filters, start=1) if not judged(one, record)), 0)
+            record = CheckedRecord(entry, index.layout, dataset.processor, counts)
+            removed[number] = next((k for k, one in enumerate(filters, start=1) if not decided(one, record)), 0)
             if parts.shape[1]:
                 parts[number] = [value for one in filters if one.rules for value in one.removed_parts(record)]
     return {"removed": removed, "parts": parts}

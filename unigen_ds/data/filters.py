@@ -1,6 +1,6 @@
 """Filters of a data set (``filters=[dict(type=...)]``): which of its records are used.
 
-In: a record as a ``JudgedRecord``: its values, turns, sizes of images (from their headers) and counts of the index.
+In: a record as a ``CheckedRecord``: its values, turns, sizes of images (from their headers) and counts of the index.
 Out: whether it is kept. A filter is a function of the record alone, so what it decides is kept with the index. The
 other records keep their numbers: a sample id is that of the record in its file (``filtered.py``).
 """
@@ -27,7 +27,7 @@ RATED = "rated"
 """Of ``RatingFilter.rules``: questions of records that have ratings."""
 
 
-class JudgedRecord:
+class CheckedRecord:
     """One record, as a filter sees it. What needs reading is read when it is asked for."""
 
     def __init__(
@@ -87,11 +87,11 @@ class RecordFilter:
     rules: ClassVar[Sequence[str]] = ()
     """Names of what ``removed_parts`` counts."""
 
-    def keeps(self, record: JudgedRecord) -> bool:
+    def keeps(self, record: CheckedRecord) -> bool:
         """Whether the record is used. A function of the record alone: it is called once, in any process."""
         raise NotImplementedError(f"{type(self).__name__}.keeps")
 
-    def removed_parts(self, record: JudgedRecord) -> Sequence[int]:
+    def removed_parts(self, record: CheckedRecord) -> Sequence[int]:
         """Parts of the record (questions) that each of ``rules`` removes from it."""
         return ()
 
@@ -151,11 +151,11 @@ class RatingFilter(RecordFilter):
     def ratings(self) -> tuple[tuple[str, int], ...]:
         return tuple((rule, getattr(self, f"{rule}_min_rating")) for rule in RATINGS)
 
-    def keeps(self, record: JudgedRecord) -> bool:
+    def keeps(self, record: CheckedRecord) -> bool:
         found = rated_out(record.values, self.ratings, record.where)
         return not found or None in found
 
-    def removed_parts(self, record: JudgedRecord) -> Sequence[int]:
+    def removed_parts(self, record: CheckedRecord) -> Sequence[int]:
         found = rated_out(record.values, self.ratings, record.where)
         rated = any(record.values.get(f"{rule}_ratings") for rule in RATINGS)
         return [*map(found.count, RATINGS), len(found) if rated else 0]
@@ -178,7 +178,7 @@ class ImageSizeFilter(RecordFilter):
         self.min_side, self.max_side, self.max_ratio = min_side, max_side, max_ratio
         _need_one(self, "min_side", "max_side", "max_ratio")
 
-    def keeps(self, record: JudgedRecord) -> bool:
+    def keeps(self, record: CheckedRecord) -> bool:
         return all(
             _within(min(size), self.min_side, None)
             and _within(max(size), None, self.max_side)
@@ -211,7 +211,7 @@ class TextLengthFilter(RecordFilter):
         self.min_tokens, self.max_tokens = min_tokens, max_tokens
         _need_one(self, "min_characters", "max_characters", "min_tokens", "max_tokens")
 
-    def keeps(self, record: JudgedRecord) -> bool:
+    def keeps(self, record: CheckedRecord) -> bool:
         characters = sum(map(len, record.texts))
         return _within(characters, self.min_characters, self.max_characters) and _within(
             record.num_text_tokens, self.min_tokens, self.max_tokens
@@ -239,7 +239,7 @@ class ImageCountFilter(RecordFilter):
     def reads(self) -> bool:  # type: ignore[override]
         return self.max_images is not None
 
-    def keeps(self, record: JudgedRecord) -> bool:
+    def keeps(self, record: CheckedRecord) -> bool:
         if not _within(record.num_tiles, None, self.max_tiles):
             return False
         return self.max_images is None or len(record.images) <= self.max_images
@@ -247,7 +247,7 @@ class ImageCountFilter(RecordFilter):
 
 @FILTERS.register_module()
 class FunctionFilter(RecordFilter):
-    """A function of your own: ``keeps(record) -> bool`` of a ``JudgedRecord``.
+    """A function of your own: ``keeps(record) -> bool`` of a ``CheckedRecord``.
 
     Args:
         function: its path, ``'my.module.keeps'``, or the function itself.
@@ -256,7 +256,7 @@ class FunctionFilter(RecordFilter):
 
     @checked()
     def __init__(self, *, function: Any, version: int = 1) -> None:
-        self.function: Callable[[JudgedRecord], bool] = _imported(function) if isinstance(function, str) else function
+        self.function: Callable[[CheckedRecord], bool] = _imported(function) if isinstance(function, str) else function
         self.version = version
         if not callable(self.function):
             raise ConfigError(f"FunctionFilter.function is {function!r}", allowed="a function, or 'my.module.keeps'")
@@ -274,11 +274,11 @@ class FunctionFilter(RecordFilter):
     def code(self) -> str | None:
         return _source_digest(self.function)
 
-    def keeps(self, record: JudgedRecord) -> bool:
+    def keeps(self, record: CheckedRecord) -> bool:
         return self.function(record)
 
 
-def judged(one: RecordFilter, record: JudgedRecord) -> bool:
+def decided(one: RecordFilter, record: CheckedRecord) -> bool:
     """What a filter decides. Raises ``DataError`` naming record and filter where it fails."""
     try:
         found: Any = one.keeps(record)
@@ -286,7 +286,7 @@ def judged(one: RecordFilter, record: JudgedRecord) -> bool:
         raise
     except Exception as error:  # a user's own code raises anything
         problem = f"{record.where}: the filter {one.name} failed: {type(error).__name__}: {error}"
-        raise DataError(problem, remedy="it is called with a JudgedRecord (unigen_ds/data/filters.py)") from error
+        raise DataError(problem, remedy="it is called with a CheckedRecord (unigen_ds/data/filters.py)") from error
     if type(found) is not bool and type(found).__name__ not in ("bool_", "bool"):
         raise DataError(f"{record.where}: the filter {one.name} returned {found!r}", allowed="True or False")
     return bool(found)
