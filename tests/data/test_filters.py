@@ -158,7 +158,7 @@ def test_other_limits_are_another_data_set_and_no_limits_none(data: Path, tmp_pa
     assert "relevance_min_rating=2" in str(caught.value)
 
 
-def test_a_record_is_judged_once(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_is_checked_once(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = [{"type": "AtLeastTwoTurns", "turns": 3}, {"type": "TextLengthFilter", "min_tokens": 2}]
     first = filtered(UnifiedGenerationDataset(data, make_processor(), filters=limits))
     monkeypatch.setattr(filtered_module, "_decide_all", lambda dataset: pytest.fail("checked again"))
