@@ -24,6 +24,8 @@ from unigen_ds.data import filtered as filtered_module
 from unigen_ds.data.datasets import UnifiedGenerationDataset
 from unigen_ds.data.filtered import filtered, filters_of
 from unigen_ds.data.filters import CheckedRecord, FunctionFilter, RecordFilter
+from unigen_ds.data.held_out import record_number, whole_of
+from unigen_ds.data.used import used
 from unigen_ds.runner import Runner
 
 SIZES = {"small.png": (8, 8), "wide.png": (32, 8), "large.png": (48, 40)}
@@ -233,3 +235,10 @@ def test_records_of_too_many_images(data: Path) -> None:
     for limit in ({"max_tiles": 2}, {"max_images": 2}):
         left = filtered(UnifiedGenerationDataset(path, processor, filters=[{"type": "ImageCountFilter", **limit}]))
         assert left.numbers.tolist() == [0, 1] and left.report["removed"] == {"ImageCountFilter": 1}
+
+
+def test_the_first_records_are_counted_in_the_file_and_filtered_then(data: Path, tmp_path: Path) -> None:
+    Runner.from_cfg(config(tmp_path, data, filters=LIMITS, num_used_data=8), max_updates=2).train()
+    assert "filters remove 4 of 8 records" in (tmp_path / "train.log").read_text()
+    left = filtered(used(UnifiedGenerationDataset(data, make_processor(), filters=LIMITS, num_used_data=8)))
+    assert [record_number(left, i) for i in range(len(left))] == [0, 2, 6, 7] and whole_of(left).name == "talks"
