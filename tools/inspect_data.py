@@ -1,8 +1,9 @@
 """Show the training data of a config: ``python tools/inspect_data.py CONFIG``; installed as ``unigen-inspect-data``.
 
 Without options it prints statistics; ``--sequences A:B`` lists the samples of a range of the run's sequences;
-``--ledger WORK_DIR/ledger.jsonl`` recomputes every line of a run's ledger from the config and compares.
-No image is decoded; neither a GPU nor several processes are needed.
+``--ledger WORK_DIR/ledger.jsonl`` recomputes every line of a run's ledger from the config and compares;
+``--html OUT.html`` writes one page that needs no network: lengths, balance of texts and images, packing, what is left
+out, and the first sequences as the model has them. Neither a GPU nor several processes are needed.
 
 Exit status: 0 done (the ledger agrees), 1 the ledger disagrees or the data cannot be read, 2 wrong usage or config.
 """
@@ -13,6 +14,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +30,11 @@ from unigen_ds.core.metrics import read_lines, sample_digest
 
 if TYPE_CHECKING:
     from unigen_ds.data.stream import Cursor, SequenceStream
+    from unigen_ds.runner.build import Data
+    from unigen_ds.runner.settings import Settings
+
+NUM_SEQUENCES, MOST_SEQUENCES = 8, 64
+"""That a page shows."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -38,6 +45,9 @@ def parser() -> argparse.ArgumentParser:
     what = p.add_mutually_exclusive_group()
     what.add_argument("--sequences", type=_range, metavar="A:B", help="the sample ids of sequences A .. B-1 of the run")
     what.add_argument("--ledger", type=Path, metavar="FILE", help="check every valid line of a run's ledger.jsonl")
+    p.add_argument("--html", type=Path, metavar="OUT", help="write the page; with --sequences it shows those")
+    p.add_argument("--num", type=_number, metavar="N",
+                   help=f"sequences that the page shows, 1 to {MOST_SEQUENCES} (default {NUM_SEQUENCES})")  # fmt: skip
     p.add_argument("--work-dir", type=Path, metavar="DIR",
                    help="folder of the run (default: the ledger's): its newest checkpoint stores the length of an\n"
                    "unpacked epoch, and the positions where data was appended or replaced")  # fmt: skip
@@ -51,15 +61,24 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
+    if problem := _misused(arguments):
+        print(f"error: {problem}", file=sys.stderr)
+        return 2
     from unigen_ds.data.statistics import describe  # after parsing: --help does not wait for torch
+    from unigen_ds.evaluation.report.document import check_writable
     from unigen_ds.runner.settings import load_config
 
     try:
         config = load_config(arguments.config, arguments.cfg_options)
         work_dir = arguments.work_dir or (arguments.ledger.parent if arguments.ledger else None)
         manifest = newest_manifest(work_dir) if work_dir else None
-        stream = build_stream(config, world_size=arguments.world_size, manifest=manifest)
-        if arguments.ledger:
+        if arguments.html:
+            check_writable(arguments.html)
+        settings, data = build_inspected(config, world_size=arguments.world_size, manifest=manifest)
+        stream = data.stream
+        if arguments.html:
+            report = write_html(settings, data, arguments.html, _range_of(arguments, stream), arguments.config)
+        elif arguments.ledger:
             report = check_ledger(stream, arguments.ledger, manifest=manifest)
         elif arguments.sequences:
             report = list_samples(stream, *arguments.sequences)
@@ -79,14 +98,43 @@ def _range(text: str) -> tuple[int, int]:
     return int(first), int(last)
 
 
+def _number(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= MOST_SEQUENCES:
+        raise argparse.ArgumentTypeError(f"{text!r}; allowed: 1 to {MOST_SEQUENCES}")
+    return int(text)
+
+
+def _misused(arguments: argparse.Namespace) -> str | None:
+    """A combination of options that has no meaning."""
+    if arguments.html is None:
+        return "--num N is the number of sequences of a page: give --html OUT, too" if arguments.num else None
+    if arguments.ledger is not None:
+        return "--html and --ledger are two questions: ask one after the other"
+    if arguments.sequences is None:
+        return None
+    if arguments.num is not None:
+        return "--num and --sequences both choose the sequences of the page: give one of them"
+    first, stop = arguments.sequences
+    return None if stop - first <= MOST_SEQUENCES else f"a page shows at most {MOST_SEQUENCES} sequences"
+
+
+def _range_of(arguments: argparse.Namespace, stream: SequenceStream) -> tuple[int, int]:
+    """The sequences of the page: the given ones, or the first ones of the present data."""
+    if arguments.sequences is not None:
+        given: tuple[int, int] = arguments.sequences
+        return given
+    first = stream.phases[0].first_sequence or 0
+    return first, first + (arguments.num or NUM_SEQUENCES)
+
+
 def newest_manifest(work_dir: Path) -> Manifest | None:
     """The manifest of the last committed checkpoint of a run, if it has one."""
     manifests = [found.manifest for found in list_checkpoints(work_dir) if found.manifest is not None]
     return manifests[-1] if manifests else None
 
 
-def build_stream(config: Mapping[str, Any], *, world_size: int, manifest: Manifest | None) -> SequenceStream:
-    """The sequences of a run, with the epoch length and phases of its manifest; without one, those of a first start.
+def build_inspected(config: Mapping[str, Any], *, world_size: int, manifest: Manifest | None) -> tuple[Settings, Data]:
+    """Settings and data of a run, with the epoch length and phases of its manifest; without it those of a first start.
 
     If records were appended later, only the old ones belong to the run.
     """
@@ -104,10 +152,30 @@ def build_stream(config: Mapping[str, Any], *, world_size: int, manifest: Manife
         settings = settings.with_seed(int(manifest.loader["seed"]))
     geometry = manifest.ruler.geometry if manifest else build_geometry(settings, dp_size=world_size)
     rules = rules_of(settings, manifest)
-    stream = build_data(settings, geometry=geometry, ruler=manifest.ruler if manifest else None, rules=rules).stream
-    if manifest and not compare(manifest.loader, stream).obstacles:
-        stream, _ = continued(manifest.loader, stream, on_change="append")
-    return stream
+    data = build_data(settings, geometry=geometry, ruler=manifest.ruler if manifest else None, rules=rules)
+    if manifest and not compare(manifest.loader, data.stream).obstacles:
+        data = replace(data, stream=continued(manifest.loader, data.stream, on_change="append")[0])
+    return settings, data
+
+
+def write_html(settings: Settings, data: Data, out: Path, shown: tuple[int, int], config: str) -> dict[str, Any]:
+    """The page, with the sequences ``shown`` as the loader of the run makes them: each in a micro-batch of its own."""
+    from unigen_ds.core.progress import Geometry
+    from unigen_ds.evaluation.report.data_page import DataPage, write_data_page
+    from unigen_ds.runner.build import build_loader
+
+    stream, (first, stop), dataloader = data.stream, shown, settings.train_dataloader
+    loader = build_loader(dataloader, data, geometry=Geometry(1), dp_rank=0, cursor=stream.seek(first), workers=False)
+    batches = [micro for (micro,) in islice(loader, stop - first)]
+    loader.close()
+    page = DataPage(
+        title=Path(config).stem,
+        stream=stream,
+        processor=data.processor,
+        batches=batches,
+        skipped_sources=len(dataloader.dataset) - len(stream.datasets),
+    )
+    return {"html": str(write_data_page(page, out)), "sequences": [first, stop]}
 
 
 def list_samples(stream: SequenceStream, first: int, stop: int) -> dict[str, Any]:
@@ -170,7 +238,9 @@ def _check_line(
 
 def lines_of(report: Mapping[str, Any]) -> Iterator[str]:
     """A report as readable text."""
-    if "ledger" in report:
+    if "html" in report:
+        yield report["html"]
+    elif "ledger" in report:
         yield from _ledger_lines(report)
     elif "digest" in report:
         first, stop = report["sequences"]

@@ -33,12 +33,14 @@ class Filtered:
         numbers: of the records that are kept, ascending.
         settings: of the filters, in words.
         report: ``removed_by``'s.
+        removed: of each record the number of the filter that removes it, from 1; 0: none.
     """
 
     def __init__(
-        self, whole: PlannedDataset, numbers: Array, settings: Sequence[str], report: Mapping[str, Any]
+        self, whole: PlannedDataset, numbers: Array, settings: Sequence[str], report: Mapping[str, Any], removed: Array
     ) -> None:
         self.whole, self.numbers, self.settings, self.report = whole, numbers, tuple(settings), report
+        self.removed = removed
         self.name, self.weight, self.group = whole.name, whole.weight, getattr(whole, "group", None)
 
     @property
@@ -97,7 +99,7 @@ def filtered(dataset: Any) -> Any:
             f"{dataset.name}: all {len(removed):,} records are removed by its filters ({removal_line(report)})",
             remedy="weaker limits in `filters`, or other data",
         )
-    return Filtered(dataset, numbers, [one.settings for one in origin.filters], report)
+    return Filtered(dataset, numbers, [one.settings for one in origin.filters], report, removed)
 
 
 def filters_of(dataset: Any) -> Filtered | None:

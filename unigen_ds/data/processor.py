@@ -92,6 +92,11 @@ class ConversationProcessor:
         return self.vae_transform.channels if self.vae_transform else 3
 
     @property
+    def vit_lowest(self) -> float:
+        """Value of black in the patches of the vision tower; white is 1."""
+        return -1.0
+
+    @property
     def fingerprint(self) -> str:
         """Changes whenever the plan of a record may change; dropout, weights and seed change none."""
         raise NotImplementedError(f"{type(self).__name__}.fingerprint")

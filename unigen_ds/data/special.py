@@ -36,6 +36,11 @@ class Special:
         longest_first = sorted(map(re.escape, spelled), key=len, reverse=True)
         self._pattern = re.compile("|".join(longest_first))
 
+    @property
+    def ids(self) -> frozenset[int]:
+        """Of the special tokens."""
+        return frozenset(self._ids.values())
+
     def spelled(self, text: str) -> bool:
         """Whether ``text`` spells a special token."""
         return self._pattern.search(text) is not None

@@ -5,7 +5,7 @@ For ``tools/inspect_data.py``: nothing is decoded, everything comes from the ind
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -140,8 +140,8 @@ def balance_lines(stream: SequenceStream) -> Iterator[tuple[bool, str]]:
             ],
             dtype=np.float64,
         )
-        share = drawn / max(counts[0], 1)
-        totals += counts * share
+        samples, passes = drawn / max(counts[0], 1), drawn / max(len(fitted), 1)  # a long text is several samples
+        totals += counts * [samples, passes, passes, passes, samples, samples]
         yield False, f"Data, {name}: {_balance(counts)}; {drawn:,} drawn an epoch."
     if len(stream.names) > 1:
         yield False, f"Data, an epoch of all sources: {_balance(totals)}."
@@ -201,22 +201,50 @@ def _percentiles(lengths: np.ndarray) -> dict[str, float]:
     return {"min": float(lengths.min()), **shown, "max": float(lengths.max()), "mean": float(lengths.mean())}
 
 
-def _packing(stream: SequenceStream) -> dict[str, Any]:
-    """Share of ``seq_length`` that is filled, and samples a sequence, over the first windows of a whole epoch."""
+def first_rows(stream: SequenceStream) -> list[Row]:
+    """The sequences of the first windows of a whole epoch: those that packing is described by."""
     epoch = stream.phases[-1].first_epoch
     if stream.packer is None:
         units = min(stream.epoch_order(epoch).epoch_size, 65536)
-        rows: list[Row] = [row for row, _ in islice(stream.rows(Cursor(epoch)), units)]
-    else:
-        rows = [r for w in range(min(stream.num_windows(epoch), _WINDOWS)) for r in stream.window_rows(epoch, w)]
+        return [row for row, _ in islice(stream.rows(Cursor(epoch)), units)]
+    return [r for w in range(min(stream.num_windows(epoch), _WINDOWS)) for r in stream.window_rows(epoch, w)]
+
+
+def tokens_of(stream: SequenceStream, rows: Sequence[Row]) -> list[list[int]]:
+    """Planned tokens of each sample of some rows."""
     lengths, limit = [d.lengths()[0] for d in stream.sources], stream.sample_length
-    filled = sum(unit_tokens(int(lengths[d.source][d.index]), d.piece, limit) for row in rows for d in row)
+    return [[unit_tokens(int(lengths[d.source][d.index]), d.piece, limit) for d in row] for row in rows]
+
+
+def _packing(stream: SequenceStream) -> dict[str, Any]:
+    """Share of ``seq_length`` that is filled, and samples a sequence, over ``first_rows``."""
+    rows = first_rows(stream)
+    filled = sum(map(sum, tokens_of(stream, rows)))
     return {
         "packed": stream.packer is not None,
         "max_tiles": getattr(stream.packer, "max_tiles", None),
         "utilisation": filled / (len(rows) * stream.seq_length),
         "samples_per_sequence": sum(map(len, rows)) / len(rows),
     }
+
+
+def epoch_balance(stream: SequenceStream) -> dict[str, dict[str, float]]:
+    """What an epoch has of each source: samples, and by kind its tokens and targets, as far as they are trained on.
+
+    Whole numbers where every record is used once; in a weighted mixture the mean of a record times its samples.
+    """
+    found = {}
+    for name, fitted, drawn in zip(stream.names, stream.fitted, stream.draws_per_epoch, strict=True):
+        kept, passes = fitted.kept, drawn / max(len(fitted), 1)
+        columns = {
+            "text_tokens": kept.tokens - kept.image_tokens,
+            "image_tokens": kept.image_tokens,
+            "text_targets": kept.text_targets,
+            "image_targets": kept.image_targets,
+            "other_targets": kept.other_targets,
+        }
+        found[name] = {"samples": drawn, **{key: int(column.sum()) * passes for key, column in columns.items()}}
+    return found
 
 
 def derive(

@@ -14,6 +14,8 @@ from unigen_ds.data.special import Special
 from unigen_ds.data.tiles import GLOBAL_TOKEN, IMAGE_TOKEN, TILE_TOKENS
 
 _SPECIAL = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>")
+_MOST_BYTES = 4
+"""Of a character in UTF-8."""
 
 
 class _Tokenizer:
@@ -68,6 +70,22 @@ class _Tokenizer:
 
     def decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """What each id adds to the text of the ids before it, special tokens included. Of a character that several ids
+        make the last one has it, and the others have nothing.
+        """
+        decode, pieces = self._tokenizer.backend_tokenizer.decode, list[str]()
+        before = done = 0  # ids before ``done`` are shown; a tokenizer may join words by spaces, so some are kept
+        for number in range(1, len(ids) + 1):
+            known = decode(list(ids[before:done]), skip_special_tokens=False)
+            text = decode(list(ids[before:number]), skip_special_tokens=False)
+            if text.endswith("\ufffd") and number - done < _MOST_BYTES:
+                pieces.append("")
+                continue
+            pieces.append(text[len(known) :])
+            before, done = done, number
+        return pieces
 
     @property
     def fingerprint(self) -> str:

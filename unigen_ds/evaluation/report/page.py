@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.files import write_text_atomic
 from unigen_ds.evaluation.report import sections
+from unigen_ds.evaluation.report.document import document, write_document
 from unigen_ds.evaluation.report.markup import (
     Html,
     grouped,
@@ -33,12 +31,7 @@ def write_report(work_dirs: Sequence[Path], out: Path, *, max_pictures: int = MA
     """Write the report of one or several runs to ``out``. Raises ``CheckpointError`` where one is not a directory,
     ``ConfigError`` where ``out`` cannot be written.
     """
-    text = render(named(work_dirs), max_pictures=max_pictures)
-    try:
-        write_text_atomic(out, text)
-    except OSError as error:
-        raise ConfigError(f"{out} cannot be written: {error}") from error
-    return out
+    return write_document(out, render(named(work_dirs), max_pictures=max_pictures))
 
 
 def named(work_dirs: Sequence[Path]) -> dict[str, WorkDir]:
@@ -67,22 +60,7 @@ def render(runs: Mapping[str, WorkDir], *, max_pictures: int = MAX_PICTURES) -> 
         ((name, run),) = runs.items()
         head = tag("header", tag("h1", name), *_run_head(run, ""))
         body += _run_body(run, "", budget=max_pictures)
-    now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M")
-    foot = tag("footer", f"Written by unigen_ds on {now} UTC from {', '.join(str(run.path) for run in runs.values())}")
-    page = tag(
-        "html",
-        tag(
-            "head",
-            tag("meta", charset="utf-8"),
-            tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-            tag("meta", name="color-scheme", content="light dark"),
-            tag("title", f"{title} – training report"),
-            tag("style", Html(_asset("style.css"))),
-        ),
-        tag("body", head, tag("main", *body), foot, tag("script", Html(_asset("script.js")))),
-        lang="en",
-    )
-    return f"<!doctype html>\n{page}\n"
+    return document(f"{title} – training report", head, body, ", ".join(str(run.path) for run in runs.values()))
 
 
 _NOT_COMPARED = ("work_dir", "resume")
@@ -142,11 +120,6 @@ def _run_body(run: WorkDir, prefix: str, *, budget: int) -> list[Any]:
     }
     heading = "h3" if prefix else "h2"
     return [tag("section", tag(heading, title), *found[name], id=f"{prefix}{name}") for name, title in _PARTS]
-
-
-def _asset(name: str) -> str:
-    """Style or script, which are part of the page: nothing is loaded from elsewhere."""
-    return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
 def comparison(runs: Mapping[str, WorkDir]) -> Html:

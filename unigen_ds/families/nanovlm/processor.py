@@ -116,6 +116,10 @@ class VLMProcessor(ConversationProcessor):
         facts = f"('vlm-plan-1', {self.tokenizer.fingerprint!r}, {self.tiling.fingerprint}, {self.tokens_per_tile!r})"
         return hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
 
+    @property
+    def vit_lowest(self) -> float:
+        return self.tiling.lowest
+
     def touches(self, header: ImageHeader) -> bool:
         return header.changed or header.transparent
 
