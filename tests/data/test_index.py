@@ -33,7 +33,7 @@ OTHER = type("Other", (ByteTokenizer,), {"fingerprint": "other"})
 
 
 def caches(folder: Path) -> list[Path]:
-    return sorted((folder / FOLDER).glob("*.npz"))
+    return sorted((folder / FOLDER).glob("*.arrays"))
 
 
 def test_counts_of_every_record(tmp_path: Path) -> None:
@@ -91,6 +91,7 @@ def test_damaged_cache_is_rebuilt_with_a_warning(
     content = bytearray(cache.read_bytes())
     content[len(content) // 2] ^= 0xFF
     broken = {"truncate": content[: len(content) // 2], "flip": content, "empty": b"", "text": b"hello"}[damage]
+    cache.unlink()  # the first index has it mapped
     cache.write_bytes(bytes(broken))
     with caplog.at_level(logging.WARNING):
         again = Index.build(path, make_processor())
@@ -144,7 +145,7 @@ def test_cache_dir_where_the_data_folder_is_not_writable(tmp_path: Path) -> None
     path = write_jsonl(data / "t.jsonl", mixed_records(data, 4))
     (data / FOLDER).write_text("a file where the folder should be")
     built = Index.build(path, make_processor(), cache_dir=tmp_path / "cache")
-    assert built.folder == tmp_path / "cache" and list(built.folder.glob("t.jsonl-*.npz"))
+    assert built.folder == tmp_path / "cache" and list(built.folder.glob("t.jsonl-*.arrays"))
     assert Index.build(path, make_processor()).folder is None  # no folder for the cache: still works
 
 

@@ -76,7 +76,7 @@ class Counts:
         """Changes with every length: a packing plan is a function of it."""
         digest = hashlib.blake2b(digest_size=16)
         for array in (self.tokens, self.tiles):
-            digest.update(np.ascontiguousarray(array).tobytes())
+            digest.update(np.ascontiguousarray(array).data)
         return digest.hexdigest()
 
 

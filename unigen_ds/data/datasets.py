@@ -165,7 +165,7 @@ class UnifiedGenerationDataset:
         return self.index.digest
 
     def prefix_digest(self, number: int) -> str:
-        return prefix_digest(self.index.records, number, self.processor.fingerprint)
+        return self.index.prefix_digest(number, self.processor.fingerprint)
 
     def content_digests(self) -> Array:
         """[N] of each record's values, whatever the order of its keys and its white space. Cached with the index."""

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.log import notice
 from unigen_ds.core.seeding import derive_seed
-from unigen_ds.data.array_cache import fingerprint
+from unigen_ds.data.array_cache import SHARED_FROM, SUFFIX, cached, fingerprint
 from unigen_ds.data.counts import COLUMNS, Array, Counts
 from unigen_ds.data.datasets import PlannedDataset, source_names
 from unigen_ds.data.filtered import Filtered
@@ -81,13 +81,21 @@ class Part:
         return len(self.numbers)
 
     def lengths(self) -> tuple[Array, Array]:
-        tokens, tiles = self.whole.lengths()
-        return tokens[self.numbers], tiles[self.numbers]
+        return self._counts.tokens, self._counts.tiles
 
     @cached_property
     def _counts(self) -> Counts:
-        counts = self.whole.counts()
-        return Counts(*(getattr(counts, name)[self.numbers] for name in COLUMNS))
+        """Of many records in a file that all processes share."""
+
+        def make() -> dict[str, Array]:
+            counts = self.whole.counts()
+            return {name: getattr(counts, name)[self.numbers] for name in COLUMNS}
+
+        folder = self.cache_folder
+        if folder is None or len(self.numbers) < SHARED_FROM:
+            return Counts(**make())
+        key = fingerprint(self.fingerprint, COLUMNS)
+        return Counts(**cached(folder / f"part-{key[:16]}{SUFFIX}", key, make))
 
     def counts(self) -> Counts:
         return self._counts

@@ -1,27 +1,30 @@
 """Every record of a source planned once -> arrays of positions, lengths and counts, cached beside the data file.
 
-What packing, truncation and statistics need of a record without reading it again. The cache is an ``.npz`` in
+What packing, truncation and statistics need of a record without reading it again. The cache is a file in
 ``.unigen_index/`` beside the data file (or in ``cache_dir`` where that folder cannot be written), named after a
-fingerprint of data file, processor and format. Trade-off: the first start plans every record (two cores do about
-40,000 texts of 20 words a second; an image costs one header read), every later start reads 120 bytes a record.
+fingerprint of data file, processor and format, and mapped into the memory of every process (``array_cache.py``).
+Trade-off: the first start plans every record (two cores do about 40,000 texts of 20 words a second; an image costs one
+header read) and writes at most 136 bytes a record; a later start maps them.
 """
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from unigen_ds.core import dist
 from unigen_ds.core.errors import DataError
-from unigen_ds.core.log import logger
-from unigen_ds.data.array_cache import cache_folder, cached, fingerprint
+from unigen_ds.core.log import logger, notice
+from unigen_ds.data.array_cache import SUFFIX, NewArrays, cache_folder, cached, filled, fingerprint
 from unigen_ds.data.content import contents_digest
 from unigen_ds.data.counts import COLUMNS, NUM_DIGESTED, Array, Counts, record_digest
-from unigen_ds.data.planning import UNUSED, plan_all
+from unigen_ds.data.planning import FILLED, UNUSED, plan_all
 from unigen_ds.data.processor import ConversationProcessor
 from unigen_ds.data.records import Layout
 from unigen_ds.data.rules import DataRules
@@ -30,8 +33,13 @@ from unigen_ds.data.sources.json_lines import JsonSource
 
 _FORMAT = "unigen-index-1"
 """Of the digest that checkpoints keep."""
-_CACHE_FORMAT = "unigen-index-6"
+_CACHE_FORMAT = "unigen-index-7"
 _CONTENT_FORMAT = "unigen-content-1"
+_FORMER = ".npz"
+"""Suffix of the caches of earlier versions."""
+_DIGESTS = "digests"
+"""An array of the index: the digest of its counts, then that of its records, 16 bytes each. To compute them for 10^8
+records takes seconds."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +55,15 @@ class Index:
     folder: Path | None
     """Where it is cached."""
     layout: Layout
+    records_digest: str
+    """Of ``records``."""
 
     def __len__(self) -> int:
         return len(self.records)
+
+    def prefix_digest(self, number: int, *facts: object) -> str:
+        """``prefix_digest`` of its records."""
+        return prefix_digest(self.records, number, *facts, known=self.records_digest)
 
     def read(self, index: int, rules: DataRules) -> FoundRecord:
         """A record. Raises ``DataError`` where it is no longer the one of the index."""
@@ -66,7 +80,7 @@ class Index:
 
     def content_digests(self) -> Array:
         """[N] 64 bits of the values of each record. Reads the source once (cached)."""
-        key = fingerprint(_CONTENT_FORMAT, prefix_digest(self.records, len(self)))
+        key = fingerprint(_CONTENT_FORMAT, self.prefix_digest(len(self)))
 
         def make() -> dict[str, Array]:
             found, step = [], self.source.batch
@@ -75,7 +89,7 @@ class Index:
                     found.append(hashlib.blake2b(entry.values, digest_size=8).digest())
             return {"digests": np.frombuffer(b"".join(found), dtype="<i8").astype(np.int64)}
 
-        cache = None if self.folder is None else self.folder / f"{self.source.origin.name}-content-{key[:16]}.npz"
+        cache = None if self.folder is None else self.folder / f"{self.source.origin.name}-content-{key[:16]}{SUFFIX}"
         return cached(cache, key, make)["digests"]
 
     @classmethod
@@ -104,37 +118,64 @@ class Index:
         beneath = os.path.relpath(root, source.root)
         extra = (*source.cache_facts, *layout.facts)
         key = fingerprint(content, beneath, processor.fingerprint, rules, _CACHE_FORMAT, *extra)
-        cache = None if folder is None else folder / f"{source.origin.name}-{key[:16]}.npz"
+        cache = None if folder is None else folder / f"{source.origin.name}-{key[:16]}{SUFFIX}"
+        if cache is not None and not cache.exists():
+            _report_former(source, cache.parent)
 
-        def make() -> dict[str, Array]:
-            return plan_all(source, processor, layout, num_workers)
+        def fill(new: NewArrays) -> None:
+            plan_all(source, processor, layout, num_workers, new)
+            new.add(_DIGESTS, 32, "uint8")
+            new.put(_DIGESTS, 0, _digests(new))
 
-        arrays = cached(cache, key, make)
-        source.use({name: found for name, found in arrays.items() if name not in (*COLUMNS, "records", UNUSED)})
+        arrays = filled(cache, key, fill)
+        source.use({name: found for name, found in arrays.items() if name not in (*FILLED, _DIGESTS)})
         counts = Counts(*(arrays[name] for name in COLUMNS))
+        of_counts, of_records = (part.tobytes().hex() for part in arrays[_DIGESTS].reshape(2, 16))
         if cache is not None and counts.no_image_readable:  # a wrong folder, most likely: look again next time
             cache.unlink(missing_ok=True)
-        _report(source, counts, cache, arrays.get(UNUSED))
+        _report(source, counts, cache, arrays[UNUSED])
         # not of the key: the same data in another folder is the same data, and so is what no rule changes
         marks = rules.marks(counts.all_touched)
-        facts = (*source.identity(content), processor.fingerprint, _FORMAT, counts.digest, *marks, *layout.facts)
-        return cls(source, arrays["records"], counts, fingerprint(*facts), folder, layout)
+        facts = (*source.identity(content), processor.fingerprint, _FORMAT, of_counts, *marks, *layout.facts)
+        return cls(source, arrays["records"], counts, fingerprint(*facts), folder, layout, of_records)
 
 
-def prefix_digest(records: Array, number: int, *facts: object) -> str:
-    """Of the first ``number`` record digests and of ``facts``: the same for a longer file that begins with them."""
-    first = np.ascontiguousarray(records[:number], dtype="<i8")
-    return fingerprint(number, hashlib.blake2b(first.tobytes(), digest_size=16).hexdigest(), *facts)
+def prefix_digest(records: Array, number: int, *facts: object, known: str | None = None) -> str:
+    """Of the first ``number`` record digests and of ``facts``: the same for a longer file that begins with them.
+
+    ``known``: the digest of all of them, where it is known.
+    """
+    if known is None or number != len(records):
+        first = np.ascontiguousarray(records[:number], dtype="<i8")
+        known = hashlib.blake2b(first.data, digest_size=16).hexdigest()
+    return fingerprint(number, known, *facts)
 
 
-def _report(source: RecordSource, counts: Counts, cache: Path | None, unused: Array | None) -> None:
+def _digests(new: NewArrays) -> NDArray[np.uint8]:
+    """``_DIGESTS`` of a filled index."""
+    counts = Counts(*(new.read(name) for name in COLUMNS))
+    records = np.ascontiguousarray(new.read("records"), dtype="<i8").data
+    records_digest = hashlib.blake2b(records, digest_size=16).digest()
+    return np.frombuffer(bytes.fromhex(counts.digest) + records_digest, np.uint8)
+
+
+def _report_former(source: RecordSource, folder: Path) -> None:
+    """That an index of an earlier version is there, which is not read."""
+    name = source.origin.name
+    former = f"{glob.escape(name)}-*{_FORMER}"
+    found = sorted(path.name for path in folder.glob(former) if "-content-" not in path.name)
+    if found and dist.env_rank() == 0:
+        notice(f"{source.title}: the index {found[-1]} is of an earlier version and is built again, once; delete it.")
+
+
+def _report(source: RecordSource, counts: Counts, cache: Path | None, unused: Array) -> None:
     """How much of the data will not be learned as intended."""
     if dist.env_rank() != 0:
         return
     path = source.title
     for note in source.notes():
         logger().warning("%s: %s", path, note)
-    if unused is not None:
+    if unused.any():
         logger().warning(
             "%d records of %s have several texts to choose from; one of each is used, always the same, and %d are not",
             int((unused > 0).sum()), path, int(unused.sum()),

@@ -12,15 +12,15 @@ token.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
 
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.data.array_cache import cached, fingerprint
+from unigen_ds.data.array_cache import SHARED_FROM, SUFFIX, cached, fingerprint
 from unigen_ds.data.counts import COLUMNS, CONTENT, KINDS, Array, Counts, count
 from unigen_ds.data.datasets import PlannedDataset
 from unigen_ds.data.held_out import record_number
@@ -87,19 +87,42 @@ class Fitted:
         """Records that are too long, by what happens to them."""
         self._records: Array | None = None
         self._pieces: Array | None = None
-        self.tokens: Array = np.minimum(tokens, limit)
-        """Of each unit."""
+        self.tokens: Array = tokens
+        """Of each unit. Without a longer record the index's own, which takes no memory of the process."""
         self.tiles: Array = tiles
         split, skip = self.by_action["split"], self.by_action["skip"]
-        if split.size or skip.size:
-            number = np.ones(len(tokens), dtype=np.int64)
-            number[split], number[skip] = num_pieces(tokens[split], limit), 0
-            records = np.repeat(np.arange(len(tokens), dtype=np.int64), number)
-            piece = np.arange(len(records), dtype=np.int64) - np.repeat(np.cumsum(number) - number, number)
-            whole = number[records] == 1
-            start, stop = piece_bounds(tokens[records], limit, piece)
-            self._records, self._pieces = records, np.where(whole, -1, piece)
-            self.tokens, self.tiles = np.where(whole, self.tokens[records], stop - start), tiles[records]
+        if self.longer.size:
+            divides = bool(split.size or skip.size)
+            found = self._shared("units", len(tokens), self._units if divides else self._shortened)
+            self.tokens = found["tokens"]
+            if divides:
+                self._records, self._pieces, self.tiles = found["records"], found["pieces"], found["tiles"]
+
+    def _shared(self, kind: str, number: int, make: Callable[[], dict[str, Array]]) -> dict[str, Array]:
+        """``make()``, of many records in a file that all processes share."""
+        overflow, folder = self.overflow, self.dataset.cache_folder
+        if folder is None or number < SHARED_FROM:  # without the fingerprint, which may read the data
+            return make()
+        key = fingerprint(
+            _UNITS, kind, self.dataset.fingerprint, overflow.seq_length, overflow.version, overflow.actions
+        )
+        return cached(folder / f"{kind}-{key[:16]}{SUFFIX}", key, make)
+
+    def _shortened(self) -> dict[str, Array]:
+        return {"tokens": np.minimum(self.dataset.lengths()[0], self.overflow.seq_length)}
+
+    def _units(self) -> dict[str, Array]:
+        """Of each unit: its record, its piece or -1, tokens and tiles."""
+        limit, (tokens, tiles) = self.overflow.seq_length, self.dataset.lengths()
+        split, skip = self.by_action["split"], self.by_action["skip"]
+        number = np.ones(len(tokens), dtype=np.int64)
+        number[split], number[skip] = num_pieces(tokens[split], limit), 0
+        records = np.repeat(np.arange(len(tokens), dtype=np.int64), number)
+        piece = np.arange(len(records), dtype=np.int64) - np.repeat(np.cumsum(number) - number, number)
+        whole = number[records] == 1
+        start, stop = piece_bounds(tokens[records], limit, piece)
+        units = np.where(whole, np.minimum(tokens, limit)[records], stop - start)
+        return {"records": records, "pieces": np.where(whole, -1, piece), "tokens": units, "tiles": tiles[records]}
 
     def __len__(self) -> int:
         """Units: draws of one pass."""
@@ -122,16 +145,43 @@ class Fitted:
         present = {KINDS[kind] for kind in np.unique(self.dataset.counts().kind[self.longer]).tolist()}
         return {kind: action for kind, action in self.overflow.actions.items() if kind in present}
 
-    @cached_property
+    @property
     def kept(self) -> Counts:
-        """Counts of what is trained on, per record: zeros for a skipped one. Reads truncated records once (cached)."""
-        counts = self.dataset.counts()
-        table = np.stack([getattr(counts, name) for name in COLUMNS], axis=1)
-        table[np.ix_(np.concatenate([self.by_action["skip"], self.by_action["error"]]), _CONTENT)] = 0
+        """Counts of what is trained on, per record: zeros for a skipped one. Reads truncated records once (cached).
+
+        Six columns of its own where a record is longer: sums alone are in ``kept_sums``.
+        """
+        counts, (left_out, cut, truncated) = self.dataset.counts(), self._lost
+        if not left_out.size and not cut.size:
+            return counts
+        columns = {name: np.array(getattr(counts, name)) for name in CONTENT}
+        for name, column in columns.items():
+            column[left_out] = 0
+            column[cut] = truncated[:, COLUMNS.index(name)]
+        return replace(counts, **columns)
+
+    @cached_property
+    def kept_sums(self) -> dict[str, int]:
+        """Sums of the columns ``CONTENT`` of ``kept``."""
+        counts, (left_out, cut, truncated) = self.dataset.counts(), self._lost
+        return {
+            name: int(column.sum() - column[left_out].sum() - column[cut].sum())
+            + int(truncated[:, COLUMNS.index(name)].sum())
+            for name in CONTENT
+            for column in [getattr(counts, name)]
+        }
+
+    @cached_property
+    def kept_targets(self) -> int:
+        """Targets of every loss term that are trained on."""
+        return sum(self.kept_sums[f"{kind}_targets"] for kind in ("text", "image", "other"))
+
+    @cached_property
+    def _lost(self) -> tuple[Array, Array, Array]:
+        """Records that are left out, records that are truncated, and the counts [n, columns] of these afterwards."""
         cut = self.by_action["truncate"]
-        if cut.size:
-            table[np.ix_(cut, _CONTENT)] = self._truncated(cut)[:, _CONTENT]
-        return Counts(*np.ascontiguousarray(table.T))
+        truncated = self._truncated(cut) if cut.size else np.empty((0, len(COLUMNS)), dtype=np.int64)
+        return np.concatenate([self.by_action["skip"], self.by_action["error"]]), cut, truncated
 
     def _truncated(self, records: Array) -> Array:
         """Rows of ``Counts`` of truncated records."""
@@ -143,29 +193,29 @@ class Fitted:
             rows = [count(sample.truncated(overflow.seq_length, version=overflow.version)) for sample in samples]
             return {"rows": np.asarray(rows, dtype=np.int64)}
 
-        return cached(folder and folder / f"cut-{key[:16]}.npz", key, make)["rows"]
+        return cached(folder and folder / f"cut-{key[:16]}{SUFFIX}", key, make)["rows"]
 
     def report(self, name: str) -> dict[str, Any]:
         """Plain numbers. ``name``: of the source in sample ids."""
-        whole, kept = self.dataset.counts(), self.kept
+        whole, kept = self.dataset.counts(), self.kept_sums
         targets = {
             f"{kind}_targets{suffix}": int(value)
             for kind in ("text", "image", *["other"] * bool(whole.other_targets.any()))
             for total in [int(getattr(whole, f"{kind}_targets").sum())]
-            for suffix, value in (("", total), ("_lost", total - getattr(kept, f"{kind}_targets").sum()))
+            for suffix, value in (("", total), ("_lost", total - kept[f"{kind}_targets"]))
         }
-        lost = int(whole.targets.sum() - kept.targets.sum())
+        total = sum(int(getattr(whole, f"{kind}_targets").sum()) for kind in ("text", "image", "other"))
         return {
             "longer": len(self.longer),
             **{_DONE[action]: len(self.by_action[action]) for action in ACTIONS},
             "pieces": int(num_pieces(whole.tokens[self.by_action["split"]], self.overflow.seq_length).sum()),
             "skipped_records": self.ids(name, self.by_action["skip"]),
             **targets,
-            "share_lost": lost / max(int(whole.targets.sum()), 1),
+            "share_lost": (total - self.kept_targets) / max(total, 1),
         }
 
 
-_CONTENT = np.asarray([COLUMNS.index(name) for name in CONTENT])
+_UNITS = "unigen-units-1"
 _DONE: dict[Action, str] = {"split": "split", "truncate": "truncated", "skip": "skipped", "error": "refused"}
 
 
@@ -202,7 +252,7 @@ def check_overflow(sources: Sequence[Fitted], names: Sequence[str]) -> None:
             )
         if source.overflow.version == 0:
             continue
-        total, kept = (int(counts.image_targets.sum()) for counts in (source.dataset.counts(), source.kept))
+        total, kept = int(source.dataset.counts().image_targets.sum()), source.kept_sums["image_targets"]
         if total - kept > _MOST_LOST * total:
             raise DataError(
                 f"{name}: {total - kept:,} of {total:,} image targets do not fit {key} {limit:,}"
@@ -221,7 +271,7 @@ def check_overflow(sources: Sequence[Fitted], names: Sequence[str]) -> None:
                 f"{name}: all {len(source.dataset):,} records are longer than {key} {limit:,} and are skipped",
                 remedy=f"a {larger}" + ("" if images else ", or train_dataloader.overflow='split'"),
             )
-        total, left = (int(c.targets.sum()) for c in (source.dataset.counts(), source.kept))
+        total, left = int(source.dataset.counts().targets.sum()), source.kept_targets
         if source.overflow.version and total and not left:
             raise DataError(
                 f"{name}: all {total:,} targets are lost: what of its records fits {key} {limit:,} has none",

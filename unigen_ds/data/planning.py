@@ -11,12 +11,13 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from unigen_ds.core.cores import num_cores
 from unigen_ds.core.errors import DataError
+from unigen_ds.data.array_cache import NewArrays
 from unigen_ds.data.counts import COLUMNS, Array, count, record_digest
 from unigen_ds.data.processor import ConversationProcessor
 from unigen_ds.data.records import Layout, Turn, unused_texts
@@ -30,68 +31,94 @@ UNUSED = "unused_texts"
 """An array of the index: texts of a record that it has as alternatives to the one that is used; where there are any."""
 _Chunk = tuple[int, int]
 """First record, and the one after the last."""
-_Planned = tuple[Array, Array, Array]
-"""Counts [N, columns], digests [N] and unused texts [N] of the records of a chunk."""
+FILLED = (*COLUMNS, "records", UNUSED)
+"""Arrays of one value a record that planning fills."""
+
+
+class ChunkPlan(Protocol):
+    """What is done for each chunk of records: it is sent to a process once."""
+
+    @property
+    def source(self) -> RecordSource: ...
+    @property
+    def processor(self) -> ConversationProcessor: ...
+    def chunk(self, chunk: _Chunk) -> tuple[Array, ...]:
+        """What is found of the records of a chunk."""
+        ...
+
+    def again(self) -> ChunkPlan:
+        """The same for another thread."""
+        ...
 
 
 def plan_all(
-    source: RecordSource, processor: ConversationProcessor, layout: Layout, num_workers: int
-) -> dict[str, Array]:
-    """The arrays of ``source.scan()``, ``records`` (digests) and those of ``Counts``, one value a record.
+    source: RecordSource, processor: ConversationProcessor, layout: Layout, num_workers: int, new: NewArrays
+) -> None:
+    """Fill the arrays of ``source.scan()``, ``records`` (digests) and those of ``Counts``, one value a record.
 
     ``num_workers``: processes; 0: threads of this one. Raises ``DataError`` for the first malformed record.
     """
-    with _no_collections():
-        return _planned(_Plan(source, processor, layout), num_workers)
+    places = {}
+    for name, values in source.scan().items():
+        new.add(name, values.size, str(values.dtype), values.shape)
+        new.put(name, 0, values.reshape(-1))
+        places[name] = new.read(name)
+    source.use(places)
+    for name in FILLED:
+        new.add(name, len(source))
+    for start, found in planned(_Plan(source, processor, layout), num_workers):
+        for name, values in zip(FILLED, found, strict=True):
+            new.put(name, start, values)
 
 
-def _planned(plan: _Plan, num_workers: int) -> dict[str, Array]:
-    arrays = plan.source.scan()
-    plan.source.use(arrays)
+def planned(plan: ChunkPlan, num_workers: int) -> Iterator[tuple[int, tuple[Array, ...]]]:
+    """The first record of each chunk, and what ``plan`` finds of the chunk; in order.
+
+    ``num_workers``: processes; 0: threads of this one. Raises ``DataError`` for the first malformed record.
+    """
     chunks = [(i, min(i + _CHUNK, len(plan.source))) for i in range(0, len(plan.source), _CHUNK)]
+    starts = [start for start, _ in chunks]
     if num_workers > 0 and len(chunks) > 1:
         # spawn: this process may hold threads (OpenMP, a tokenizer's pool) that do not survive a fork
         spawn = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(num_workers, mp_context=spawn, initializer=_adopt, initargs=(plan,)) as pool:
-            parts = list(pool.map(_plan_adopted, chunks))
+            yield from zip(starts, pool.map(_plan_adopted, chunks), strict=True)
     else:
-        parts = _plan_in_threads(plan, chunks)
-    columns = np.concatenate([part for part, _, _ in parts]).T
-    counts = {name: np.ascontiguousarray(column) for name, column in zip(COLUMNS, columns, strict=True)}
-    records = np.concatenate([digests for _, digests, _ in parts])
-    unused = np.concatenate([found for _, _, found in parts])
-    return {**arrays, "records": records, **counts, **({UNUSED: unused} if unused.any() else {})}
+        with _no_collections():
+            yield from zip(starts, _plan_in_threads(plan, chunks), strict=True)
 
 
-_adopted: _Plan | None = None
+_adopted: ChunkPlan | None = None
 """In a process that plans: what it was started with."""
 
 
-def _adopt(plan: _Plan) -> None:
+def _adopt(plan: ChunkPlan) -> None:
     global _adopted
     _adopted = plan
+    gc.disable()  # as _no_collections
 
 
-def _plan_adopted(chunk: _Chunk) -> _Planned:
+def _plan_adopted(chunk: _Chunk) -> tuple[Array, ...]:
     assert _adopted is not None
     return _adopted.chunk(chunk)
 
 
-def _plan_in_threads(plan: _Plan, chunks: Sequence[_Chunk]) -> list[_Planned]:
-    """``_Plan.chunk`` of each, in order: while one thread tokenizes, which needs no lock, another parses and counts.
+def _plan_in_threads(plan: ChunkPlan, chunks: Sequence[_Chunk]) -> Iterator[tuple[Array, ...]]:
+    """``plan.chunk`` of each, in order: while one thread tokenizes, which needs no lock, another parses and counts.
 
     Each thread has a processor of its own, since a tokenizer is set before each call. Within a batch a tokenizer uses
     one core then: its own threads cost a third more for texts of a few words.
     """
     number = min(len(chunks), _THREADS, num_cores())
     if number < 2 or not hasattr(plan.processor.tokenizer, "encode_texts"):
-        return [plan.chunk(chunk) for chunk in chunks]
-    idle: SimpleQueue[_Plan] = SimpleQueue()
+        yield from map(plan.chunk, chunks)
+        return
+    idle: SimpleQueue[ChunkPlan] = SimpleQueue()
     idle.put(plan)
     for _ in range(number - 1):
-        idle.put(replace(plan, processor=copy.deepcopy(plan.processor)))
+        idle.put(plan.again())
 
-    def planned(chunk: _Chunk) -> _Planned:
+    def found(chunk: _Chunk) -> tuple[Array, ...]:
         own = idle.get()
         try:
             return own.chunk(chunk)
@@ -99,7 +126,7 @@ def _plan_in_threads(plan: _Plan, chunks: Sequence[_Chunk]) -> list[_Planned]:
             idle.put(own)
 
     with _environment("TOKENIZERS_PARALLELISM", "false"), ThreadPoolExecutor(number) as pool:
-        return list(pool.map(planned, chunks))
+        yield from pool.map(found, chunks)
 
 
 @contextmanager
@@ -129,41 +156,45 @@ def _environment(name: str, value: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What plans records: it is sent to a process once."""
+    """Plans records."""
 
     source: RecordSource
     processor: ConversationProcessor
     layout: Layout
 
-    def chunk(self, chunk: _Chunk) -> _Planned:
-        """Counts and digests of the records of a chunk."""
-        rows: list[tuple[int, ...]] = []
-        digests: list[int] = []
-        unused: list[int] = []
-        start, stop = chunk
-        for first in range(start, stop, self.source.batch):
-            entries = self.source.read(first, min(first + self.source.batch, stop))
-            for row, digest, number in self._batch(entries):
-                rows.append(row)
-                digests.append(digest)
-                unused.append(number)
-        return tuple(np.asarray(found, dtype=np.int64) for found in (rows, digests, unused))  # type: ignore[return-value]
+    def again(self) -> _Plan:
+        return replace(self, processor=copy.deepcopy(self.processor))
 
-    def _batch(self, entries: Sequence[FoundRecord]) -> Iterator[tuple[tuple[int, ...], int, int]]:
-        """Counts, digest and unused texts of each of some records; their texts are tokenized in one call."""
+    def chunk(self, chunk: _Chunk) -> tuple[Array, ...]:
+        """``FILLED`` of the records of a chunk."""
+        rows: list[tuple[int, ...]] = []
+        for entries in batches(self.source, chunk):
+            rows += self._batch(entries)
+        return tuple(np.asarray(rows, dtype=np.int64).T)
+
+    def _batch(self, entries: Sequence[FoundRecord]) -> Iterator[tuple[int, ...]]:
+        """``FILLED`` of each of some records; their texts are tokenized in one call."""
         processor = self.processor
-        unk_id = getattr(processor.tokenizer, "unk_id", None)
+        unk_id, marks = getattr(processor.tokenizer, "unk_id", None), processor.rules.marks
         records = [entry.record for entry in entries]
         turns_of = [learnt(record, entry.where, self.layout) for record, entry in zip(records, entries, strict=True)]
-        samples = processor.plan_many((turns, entry.where) for turns, entry in zip(turns_of, entries, strict=True))
+        samples = processor.plan_many(zip(turns_of, (entry.where for entry in entries), strict=True))
         for entry, record, turns, sample in zip(entries, records, turns_of, samples, strict=True):
             empty = 0
             for turn in turns:
                 if turn.kind == "text" and not turn.value.strip():
                     empty += 1
             row = count(sample, unk_id=unk_id, empty_texts=empty)
-            digest = record_digest(entry.content, row, processor.rules.marks(row[_TOUCHED]))
-            yield row, digest, unused_texts(record) if "captions" in record or "instruction_list" in record else 0
+            digest = record_digest(entry.content, row, marks(row[_TOUCHED]))
+            unused = unused_texts(record) if "captions" in record or "instruction_list" in record else 0
+            yield *row, digest, unused
+
+
+def batches(source: RecordSource, chunk: _Chunk) -> Iterator[Sequence[FoundRecord]]:
+    """The records of a chunk, as many at a time as the source reads together."""
+    start, stop = chunk
+    for first in range(start, stop, source.batch):
+        yield source.read(first, min(first + source.batch, stop))
 
 
 def learnt(record: Mapping[str, Any], where: object, layout: Layout) -> list[Turn]:

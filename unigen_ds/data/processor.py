@@ -137,6 +137,11 @@ class ConversationProcessor:
         spells = getattr(self.tokenizer, "spells_special", None)
         return spells is not None and spells(text)
 
+    def spelling_special(self, texts: Sequence[str]) -> set[str]:
+        """Those of some texts that spell a special token."""
+        together = getattr(self.tokenizer, "spelling_special", None)
+        return set(together(texts)) if together else {text for text in texts if self.spells_special(text)}
+
     def ready_image(self, image: Tensor, kind: ImageKind, where: str) -> ImageSplit:
         """The split of an image that a data set has as a tensor ``[C, H, W]``. Raises ``DataError`` for its shape."""
         latent = kind != "vit"

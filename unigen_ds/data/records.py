@@ -423,6 +423,8 @@ def _text(record: Mapping[str, Any], key: str, field: str, where: object) -> str
     value = record.get(key)
     if not isinstance(value, str):
         raise _wrong(where, field, value, "a text")
+    if value.isascii():
+        return value
     try:
         value.encode()  # JSON can spell half of a character, which no tokenizer accepts
     except UnicodeEncodeError as error:

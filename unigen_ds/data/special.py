@@ -35,6 +35,7 @@ class Special:
         self._forbidden = {number for number in spelled.values() if number != tokenizer.unk_token_id}
         longest_first = sorted(map(re.escape, spelled), key=len, reverse=True)
         self._pattern = re.compile("|".join(longest_first))
+        self._splits_by_zero = not any("\0" in name for name in spelled)
 
     @property
     def ids(self) -> frozenset[int]:
@@ -44,6 +45,12 @@ class Special:
     def spelled(self, text: str) -> bool:
         """Whether ``text`` spells a special token."""
         return self._pattern.search(text) is not None
+
+    def spelled_in(self, texts: Sequence[str]) -> list[str]:
+        """Those that spell a special token; one search where none does."""
+        if not self._splits_by_zero or self.spelled("\0".join(texts)):
+            return [text for text in texts if self.spelled(text)]
+        return []
 
     def encode(self, text: str) -> list[int]:
         """Ids of ``text`` as ordinary text, whatever it spells."""

@@ -129,14 +129,12 @@ def balance_lines(stream: SequenceStream) -> Iterator[tuple[bool, str]]:
     """
     totals = np.zeros(6)
     for name, fitted, drawn in zip(stream.names, stream.fitted, stream.draws_per_epoch, strict=True):
-        found = fitted.dataset.counts()
-        kept = np.ones(len(found.tokens), dtype=bool)
-        kept[fitted.by_action["skip"]] = False
+        found, skip = fitted.dataset.counts(), fitted.by_action["skip"]
         counts = np.array(
             [
-                kept.sum(),
-                *(column[kept].sum() for column in (found.tokens, found.image_tokens, found.text_targets)),
-                *((column[kept] > 0).sum() for column in (found.text_targets, found.image_targets)),
+                len(found.tokens) - len(skip),
+                *(c.sum() - c[skip].sum() for c in (found.tokens, found.image_tokens, found.text_targets)),
+                *((c > 0).sum() - (c[skip] > 0).sum() for c in (found.text_targets, found.image_targets)),
             ],
             dtype=np.float64,
         )

@@ -28,7 +28,7 @@ import numpy as np
 
 from unigen_ds.core.errors import CheckpointError, ConfigError, DataError
 from unigen_ds.core.seeding import derive_seed
-from unigen_ds.data.array_cache import cached, fingerprint
+from unigen_ds.data.array_cache import SUFFIX, cached, fingerprint
 from unigen_ds.data.counts import Array
 from unigen_ds.data.datasets import PlannedDataset, source_names
 from unigen_ds.data.filtered import filters_of
@@ -431,7 +431,7 @@ class SequenceStream:
         folder = next((d.cache_folder for d in self.datasets if d.cache_folder is not None), None)
         changed = epoch > 0 or len(self.phases) > 1
         key = fingerprint(self.fingerprint, self.phases[0]) if changed else self.fingerprint
-        cache = None if folder is None else folder / f"plan-{key[:16]}.npz"
+        cache = None if folder is None else folder / f"plan-{key[:16]}{SUFFIX}"
 
         def make() -> dict[str, Any]:
             windows = range(self.num_windows(epoch))

@@ -45,14 +45,11 @@ class _Tokenizer:
 
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of texts that users wrote: one that spells a special token is ordinary text."""
-        spelled = [self.special.spelled(text) for text in texts]
-        if True not in spelled:
+        spelled = set(self.special.spelled_in(texts))
+        if not spelled:
             return self.encode_texts_unprotected(texts)
-        ordinary = [text for text, forges in zip(texts, spelled, strict=True) if not forges]
-        rest = iter(self.encode_texts_unprotected(ordinary))
-        return [
-            self.special.encode(text) if forges else next(rest) for text, forges in zip(texts, spelled, strict=True)
-        ]
+        rest = iter(self.encode_texts_unprotected([text for text in texts if text not in spelled]))
+        return [self.special.encode(text) if text in spelled else next(rest) for text in texts]
 
     def encode_unprotected(self, text: str) -> list[int]:
         """Version 0 of the rule ``special_tokens``: what is spelled becomes the token."""
@@ -67,6 +64,10 @@ class _Tokenizer:
     def spells_special(self, text: str) -> bool:
         """Whether a text spells a special token."""
         return self.special.spelled(text)
+
+    def spelling_special(self, texts: Sequence[str]) -> Sequence[str]:
+        """Those of some texts that spell a special token."""
+        return self.special.spelled_in(texts)
 
     def decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))

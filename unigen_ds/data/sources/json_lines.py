@@ -28,6 +28,7 @@ from unigen_ds.data.stored_image import lost
 _BOM = b"\xef\xbb\xbf"
 _BLOCK = 1 << 20
 _NEWLINE, _SPACE = 10, 32
+_SCAN: Any = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
 _TOKENS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{},]', re.DOTALL)
 """All that determines the structure of a JSON text: whole strings (to be skipped), brackets and commas."""
 
@@ -164,8 +165,16 @@ def read_record(path: Path, offset: int, length: int) -> dict[str, Any]:
 def load_record(raw: bytes, location: object) -> dict[str, Any]:
     """Parse the bytes of one record. Raises ``DataError`` where it is no JSON object."""
     try:
-        # bytes that begin otherwise: json looks for another encoding itself
-        record = json.loads(raw.decode("utf-8", "surrogatepass") if raw.startswith(b"{") else raw)
+        if raw.startswith(b"{"):
+            text = raw.decode("utf-8", "surrogatepass")
+            try:  # as json.loads, but for what it does around it: a quarter of the time for a short record
+                record, end = _SCAN(text, 0)
+            except StopIteration:
+                end = -1
+            if end != len(text):  # an error that names the position
+                record = json.loads(text)
+        else:  # json looks for another encoding itself
+            record = json.loads(raw)
     except (ValueError, RecursionError) as error:  # ValueError: of the JSON, its encoding, or a number of 4,300 digits
         raise DataError(
             f"{location}: no valid JSON: {error}", allowed="one object a line, or one array of objects"

@@ -123,7 +123,7 @@ class UnifiedProcessor(ConversationProcessor):
         """``plan`` of each (turns, where); their texts are tokenized together."""
         merged = [(_merged(turns), is_document(turns), where) for turns, where in records]
         texts = [turn.value for turns, _, _ in merged for turn in turns if turn.kind == "text"]
-        spelling = {text for text in texts if self.spells_special(text)}
+        spelling = self.spelling_special(texts)
         ids = iter(self._encoded(texts))
         for turns, plain, where in merged:
             splits = tuple(self._splits(turns, ids, where, keep_images))
