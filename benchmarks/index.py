@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from shared.record import ROOT, interval, write_result
 
 from unigen_ds.core.cores import num_cores
 from unigen_ds.core.progress import Geometry
+from unigen_ds.data.array_cache import InMemory
 from unigen_ds.data.datasets import UnifiedGenerationDataset
 from unigen_ds.data.loader import UpdateLoader
 from unigen_ds.data.order import GlobalOrder
@@ -91,12 +93,18 @@ def text_sides(folder: Path, number: int) -> dict[str, Callable[[], Any]]:
         return found
 
     return {
-        "ours": lambda: int(plan_all(JsonSource(path), processor, Layout(folder), 0)["tokens"].sum()) - 2 * number,
+        "ours": lambda: planned_tokens(JsonSource(path), processor, Layout(folder)) - 2 * number,
         "batches of 1,000": batches,
         "one at a time": lambda: sum(len(plain(text)["input_ids"]) for text in read()),
         "the tokenizer alone": alone,
         **mapped(path, folder, plain),
     }
+
+
+def planned_tokens(source: JsonSource, processor: UnifiedProcessor, layout: Layout) -> int:
+    new = InMemory()
+    plan_all(source, processor, layout, 0, new)
+    return int(new.read("tokens").sum())
 
 
 def mapped(path: Path, folder: Path, plain: Any) -> dict[str, Callable[[], Any]]:
@@ -150,8 +158,9 @@ def picture_sides(folder: Path, number: int, tokenizer: PretrainedTokenizer) -> 
     stream = SequenceStream([data], GlobalOrder([number], seed=0), packer=None, seq_length=4096)
 
     def ours() -> int:
-        loader = UpdateLoader(stream, processor=processor, geometry=Geometry(BATCH, number // BATCH, 1))
-        seen = sum(len(micro.batch.vit_patches) for micro in next(iter(loader)))
+        # an update is one batch: the peer does not keep its batches either
+        loader = UpdateLoader(stream, processor=processor, geometry=Geometry(BATCH, 1, 1))
+        seen = sum(len(micro.batch.vit_patches) for [micro] in islice(loader, number // BATCH))
         loader.close()
         return seen // (SIDE // PATCH) ** 2
 

@@ -28,7 +28,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
+from unigen_ds.core import dist
 from unigen_ds.core.batch import Batch
+from unigen_ds.core.cores import num_cores
 from unigen_ds.core.errors import ConfigError, TrainingError, UnigenError
 from unigen_ds.core.progress import Geometry
 from unigen_ds.data.collate import collate
@@ -38,6 +40,8 @@ from unigen_ds.data.stream import Cursor, Row, SequenceStream
 
 _ALIGN = 64
 _PARENT_CHECK_S = 2.0
+_THREADS = 8
+"""Threads of a process that decode images at most."""
 _BY_VALUE = 256 * 1024
 """Bytes up to which a block is sent through the pipe."""
 _LOST = re.compile(r"DataLoader (worker \(pid.*?\)( is| exited).*|timed out after .*)", re.DOTALL)
@@ -156,7 +160,7 @@ class BatchLoader:
             )
         pinned = pin_memory and torch.accelerator.is_available()  # torch's loader has the same condition, and warns
         self._loader: DataLoader[Any] = DataLoader(
-            _Rows(source, processor, seed, travels=num_workers > 0 or pinned),
+            _Rows(source, processor, seed, travels=num_workers > 0 or pinned, threads=_image_threads(num_workers)),
             batch_size=None,
             sampler=iterations,
             collate_fn=_unchanged,
@@ -227,8 +231,10 @@ class _Iterations(Sampler[list[Row]]):
 class _Rows(Dataset["Batch | Packet | UnigenError"]):
     """A list of rows is the index, a micro-batch the item: as a packet where it ``travels`` to another process."""
 
-    def __init__(self, source: RowSource, processor: Processor, seed: int | None, *, travels: bool) -> None:
-        self._source = source
+    def __init__(
+        self, source: RowSource, processor: Processor, seed: int | None, *, travels: bool, threads: int
+    ) -> None:
+        self._source, self._threads = source, threads
         self._processor, self._seed, self._travels = processor, seed, travels
 
     def __getitem__(self, rows: Sequence[Row]) -> Batch | Packet | UnigenError:
@@ -236,7 +242,7 @@ class _Rows(Dataset["Batch | Packet | UnigenError"]):
             source = self._source
             batch = collate(
                 rows, source.datasets, self._processor, seq_length=source.seq_length, seed=self._seed,
-                names=source.names,
+                names=source.names, threads=self._threads,
             )  # fmt: skip
         except UnigenError as error:  # as a value: the loader would make a message of the worker's whole traceback
             return error
@@ -292,6 +298,12 @@ class Packet:
     def pin_memory(self) -> Packet:
         """Called by the loader's pinning thread."""
         return dataclasses.replace(self, block=self._tensor().pin_memory())
+
+
+def _image_threads(num_workers: int) -> int:
+    """Threads of each loading process that decode images: the cores that there are for one."""
+    processes = (dist.env_processes_per_node() or dist.env_world_size()) * max(num_workers, 1)
+    return max(1, min(num_cores() // processes, _THREADS))
 
 
 def _unchanged(value: Any) -> Any:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from unigen_ds.core.batch import CAUSAL, PackedBatch
 from unigen_ds.data.samples import IGNORED, Loaded, TextTokenizer
+from unigen_ds.data.transforms import normalised_
 
 
 class PackedSizes(Protocol):
@@ -158,7 +159,7 @@ class PackedBuilder:
         parts, none = self._patches, torch.empty(0, dtype=torch.int64)
         width = self.processor.vit_channels * self.processor.vit_patch_size**2
         return {
-            "vit_patches": _joined([part.patches for part in parts], torch.empty(0, width)),
+            "vit_patches": _floats([part.patches for part in parts], width),
             "vit_index": _joined([part.index for part in parts], none),
             "vit_position_ids": _joined([part.position_ids for part in parts], none),
             "vit_lengths": tuple(length for part in parts for length in part.lengths),
@@ -201,6 +202,19 @@ def _integers(values: Sequence[int]) -> Tensor:
 def _grid_positions(grid: tuple[int, int], table: int) -> Tensor:
     rows, columns = torch.arange(grid[0]), torch.arange(grid[1])
     return (rows[:, None] * table + columns).flatten()
+
+
+def _floats(parts: Sequence[Tensor], width: int) -> Tensor:
+    """Patches one after the other; bytes are normalised here, each image while the processor's cache has it."""
+    if not any(part.dtype == torch.uint8 for part in parts):
+        return _joined(parts, torch.empty(0, width))
+    joined, start = torch.empty(sum(map(len, parts)), width), 0
+    for part in parts:
+        place = joined[start : start + len(part)].copy_(part)
+        if part.dtype == torch.uint8:
+            normalised_(place)
+        start += len(part)
+    return joined
 
 
 def _joined(parts: Sequence[Tensor], empty: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ texts and images are in ``splits.py``; a family may have others (``families/nano
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -94,6 +95,12 @@ class Split:
 
     def dropped(self) -> Loaded | None:
         """What replaces it where condition dropout removes it."""
+        return None
+
+    def ahead(self, processor: Any) -> tuple[object, Callable[[], object]] | None:
+        """What ``load`` will need, as work that a thread may do before, and the object that it changes: works on one
+        object are done one after the other. An error is raised by ``load`` again. None: nothing.
+        """
         return None
 
     def load(self, processor: Any, key: tuple[object, ...] | None) -> Loaded:

@@ -21,6 +21,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import torch
 from annotated_types import Ge
+from numpy.typing import NDArray
 from PIL import Image, PngImagePlugin
 from torch import Tensor
 
@@ -65,6 +66,8 @@ class ImageContent:
     def __init__(self, path: str | Path) -> None:
         self._path = path
         self.decoded: Image.Image | None = None
+        self.ready: dict[str, Any] = {}
+        """Fingerprint of a transform -> its pixels, where a thread has made them ahead (``collate.py``)."""
 
     def __str__(self) -> str:
         return str(self._path)
@@ -244,6 +247,8 @@ def flattened(image: Image.Image, *, white: bool) -> Image.Image:
 
 def on_white(image: Image.Image, mode: str) -> Image.Image:
     """``image`` in ``mode``; transparent pixels become white."""
+    if image.mode == mode and "transparency" not in image.info:
+        return image
     if image.mode in _ALPHA or "transparency" in image.info:
         rgba = image.convert("RGBA")
         background = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
@@ -307,16 +312,37 @@ class ImageTransform:
         return width, height
 
     def resize(self, image: Image.Image) -> Image.Image:
-        """The picture in ``mode`` and at its final size."""
+        """The picture in ``mode`` and at its final size. It may be called by several threads."""
         image = on_white(image, self.mode)
         return image.resize(self.size(*image.size), Image.Resampling.BICUBIC)
 
+    def pixels(self, image: Image.Image) -> NDArray[np.uint8]:
+        """[H, W, C], as ``__call__`` has it before it is normalised."""
+        found = np.asarray(self.resize(image), dtype=np.uint8)
+        return found.reshape(found.shape[0], found.shape[1], self.channels)
+
     def __call__(self, image: Image.Image) -> Tensor:
         """[C, H, W] float32 in [-1, 1]."""
-        pixels = torch.from_numpy(np.array(self.resize(image), dtype=np.uint8))
-        pixels = pixels.reshape(pixels.shape[0], pixels.shape[1], self.channels).permute(2, 0, 1)
-        # in place, and laid out once: fresh memory costs more than the arithmetic
-        return pixels.to(torch.float32, memory_format=torch.contiguous_format).div_(255).sub_(0.5).div_(0.5)
+        pixels = torch.from_numpy(self.pixels(image).copy()).permute(2, 0, 1)
+        return normalised_(pixels.to(torch.float32, memory_format=torch.contiguous_format))
+
+
+def normalised_(pixels: Tensor) -> Tensor:
+    """Float pixels of 0 to 255 as -1 to 1. In place: fresh memory costs more than the arithmetic."""
+    return pixels.div_(255).sub_(0.5).div_(0.5)
+
+
+def only_resizes(transform: object) -> bool:
+    """Whether ``transform`` is its ``pixels``, normalised: no transform of a user's own with a ``__call__``."""
+    return isinstance(transform, ImageTransform) and type(transform).__call__ is ImageTransform.__call__
+
+
+def pixel_patches(pixels: NDArray[np.uint8], patch_size: int) -> NDArray[np.uint8]:
+    """``patchify`` of [H, W, C] bytes: a quarter of the memory of floats, and rows of a patch stay together."""
+    height, width, channels = pixels.shape
+    p = patch_size
+    blocks = pixels.reshape(height // p, p, width // p, p, channels)
+    return np.require(blocks.transpose(0, 2, 1, 3, 4).reshape(-1, p * p * channels), requirements="W")
 
 
 @TRANSFORMS.register_module()

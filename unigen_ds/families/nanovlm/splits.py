@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -16,7 +16,7 @@ from unigen_ds.data.packed import PackedBuilder
 from unigen_ds.data.samples import Split, Tally
 from unigen_ds.data.splits import augmented, count_image, unreadable
 from unigen_ds.data.tiles import Tiling, TransformTiling, num_tiles, split_tiles
-from unigen_ds.data.transforms import ImageContent, UnreadableImage, patchify
+from unigen_ds.data.transforms import ImageContent, UnreadableImage, only_resizes, patchify
 
 
 class TileProcessor(Protocol):
@@ -61,11 +61,23 @@ class TiledSplit(Split):
     def source(self) -> str:
         return self.path
 
+    def ahead(self, processor: TileProcessor) -> tuple[object, Callable[[], object]] | None:
+        """As of ``Split``: decodes and resizes."""
+        tiling, content = processor.tiling, self.content
+        if content is None or (isinstance(tiling, TransformTiling) and not only_resizes(tiling.transform)):
+            return None
+
+        def work() -> None:
+            content.ready[tiling.fingerprint] = tiling.pixels(processor.read_image(content))
+
+        return content, work
+
     def load(self, processor: TileProcessor, key: tuple[object, ...] | None) -> LoadedTiles:
         tile = processor.tiling.tile_size
         try:
-            image = processor.read_image(self.content or self.path)
-            grid, pixels = processor.tiling.grid(*image.size), processor.tiling.pixels(image)
+            image, tiling = processor.read_image(self.content or self.path), processor.tiling
+            ready = None if self.content is None else self.content.ready.pop(tiling.fingerprint, None)
+            grid, pixels = tiling.grid(*image.size), tiling.pixels(image) if ready is None else ready
         except UnreadableImage as error:
             raise unreadable(self.path, error.problem) from error
         if num_tiles(grid) != self.num_tiles or tuple(pixels.shape[1:]) != (grid[0] * tile, grid[1] * tile):
