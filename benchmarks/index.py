@@ -131,7 +131,7 @@ def mapped(path: Path, folder: Path, plain: Any) -> dict[str, Callable[[], Any]]
     return {"datasets.map": run}
 
 
-class _Pictures(Dataset[torch.Tensor]):
+class Pictures(Dataset[torch.Tensor]):
     def __init__(self, paths: list[Path]) -> None:
         self._paths = paths
 
@@ -143,7 +143,8 @@ class _Pictures(Dataset[torch.Tensor]):
         return len(self._paths)
 
 
-def picture_sides(folder: Path, number: int, tokenizer: PretrainedTokenizer) -> dict[str, Callable[[], Any]]:
+def write_pictures(folder: Path, number: int) -> tuple[list[Path], Path]:
+    """Pictures of 512 px, and a file of conversations about them."""
     draw, paths = np.random.default_rng(0), []
     for i in range(number):
         small = Image.fromarray(draw.integers(0, 256, (16, 16, 3), dtype=np.uint8))
@@ -153,6 +154,11 @@ def picture_sides(folder: Path, number: int, tokenizer: PretrainedTokenizer) -> 
              {"role": "assistant", "type": "text", "content": "a picture"}] for path in paths]  # fmt: skip
     path = folder / "pictures.jsonl"
     path.write_text("".join(json.dumps({"conversations": turns}) + "\n" for turns in talk))
+    return paths, path
+
+
+def picture_sides(folder: Path, number: int, tokenizer: PretrainedTokenizer) -> dict[str, Callable[[], Any]]:
+    paths, path = write_pictures(folder, number)
     processor = UnifiedProcessor(tokenizer, vit_transform=ImageTransform(SIDE, SIDE, PATCH), vit_patch_size=PATCH)
     data = UnifiedGenerationDataset(path, processor)
     stream = SequenceStream([data], GlobalOrder([number], seed=0), packer=None, seq_length=4096)
@@ -165,7 +171,7 @@ def picture_sides(folder: Path, number: int, tokenizer: PretrainedTokenizer) -> 
         return seen // (SIDE // PATCH) ** 2
 
     def theirs() -> int:
-        return sum(len(batch) for batch in DataLoader(_Pictures(paths), batch_size=BATCH, shuffle=True))
+        return sum(len(batch) for batch in DataLoader(Pictures(paths), batch_size=BATCH, shuffle=True))
 
     return {"ours": ours, "torch's DataLoader": theirs}
 

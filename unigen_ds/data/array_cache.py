@@ -247,13 +247,17 @@ def filled(cache: Path | None, key: str, fill: Callable[[NewArrays], None]) -> A
     Several processes may ask for it together: one makes it, the others wait where the file system has locks. It gets
     its name when it is complete and on disk; what a killed process leaves is removed by the next one.
     """
-    if cache is None:
-        return _in_memory(fill)
-    found = _stored(cache, key)
+    found = None if cache is None else kept(cache, key, fill)
+    return _in_memory(fill) if found is None else found
+
+
+def kept(cache: Path, key: str, fill: Callable[[NewArrays], None]) -> Arrays | None:
+    """As ``filled``. None, with a warning: the file cannot be written."""
+    found = stored(cache, key)
     if found is not None:
         return found
     with held(cache.with_name(f".{cache.name}.lock")):  # or without, where the folder has no locks
-        found = _stored(cache, key)  # another process may have been first
+        found = stored(cache, key)  # another process may have been first
         return _written(cache, key, fill) if found is None else found
 
 
@@ -263,7 +267,7 @@ def _in_memory(fill: Callable[[NewArrays], None]) -> Arrays:
     return {name: new.read(name) for name in new.arrays}
 
 
-def _written(cache: Path, key: str, fill: Callable[[NewArrays], None]) -> Arrays:
+def _written(cache: Path, key: str, fill: Callable[[NewArrays], None]) -> Arrays | None:
     found: Arrays = {}
 
     def write(temporary: Path) -> None:
@@ -276,11 +280,11 @@ def _written(cache: Path, key: str, fill: Callable[[NewArrays], None]) -> Arrays
         write_atomic(cache, write)
     except OSError as error:  # a full disk costs time at the next start, not this run
         logger().warning("index cache %s cannot be written: %s", cache, error)
-        return found or _in_memory(fill)
+        return found or None
     return found
 
 
-def _stored(cache: Path, key: str) -> Arrays | None:
+def stored(cache: Path, key: str) -> Arrays | None:
     """Those of a file, mapped. None: there is none, it is damaged (with a warning), or that of another key."""
     if not cache.exists():
         return None

@@ -98,6 +98,14 @@ def pack_documents(documents: Sequence[Sequence[Loaded]], processor: Processor) 
     return builder.batch(len(documents), (), ())
 
 
+def load(
+    draw: Draw, dataset: PlannedDataset, processor: Processor, *, seq_length: int, seed: int, name: str
+) -> list[Loaded]:
+    """Read, truncate, drop conditions, decode. Raises ``UnreadableImage`` where the sample must be skipped."""
+    found = chosen(draw, dataset, processor, seq_length=seq_length, seed=seed, name=name)
+    return _loaded(found, processor, (seed, draw.pass_number, name))
+
+
 _Chosen = tuple[int, Split, bool]
 """A split, its number in its sample, and whether condition dropout removes it."""
 

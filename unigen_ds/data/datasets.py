@@ -38,6 +38,7 @@ from unigen_ds.data.samples import Sample, Split, Tally
 from unigen_ds.data.sources.base import FoundRecord
 from unigen_ds.data.sources.find import default_name, open_source
 from unigen_ds.data.splits import ImageKind, TokenSplit
+from unigen_ds.data.token_cache import TokenCache
 
 _SHOWN = 5
 
@@ -86,6 +87,8 @@ class UnifiedGenerationDataset:
         cache_dir: folder for the index, and for unpacked copies, where ``.unigen_index/`` beside the data cannot be
             written.
         index_workers: processes that build the index, once.
+        cache_tokens: keep the ids of all texts beside the index, 4 bytes a token: a text is tokenized once, not in each
+            epoch.
         format: name of the format, or ``dict(type=name, ...)`` with settings of its own; None: by suffix or content.
         columns: names of the records' keys -> those of a layout: ``{'prompt': 'text_prompt'}``.
         captions: what an image with a text teaches: ``'generate'`` (text, then the image) or ``'understand'`` (image,
@@ -106,6 +109,7 @@ class UnifiedGenerationDataset:
         name: str | None = None,
         cache_dir: str | Path | None = None,
         index_workers: int = 0,
+        cache_tokens: bool = False,
         format: str | Mapping[str, Any] | None = None,
         columns: Mapping[str, str] | None = None,
         captions: Captions | None = None,
@@ -136,6 +140,7 @@ class UnifiedGenerationDataset:
             ),
         )
         self.cache_folder = self.index.folder
+        self.tokens = TokenCache.build(self.index, processor, num_workers=index_workers) if cache_tokens else None
 
     def __len__(self) -> int:
         return len(self.index)
@@ -150,6 +155,8 @@ class UnifiedGenerationDataset:
         """The record as splits; reads the record and the files of its images, and decodes nothing."""
         entry = self._entry(index)
         turns = learnt(entry.record, entry.where, self.index.layout)
+        if self.tokens is not None:
+            return self.processor.plan_with(turns, entry.where, self.tokens.of(index), keep_images=True)
         return self.processor.plan(turns, entry.where, keep_images=True)
 
     def turns(self, index: int) -> list[Turn]:

@@ -57,6 +57,8 @@ class Index:
     layout: Layout
     records_digest: str
     """Of ``records``."""
+    content: str
+    """Digest of the data files."""
 
     def __len__(self) -> int:
         return len(self.records)
@@ -137,7 +139,7 @@ class Index:
         # not of the key: the same data in another folder is the same data, and so is what no rule changes
         marks = rules.marks(counts.all_touched)
         facts = (*source.identity(content), processor.fingerprint, _FORMAT, of_counts, *marks, *layout.facts)
-        return cls(source, arrays["records"], counts, fingerprint(*facts), folder, layout, of_records)
+        return cls(source, arrays["records"], counts, fingerprint(*facts), folder, layout, of_records, content)
 
 
 def prefix_digest(records: Array, number: int, *facts: object, known: str | None = None) -> str:

@@ -248,8 +248,9 @@ class _Rows(Dataset["Batch | Packet | UnigenError"]):
             return error
         if not self._travels:
             return batch
-        packet = Packet.packed(batch)
-        return packet.by_value() if get_worker_info() is not None and packet.block.nbytes <= _BY_VALUE else packet
+        in_worker = get_worker_info() is not None
+        packet = Packet.packed(batch, shared=in_worker)
+        return packet.by_value() if in_worker and packet.block.nbytes <= _BY_VALUE else packet
 
 
 @dataclass(frozen=True)
@@ -264,14 +265,15 @@ class Packet:
     kind: type[Batch]
 
     @classmethod
-    def packed(cls, batch: Batch) -> Packet:
+    def packed(cls, batch: Batch, *, shared: bool = False) -> Packet:
+        """``shared``: in memory that other processes can map, where it is too large to be sent by value."""
         values = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
         tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
         entries, offset = [], 0
         for name, tensor in tensors.items():
             entries.append((name, tensor.dtype, tuple(tensor.shape), offset))
             offset += -(-tensor.nbytes // _ALIGN) * _ALIGN
-        block = torch.empty(offset, dtype=torch.uint8)  # not zeros: fresh pages cost more than the copy
+        block = _block(offset, shared=shared and offset > _BY_VALUE)
         for (_, _, _, start), tensor in zip(entries, tensors.values(), strict=True):
             block[start : start + tensor.nbytes] = tensor.contiguous().reshape(-1).view(torch.uint8)
         return cls(block, tuple(entries), {name: v for name, v in values.items() if name not in tensors}, type(batch))
@@ -298,6 +300,15 @@ class Packet:
     def pin_memory(self) -> Packet:
         """Called by the loader's pinning thread."""
         return dataclasses.replace(self, block=self._tensor().pin_memory())
+
+
+def _block(size: int, *, shared: bool) -> Tensor:
+    """Bytes, not zeros: fresh pages cost more than the copy."""
+    if not shared:
+        return torch.empty(size, dtype=torch.uint8)
+    # as torch's own collating code: any other memory would be copied to such memory when it is sent
+    storage = torch.UntypedStorage._new_shared(size)
+    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (size,))
 
 
 def _image_threads(num_workers: int) -> int:

@@ -29,7 +29,7 @@ _THREADS = 4
 _TOUCHED = COLUMNS.index("touched")
 UNUSED = "unused_texts"
 """An array of the index: texts of a record that it has as alternatives to the one that is used; where there are any."""
-_Chunk = tuple[int, int]
+Chunk = tuple[int, int]
 """First record, and the one after the last."""
 FILLED = (*COLUMNS, "records", UNUSED)
 """Arrays of one value a record that planning fills."""
@@ -42,7 +42,7 @@ class ChunkPlan(Protocol):
     def source(self) -> RecordSource: ...
     @property
     def processor(self) -> ConversationProcessor: ...
-    def chunk(self, chunk: _Chunk) -> tuple[Array, ...]:
+    def chunk(self, chunk: Chunk) -> tuple[Array, ...]:
         """What is found of the records of a chunk."""
         ...
 
@@ -98,12 +98,12 @@ def _adopt(plan: ChunkPlan) -> None:
     gc.disable()  # as _no_collections
 
 
-def _plan_adopted(chunk: _Chunk) -> tuple[Array, ...]:
+def _plan_adopted(chunk: Chunk) -> tuple[Array, ...]:
     assert _adopted is not None
     return _adopted.chunk(chunk)
 
 
-def _plan_in_threads(plan: ChunkPlan, chunks: Sequence[_Chunk]) -> Iterator[tuple[Array, ...]]:
+def _plan_in_threads(plan: ChunkPlan, chunks: Sequence[Chunk]) -> Iterator[tuple[Array, ...]]:
     """``plan.chunk`` of each, in order: while one thread tokenizes, which needs no lock, another parses and counts.
 
     Each thread has a processor of its own, since a tokenizer is set before each call. Within a batch a tokenizer uses
@@ -118,7 +118,7 @@ def _plan_in_threads(plan: ChunkPlan, chunks: Sequence[_Chunk]) -> Iterator[tupl
     for _ in range(number - 1):
         idle.put(plan.again())
 
-    def found(chunk: _Chunk) -> tuple[Array, ...]:
+    def found(chunk: Chunk) -> tuple[Array, ...]:
         own = idle.get()
         try:
             return own.chunk(chunk)
@@ -165,7 +165,7 @@ class _Plan:
     def again(self) -> _Plan:
         return replace(self, processor=copy.deepcopy(self.processor))
 
-    def chunk(self, chunk: _Chunk) -> tuple[Array, ...]:
+    def chunk(self, chunk: Chunk) -> tuple[Array, ...]:
         """``FILLED`` of the records of a chunk."""
         rows: list[tuple[int, ...]] = []
         for entries in batches(self.source, chunk):
@@ -190,7 +190,7 @@ class _Plan:
             yield *row, digest, unused
 
 
-def batches(source: RecordSource, chunk: _Chunk) -> Iterator[Sequence[FoundRecord]]:
+def batches(source: RecordSource, chunk: Chunk) -> Iterator[Sequence[FoundRecord]]:
     """The records of a chunk, as many at a time as the source reads together."""
     start, stop = chunk
     for first in range(start, stop, source.batch):

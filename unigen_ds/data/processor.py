@@ -15,7 +15,7 @@ from torch import Tensor
 
 from unigen_ds.core import former
 from unigen_ds.core.batch import Batch
-from unigen_ds.core.errors import DataError
+from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.augment import Augment
 from unigen_ds.data.packed import PackedBuilder
 from unigen_ds.data.records import Turn
@@ -136,6 +136,22 @@ class ConversationProcessor:
         """Whether a text spells a special token of the tokenizer."""
         spells = getattr(self.tokenizer, "spells_special", None)
         return spells is not None and spells(text)
+
+    def text_ids(self, records: Sequence[Sequence[Turn]]) -> Iterator[list[Sequence[int]]]:
+        """Of each of some records the ids of its texts, in order; images are not read. For ``cache_tokens``.
+
+        Raises ``ConfigError`` where texts are not tokenized one by one.
+        """
+        raise ConfigError(
+            f"cache_tokens=True with {type(self).__name__}, which tokenizes whole conversations by a chat template",
+            remedy="leave cache_tokens out",
+        )
+
+    def plan_with(
+        self, turns: Sequence[Turn], where: object, ids: Iterable[Sequence[int]], *, keep_images: bool = False
+    ) -> Sample:
+        """``plan`` where the ids of the texts are known."""
+        raise NotImplementedError(f"{type(self).__name__}.plan_with")
 
     def spelling_special(self, texts: Sequence[str]) -> set[str]:
         """Those of some texts that spell a special token."""

@@ -258,8 +258,8 @@ _FLOATS: dict[str, Any] = {"dtype": torch.float32, "memory_format": torch.contig
 
 @dataclass(frozen=True)
 class LoadedImage:
-    """The tensors of one image split. ``vit``: patches (bytes: the builder normalises them). ``vae`` and ``noise``: image,
-    noises and raw time step.
+    """The tensors of one image split. ``vit``: patches (bytes: the builder normalises them). ``vae`` and ``noise``:
+    image, noises and raw time step.
     """
 
     split: ImageSplit

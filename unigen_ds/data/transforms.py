@@ -27,6 +27,7 @@ from torch import Tensor
 
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.registry import TRANSFORMS, checked
+from unigen_ds.data.quick_header import FIRST_BYTES, Header, quick_header
 from unigen_ds.data.rules import CURRENT
 from unigen_ds.data.stored_image import StoredImage
 
@@ -99,6 +100,9 @@ class ImageHeader:
 
 def image_header(path: str | Path | ImageContent, *, rule: int = CURRENT.images) -> ImageHeader:
     """From the header alone, by that version of the rule ``images``. An unreadable image does not raise."""
+    if (quick := _quick_header(path)) is not None:
+        width, height, mode = quick
+        return ImageHeader((width, height), "", False, mode, mode in _ALPHA)
     try:
         with _opened(path, "read", rule) as image:
             orientation = _orientation(image)
@@ -111,6 +115,17 @@ def image_header(path: str | Path | ImageContent, *, rule: int = CURRENT.images)
             return ImageHeader((width, height), "", turned or _is_deep(image), image.mode, transparent, content)
     except UnreadableImage as error:
         return ImageHeader(None, error.problem)
+
+
+def _quick_header(path: str | Path | ImageContent) -> Header | None:
+    """Of a plain file; None: PIL must look at it."""
+    if isinstance(path, (ImageContent, StoredImage)):
+        return None
+    try:
+        with open(path, "rb", buffering=0) as stream:
+            return quick_header(stream.read(FIRST_BYTES))
+    except (OSError, ValueError):
+        return None
 
 
 def image_size(path: str | Path) -> tuple[int, int]:

@@ -130,6 +130,20 @@ class UnifiedProcessor(ConversationProcessor):
             spells = bool(spelling) and any(turn.kind == "text" and turn.value in spelling for turn in turns)
             yield Sample(splits, spells_special=spells, plain=plain)
 
+    def text_ids(self, records: Sequence[Sequence[Turn]]) -> Iterator[list[Sequence[int]]]:
+        texts = [[turn.value for turn in _merged(turns) if turn.kind == "text"] for turns in records]
+        ids = iter(self._encoded([text for of_record in texts for text in of_record]))
+        for of_record in texts:
+            yield [next(ids) for _ in of_record]
+
+    def plan_with(
+        self, turns: Sequence[Turn], where: object, ids: Iterable[Sequence[int]], *, keep_images: bool = False
+    ) -> Sample:
+        merged = _merged(turns)
+        splits = tuple(self._splits(merged, iter(ids), where, keep_images))
+        spells = bool(self.spelling_special([turn.value for turn in merged if turn.kind == "text"]))
+        return Sample(splits, spells_special=spells, plain=is_document(turns))
+
     def _encoded(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
         # a tokenizer of a user's own may have "encode" alone
         together = getattr(self.tokenizer, "encode_texts", None)

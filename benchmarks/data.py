@@ -1,0 +1,393 @@
+"""What data costs: index, packing, loading, tokens, memory and the start of a resume, beside common alternatives.
+
+In: nothing; all files are made in a temporary folder. Out: a table, and ``results/data_<date>.json``. Sections:
+
+* ``texts``: short texts indexed a second, beside ``datasets.map`` and plain loops over the same tokenizer.
+* ``headers``: images indexed a second, beside a loop that opens each file with PIL for its size.
+* ``packing``: samples planned a second, and how full the sequences of 4,096 tokens are, for long-tailed lengths, beside
+  nanoVLM's packer: the longest sample first, each to the emptiest sequence that has space for it, buffer by buffer.
+* ``loader``: images of 256 px loaded a second with 0, 1 and 2 workers, beside torch's ``DataLoader``; pixels are
+  compared bit by bit.
+* ``tokens``: records of long texts read a second with ``cache_tokens``, and without.
+* ``memory``: bytes a record that a process has of its own after it has opened an index which another one made.
+* ``resume``: time from the index to the first sequences, at the end of a synthetic data set of 10^8 records and at its
+  beginning, each in new processes.
+
+All sides run in turns in one process; ratios are paired by round. Beside the time of the clock the CPU time of the
+process and its workers is recorded, which other programs on the machine disturb less.
+
+    pip install -e '.[bench]' -c constraints.txt
+    python benchmarks/data.py [--only texts loader] [--rounds 5] [--records 100000000]
+
+Exit status: 1 if a limit is not met, otherwise 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from index import BATCH, PATCH, SIDE, Pictures, planned_tokens, text_sides, write_pictures, write_tokenizer
+from shared.record import RESULTS, interval, write_result
+
+from unigen_ds.core.progress import Geometry
+from unigen_ds.core.registry import PACKERS, build
+from unigen_ds.data import array_cache
+from unigen_ds.data.array_cache import InMemory
+from unigen_ds.data.counts import COLUMNS, Array, Counts
+from unigen_ds.data.datasets import UnifiedGenerationDataset
+from unigen_ds.data.index import Index
+from unigen_ds.data.loader import UpdateLoader
+from unigen_ds.data.order import GlobalOrder
+from unigen_ds.data.planning import plan_all
+from unigen_ds.data.records import Layout
+from unigen_ds.data.sources.json_lines import JsonSource
+from unigen_ds.data.stream import Cursor, SequenceStream
+from unigen_ds.data.transforms import ImageTransform
+from unigen_ds.families.bagel.processor import UnifiedProcessor
+
+SECTIONS = ("texts", "headers", "packing", "loader", "tokens", "memory", "resume")
+LIMITS = {
+    "texts: a second": 60_000.0,
+    "headers: a second": 30_000.0,
+    "packing: a second": 1_000_000.0,
+    "packing: full": 0.995,
+    "loader, 0 workers: ratio": 1.0,
+    "loader, 1 workers: ratio": 1.2,
+    "loader, 2 workers: ratio": 1.2,
+    "memory: bytes a record": 16.0,
+    "resume: ratio": 1.1,
+}
+"""At least so much; of memory and resume at most."""
+AT_MOST = ("memory: bytes a record", "resume: ratio")
+SEQ_LENGTH, WINDOW, BUFFER_SEQUENCES = 4096, 8192, 8
+
+
+def cpu_seconds() -> float:
+    """Of this process and the processes it has waited for."""
+    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(one.ru_utime + one.ru_stime for one in used)
+
+
+def in_turns(sides: dict[str, Callable[[], Any]], number: int, rounds: int) -> dict[str, Any]:
+    """Units a second of each side, by clock and by CPU time, and the ratios of ours to each other one."""
+    for side in sides.values():
+        side()  # warm
+    clock: dict[str, list[float]] = {name: [] for name in sides}
+    cpu: dict[str, list[float]] = {name: [] for name in sides}
+    for turn in range(rounds):
+        for name in list(sides)[:: 1 if turn % 2 else -1]:
+            start, used = time.perf_counter(), cpu_seconds()
+            sides[name]()
+            clock[name].append(number / (time.perf_counter() - start))
+            cpu[name].append(number / max(cpu_seconds() - used, 1e-9))
+    found: dict[str, Any] = {"number": number}
+    for label, rates in (("", clock), ("_of_cpu_time", cpu)):
+        found[f"per_second{label}"] = {name: float(np.median(values)) for name, values in rates.items()}
+        found[f"ours_to{label}"] = {
+            name: interval([a / b for a, b in zip(rates["ours"], values, strict=True)])
+            for name, values in rates.items()
+            if name != "ours"
+        }
+    return found
+
+
+def texts(folder: Path, rounds: int, options: argparse.Namespace) -> dict[str, Any]:
+    return in_turns(text_sides(folder, options.texts), options.texts, rounds)
+
+
+def headers(folder: Path, rounds: int, options: argparse.Namespace) -> dict[str, Any]:
+    number = options.headers
+    (folder / "one.jpg").parent.mkdir(exist_ok=True)
+    Image.fromarray(np.zeros((256, 256, 3), np.uint8)).save(folder / "one.jpg")
+    content = (folder / "one.jpg").read_bytes()
+    names = [f"h{i}.jpg" for i in range(number)]
+    for name in names:
+        (folder / name).write_bytes(content)
+    path = folder / "headers.jsonl"
+    path.write_text("".join(json.dumps({"image": name, "caption": "a picture"}) + "\n" for name in names))
+    processor = image_processor(folder)
+
+    def ours() -> int:
+        new = InMemory()
+        plan_all(JsonSource(path), processor, Layout(folder, "understand"), 0, new)
+        return int(new.read("images").sum())
+
+    def plain() -> int:
+        return sum(Image.open(folder / name).size[0] > 0 for name in names)
+
+    return in_turns({"ours": ours, "a loop of Image.open": plain}, number, rounds)
+
+
+def image_processor(folder: Path) -> UnifiedProcessor:
+    if not (folder / "tokenizer").exists():
+        write_tokenizer(folder / "tokenizer")
+    from unigen_ds.data.tokenizers import PretrainedTokenizer
+
+    tokenizer = PretrainedTokenizer(path=str(folder / "tokenizer"))
+    return UnifiedProcessor(tokenizer, vit_transform=ImageTransform(SIDE, SIDE, PATCH), vit_patch_size=PATCH)
+
+
+def emptiest_first(lengths: Sequence[int], seq_length: int, spare: int = 5) -> list[list[int]]:
+    """As nanoVLM's packer, whose default number of spare sequences is 5; none of the samples has images here."""
+    number = -(-sum(lengths) // seq_length) + spare
+    loads, groups = [0] * number, [list[int]() for _ in range(number)]
+    for sample in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+        for k in sorted(range(len(loads)), key=loads.__getitem__):
+            if loads[k] + lengths[sample] <= seq_length:
+                break
+        else:
+            k = len(loads)
+            loads.append(0)
+            groups.append([])
+        loads[k] += lengths[sample]
+        groups[k].append(sample)
+    return [group for group in groups if group]
+
+
+def packing(folder: Path, rounds: int, options: argparse.Namespace) -> dict[str, Any]:
+    draw = np.random.default_rng(0)
+    lengths = np.minimum(draw.lognormal(5.5, 1.1, options.packed).astype(np.int64) + 8, SEQ_LENGTH)
+    windows = [lengths[i : i + WINDOW] for i in range(0, len(lengths), WINDOW)]
+    name = "FastPacking" if "FastPacking" in PACKERS.module_dict else "WindowPacking"
+    packer = build(PACKERS, {"type": name, "window": WINDOW})
+    sequences: dict[str, int] = {}
+
+    def ours() -> None:
+        sequences["ours"] = sum(len(packer.plan(w, np.zeros_like(w), SEQ_LENGTH, 1)) for w in windows)
+
+    def theirs() -> None:
+        """A buffer is as many tokens as 8 sequences have."""
+        found, buffer, total = 0, list[int](), 0
+        for length in lengths[: options.packed_by_peer].tolist():
+            buffer.append(length)
+            total += length
+            if total >= BUFFER_SEQUENCES * SEQ_LENGTH:
+                found += len(emptiest_first(buffer, SEQ_LENGTH))
+                buffer, total = [], 0
+        sequences["nanoVLM's packer"] = found + len(emptiest_first(buffer, SEQ_LENGTH))
+
+    ours_only = in_turns({"ours": ours}, options.packed, rounds)
+    peer = in_turns({"ours": theirs}, options.packed_by_peer, rounds)
+    tokens = {"ours": int(lengths.sum()), "nanoVLM's packer": int(lengths[: options.packed_by_peer].sum())}
+    return {
+        "packer": packer.fingerprint,
+        "per_second": {"ours": ours_only["per_second"]["ours"], "nanoVLM's packer": peer["per_second"]["ours"]},
+        "full": {name: tokens[name] / (count * SEQ_LENGTH) for name, count in sequences.items()},
+    }
+
+
+def loader(folder: Path, rounds: int, options: argparse.Namespace) -> dict[str, Any]:
+    number, processor = options.pictures, image_processor(folder)
+    paths, records = write_pictures(folder, number)
+    data = UnifiedGenerationDataset(records, processor)
+    stream = SequenceStream([data], GlobalOrder([number], seed=0), packer=None, seq_length=4096)
+
+    def ours(workers: int) -> dict[int, torch.Tensor]:
+        loading = UpdateLoader(stream, processor=processor, geometry=Geometry(BATCH, 1, 1), num_workers=workers)
+        last: dict[int, torch.Tensor] = {}
+        for [micro] in islice(loading, number // BATCH):
+            patches = micro.batch.vit_patches.view(BATCH, -1, PATCH * PATCH * 3)
+            last = {int(name.split(":")[1]): patches[i] for i, name in enumerate(micro.batch.sample_ids)}
+        loading.close()
+        return last
+
+    def theirs(workers: int) -> int:
+        return sum(map(len, DataLoader(Pictures(paths), batch_size=BATCH, shuffle=True, num_workers=workers)))
+
+    for index, patches in ours(0).items():
+        assert torch.equal(patches, Pictures(paths)[index]), f"other pixels of picture {index}"
+    found = {}
+    for workers in (0, 1, 2):
+        sides = {"ours": partial(ours, workers), "torch's DataLoader": partial(theirs, workers)}
+        found[f"{workers} workers"] = in_turns(sides, number, rounds)
+    return found
+
+
+def tokens(folder: Path, rounds: int, options: argparse.Namespace) -> dict[str, Any]:
+    processor, draw = image_processor(folder), random.Random(2)
+    words = [f"word{i}" for i in range(500)]
+    path, number = folder / "long.jsonl", 2_000
+    path.write_text("".join(json.dumps({"text": " ".join(draw.choices(words, k=800))}) + "\n" for _ in range(number)))
+    plain, kept = (UnifiedGenerationDataset(path, processor, cache_tokens=kept) for kept in (False, True))
+
+    def read(data: UnifiedGenerationDataset) -> int:
+        return sum(data.sample(i).num_tokens for i in range(number))
+
+    assert read(plain) == read(kept)
+    return in_turns({"ours": partial(read, kept), "without cache_tokens": partial(read, plain)}, number, rounds)
+
+
+def private_bytes() -> int:
+    """Memory of this process that no other one shares."""
+    text = Path("/proc/self/smaps_rollup").read_text()
+    return sum(int(line.split()[1]) for line in text.splitlines() if line.startswith("Private_")) * 1024
+
+
+def in_new_process(argument: str, folder: Path, *more: str) -> dict[str, float]:
+    """What ``main`` prints for a hidden section."""
+    command = [sys.executable, __file__, "--inside", argument, str(folder), *more]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def memory(folder: Path, rounds: int, options: argparse.Namespace) -> dict[str, Any]:
+    processor = image_processor(folder)
+    small, large = 1_000, options.indexed
+    for number in (small, large):
+        lines = (json.dumps({"text": f"record {i}"}) + "\n" for i in range(number))
+        path = folder / f"records-{number}.jsonl"
+        with path.open("w") as stream:
+            stream.writelines(lines)
+        Index.build(path, processor)
+    grown = [in_new_process("memory", folder, str(number))["bytes"] for number in (small, large)]
+    return {"records": large, "bytes_a_record": (grown[1] - grown[0]) / (large - small)}
+
+
+def inside_memory(folder: Path, number: int) -> dict[str, float]:
+    """What opening an index, fitting it and reading a window add to this process."""
+    processor = image_processor(folder)
+    before = private_bytes()
+    data = UnifiedGenerationDataset(folder / f"records-{number}.jsonl", processor)
+    packer = build(PACKERS, {"type": "WindowPacking", "window": 64})
+    stream = SequenceStream([data], GlobalOrder([number], seed=0), packer=packer, seq_length=64, sequences_per_epoch=9)
+    assert list(islice(stream.rows(), 3)) and stream.identity
+    return {"bytes": private_bytes() - before}
+
+
+class Synthetic:
+    """A data set of which there is only the index."""
+
+    name, weight = "synthetic", None
+
+    def __init__(self, folder: Path, number: int) -> None:
+        def fill(new: array_cache.NewArrays) -> None:
+            draw = np.random.default_rng(0)
+            for name in COLUMNS:
+                new.add(name, number)
+            for start in range(0, number, 1 << 20):
+                found = draw.lognormal(5.5, 1.1, min(1 << 20, number - start)).astype(np.int64) + 8
+                new.put("tokens", start, np.minimum(found, SEQ_LENGTH))
+
+        self.cache_folder = folder
+        arrays = array_cache.filled(folder / "synthetic.arrays", str(number), fill)
+        self._counts = Counts(*(arrays[name] for name in COLUMNS))
+        self.fingerprint = f"synthetic-{number}"
+
+    def __len__(self) -> int:
+        return len(self._counts.tokens)
+
+    def lengths(self) -> tuple[Array, Array]:
+        return self._counts.tokens, self._counts.tiles
+
+    def counts(self) -> Counts:
+        return self._counts
+
+    def sample(self, index: int, *, pass_number: int = 0) -> Any:
+        raise NotImplementedError
+
+    def prefix_digest(self, number: int) -> str:
+        return f"{self.fingerprint}-{number}"
+
+
+def resume(folder: Path, rounds: int, options: argparse.Namespace) -> dict[str, Any]:
+    Synthetic(folder, options.records)
+    times: dict[str, list[float]] = {"begin": [], "end": []}
+    for turn in range(rounds + 1):
+        for where in list(times)[:: 1 if turn % 2 else -1]:
+            found = in_new_process("resume", folder, where, str(options.records))
+            if turn:  # the first fills the page cache
+                times[where].append(found["cpu_seconds"])
+    ratio = interval([end / begin for begin, end in zip(times["begin"], times["end"], strict=True)])
+    return {"records": options.records, "cpu_seconds": times, "end_to_begin": ratio}
+
+
+def inside_resume(folder: Path, where: str, number: int) -> dict[str, float]:
+    """From the index to the first sequences."""
+    start, used = time.perf_counter(), cpu_seconds()
+    data = Synthetic(folder, number)
+    packer = build(PACKERS, {"type": "WindowPacking", "window": WINDOW})
+    stream = SequenceStream(
+        [data], GlobalOrder([number], seed=0), packer=packer, seq_length=SEQ_LENGTH, sequences_per_epoch=number // 9
+    )
+    last = number // WINDOW - 1
+    rows = list(islice(stream.rows(Cursor(0, last if where == "end" else 0, 3, 3)), 64))
+    assert len(rows) == 64 and stream.identity
+    return {"seconds": time.perf_counter() - start, "cpu_seconds": cpu_seconds() - used}
+
+
+def reached(found: dict[str, Any]) -> dict[str, float]:
+    """The values that have a limit."""
+    values = {}
+    for name in ("texts", "headers", "packing"):
+        if name in found:
+            values[f"{name}: a second"] = found[name]["per_second"]["ours"]
+    if "packing" in found:
+        values["packing: full"] = found["packing"]["full"]["ours"]
+    for workers, part in found.get("loader", {}).items():
+        values[f"loader, {workers}: ratio"] = part["ours_to"]["torch's DataLoader"]["median"]
+    if "memory" in found:
+        values["memory: bytes a record"] = found["memory"]["bytes_a_record"]
+    if "resume" in found:
+        values["resume: ratio"] = found["resume"]["end_to_begin"]["median"]
+    return values
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--texts", type=int, default=40_000)
+    parser.add_argument("--headers", type=int, default=10_000)
+    parser.add_argument("--packed", type=int, default=400_000)
+    parser.add_argument("--packed-by-peer", type=int, default=20_000)
+    parser.add_argument("--pictures", type=int, default=400)
+    parser.add_argument("--indexed", type=int, default=300_000)
+    parser.add_argument("--records", type=int, default=100_000_000)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result file")
+    parser.add_argument("--inside", nargs="+", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.inside:
+        what, folder, *more = options.inside
+        inside = inside_memory(Path(folder), int(more[0])) if what == "memory" else None
+        print(json.dumps(inside or inside_resume(Path(folder), more[0], int(more[1]))))
+        return 0
+    before, found = os.getloadavg()[0], {}
+    with tempfile.TemporaryDirectory(prefix="data-") as name:
+        for section in options.only:
+            found[section] = globals()[section](Path(name), options.rounds, options)
+            print(section, json.dumps(found[section], indent=1))
+    values = reached(found)
+    verdict = {name: (value <= LIMITS[name]) == (name in AT_MOST) for name, value in values.items()}
+    for name, value in values.items():
+        print(f"{name:28} {value:12,.3f}  limit {LIMITS[name]:12,.3f}  {'met' if verdict[name] else 'NOT MET'}")
+    load = {"load_before": before, "load_after": os.getloadavg()[0]}
+    record = {"limits": LIMITS, "reached": values, "verdict": verdict, **found, **load}
+    print(write_result("data", record, folder=options.out))
+    return 0 if all(verdict.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
