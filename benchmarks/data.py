@@ -46,7 +46,7 @@ from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from index import BATCH, PATCH, SIDE, Pictures, planned_tokens, text_sides, write_pictures, write_tokenizer
+from index import BATCH, PATCH, SIDE, Pictures, text_sides, write_pictures, write_tokenizer
 from shared.record import RESULTS, interval, write_result
 
 from unigen_ds.core.progress import Geometry

@@ -308,7 +308,7 @@ def _block(size: int, *, shared: bool) -> Tensor:
         return torch.empty(size, dtype=torch.uint8)
     # as torch's own collating code: any other memory would be copied to such memory when it is sent
     storage = torch.UntypedStorage._new_shared(size)
-    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (size,))
+    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (size,), (1,))
 
 
 def _image_threads(num_workers: int) -> int:

@@ -80,9 +80,12 @@ class Fitted:
         limit, (tokens, tiles) = overflow.seq_length, dataset.lengths()
         self.longer: Array = np.flatnonzero(tokens > limit)
         kinds, actions = dataset.counts().kind, overflow.actions
-        self.by_action: dict[Action, Array] = {
-            action: self.longer[np.isin(kinds[self.longer], [KINDS.index(k) for k in KINDS if actions[k] == action])]
+        chosen = {
+            action: np.isin(kinds[self.longer], [KINDS.index(k) for k in KINDS if actions[k] == action])
             for action in ACTIONS
+        }
+        self.by_action: dict[Action, Array] = {
+            action: self.longer if mask.all() else self.longer[mask] for action, mask in chosen.items()
         }
         """Records that are too long, by what happens to them."""
         self._records: Array | None = None

@@ -14,11 +14,12 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from unigen_ds.core.cores import num_cores
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.array_cache import NewArrays
-from unigen_ds.data.counts import COLUMNS, Array, count, record_digest
+from unigen_ds.data.counts import COLUMNS, count, record_digest
 from unigen_ds.data.processor import ConversationProcessor
 from unigen_ds.data.records import Layout, Turn, unused_texts
 from unigen_ds.data.sources.base import FoundRecord, RecordSource
@@ -42,7 +43,7 @@ class ChunkPlan(Protocol):
     def source(self) -> RecordSource: ...
     @property
     def processor(self) -> ConversationProcessor: ...
-    def chunk(self, chunk: Chunk) -> tuple[Array, ...]:
+    def chunk(self, chunk: Chunk) -> tuple[NDArray[Any], ...]:
         """What is found of the records of a chunk."""
         ...
 
@@ -71,7 +72,7 @@ def plan_all(
             new.put(name, start, values)
 
 
-def planned(plan: ChunkPlan, num_workers: int) -> Iterator[tuple[int, tuple[Array, ...]]]:
+def planned(plan: ChunkPlan, num_workers: int) -> Iterator[tuple[int, tuple[NDArray[Any], ...]]]:
     """The first record of each chunk, and what ``plan`` finds of the chunk; in order.
 
     ``num_workers``: processes; 0: threads of this one. Raises ``DataError`` for the first malformed record.
@@ -98,12 +99,12 @@ def _adopt(plan: ChunkPlan) -> None:
     gc.disable()  # as _no_collections
 
 
-def _plan_adopted(chunk: Chunk) -> tuple[Array, ...]:
+def _plan_adopted(chunk: Chunk) -> tuple[NDArray[Any], ...]:
     assert _adopted is not None
     return _adopted.chunk(chunk)
 
 
-def _plan_in_threads(plan: ChunkPlan, chunks: Sequence[Chunk]) -> Iterator[tuple[Array, ...]]:
+def _plan_in_threads(plan: ChunkPlan, chunks: Sequence[Chunk]) -> Iterator[tuple[NDArray[Any], ...]]:
     """``plan.chunk`` of each, in order: while one thread tokenizes, which needs no lock, another parses and counts.
 
     Each thread has a processor of its own, since a tokenizer is set before each call. Within a batch a tokenizer uses
@@ -118,7 +119,7 @@ def _plan_in_threads(plan: ChunkPlan, chunks: Sequence[Chunk]) -> Iterator[tuple
     for _ in range(number - 1):
         idle.put(plan.again())
 
-    def found(chunk: Chunk) -> tuple[Array, ...]:
+    def found(chunk: Chunk) -> tuple[NDArray[Any], ...]:
         own = idle.get()
         try:
             return own.chunk(chunk)
@@ -165,7 +166,7 @@ class _Plan:
     def again(self) -> _Plan:
         return replace(self, processor=copy.deepcopy(self.processor))
 
-    def chunk(self, chunk: Chunk) -> tuple[Array, ...]:
+    def chunk(self, chunk: Chunk) -> tuple[NDArray[Any], ...]:
         """``FILLED`` of the records of a chunk."""
         rows: list[tuple[int, ...]] = []
         for entries in batches(self.source, chunk):

@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from unigen_ds.core.errors import DataError
 from unigen_ds.core.log import logger
 from unigen_ds.data.array_cache import SUFFIX, Arrays, NewArrays, fingerprint, kept, stored
-from unigen_ds.data.counts import Array
 from unigen_ds.data.index import Index
 from unigen_ds.data.planning import Chunk, batches, learnt, planned
 from unigen_ds.data.processor import ConversationProcessor
@@ -94,7 +94,7 @@ def _opened(path: Path, key: str) -> TokenCache:
     return TokenCache(path, key, arrays)
 
 
-def _checksum(numbers: Array) -> int:
+def _checksum(numbers: NDArray[Any]) -> int:
     """31 bits of XXH32, so that it is a number of the array."""
     return xxhash.xxh32_intdigest(np.ascontiguousarray(numbers, dtype="<i4").data) >> 1
 
@@ -110,10 +110,10 @@ class _TokenPlan:
     def again(self) -> _TokenPlan:
         return replace(self, processor=copy.deepcopy(self.processor))
 
-    def chunk(self, chunk: Chunk) -> tuple[Array, ...]:
+    def chunk(self, chunk: Chunk) -> tuple[NDArray[Any], ...]:
         """How many numbers each record has, and the numbers: its checksum, then of each text the length and ids."""
         lengths: list[int] = []
-        rows: list[Array] = []
+        rows: list[NDArray[np.int32]] = []
         for entries in batches(self.source, chunk):
             turns = [learnt(entry.record, entry.where, self.layout) for entry in entries]
             for texts in self.processor.text_ids(turns):
@@ -122,11 +122,11 @@ class _TokenPlan:
         return np.asarray(lengths, dtype=np.int64), np.concatenate(rows)
 
 
-def _row(texts: Sequence[Sequence[int]]) -> Array:
+def _row(texts: Sequence[Sequence[int]]) -> NDArray[np.int32]:
     numbers: list[int] = []
     for ids in texts:
         numbers.append(len(ids))
         numbers += ids
     row = np.asarray([0, *numbers], dtype=np.int32)
     row[0] = _checksum(row[1:])
-    return row  # type: ignore[return-value]
+    return row

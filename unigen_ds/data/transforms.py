@@ -67,6 +67,7 @@ class ImageContent:
     def __init__(self, path: str | Path) -> None:
         self._path = path
         self.decoded: Image.Image | None = None
+        self.failed: UnreadableImage | None = None
         self.ready: dict[str, Any] = {}
         """Fingerprint of a transform -> its pixels, where a thread has made them ahead (``collate.py``)."""
 
@@ -143,8 +144,14 @@ def open_image(path: str | Path | ImageContent, *, rule: int = CURRENT.images) -
     """
     if not isinstance(path, ImageContent):
         return _decoded(path, rule)
+    if path.failed is not None:  # PIL decodes what is left of a broken file without an error, the second time
+        raise path.failed
     if path.decoded is None:
-        path.decoded = _decoded(path, rule)
+        try:
+            path.decoded = _decoded(path, rule)
+        except UnreadableImage as error:
+            path.failed = error
+            raise
     return path.decoded
 
 
