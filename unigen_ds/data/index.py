@@ -38,8 +38,8 @@ _CONTENT_FORMAT = "unigen-content-1"
 _FORMER = ".npz"
 """Suffix of the caches of earlier versions."""
 _DIGESTS = "digests"
-"""An array of the index: the digest of its counts, then that of its records, 16 bytes each. To compute them for 10^8
-records takes seconds."""
+"""An array of the index: the digest of its counts, then that of its records, 16 bytes each. For 10^8 records they
+need seconds."""
 
 
 @dataclass(frozen=True)

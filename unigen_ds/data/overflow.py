@@ -91,7 +91,7 @@ class Fitted:
         self._records: Array | None = None
         self._pieces: Array | None = None
         self.tokens: Array = tokens
-        """Of each unit. Without a longer record the index's own, which takes no memory of the process."""
+        """Of each unit. Without a longer record the index's own, which needs no memory of the process."""
         self.tiles: Array = tiles
         split, skip = self.by_action["split"], self.by_action["skip"]
         if self.longer.size:

@@ -210,9 +210,9 @@ def _floats(parts: Sequence[Tensor], width: int) -> Tensor:
         return _joined(parts, torch.empty(0, width))
     joined, start = torch.empty(sum(map(len, parts)), width), 0
     for part in parts:
-        place = joined[start : start + len(part)].copy_(part)
+        floats = joined[start : start + len(part)].copy_(part)
         if part.dtype == torch.uint8:
-            normalised_(place)
+            normalised_(floats)
         start += len(part)
     return joined
 

@@ -59,16 +59,16 @@ def plan_all(
 
     ``num_workers``: processes; 0: threads of this one. Raises ``DataError`` for the first malformed record.
     """
-    places = {}
+    found = {}
     for name, values in source.scan().items():
         new.add(name, values.size, str(values.dtype), values.shape)
         new.put(name, 0, values.reshape(-1))
-        places[name] = new.read(name)
-    source.use(places)
+        found[name] = new.read(name)
+    source.use(found)
     for name in FILLED:
         new.add(name, len(source))
-    for start, found in planned(_Plan(source, processor, layout), num_workers):
-        for name, values in zip(FILLED, found, strict=True):
+    for start, columns in planned(_Plan(source, processor, layout), num_workers):
+        for name, values in zip(FILLED, columns, strict=True):
             new.put(name, start, values)
 
 

@@ -65,7 +65,7 @@ def _frame(segment: bytes) -> Header | None:
 
 
 def _plain_application(marker: int, segment: bytes) -> bool:
-    """Whether it is an application's segment that says nothing of size, orientation or further pictures."""
+    """Whether it is an application's segment without anything about size, orientation or further pictures."""
     if marker == 0xE0:
         return segment.startswith(b"JFIF\0") and len(segment) >= 14
     if marker == 0xE2:

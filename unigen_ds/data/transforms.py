@@ -101,7 +101,7 @@ class ImageHeader:
 
 def image_header(path: str | Path | ImageContent, *, rule: int = CURRENT.images) -> ImageHeader:
     """From the header alone, by that version of the rule ``images``. An unreadable image does not raise."""
-    if (quick := _quick_header(path)) is not None:
+    if (quick := _quick_header(path)) is not None and quick[0] * quick[1] <= MAX_PIXELS:
         width, height, mode = quick
         return ImageHeader((width, height), "", False, mode, mode in _ALPHA)
     try:
@@ -350,7 +350,7 @@ class ImageTransform:
 
 
 def normalised_(pixels: Tensor) -> Tensor:
-    """Float pixels of 0 to 255 as -1 to 1. In place: fresh memory costs more than the arithmetic."""
+    """Float pixels of 0 to 255 as -1 to 1. It changes them: fresh memory costs more than the arithmetic."""
     return pixels.div_(255).sub_(0.5).div_(0.5)
 
 
@@ -360,7 +360,7 @@ def only_resizes(transform: object) -> bool:
 
 
 def pixel_patches(pixels: NDArray[np.uint8], patch_size: int) -> NDArray[np.uint8]:
-    """``patchify`` of [H, W, C] bytes: a quarter of the memory of floats, and rows of a patch stay together."""
+    """``patchify`` of [H, W, C] bytes: a quarter of the memory of floats."""
     height, width, channels = pixels.shape
     p = patch_size
     blocks = pixels.reshape(height // p, p, width // p, p, channels)
