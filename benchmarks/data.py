@@ -25,6 +25,7 @@ Exit status: 1 if a limit is not met, otherwise 0.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import random
@@ -50,11 +51,11 @@ from index import BATCH, PATCH, SIDE, Pictures, text_sides, write_pictures, writ
 from shared.record import RESULTS, interval, write_result
 
 from unigen_ds.core.progress import Geometry
-from unigen_ds.core.registry import PACKERS, build
 from unigen_ds.data import array_cache
 from unigen_ds.data.array_cache import InMemory
 from unigen_ds.data.counts import COLUMNS, Array, Counts
 from unigen_ds.data.datasets import UnifiedGenerationDataset
+from unigen_ds.data.fast_packing import FastPacking
 from unigen_ds.data.index import Index
 from unigen_ds.data.loader import UpdateLoader
 from unigen_ds.data.order import GlobalOrder
@@ -168,8 +169,7 @@ def packing(folder: Path, rounds: int, options: argparse.Namespace) -> dict[str,
     draw = np.random.default_rng(0)
     lengths = np.minimum(draw.lognormal(5.5, 1.1, options.packed).astype(np.int64) + 8, SEQ_LENGTH)
     windows = [lengths[i : i + WINDOW] for i in range(0, len(lengths), WINDOW)]
-    name = "FastPacking" if "FastPacking" in PACKERS.module_dict else "WindowPacking"
-    packer = build(PACKERS, {"type": name, "window": WINDOW})
+    packer = FastPacking(WINDOW)
     sequences: dict[str, int] = {}
 
     def ours() -> None:
@@ -238,9 +238,10 @@ def tokens(folder: Path, rounds: int, options: argparse.Namespace) -> dict[str, 
 
 
 def private_bytes() -> int:
-    """Memory of this process that no other one shares."""
+    """Memory of this process that is in no file: the pages of a mapped file are those of all processes."""
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed
     text = Path("/proc/self/smaps_rollup").read_text()
-    return sum(int(line.split()[1]) for line in text.splitlines() if line.startswith("Private_")) * 1024
+    return sum(int(line.split()[1]) for line in text.splitlines() if line.startswith("Private_Dirty")) * 1024
 
 
 def in_new_process(argument: str, folder: Path, *more: str) -> dict[str, float]:
@@ -270,7 +271,7 @@ def inside_memory(folder: Path, number: int) -> dict[str, float]:
     processor = image_processor(folder)
     before = private_bytes()
     data = UnifiedGenerationDataset(folder / f"records-{number}.jsonl", processor)
-    packer = build(PACKERS, {"type": "WindowPacking", "window": 64})
+    packer = FastPacking(64)
     stream = SequenceStream([data], GlobalOrder([number], seed=0), packer=packer, seq_length=64, sequences_per_epoch=9)
     assert list(islice(stream.rows(), 3)) and stream.identity
     return {"bytes": private_bytes() - before}
@@ -327,7 +328,7 @@ def inside_resume(folder: Path, where: str, number: int) -> dict[str, float]:
     """From the index to the first sequences."""
     start, used = time.perf_counter(), cpu_seconds()
     data = Synthetic(folder, number)
-    packer = build(PACKERS, {"type": "WindowPacking", "window": WINDOW})
+    packer = FastPacking(WINDOW)
     stream = SequenceStream(
         [data], GlobalOrder([number], seed=0), packer=packer, seq_length=SEQ_LENGTH, sequences_per_epoch=number // 9
     )
