@@ -142,7 +142,7 @@ def test_shares_of_many_records_are_mapped(tmp_path: Path, monkeypatch: pytest.M
     data = mixed_dataset(tmp_path, 40)
     found = []
     for least in (1 << 20, 1):
-        monkeypatch.setattr("unigen_ds.data.held_out.SHARED_FROM", least)
+        monkeypatch.setattr("unigen_ds.data.counts.SHARED_FROM", least)
         train, _ = divided([data], Division(0.3, 1))
         found.append(train[0].counts())
     assert is_mapped(found[1].tokens) and not is_mapped(found[0].tokens)

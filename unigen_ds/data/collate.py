@@ -30,7 +30,7 @@ from unigen_ds.data.samples import Loaded as Loaded
 from unigen_ds.data.samples import Sample, Split
 from unigen_ds.data.splits import unreadable
 from unigen_ds.data.stream import Row
-from unigen_ds.data.transforms import UnreadableImage
+from unigen_ds.data.transforms import ImageContent, UnreadableImage
 
 
 def collate(
@@ -139,19 +139,21 @@ def _loaded(found: Sequence[_Chosen] | UnreadableImage, processor: Processor, ke
 
 def _work_ahead(samples: Iterable[Sequence[_Chosen] | UnreadableImage], processor: Processor, threads: int) -> None:
     """``Split.ahead`` of all splits, by threads: PIL decodes and resizes without Python's lock."""
-    works: dict[int, list[Callable[[], object]]] = {}
+    works: dict[int, tuple[ImageContent, list[Callable[[], object]]]] = {}
     for sample in samples:
         for _, split, dropped in () if isinstance(sample, UnreadableImage) else sample:
             if not dropped and (ahead := split.ahead(processor)) is not None:
-                works.setdefault(id(ahead[0]), []).append(ahead[1])
+                works.setdefault(id(ahead[0]), (ahead[0], []))[1].append(ahead[1])
     if len(works) > 1:
         list(_pool(os.getpid(), threads).map(_all_of, works.values()))
 
 
-def _all_of(works: Sequence[Callable[[], object]]) -> None:
+def _all_of(one: tuple[ImageContent, Sequence[Callable[[], object]]]) -> None:
+    content, works = one
     with contextlib.suppress(Exception):  # load raises it again, in the order of the samples
         for work in works:
             work()
+    content.release()  # decoded it is larger than what is made of it, and the batch may have many
 
 
 @cache

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from unigen_ds.data.array_cache import SHARED_FROM, SUFFIX, NewArrays, filled
 from unigen_ds.data.rules import TOUCH_BITS
 from unigen_ds.data.samples import Sample, Tally
 
@@ -65,6 +67,20 @@ class Counts:
     def all_touched(self) -> int:
         """``TOUCH_BITS`` of the rules that change any record."""
         return int(np.bitwise_or.reduce(self.touched, initial=0))
+
+    def some(self, numbers: Array, folder: Path | None, key: Callable[[], str]) -> Counts:
+        """Those of some records; of many in a file that all processes share. ``key``: what the file is recognised by."""
+        if folder is None or len(numbers) < SHARED_FROM:
+            return Counts(*(getattr(self, name)[numbers] for name in COLUMNS))
+
+        def fill(new: NewArrays) -> None:
+            for name in COLUMNS:
+                new.add(name, len(numbers))
+                new.put(name, 0, getattr(self, name)[numbers])
+
+        name = key()  # only now: it may be a digest of the data
+        arrays = filled(folder / f"part-{name[:16]}{SUFFIX}", name, fill)
+        return Counts(*(arrays[column] for column in COLUMNS))
 
     @classmethod
     def of(cls, rows: list[tuple[int, ...]]) -> Counts:

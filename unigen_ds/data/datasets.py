@@ -27,7 +27,7 @@ from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.registry import DATASETS, FILTERS, build, check_arguments, checked
 from unigen_ds.core.seeding import derive_seed
 from unigen_ds.core.settings import Of, one_or_many
-from unigen_ds.data.array_cache import cached, fingerprint, launch, left_by_others, shared_by_node
+from unigen_ds.data.array_cache import SUFFIX, cached, fingerprint, launch, left_by_others, shared_by_node
 from unigen_ds.data.counts import COLUMNS, Array, Counts, count, record_digest
 from unigen_ds.data.filters import RecordFilter
 from unigen_ds.data.index import Index, prefix_digest
@@ -319,7 +319,7 @@ class DatasetAdapter(ScannedDataset):
         if folder is None and (self._given is not None or self.own_fingerprint is not None):
             folder, key = shared_by_node(), fingerprint(facts, *launch())
             if folder is not None:
-                left_by_others(folder / f"adapter-{key[:16]}.npz")
+                left_by_others(folder / f"adapter-{key[:16]}{SUFFIX}")
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
 
@@ -328,7 +328,7 @@ class DatasetAdapter(ScannedDataset):
             whole = np.frombuffer(bytes.fromhex(digest), dtype="<i8").astype(np.int64)
             return {**{name: getattr(counts, name) for name in COLUMNS}, "records": records, "digest": whole}
 
-        found = cached(folder and folder / f"adapter-{key[:16]}.npz", key, make)
+        found = cached(folder and folder / f"adapter-{key[:16]}{SUFFIX}", key, make)
         digest = np.ascontiguousarray(found["digest"], dtype="<i8").tobytes().hex()
         return Counts(*(found[name] for name in COLUMNS)), found["records"], digest
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from unigen_ds.core.errors import DataError
-from unigen_ds.data.array_cache import cached, fingerprint
+from unigen_ds.data.array_cache import SUFFIX, NewArrays, filled, fingerprint
 from unigen_ds.data.counts import COLUMNS, Array, Counts
 from unigen_ds.data.datasets import PlannedDataset, UnifiedGenerationDataset
 from unigen_ds.data.filters import RATED, CheckedRecord, RecordFilter, decided
@@ -51,13 +51,11 @@ class Filtered:
         return len(self.numbers)
 
     def lengths(self) -> tuple[Array, Array]:
-        tokens, tiles = self.whole.lengths()
-        return tokens[self.numbers], tiles[self.numbers]
+        return self._counts.tokens, self._counts.tiles
 
     @cached_property
     def _counts(self) -> Counts:
-        counts = self.whole.counts()
-        return Counts(*(getattr(counts, name)[self.numbers] for name in COLUMNS))
+        return self.whole.counts().some(self.numbers, self.cache_folder, lambda: fingerprint(self.fingerprint, COLUMNS))
 
     def counts(self) -> Counts:
         return self._counts
@@ -76,7 +74,7 @@ class Filtered:
 
     def _kept(self, number: int) -> str:
         first = np.ascontiguousarray(self.numbers[:number], dtype="<i8")
-        return hashlib.blake2b(first.tobytes(), digest_size=16).hexdigest()
+        return hashlib.blake2b(first.data, digest_size=16).hexdigest()
 
     def content_digests(self) -> Array:
         """[N] as of ``UnifiedGenerationDataset``: a record is on the same side of a split with and without filters."""
@@ -123,28 +121,30 @@ def _decide(dataset: UnifiedGenerationDataset) -> tuple[Array, Array]:
     facts = [fact for one in filters for fact in (one.settings, one.code)]
     key = fingerprint(_FORMAT, dataset.prefix_digest(len(dataset)), dataset.fingerprint, *facts)
     usable = index.folder is not None and all(one.code is not None for one in filters)
-    name = f"{index.source.origin.name}-filters-{key[:16]}.npz"
-    found = cached(index.folder / name if usable and index.folder else None, key, lambda: _decide_all(dataset))
+    name = f"{index.source.origin.name}-filters-{key[:16]}{SUFFIX}"
+    cache = index.folder / name if usable and index.folder else None
+    found = filled(cache, key, lambda new: _decide_all(dataset, new))
     return found["removed"], found["parts"]
 
 
-def _decide_all(dataset: UnifiedGenerationDataset) -> dict[str, Array]:
+def _decide_all(dataset: UnifiedGenerationDataset, new: NewArrays) -> None:
     filters, index = dataset.filters, dataset.index
-    reads = any(one.reads for one in filters)
-    removed = np.zeros(len(index), np.int64)
-    parts = np.zeros((len(index), sum(len(one.rules) for one in filters)), np.int64)
-    columns = {name: getattr(index.counts, name).tolist() for name in COLUMNS}
+    reads, rules = any(one.reads for one in filters), sum(len(one.rules) for one in filters)
+    new.add("removed", len(index))
+    new.add("parts", len(index) * rules, shape=(-1, rules) if rules else (len(index), 0))
     step = index.source.batch
     for first in range(0, len(index), step):
         stop = min(first + step, len(index))
+        columns = [getattr(index.counts, name)[first:stop].tolist() for name in COLUMNS]
         entries = index.source.read(first, stop) if reads else [None] * (stop - first)
-        for number, entry in enumerate(entries, start=first):
-            counts = {name: column[number] for name, column in columns.items()}
-            record = CheckedRecord(entry, index.layout, dataset.processor, counts)
-            removed[number] = next((k for k, one in enumerate(filters, start=1) if not decided(one, record)), 0)
-            if parts.shape[1]:
-                parts[number] = [value for one in filters if one.rules for value in one.removed_parts(record)]
-    return {"removed": removed, "parts": parts}
+        removed: list[int] = []
+        parts: list[int] = []
+        for entry, row in zip(entries, zip(*columns, strict=True), strict=True):
+            record = CheckedRecord(entry, index.layout, dataset.processor, dict(zip(COLUMNS, row, strict=True)))
+            removed.append(next((k for k, one in enumerate(filters, start=1) if not decided(one, record)), 0))
+            parts += [value for one in filters if one.rules for value in one.removed_parts(record)]
+        new.put("removed", first, np.asarray(removed, dtype=np.int64))
+        new.put("parts", first * rules, np.asarray(parts, dtype=np.int64))
 
 
 def removed_by(filters: Sequence[RecordFilter], removed: Array, parts: Array) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.log import notice
 from unigen_ds.core.seeding import derive_seed
-from unigen_ds.data.array_cache import SHARED_FROM, SUFFIX, cached, fingerprint
+from unigen_ds.data.array_cache import fingerprint
 from unigen_ds.data.counts import COLUMNS, Array, Counts
 from unigen_ds.data.datasets import PlannedDataset, source_names
 from unigen_ds.data.filtered import Filtered
@@ -85,17 +85,7 @@ class Part:
 
     @cached_property
     def _counts(self) -> Counts:
-        """Of many records in a file that all processes share."""
-
-        def make() -> dict[str, Array]:
-            counts = self.whole.counts()
-            return {name: getattr(counts, name)[self.numbers] for name in COLUMNS}
-
-        folder = self.cache_folder
-        if folder is None or len(self.numbers) < SHARED_FROM:
-            return Counts(**make())
-        key = fingerprint(self.fingerprint, COLUMNS)
-        return Counts(**cached(folder / f"part-{key[:16]}{SUFFIX}", key, make))
+        return self.whole.counts().some(self.numbers, self.cache_folder, lambda: fingerprint(self.fingerprint, COLUMNS))
 
     def counts(self) -> Counts:
         return self._counts

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from unigen_ds.core import dist
 from unigen_ds.core.errors import DataError
 from unigen_ds.core.log import logger, notice
-from unigen_ds.data.array_cache import SUFFIX, NewArrays, cache_folder, cached, filled, fingerprint
+from unigen_ds.data.array_cache import SUFFIX, NewArrays, cache_folder, filled, fingerprint
 from unigen_ds.data.content import contents_digest
 from unigen_ds.data.counts import COLUMNS, NUM_DIGESTED, Array, Counts, record_digest
 from unigen_ds.data.planning import FILLED, UNUSED, plan_all
@@ -84,15 +84,16 @@ class Index:
         """[N] 64 bits of the values of each record. Reads the source once (cached)."""
         key = fingerprint(_CONTENT_FORMAT, self.prefix_digest(len(self)))
 
-        def make() -> dict[str, Array]:
-            found, step = [], self.source.batch
+        def fill(new: NewArrays) -> None:
+            new.add("digests", len(self))
+            step = self.source.batch
             for start in range(0, len(self), step):
-                for entry in self.source.read(start, min(start + step, len(self))):
-                    found.append(hashlib.blake2b(entry.values, digest_size=8).digest())
-            return {"digests": np.frombuffer(b"".join(found), dtype="<i8").astype(np.int64)}
+                entries = self.source.read(start, min(start + step, len(self)))
+                found = b"".join(hashlib.blake2b(entry.values, digest_size=8).digest() for entry in entries)
+                new.put("digests", start, np.frombuffer(found, dtype="<i8").astype(np.int64))
 
         cache = None if self.folder is None else self.folder / f"{self.source.origin.name}-content-{key[:16]}{SUFFIX}"
-        return cached(cache, key, make)["digests"]
+        return filled(cache, key, fill)["digests"]
 
     @classmethod
     def build(

@@ -16,6 +16,7 @@ import numpy as np
 from unigen_ds.core import former
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.rules import CURRENT, TOUCH_BITS
+from unigen_ds.data.transforms import ImageContent
 
 IGNORED = -100
 """A label: nothing is to be predicted."""
@@ -97,9 +98,9 @@ class Split:
         """What replaces it where condition dropout removes it."""
         return None
 
-    def ahead(self, processor: Any) -> tuple[object, Callable[[], object]] | None:
-        """What ``load`` will need, as work that a thread may do before, and the object that it changes: works on one
-        object are done one after the other. An error is raised by ``load`` again. None: nothing.
+    def ahead(self, processor: Any) -> tuple[ImageContent, Callable[[], object]] | None:
+        """What ``load`` will need of an image, as work that a thread may do before, and the image: works on one image
+        are done one after the other, then it is released. An error is raised by ``load`` again. None: nothing.
         """
         return None
 

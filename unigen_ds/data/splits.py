@@ -31,7 +31,7 @@ from unigen_ds.data.transforms import (
     ImageContent,
     ImageTransform,
     UnreadableImage,
-    normalised_,
+    normalised,
     only_resizes,
     patchify,
     pixel_patches,
@@ -188,15 +188,15 @@ class ImageSplit(Split):
     def dropped(self) -> DroppedImage:
         return DroppedImage()
 
-    def ahead(self, processor: ImageProcessor) -> tuple[object, Callable[[], object]] | None:
+    def ahead(self, processor: ImageProcessor) -> tuple[ImageContent, Callable[[], object]] | None:
         """As of ``Split``: decodes and resizes."""
         transform, content = self._transform(processor), self.content
         if content is None or self.tensor is not None or transform is None or not only_resizes(transform):
             return None
 
         def work() -> None:
-            if transform.fingerprint not in content.ready:
-                content.ready[transform.fingerprint] = transform.pixels(processor.read_image(content))
+            if id(transform) not in content.ready:
+                content.ready[id(transform)] = transform.pixels(processor.read_image(content))
 
         return content, work
 
@@ -205,7 +205,7 @@ class ImageSplit(Split):
 
     def _pixels(self, processor: ImageProcessor, transform: ImageTransform) -> NDArray[np.uint8]:
         """[H, W, C]"""
-        ready = None if self.content is None else self.content.ready.get(transform.fingerprint)
+        ready = None if self.content is None else self.content.ready.get(id(transform))
         return transform.pixels(processor.read_image(self.content or self.path)) if ready is None else ready
 
     def load(self, processor: ImageProcessor, key: tuple[object, ...] | None) -> LoadedImage:
@@ -222,7 +222,7 @@ class ImageSplit(Split):
                     changes = (*processor.augment, *processor.vit_augment) if key is not None else ()
                     if vit and not changes:  # made floats when they are in the batch
                         return self._as_patches(pixels, processor.vit_patch_size)
-                    image = normalised_(torch.from_numpy(pixels.copy()).permute(2, 0, 1).to(**_FLOATS))
+                    image = normalised(pixels)
             except UnreadableImage as error:
                 raise unreadable(self.path, error.problem) from error
         stride = processor.vit_patch_size if vit else processor.vae_downsample
@@ -251,9 +251,6 @@ class ImageSplit(Split):
     def _check_grid(self, grid: tuple[int, int]) -> None:
         if grid != self.grid:  # a transform of a user's own, or a file that was replaced between two readings
             raise unreadable(self.path, f"image {self.path} has {grid} patches, {self.grid} when it was planned")
-
-
-_FLOATS: dict[str, Any] = {"dtype": torch.float32, "memory_format": torch.contiguous_format}
 
 
 @dataclass(frozen=True)

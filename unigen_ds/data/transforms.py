@@ -68,11 +68,16 @@ class ImageContent:
         self._path = path
         self.decoded: Image.Image | None = None
         self.failed: UnreadableImage | None = None
-        self.ready: dict[str, Any] = {}
-        """Fingerprint of a transform -> its pixels, where a thread has made them ahead (``collate.py``)."""
+        self.ready: dict[int, Any] = {}
+        """``id`` of a transform -> its pixels, where a thread has made them ahead (``collate.py``)."""
 
     def __str__(self) -> str:
         return str(self._path)
+
+    def release(self) -> None:
+        """Free the memory of file and picture, not of ``ready``. Who asks for the picture again reads the file again."""
+        self.decoded = None
+        self.__dict__.pop("opened", None)
 
     @cached_property
     def opened(self) -> Image.Image:
@@ -120,12 +125,14 @@ def image_header(path: str | Path | ImageContent, *, rule: int = CURRENT.images)
 
 def _quick_header(path: str | Path | ImageContent) -> Header | None:
     """Of a plain file; None: PIL must look at it."""
-    if isinstance(path, (ImageContent, StoredImage)):
+    if isinstance(path, ImageContent):
         return None
     try:
+        if isinstance(path, StoredImage):
+            return quick_header(path.read()[:FIRST_BYTES])
         with open(path, "rb", buffering=0) as stream:
             return quick_header(stream.read(FIRST_BYTES))
-    except (OSError, ValueError):
+    except (OSError, ValueError, DataError):
         return None
 
 
@@ -345,8 +352,13 @@ class ImageTransform:
 
     def __call__(self, image: Image.Image) -> Tensor:
         """[C, H, W] float32 in [-1, 1]."""
-        pixels = torch.from_numpy(self.pixels(image).copy()).permute(2, 0, 1)
-        return normalised_(pixels.to(torch.float32, memory_format=torch.contiguous_format))
+        return normalised(self.pixels(image))
+
+
+def normalised(pixels: NDArray[np.uint8]) -> Tensor:
+    """[H, W, C] bytes -> [C, H, W] float32 in [-1, 1]."""
+    found = torch.from_numpy(pixels.copy()).permute(2, 0, 1)
+    return normalised_(found.to(torch.float32, memory_format=torch.contiguous_format))
 
 
 def normalised_(pixels: Tensor) -> Tensor:

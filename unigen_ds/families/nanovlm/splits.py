@@ -61,23 +61,27 @@ class TiledSplit(Split):
     def source(self) -> str:
         return self.path
 
-    def ahead(self, processor: TileProcessor) -> tuple[object, Callable[[], object]] | None:
+    def ahead(self, processor: TileProcessor) -> tuple[ImageContent, Callable[[], object]] | None:
         """As of ``Split``: decodes and resizes."""
         tiling, content = processor.tiling, self.content
         if content is None or (isinstance(tiling, TransformTiling) and not only_resizes(tiling.transform)):
             return None
 
         def work() -> None:
-            content.ready[tiling.fingerprint] = tiling.pixels(processor.read_image(content))
+            content.ready[id(tiling)] = self._resized(processor)
 
         return content, work
+
+    def _resized(self, processor: TileProcessor) -> tuple[tuple[int, int], Tensor]:
+        """(rows, columns) of tiles, and the whole picture at its final size."""
+        image, tiling = processor.read_image(self.content or self.path), processor.tiling
+        return tiling.grid(*image.size), tiling.pixels(image)
 
     def load(self, processor: TileProcessor, key: tuple[object, ...] | None) -> LoadedTiles:
         tile = processor.tiling.tile_size
         try:
-            image, tiling = processor.read_image(self.content or self.path), processor.tiling
-            ready = None if self.content is None else self.content.ready.pop(tiling.fingerprint, None)
-            grid, pixels = tiling.grid(*image.size), tiling.pixels(image) if ready is None else ready
+            ready = None if self.content is None else self.content.ready.pop(id(processor.tiling), None)
+            grid, pixels = self._resized(processor) if ready is None else ready
         except UnreadableImage as error:
             raise unreadable(self.path, error.problem) from error
         if num_tiles(grid) != self.num_tiles or tuple(pixels.shape[1:]) != (grid[0] * tile, grid[1] * tile):
