@@ -2,10 +2,13 @@
 
 In: nothing; all files are made in a temporary folder. Out: a table, and ``results/data_<date>.json``. Sections:
 
-* ``texts``: short texts indexed a second, beside ``datasets.map`` and plain loops over the same tokenizer.
+* ``texts``: short texts indexed a second (parse, tokenize, count and digest each record), beside ``datasets.map``
+  (``batched=True``), a plain loop that parses the file and calls the same tokenizer on 1,000 texts at a time, and the
+  tokenizer alone, without parsing, one thread per core.
 * ``headers``: images indexed a second, beside a loop that opens each file with PIL for its size.
 * ``packing``: samples planned a second, and how full the sequences of 4,096 tokens are, for long-tailed lengths, beside
-  nanoVLM's packer: the longest sample first, each to the emptiest sequence that has space for it, buffer by buffer.
+  ``WindowPacking`` and nanoVLM's packer: the longest sample first, each to the emptiest sequence that has space for
+  it, buffer by buffer.
 * ``loader``: images of 256 px loaded a second with 0, 1 and 2 workers, beside torch's ``DataLoader``; pixels are
   compared bit by bit.
 * ``tokens``: records of long texts read a second with ``cache_tokens``, and without.
@@ -34,7 +37,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -42,29 +45,32 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from index import BATCH, PATCH, SIDE, Pictures, text_sides, write_pictures, write_tokenizer
+from shared.data_peers import (
+    PATCH,
+    Pictures,
+    Sides,
+    emptiest_first,
+    header_sides,
+    image_processor,
+    text_sides,
+    write_pictures,
+)
 from shared.record import RESULTS, interval, write_result
 
 from unigen_ds.core.progress import Geometry
 from unigen_ds.data import array_cache
-from unigen_ds.data.array_cache import InMemory
 from unigen_ds.data.counts import COLUMNS, Array, Counts
 from unigen_ds.data.datasets import UnifiedGenerationDataset
 from unigen_ds.data.fast_packing import FastPacking
 from unigen_ds.data.index import Index
 from unigen_ds.data.loader import UpdateLoader
 from unigen_ds.data.order import GlobalOrder
-from unigen_ds.data.planning import plan_all
-from unigen_ds.data.records import Layout
-from unigen_ds.data.sources.json_lines import JsonSource
+from unigen_ds.data.packing import WindowPacking
 from unigen_ds.data.stream import Cursor, SequenceStream
-from unigen_ds.data.transforms import ImageTransform
-from unigen_ds.families.bagel.processor import UnifiedProcessor
 
 SECTIONS = ("texts", "headers", "packing", "loader", "tokens", "memory", "resume")
 LIMITS = {
@@ -80,7 +86,7 @@ LIMITS = {
 }
 """At least so much; of memory and resume at most."""
 AT_MOST = ("memory: bytes a record", "resume: ratio")
-SEQ_LENGTH, WINDOW, BUFFER_SEQUENCES = 4096, 8192, 8
+BATCH, SEQ_LENGTH, WINDOW, BUFFER_SEQUENCES = 8, 4096, 8192, 8
 
 
 def cpu_seconds() -> float:
@@ -89,18 +95,22 @@ def cpu_seconds() -> float:
     return sum(one.ru_utime + one.ru_stime for one in used)
 
 
-def in_turns(sides: dict[str, Callable[[], Any]], number: int, rounds: int) -> dict[str, Any]:
-    """Units a second of each side, by clock and by CPU time, and the ratios of ours to each other one."""
-    for side in sides.values():
-        side()  # warm
+def in_turns(sides: Sides, number: int | Mapping[str, int], rounds: int, *, same: bool = True) -> dict[str, Any]:
+    """Units a second of each side, by clock and by CPU time, and the ratios of ours to each other one.
+
+    ``number``: of units; where sides have different ones, ``same`` is False.
+    """
+    numbers = dict.fromkeys(sides, number) if isinstance(number, int) else number
+    results = {name: side() for name, side in sides.items()}  # warm, and the same work
+    assert not same or len(set(results.values())) == 1, results
     clock: dict[str, list[float]] = {name: [] for name in sides}
     cpu: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(rounds):
         for name in list(sides)[:: 1 if turn % 2 else -1]:
             start, used = time.perf_counter(), cpu_seconds()
             sides[name]()
-            clock[name].append(number / (time.perf_counter() - start))
-            cpu[name].append(number / max(cpu_seconds() - used, 1e-9))
+            clock[name].append(numbers[name] / (time.perf_counter() - start))
+            cpu[name].append(numbers[name] / max(cpu_seconds() - used, 1e-9))
     found: dict[str, Any] = {"number": number}
     for label, rates in (("", clock), ("_of_cpu_time", cpu)):
         found[f"per_second{label}"] = {name: float(np.median(values)) for name, values in rates.items()}
@@ -117,83 +127,36 @@ def texts(folder: Path, rounds: int, options: argparse.Namespace) -> dict[str, A
 
 
 def headers(folder: Path, rounds: int, options: argparse.Namespace) -> dict[str, Any]:
-    number = options.headers
-    (folder / "one.jpg").parent.mkdir(exist_ok=True)
-    Image.fromarray(np.zeros((256, 256, 3), np.uint8)).save(folder / "one.jpg")
-    content = (folder / "one.jpg").read_bytes()
-    names = [f"h{i}.jpg" for i in range(number)]
-    for name in names:
-        (folder / name).write_bytes(content)
-    path = folder / "headers.jsonl"
-    path.write_text("".join(json.dumps({"image": name, "caption": "a picture"}) + "\n" for name in names))
-    processor = image_processor(folder)
-
-    def ours() -> int:
-        new = InMemory()
-        plan_all(JsonSource(path), processor, Layout(folder, "understand"), 0, new)
-        return int(new.read("images").sum())
-
-    def plain() -> int:
-        return sum(Image.open(folder / name).size[0] > 0 for name in names)
-
-    return in_turns({"ours": ours, "a loop of Image.open": plain}, number, rounds)
-
-
-def image_processor(folder: Path) -> UnifiedProcessor:
-    if not (folder / "tokenizer").exists():
-        write_tokenizer(folder / "tokenizer")
-    from unigen_ds.data.tokenizers import PretrainedTokenizer
-
-    tokenizer = PretrainedTokenizer(path=str(folder / "tokenizer"))
-    return UnifiedProcessor(tokenizer, vit_transform=ImageTransform(SIDE, SIDE, PATCH), vit_patch_size=PATCH)
-
-
-def emptiest_first(lengths: Sequence[int], seq_length: int, spare: int = 5) -> list[list[int]]:
-    """As nanoVLM's packer, whose default number of spare sequences is 5; none of the samples has images here."""
-    number = -(-sum(lengths) // seq_length) + spare
-    loads, groups = [0] * number, [list[int]() for _ in range(number)]
-    for sample in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
-        for k in sorted(range(len(loads)), key=loads.__getitem__):
-            if loads[k] + lengths[sample] <= seq_length:
-                break
-        else:
-            k = len(loads)
-            loads.append(0)
-            groups.append([])
-        loads[k] += lengths[sample]
-        groups[k].append(sample)
-    return [group for group in groups if group]
+    return in_turns(header_sides(folder, options.headers), options.headers, rounds)
 
 
 def packing(folder: Path, rounds: int, options: argparse.Namespace) -> dict[str, Any]:
     draw = np.random.default_rng(0)
     lengths = np.minimum(draw.lognormal(5.5, 1.1, options.packed).astype(np.int64) + 8, SEQ_LENGTH)
-    windows = [lengths[i : i + WINDOW] for i in range(0, len(lengths), WINDOW)]
-    packer = FastPacking(WINDOW)
-    sequences: dict[str, int] = {}
+    first = lengths[: options.packed_by_peer]  # of the slower ones
 
-    def ours() -> None:
-        sequences["ours"] = sum(len(packer.plan(w, np.zeros_like(w), SEQ_LENGTH, 1)) for w in windows)
+    def windows(packer: FastPacking | WindowPacking, given: Array) -> int:
+        parts = [given[i : i + WINDOW] for i in range(0, len(given), WINDOW)]
+        return sum(len(packer.plan(part, np.zeros_like(part), SEQ_LENGTH, 1)) for part in parts)
 
-    def theirs() -> None:
+    def nanovlm() -> int:
         """A buffer is as many tokens as 8 sequences have."""
         found, buffer, total = 0, list[int](), 0
-        for length in lengths[: options.packed_by_peer].tolist():
+        for length in first.tolist():
             buffer.append(length)
             total += length
             if total >= BUFFER_SEQUENCES * SEQ_LENGTH:
                 found += len(emptiest_first(buffer, SEQ_LENGTH))
                 buffer, total = [], 0
-        sequences["nanoVLM's packer"] = found + len(emptiest_first(buffer, SEQ_LENGTH))
+        return found + len(emptiest_first(buffer, SEQ_LENGTH))
 
-    ours_only = in_turns({"ours": ours}, options.packed, rounds)
-    peer = in_turns({"ours": theirs}, options.packed_by_peer, rounds)
-    tokens = {"ours": int(lengths.sum()), "nanoVLM's packer": int(lengths[: options.packed_by_peer].sum())}
-    return {
-        "packer": packer.fingerprint,
-        "per_second": {"ours": ours_only["per_second"]["ours"], "nanoVLM's packer": peer["per_second"]["ours"]},
-        "full": {name: tokens[name] / (count * SEQ_LENGTH) for name, count in sequences.items()},
-    }
+    packers = {"ours": FastPacking(WINDOW), "WindowPacking": WindowPacking(WINDOW)}
+    given = {"ours": lengths, "WindowPacking": first, "nanoVLM's packer": first}
+    sides: Sides = {name: partial(windows, packer, given[name]) for name, packer in packers.items()}
+    sides["nanoVLM's packer"] = nanovlm
+    found = in_turns(sides, {name: len(some) for name, some in given.items()}, rounds, same=False)
+    full = {name: int(given[name].sum()) / (side() * SEQ_LENGTH) for name, side in sides.items()}
+    return {"packers": {name: packer.fingerprint for name, packer in packers.items()}, **found, "full": full}
 
 
 def loader(folder: Path, rounds: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -202,23 +165,29 @@ def loader(folder: Path, rounds: int, options: argparse.Namespace) -> dict[str, 
     data = UnifiedGenerationDataset(records, processor)
     stream = SequenceStream([data], GlobalOrder([number], seed=0), packer=None, seq_length=4096)
 
-    def ours(workers: int) -> dict[int, torch.Tensor]:
+    def ours(workers: int, last: dict[int, torch.Tensor] | None = None) -> int:
+        """``last``: for the patches of the last batch, by record."""
+        # an update is one batch: the peer does not keep its batches either
         loading = UpdateLoader(stream, processor=processor, geometry=Geometry(BATCH, 1, 1), num_workers=workers)
-        last: dict[int, torch.Tensor] = {}
+        seen = 0
         for [micro] in islice(loading, number // BATCH):
             patches = micro.batch.vit_patches.view(BATCH, -1, PATCH * PATCH * 3)
-            last = {int(name.split(":")[1]): patches[i] for i, name in enumerate(micro.batch.sample_ids)}
+            seen += len(patches)
+        if last is not None:
+            last |= {int(name.split(":")[1]): patches[i] for i, name in enumerate(micro.batch.sample_ids)}
         loading.close()
-        return last
+        return seen
 
     def theirs(workers: int) -> int:
         return sum(map(len, DataLoader(Pictures(paths), batch_size=BATCH, shuffle=True, num_workers=workers)))
 
-    for index, patches in ours(0).items():
+    pixels: dict[int, torch.Tensor] = {}
+    ours(0, pixels)
+    for index, patches in pixels.items():
         assert torch.equal(patches, Pictures(paths)[index]), f"other pixels of picture {index}"
     found = {}
     for workers in (0, 1, 2):
-        sides = {"ours": partial(ours, workers), "torch's DataLoader": partial(theirs, workers)}
+        sides: Sides = {"ours": partial(ours, workers), "torch's DataLoader": partial(theirs, workers)}
         found[f"{workers} workers"] = in_turns(sides, number, rounds)
     return found
 
@@ -361,8 +330,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--texts", type=int, default=40_000)
     parser.add_argument("--headers", type=int, default=10_000)
-    parser.add_argument("--packed", type=int, default=400_000)
-    parser.add_argument("--packed-by-peer", type=int, default=20_000)
+    parser.add_argument("--packed", type=int, default=409_600)
+    parser.add_argument("--packed-by-peer", type=int, default=24_576)
     parser.add_argument("--pictures", type=int, default=400)
     parser.add_argument("--indexed", type=int, default=300_000)
     parser.add_argument("--records", type=int, default=100_000_000)

@@ -163,7 +163,7 @@ def test_other_limits_are_another_data_set_and_no_limits_none(data: Path, tmp_pa
 def test_a_record_is_checked_once(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = [{"type": "AtLeastTwoTurns", "turns": 3}, {"type": "TextLengthFilter", "min_tokens": 2}]
     first = filtered(UnifiedGenerationDataset(data, make_processor(), filters=limits))
-    monkeypatch.setattr(filtered_module, "_decide_all", lambda dataset: pytest.fail("checked again"))
+    monkeypatch.setattr(filtered_module, "_decide_all", lambda *_: pytest.fail("checked again"))
     again = filtered(UnifiedGenerationDataset(data, make_processor(), filters=limits))
     assert again.numbers.tolist() == first.numbers.tolist() and again.fingerprint == first.fingerprint
 

@@ -1,0 +1,187 @@
+"""What the loading of data is compared with in ``benchmarks/data.py``, and the files that all sides read.
+
+Each function ``..._sides`` makes its files in a folder and returns the sides by name, ours as ``ours``; a side returns
+a number that shows that it did the same work.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.utils.data import Dataset
+
+from shared.record import ROOT
+from unigen_ds.core.cores import num_cores
+from unigen_ds.data.array_cache import InMemory
+from unigen_ds.data.planning import plan_all
+from unigen_ds.data.records import Layout
+from unigen_ds.data.sources.json_lines import JsonSource
+from unigen_ds.data.tokenizers import PretrainedTokenizer
+from unigen_ds.data.transforms import ImageTransform, patchify
+from unigen_ds.families.bagel.processor import UnifiedProcessor
+
+SIDE, PATCH = 256, 16
+"""Pixels of an image after its transform, and of a patch."""
+Sides = dict[str, Callable[[], Any]]
+
+
+def image_processor(folder: Path) -> UnifiedProcessor:
+    """Its tokenizer is a byte-level BPE trained on the documentation of this project."""
+    if not (folder / "tokenizer").exists():
+        _write_tokenizer(folder / "tokenizer")
+    tokenizer = PretrainedTokenizer(path=str(folder / "tokenizer"))
+    return UnifiedProcessor(tokenizer, vit_transform=ImageTransform(SIDE, SIDE, PATCH), vit_patch_size=PATCH)
+
+
+def _write_tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    inner.train(sorted(map(str, (ROOT / "docs").glob("*.md"))), trainers.BpeTrainer(initial_alphabet=alphabet))
+    PreTrainedTokenizerFast(tokenizer_object=inner).save_pretrained(str(folder))
+
+
+def text_sides(folder: Path, number: int) -> Sides:
+    """Tokens of a JSONL file of documents of 8 to 30 words."""
+    processor = image_processor(folder)
+    plain = processor.tokenizer._tokenizer
+    # without spelled special tokens, which ours encodes as text and the peers as tokens
+    words = [word for word in (ROOT / "docs" / "data.md").read_text().split() if "<" not in word]
+    draw = random.Random(1)
+    texts = [" ".join(draw.choices(words, k=draw.randint(8, 30))) for _ in range(number)]
+    path = folder / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+    def read() -> list[str]:
+        with path.open() as lines:
+            return [json.loads(line)["text"] for line in lines]
+
+    def batches() -> int:
+        found = read()
+        return sum(len(ids) for i in range(0, number, 1000) for ids in plain(found[i : i + 1000])["input_ids"])
+
+    def alone() -> int:
+        chunks = [texts[i : i + 256] for i in range(0, number, 256)]
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        encode = processor.tokenizer.encode_texts_unprotected
+        with ThreadPoolExecutor(num_cores()) as threads:
+            found = sum(threads.map(lambda chunk: sum(map(len, encode(chunk))), chunks))
+        del os.environ["TOKENIZERS_PARALLELISM"]
+        return found
+
+    return {
+        "ours": lambda: planned(path, processor, Layout(folder), "tokens") - 2 * number,
+        "batches of 1,000": batches,
+        "the tokenizer alone": alone,
+        **_mapped(path, folder, plain),
+    }
+
+
+def planned(path: Path, processor: UnifiedProcessor, layout: Layout, column: str) -> int:
+    """The sum of a column of the index."""
+    new = InMemory()
+    plan_all(JsonSource(path), processor, layout, 0, new)
+    return int(new.read(column).sum())
+
+
+def _mapped(path: Path, folder: Path, plain: Any) -> Sides:
+    """``datasets.map``, if the package is installed; its own reader of JSON is not measured."""
+    try:
+        import datasets
+    except ImportError:
+        print("not installed: datasets (pip install -e '.[bench]' -c constraints.txt)")
+        return {}
+    datasets.disable_progress_bars()
+    table = datasets.load_dataset("json", data_files=str(path), split="train", cache_dir=str(folder / "cache"))
+    lengths: list[int] = []
+
+    def tokenize(batch: dict[str, list[str]]) -> dict[str, Any]:
+        ids = plain(batch["text"])["input_ids"]
+        lengths.append(sum(map(len, ids)))
+        return {"input_ids": ids}
+
+    def run() -> int:
+        lengths.clear()
+        table.map(tokenize, batched=True, load_from_cache_file=False, new_fingerprint=f"run{time.time_ns()}")
+        return sum(lengths)
+
+    return {"datasets.map": run}
+
+
+def header_sides(folder: Path, number: int) -> Sides:
+    """Images of a JSONL file of captions."""
+    folder = folder / "headers"
+    folder.mkdir()
+    draw, names = np.random.default_rng(0), [f"{i}.jpg" for i in range(number)]
+    kinds = [_picture(draw, side) for side in (256, 384, 512)]
+    for i, name in enumerate(names):
+        kinds[i % 3].save(folder / name, quality=90) if i < 3 else os.link(folder / names[i % 3], folder / name)
+    path = folder / "headers.jsonl"
+    path.write_text("".join(json.dumps({"image": name, "caption": "a picture"}) + "\n" for name in names))
+    processor = image_processor(folder.parent)
+    return {
+        "ours": lambda: planned(path, processor, Layout(folder, "understand"), "images"),
+        "a loop of Image.open": lambda: sum(Image.open(folder / name).size[0] > 0 for name in names),
+    }
+
+
+def _picture(draw: np.random.Generator, side: int) -> Image.Image:
+    small = Image.fromarray(draw.integers(0, 256, (16, 16, 3), dtype=np.uint8))
+    return small.resize((side, side), Image.Resampling.BICUBIC)
+
+
+def write_pictures(folder: Path, number: int) -> tuple[list[Path], Path]:
+    """Pictures of 512 px, and a file of conversations about them."""
+    draw, paths = np.random.default_rng(0), []
+    for i in range(number):
+        paths.append(folder / f"{i}.jpg")
+        _picture(draw, 512).save(paths[-1], quality=90)
+    talk = [[{"role": "user", "type": "image", "image_path": path.name},
+             {"role": "assistant", "type": "text", "content": "a picture"}] for path in paths]  # fmt: skip
+    path = folder / "pictures.jsonl"
+    path.write_text("".join(json.dumps({"conversations": turns}) + "\n" for turns in talk))
+    return paths, path
+
+
+class Pictures(Dataset[torch.Tensor]):
+    """For torch's ``DataLoader``: opens, converts, resizes and normalises a file and divides it into patches."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self._paths = paths
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        image = Image.open(self._paths[index]).convert("RGB").resize((SIDE, SIDE), Image.Resampling.BICUBIC)
+        return patchify(torch.from_numpy(np.array(image)).permute(2, 0, 1).float().div(255).sub(0.5).div(0.5), PATCH)
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+
+def emptiest_first(lengths: Sequence[int], seq_length: int, spare: int = 5) -> list[list[int]]:
+    """As nanoVLM's packer, whose default number of spare sequences is 5; none of the samples has images here."""
+    number = -(-sum(lengths) // seq_length) + spare
+    loads, groups = [0] * number, [list[int]() for _ in range(number)]
+    for sample in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+        for k in sorted(range(len(loads)), key=loads.__getitem__):
+            if loads[k] + lengths[sample] <= seq_length:
+                break
+        else:
+            k = len(loads)
+            loads.append(0)
+            groups.append([])
+        loads[k] += lengths[sample]
+        groups[k].append(sample)
+    return [group for group in groups if group]
