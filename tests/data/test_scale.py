@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 
 from tests.data.chat_support import character_tokenizer
 from tests.data.support import (
@@ -45,6 +45,8 @@ from unigen_ds.data.array_cache import FOLDER, ArrayFile, cached, filled
 from unigen_ds.data.collate import collate
 from unigen_ds.data.counts import COLUMNS
 from unigen_ds.data.datasets import UnifiedGenerationDataset
+from unigen_ds.data.filtered import filtered
+from unigen_ds.data.filters import CheckedRecord
 from unigen_ds.data.held_out import Division, divided
 from unigen_ds.data.index import Index
 from unigen_ds.data.loader import UpdateLoader
@@ -52,6 +54,7 @@ from unigen_ds.data.order import Draw, GlobalOrder
 from unigen_ds.data.overflow import Fitted, Overflow
 from unigen_ds.data.packing import WindowPacking
 from unigen_ds.data.quick_header import quick_header
+from unigen_ds.data.splits import ImageSplit
 from unigen_ds.data.stream import Cursor, SequenceStream
 from unigen_ds.data.tokenizers import ChatTokenizer
 from unigen_ds.data.transforms import ImageTransform, image_header, open_image, patchify, pixel_patches
@@ -147,6 +150,25 @@ def test_shares_of_many_records_are_mapped(tmp_path: Path, monkeypatch: pytest.M
         found.append(train[0].counts())
     assert is_mapped(found[1].tokens) and not is_mapped(found[0].tokens)
     assert all(np.array_equal(getattr(found[0], name), getattr(found[1], name)) for name in COLUMNS)
+
+
+def without_captions(record: CheckedRecord) -> bool:
+    return not any("seen" in text for text in record.texts)
+
+
+def test_what_filters_keep_of_many_records_is_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone, and the share that is trained on of it."""
+    given = [{"type": "FunctionFilter", "function": f"{__name__}.without_captions"}]
+    found = []
+    for least in (1 << 20, 1):
+        monkeypatch.setattr("unigen_ds.data.counts.SHARED_FROM", least)
+        kept = filtered(mixed_dataset(tmp_path, 40, filters=given))
+        train, _ = divided([kept], Division(0.3, 1))
+        assert len(kept) == 30 and kept.lengths()[0] is kept.counts().tokens
+        found.append((kept.counts(), train[0].counts()))
+    for alone, shared in zip(*found, strict=True):
+        assert is_mapped(shared.tokens) and not is_mapped(alone.tokens)
+        assert all(np.array_equal(getattr(alone, name), getattr(shared, name)) for name in COLUMNS)
 
 
 @pytest.mark.parametrize("given", ["split", "truncate", "skip"])
@@ -426,6 +448,46 @@ def test_threads_load_what_one_loads(tmp_path: Path) -> None:
     alone, together = (collate(rows, [data], processor, seq_length=64, threads=n) for n in (1, 3))
     same(alone, together)
     assert alone.skipped and len(alone.vit_patches)
+
+
+class Inverted(ImageTransform):
+    """A user's own of the same fingerprint: sizes are those of the other one."""
+
+    fingerprint = "as the other one"
+
+    def resize(self, image: Image.Image) -> Image.Image:
+        return ImageOps.invert(super().resize(image))
+
+
+class Plain(ImageTransform):
+    fingerprint = Inverted.fingerprint
+
+
+def test_pixels_made_ahead_are_those_of_their_transform(tmp_path: Path) -> None:
+    """An edited image is read twice, by the VAE's transform and the vision tower's."""
+    processor = make_processor(vit_transform=Inverted(16, 8, 8), vae_transform=Plain(16, 8, 8))
+    data = mixed_dataset(tmp_path, 8, processor=processor)
+    rows = [(Draw(0, 3, 0), Draw(0, 7, 0))]
+    alone, together = (collate(rows, [data], processor, seq_length=64, threads=n) for n in (1, 2))
+    same(alone, together)
+
+
+def test_a_picture_made_ahead_is_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of large pictures does not hold all of them decoded."""
+    data, contents = mixed_dataset(tmp_path, 24), []
+    ahead = ImageSplit.ahead
+    monkeypatch.setattr(
+        ImageSplit, "ahead", lambda self, processor: (contents.append(self.content), ahead(self, processor))[1]
+    )
+    held: list[int] = []
+    load = ImageSplit.load
+    monkeypatch.setattr(
+        ImageSplit,
+        "load",
+        lambda self, *given: (held.append(sum("opened" in vars(one) for one in contents)), load(self, *given))[1],
+    )
+    found = collate([tuple(Draw(0, i, 0) for i in range(24))], [data], data.processor, seq_length=4096, threads=2)
+    assert len(found.vit_patches) and len(contents) > 10 and held[0] == 0
 
 
 def test_threads_load_tiles(tmp_path: Path) -> None:
