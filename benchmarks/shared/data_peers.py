@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from shared.record import ROOT
 from torch.utils.data import Dataset
 
-from shared.record import ROOT
 from unigen_ds.core.cores import num_cores
 from unigen_ds.data.array_cache import InMemory
 from unigen_ds.data.planning import plan_all

@@ -69,7 +69,7 @@ class Counts:
         return int(np.bitwise_or.reduce(self.touched, initial=0))
 
     def some(self, numbers: Array, folder: Path | None, key: Callable[[], str]) -> Counts:
-        """Those of some records; of many in a file that all processes share. ``key``: what the file is recognised by."""
+        """Those of some records; of many in a file that all processes share, recognised by ``key()``."""
         if folder is None or len(numbers) < SHARED_FROM:
             return Counts(*(getattr(self, name)[numbers] for name in COLUMNS))
 

@@ -75,7 +75,7 @@ class ImageContent:
         return str(self._path)
 
     def release(self) -> None:
-        """Free the memory of file and picture, not of ``ready``. Who asks for the picture again reads the file again."""
+        """Free the memory of file and picture, not of ``ready``. The file is read again where it is still needed."""
         self.decoded = None
         self.__dict__.pop("opened", None)
 
@@ -130,8 +130,11 @@ def _quick_header(path: str | Path | ImageContent) -> Header | None:
     try:
         if isinstance(path, StoredImage):
             return quick_header(path.read()[:FIRST_BYTES])
-        with open(path, "rb", buffering=0) as stream:
-            return quick_header(stream.read(FIRST_BYTES))
+        stream = os.open(path, os.O_RDONLY)  # half of what open needs
+        try:
+            return quick_header(os.read(stream, FIRST_BYTES))
+        finally:
+            os.close(stream)
     except (OSError, ValueError, DataError):
         return None
 
