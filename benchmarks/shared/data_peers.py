@@ -55,14 +55,14 @@ def _write_tokenizer(folder: Path) -> None:
 
 
 def text_sides(folder: Path, number: int, *, short: bool) -> Sides:
-    """Tokens of a JSONL file of texts: 5 to 15 words of letters, about 10 tokens, or 8 to 30 words of the documentation
+    """Tokens of a JSONL file of texts: 5 to 15 plain words, as long as captions, or 8 to 30 words of the documentation
     with all their characters, about 30 tokens.
     """
     processor = image_processor(folder)
     plain = processor.tokenizer._tokenizer
     # without spelled special tokens, which ours encodes as text and the peers as tokens
     words = [word for word in (ROOT / "docs" / "data.md").read_text().split() if "<" not in word]
-    words, limits = (sorted(filter(str.isalpha, set(words))), (5, 15)) if short else (words, (8, 30))
+    words, limits = (list(filter(str.isalpha, words)), (5, 15)) if short else (words, (8, 30))
     draw = random.Random(1)
     texts = [" ".join(draw.choices(words, k=draw.randint(*limits))) for _ in range(number)]
     path = folder / ("short.jsonl" if short else "documents.jsonl")
