@@ -338,7 +338,7 @@ def main() -> int:
     parser.add_argument("--headers", type=int, default=10_000)
     parser.add_argument("--packed", type=int, default=409_600)
     parser.add_argument("--packed-by-peer", type=int, default=24_576)
-    parser.add_argument("--pictures", type=int, default=400)
+    parser.add_argument("--pictures", type=int, default=800)
     parser.add_argument("--indexed", type=int, default=300_000)
     parser.add_argument("--records", type=int, default=100_000_000)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result file")

@@ -147,11 +147,10 @@ def _picture(draw: np.random.Generator, side: int) -> Image.Image:
 
 
 def write_pictures(folder: Path, number: int) -> tuple[list[Path], Path]:
-    """Pictures of 512 px, and a file of conversations about them."""
-    draw, paths = np.random.default_rng(0), []
-    for i in range(number):
-        paths.append(folder / f"{i}.jpg")
-        _picture(draw, 512).save(paths[-1], quality=90)
+    """Pictures of 512 px, 100 different ones, and a file of conversations about them."""
+    draw, paths = np.random.default_rng(0), [folder / f"{i}.jpg" for i in range(number)]
+    for i, path in enumerate(paths):
+        _picture(draw, 512).save(path, quality=90) if i < 100 else os.link(paths[i % 100], path)
     talk = [[{"role": "user", "type": "image", "image_path": path.name},
              {"role": "assistant", "type": "text", "content": "a picture"}] for path in paths]  # fmt: skip
     path = folder / "pictures.jsonl"
