@@ -1,18 +1,39 @@
 """Real processes that run at the same time: the ranks of one job, without a launcher that ends all when one fails.
 
 Their output is also read at the same time: a rank whose pipe is full would wait for its reader, and the others for it.
+
+Most tests need a process, not a new interpreter. ``popen`` and ``run`` fork it from a server that has imported torch
+and other large packages (``fork_server.py``), which saves 4 to 6 s of CPU time: a process with its own pid,
+environment, working directory and files, which ends, is signalled and is killed like any other. What could differ is
+started by exec: another interpreter, options of the interpreter, and variables that packages read when they are
+imported. A test of what is imported, or printed while it is, uses ``subprocess``; so does one of two processes whose
+results are compared to the last bit, because all forks have one seed for hashes of strings.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import inspect
+import json
 import os
+import select
+import shutil
+import socket
 import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
+import torch
+
+from tests.fork_server import SIZE
 from unigen_ds.core.dist import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -24,6 +45,127 @@ ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in _LAUNCHER} | {
     "PYTHONPATH": str(ROOT),
 }
 """The environment of a test's process: no variable of a launcher, no GPU."""
+_FREE = {
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR",
+    "KILL_AT", "SLOW", "PYTHONPATH", "PYTEST_CURRENT_TEST", "PWD", "OLDPWD", "SHLVL", "_",
+}  # fmt: skip
+"""Variables that nothing which the server imports reads at its import: they may differ from the server's."""
+_FREE_BEGINNINGS = ("SLURM_", "OMPI_")
+
+
+def forkable(command: Sequence[str], environment: Mapping[str, str]) -> bool:
+    """Whether a fork of the server is the same for the program as a new interpreter."""
+    if len(command) < 2 or command[0] != sys.executable:
+        return False
+    if command[1] not in ("-m", "-c") and not command[1].endswith(".py"):
+        return False
+    free = _FREE if torch.cuda.is_available() else _FREE | {"CUDA_VISIBLE_DEVICES"}
+    names = {name for name in environment.keys() | ENVIRONMENT.keys() if not name.startswith(_FREE_BEGINNINGS)} - free
+    return all(environment.get(name) == ENVIRONMENT.get(name) for name in names)
+
+
+def popen(command: Sequence[str | Path], *, env: Mapping[str, str] | None = None, **how: Any) -> subprocess.Popen[Any]:
+    """``subprocess.Popen``; a fork of the server where that is the same."""
+    texts = [os.fspath(part) for part in command]
+    kind = Forked if forkable(texts, os.environ if env is None else env) else subprocess.Popen
+    return kind(texts, env=env, **how)
+
+
+def run(command: Sequence[str | Path], *, timeout: float | None = None, **how: Any) -> subprocess.CompletedProcess[Any]:
+    """``subprocess.run`` that captures the output; a fork of the server where that is the same."""
+    with popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **how) as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+class Forked(subprocess.Popen):  # type: ignore[type-arg]
+    """A process forked by the server, which waits for it and sends its exit status."""
+
+    _parameters = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
+
+    def _execute_child(self, *positional: Any) -> None:
+        given = self._parameters.bind(self, *positional).arguments
+        pipes = [given[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")]
+        files = [own if own != -1 else number for number, own in enumerate((pipes[0], pipes[3], pipes[5]))]
+        environment = os.environ if given["env"] is None else given["env"]
+        request = {
+            "command": [os.fspath(part) for part in given["args"]][1:],
+            "environment": {os.fsdecode(name): os.fsdecode(value) for name, value in environment.items()},
+            "folder": os.path.abspath(given["cwd"] or "."),
+            "new_session": bool(given["start_new_session"]),
+        }
+        try:
+            self._server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._server.connect(server().address)
+            body = json.dumps(request).encode()
+            socket.send_fds(self._server, [len(body).to_bytes(SIZE, "big")], files)
+            self._server.sendall(body)
+            self.pid = int(self._line())
+            self._child_created = True
+        finally:
+            self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+    def _line(self) -> str:
+        """What the server says next: the pid, then the exit status."""
+        text = b""
+        while not text.endswith(b"\n"):
+            if not (more := self._server.recv(1)):
+                raise RuntimeError("the server of forks has ended")
+            text += more
+        return text.decode()
+
+    def _internal_poll(self, *_: Any, **__: Any) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._wait(0.0)
+        return self.returncode
+
+    def _wait(self, timeout: float | None) -> int:
+        with self._waitpid_lock:  # type: ignore[attr-defined]
+            if self.returncode is None:
+                if not select.select([self._server], [], [], timeout)[0]:
+                    raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+                self.returncode = int(self._line())
+                self._server.close()
+            return self.returncode
+
+    def send_signal(self, sig: int) -> None:
+        """To the process itself; a process that has ended gets none."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, sig)
+
+
+class Server:
+    """The server's process, and where it listens."""
+
+    def __init__(self) -> None:
+        folder = tempfile.mkdtemp(prefix="forks-")
+        self.address = f"{folder}/address"
+        with socket.socket(socket.AF_UNIX) as listening:
+            listening.bind(self.address)
+            listening.listen(64)
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.fork_server", str(listening.fileno())],
+                cwd=ROOT, env=ENVIRONMENT, stdin=subprocess.PIPE, pass_fds=[listening.fileno()],
+            )  # fmt: skip
+        self.pid = self._process.pid
+        atexit.register(self._stop, os.getpid(), folder)
+
+    def _stop(self, owner: int, folder: str) -> None:
+        if os.getpid() == owner:  # not a process that was forked since
+            self._process.kill()
+            self._process.wait()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@cache
+def server() -> Server:
+    """Of this process, and of those that it forks from now on."""
+    return Server()
 
 
 @dataclass(frozen=True)
@@ -52,14 +194,14 @@ def together(
 
     Raises ``AssertionError`` with the output of all, if one had to be killed.
     """
-    started: list[subprocess.Popen[str]] = []
+    started: list[subprocess.Popen[Any]] = []
     end = time.monotonic() + timeout_s
     with ThreadPoolExecutor(max_workers=len(commands)) as readers:
         try:
             for command, environment in zip(commands, environments, strict=True):
                 started.append(
-                    subprocess.Popen(
-                        list(command),
+                    popen(
+                        command,
                         cwd=ROOT,
                         env={**ENVIRONMENT, **environment},
                         text=True,
@@ -88,7 +230,7 @@ def ranks(command: Sequence[str], *, world_size: int = 2, timeout_s: float = 240
     )
 
 
-def _wait(started: Sequence[subprocess.Popen[str]], end: float) -> list[int]:
+def _wait(started: Sequence[subprocess.Popen[Any]], end: float) -> list[int]:
     """The numbers of those that have not ended in time. Another thread reads their output and waits for them."""
     while (running := [n for n, process in enumerate(started) if process.poll() is None]) and time.monotonic() < end:
         time.sleep(0.02)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.processes import ROOT, run
 from tests.tiny import TINY, tiny_config
 from unigen_ds.backends.deepspeed import DeepSpeedBackend
 from unigen_ds.backends.deepspeed_config import fill, load_ds_config, offloads, stage_of
@@ -20,7 +19,6 @@ from unigen_ds.core.optim import OptimizerConfig
 from unigen_ds.core.progress import Geometry
 from unigen_ds.runner import Runner
 
-ROOT = Path(__file__).resolve().parents[2]
 GEOMETRY = Geometry(batch_size=3, accumulative_counts=2, dp_size=4)
 PRESETS = {
     "zero1": (1, []),
@@ -222,7 +220,7 @@ def test_a_json_in_hugging_faces_habit_trains_and_the_log_names_whose_values_cou
     command += ["--max-updates", "1", "--backend", f"deepspeed:{tmp_path / 'hf.json'}", "--cfg-options"]
     command += [f"{key}={value!r}" for key, value in options.items()]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250, check=False)
+    done = run(command, cwd=ROOT, env=environment, text=True, timeout=250)
     assert done.returncode == 0, done.stderr[-3000:]
     log = (tmp_path / "run" / "train.log").read_text()
     assert log.count('optimizer (AdamW) has only "auto" values: optim_wrapper.optimizer is used') == 1

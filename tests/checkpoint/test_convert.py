@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -24,6 +23,7 @@ from tests.checkpoint.support import make_backend, save
 from tests.checkpoint.test_saver import fill
 from tests.engines.launch import Outcome, tensors, want
 from tests.engines.users import OddModel
+from tests.processes import ROOT, run
 from unigen_ds.checkpoint.convert import merge, read_source
 from unigen_ds.checkpoint.writers import Entry, write_safetensors, write_torch
 from unigen_ds.core.errors import CheckpointError, ConfigError
@@ -31,7 +31,6 @@ from unigen_ds.core.shards import Shard
 
 runs = want("layouts")
 pytestmark = pytest.mark.timeout(3600)
-ROOT = Path(__file__).resolve().parents[2]
 TAG = f"global_step{plain_deepspeed.STEPS}"
 
 
@@ -286,7 +285,7 @@ merge(Path(sys.argv[1]), Path(sys.argv[2]), max_shard_size="1KB", verify=True, p
 @pytest.mark.parametrize("when", ["writing", "verifying"])
 def test_killed_half_way_it_leaves_no_output(plain, tmp_path, when):
     source, out = source_of(plain, "zero2"), tmp_path / "out"
-    ended = subprocess.run([sys.executable, "-c", KILLED, str(source), str(out), when], cwd=ROOT)
+    ended = run([sys.executable, "-c", KILLED, str(source), str(out), when], cwd=ROOT)
     assert ended.returncode == -signal.SIGKILL
     assert not out.exists() and len(list(tmp_path.iterdir())) == 1
     merge(source, out, max_shard_size="1KB")

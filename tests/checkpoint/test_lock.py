@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from tests.processes import ROOT, popen
 from tests.small_disk import fill
 from unigen_ds.checkpoint.lock import WorkDirLock
 from unigen_ds.core.errors import ConfigError
@@ -29,7 +29,7 @@ time.sleep(60)
 @pytest.fixture
 def holder(tmp_path):
     command = [sys.executable, "-c", HOLD, str(tmp_path)]
-    process = subprocess.Popen(command, cwd=Path(__file__).resolve().parents[2], stdout=subprocess.PIPE)
+    process = popen(command, cwd=ROOT, stdout=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.readline() == b"held\n"
     yield process
     process.kill()

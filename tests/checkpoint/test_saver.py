@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 import torch
 
 from tests.checkpoint.support import flip_byte, make_backend, make_manifest, save, tree
+from tests.processes import ROOT, run
 from tests.tiny import tiny_config
 from unigen_ds.checkpoint import saver, store
 from unigen_ds.checkpoint.layouts import open_reader
@@ -240,7 +240,7 @@ def test_a_killed_save_is_invisible(tmp_path):
         " and os.kill(os.getpid(), signal.SIGKILL))\n"
         "save(Path(sys.argv[1]))\n"
     )
-    finished = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=Path(__file__).resolve().parents[2])
+    finished = run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT)
     assert finished.returncode == -9
     assert [p.name for p in tmp_path.iterdir()] == ["iter_12.pth.tmp-1"]
     assert (tmp_path / "iter_12.pth.tmp-1" / "model.safetensors").is_file()

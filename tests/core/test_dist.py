@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 
 import pytest
+
+from tests.processes import run
 
 CODE = """
 import atexit, threading, time
 from unigen_ds.core import dist
 atexit.register(print, "registered before", flush=True)
-threading.Thread(target=time.sleep, args=(8,)).start()  # an ordinary exit would wait for it
+threading.Thread(target=time.sleep, args=(2,)).start()  # an ordinary exit would wait for it
 dist.leave(3)
 print("still here")
 """
@@ -21,8 +22,6 @@ print("still here")
 @pytest.mark.parametrize(("world", "status", "said"), [("2", 3, ""), ("1", 0, "still here")])
 def test_one_of_several_processes_leaves_at_once(world: str, status: int, said: str) -> None:
     variables = {"WORLD_SIZE": world, "RANK": "0", "LOCAL_RANK": "0"}
-    ended = subprocess.run(
-        [sys.executable, "-c", CODE], env={**os.environ, **variables}, capture_output=True, text=True
-    )
+    ended = run([sys.executable, "-c", CODE], env={**os.environ, **variables}, text=True)
     assert ended.returncode == status, ended.stderr
     assert ended.stdout.split("\n") == ["registered before", ""] if world == "2" else said in ended.stdout

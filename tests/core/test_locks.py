@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import popen
 from tests.small_disk import fill
 from unigen_ds.core.locks import held
 
@@ -37,7 +38,7 @@ def is_free(path: Path) -> bool:
 
 def test_a_killed_process_holds_nothing_although_a_child_of_it_lives_on(tmp_path: Path) -> None:
     path = tmp_path / "lock"
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE)
+    process = popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.readline() == b"held\n"
     assert not is_free(path)
     process.kill()

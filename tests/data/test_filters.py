@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 from PIL import Image
 
 from tests.data.support import make_processor, write_jsonl
-from tests.processes import ROOT
+from tests.processes import ROOT, run
 from tests.tiny import tiny_config
 from tools.inspect_data import main as inspect_data
 from unigen_ds.core.config import plain_values
@@ -124,9 +123,9 @@ def test_what_is_left_out_is_counted_and_keeps_its_number(
     assert inspect_data([str(file), "--sequences", "0:8"]) == 0
     shown = capsys.readouterr().out
     assert {int(word.split(":")[1]) for word in shown.split() if word.startswith("talks:")} == {*KEPT}
-    done = subprocess.run(
+    done = run(
         [sys.executable, "tools/inspect_data.py", str(file), "--ledger", str(tmp_path / "cut" / "ledger.jsonl")],
-        cwd=ROOT, capture_output=True, text=True, env=None,
+        cwd=ROOT, text=True,
     )  # fmt: skip
     assert done.returncode == 0 and "every digest agrees" in done.stdout, done.stderr
     assert inspect_data([str(file)]) == 0 and "  filters remove 6 of 13 records" in capsys.readouterr().out

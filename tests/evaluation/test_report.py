@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.processes import ENVIRONMENT, ROOT
+from tests.processes import ENVIRONMENT, ROOT, run
 from tests.tiny import tiny_config
 from tools.plot_run import main as plot
 from tools.report import main
@@ -118,7 +118,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     data, killed, other = folder / "digits", folder / "killed", folder / "other"
     Runner.from_cfg(tiny_config(other, data, optim_wrapper__optimizer__lr=0.5e-3), max_updates=3).train()
     command = [sys.executable, "-c", KILLED, str(killed), str(data)]
-    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    done = run(command, cwd=ROOT, env=ENVIRONMENT, text=True, timeout=120)
     assert done.returncode == -signal.SIGKILL, done.stderr
     batch = {"train_dataloader__batch_size": 6, "on_batch_change": "sqrt"}
     Runner.from_cfg(tiny_config(killed, data, resume=True, **SAVES, **batch), max_updates=9).train()

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.processes import ROOT, run
 from tests.tiny import TINY
 
-ROOT = Path(__file__).resolve().parents[2]
 BEFORE = Path(__file__).parent / "config_before_plug_ins.py"
 
 
@@ -21,7 +19,7 @@ def train(folder: Path, config: str, *arguments: str, **changed: object) -> str:
     options = {"train_dataloader.dataset.root": str(folder.parent / "digits"), **changed}
     command = [sys.executable, "tools/train.py", config, "--work-dir", str(folder), *arguments]
     command += ["--cfg-options", *(f"{key}={value}" for key, value in options.items())]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=dict(os.environ))
+    done = run(command, cwd=ROOT, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return (folder / "train.log").read_text()
 

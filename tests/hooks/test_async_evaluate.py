@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests import processes
 from tests.processes import ENVIRONMENT, ROOT
 from tests.text_run import text_config, words
 from unigen_ds.core.errors import ConfigError
@@ -173,8 +174,9 @@ def process_of(folder: Path, command: str, **arguments: Any) -> str:
     """Train in a process of its own; returns what it printed."""
     config(folder, command, **arguments).dump(str(folder / "whole.py"))
     program = "import sys, tests.hooks.test_async_evaluate\nfrom tools.train import main\nsys.exit(main(sys.argv[1:]))"
-    training = subprocess.run([sys.executable, "-c", program, str(folder / "whole.py")], cwd=ROOT, env=ENVIRONMENT,
-                              capture_output=True, text=True)  # fmt: skip
+    training = processes.run(
+        [sys.executable, "-c", program, str(folder / "whole.py")], cwd=ROOT, env=ENVIRONMENT, text=True
+    )
     assert training.returncode == 0, training.stderr
     return training.stderr
 
@@ -258,9 +260,7 @@ def test_results_that_arrive_while_the_training_is_dead(tmp_path, script):
     command = [sys.executable, "-c", "import sys, tests.hooks.test_async_evaluate\nfrom tools.train import main\n"
                "sys.exit(main(sys.argv[1:]))", str(tmp_path / "whole.py")]  # fmt: skip
     folder = tmp_path / "run" / "eval_results" / "run"
-    training = subprocess.Popen(
-        command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    training = processes.popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     until(lambda: (folder / "step_2.log").exists() and '"pid": null' not in (folder / "step_2.job").read_text(), 60)
     training.send_signal(signal.SIGKILL)
     training.wait()

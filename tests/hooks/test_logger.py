@@ -16,6 +16,7 @@ import torch.distributed as td
 import torch.multiprocessing as mp
 
 from tests.hooks.tiny_run import TinyRun
+from tests.processes import ROOT, popen
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.log import NAME
 from unigen_ds.core.metrics import read_lines
@@ -26,8 +27,6 @@ from unigen_ds.hooks.ledger import LedgerHook
 from unigen_ds.hooks.logger import LoggerHook, global_losses, logger_of
 from unigen_ds.hooks.timer import IterTimerHook
 from unigen_ds.tracking.settings import Visualizer
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def lines(run: TinyRun) -> list[dict[str, Any]]:
@@ -198,7 +197,7 @@ def test_a_terminal_gets_a_live_line_and_warnings_above_it(tmp_path: Path) -> No
     )
     main, terminal = pty.openpty()
     environment = {**os.environ, "COLUMNS": "250", "TERM": "xterm", "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(
+    process = popen(
         [sys.executable, "-c", script], cwd=ROOT, env=environment, stderr=terminal, stdout=subprocess.DEVNULL
     )
     os.close(terminal)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.processes import ROOT, run
 from tests.tiny import TINY, tiny_config
 from tools import resume as tool
 from unigen_ds.core.errors import ResumeBlocked
 from unigen_ds.core.metrics import read_lines
 from unigen_ds.runner import Runner
 
-ROOT = Path(__file__).resolve().parents[2]
 CUT = {"train_dataloader__batch_size": 4, "optim_wrapper__accumulative_counts": 3, "train_dataloader__packing": None}
 
 
@@ -34,7 +33,7 @@ def folder(tmp_path_factory) -> Path:
     command = [sys.executable, "tools/train.py", "unified_digits", "--work-dir", work_dir, "--max-updates", "4"]
     command += ["--backend", "deepspeed:zero2", "--cfg-options", *(f"{k}={v!r}" for k, v in values.items())]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250, check=False)
+    done = run(command, cwd=ROOT, env=environment, text=True, timeout=250)
     assert done.returncode == 0, done.stderr[-3000:]
     (folder / "plain" / "global_step4").mkdir(parents=True)
     for path in (folder / "ds" / "iter_12.pth").glob("*.pt"):

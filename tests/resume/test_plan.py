@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.checkpoint.support import flip_byte, make_manifest, save, save_chain
+from tests.processes import ROOT, popen
 from tests.tiny import TINY, tiny_config
 from tools.train import main
 from unigen_ds.checkpoint import store
@@ -29,8 +30,6 @@ from unigen_ds.resume.finding import refuse
 from unigen_ds.resume.model_check import check_weights, model_findings
 from unigen_ds.resume.plan import checkpoint_directory, plan_resume
 from unigen_ds.runner import Runner
-
-ROOT = Path(__file__).resolve().parents[2]
 
 # ---- the table ------------------------------------------------------------------------------------------------------
 
@@ -354,7 +353,7 @@ def test_a_second_process_in_the_folder_is_refused(bench):
     hold = "import sys; from unigen_ds.checkpoint.lock import WorkDirLock as L; from pathlib import Path\n"
     hold += "lock = L(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
     command = [sys.executable, "-c", hold, str(folder)]
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+    with popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None and other.stdout.readline() == b"held\n"
         before = written(folder)
         assert bench.command("busy", "--resume") == 2

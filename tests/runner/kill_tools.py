@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.processes import ROOT, popen
 from unigen_ds.core.config import config_path
 from unigen_ds.core.metrics import read_lines
 from unigen_ds.examples.digits.dataset import write_digits
 
-ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = config_path("unified_digits")
 RECORDS = 240
 UPDATES = 20
@@ -135,15 +135,19 @@ class Bench:
     def work_dir(self, name: str) -> Path:
         return self.folder / name
 
-    def start(self, name: str, *arguments: str, **environment: str) -> subprocess.Popen[bytes]:
-        """Start a process; its output goes to a file, because orphaned workers would keep a pipe open."""
+    def start(self, name: str, *arguments: str, fresh: bool = False, **environment: str) -> subprocess.Popen[bytes]:
+        """Start a process; its output goes to a file, because orphaned workers would keep a pipe open.
+
+        ``fresh``: by exec, with its own seed for hashes of strings and its own command line.
+        """
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(self.folder), **environment}
         command = [sys.executable, "tools/train.py", str(self.config), "--work-dir", str(self.work_dir(name))]
         if "--max-updates" not in arguments:
             command += ["--max-updates", str(UPDATES)]
         self.work_dir(name).mkdir(exist_ok=True)
         with (self.work_dir(name) / "output.txt").open("ab") as output:
-            return subprocess.Popen([*command, *arguments], cwd=ROOT, env=environ, stdout=output, stderr=output)
+            start = subprocess.Popen if fresh else popen
+            return start([*command, *arguments], cwd=ROOT, env=environ, stdout=output, stderr=output)
 
     def finish(self, name: str, process: subprocess.Popen[bytes], *, timeout_s: float = 200.0) -> Finished:
         status = process.wait(timeout=timeout_s)
@@ -152,12 +156,12 @@ class Bench:
         path.unlink()
         return Finished(status, output)
 
-    def train(self, name: str, *arguments: str, **environment: str) -> Finished:
-        return self.finish(name, self.start(name, *arguments, **environment))
+    def train(self, name: str, *arguments: str, fresh: bool = False, **environment: str) -> Finished:
+        return self.finish(name, self.start(name, *arguments, fresh=fresh, **environment))
 
-    def kill(self, name: str, where: str, *arguments: str) -> str:
+    def kill(self, name: str, where: str, *arguments: str, fresh: bool = False) -> str:
         """Train until the hook kills the process at ``where``. Returns its output."""
-        finished = self.train(name, *arguments, KILL_AT=where)
+        finished = self.train(name, *arguments, fresh=fresh, KILL_AT=where)
         assert finished.status == -signal.SIGKILL, f"was to die at {where}: {finished}"
         return finished.output
 

@@ -32,7 +32,7 @@ LAST = "iter_60.pth"
 def bench(tmp_path_factory) -> Bench:
     """The straight run, once for all."""
     bench = Bench(tmp_path_factory.mktemp("kill"))
-    finished = bench.train(STRAIGHT)
+    finished = bench.train(STRAIGHT, fresh=True)
     assert finished.status == 0, finished.output
     return bench
 
@@ -90,7 +90,7 @@ def test_killed_between_updates(bench):
 
 
 def test_killed_during_accumulation_with_worker_processes(bench):
-    bench.kill("accumulating", "iteration:10", *workers(2))
+    bench.kill("accumulating", "iteration:10", *workers(2), fresh=True)
     until = time.monotonic() + 30
     while left := processes_of(bench.work_dir("accumulating")):
         assert time.monotonic() < until, f"loader processes outlive the killed run: {left}"
@@ -174,7 +174,7 @@ def test_a_finished_run_stays_as_it_is(bench):
 def test_a_fresh_start_over_checkpoints_is_refused(bench):
     work_dir = bench.work_dir(STRAIGHT)
     before = snapshot(work_dir)
-    finished = bench.train(STRAIGHT)
+    finished = bench.train(STRAIGHT, fresh=True)
     assert finished.status == 2
     assert "already holds checkpoints" in finished.output and "--resume" in finished.output
     assert snapshot(work_dir) == before

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import ROOT, popen
 from tests.runner.text_run import count_up, write_records, write_text_config
-
-ROOT = Path(__file__).parents[2]
 
 
 def started(folder: Path, num_workers: int) -> subprocess.Popen[str]:
@@ -24,7 +23,7 @@ def started(folder: Path, num_workers: int) -> subprocess.Popen[str]:
     options = (f"train_dataloader.num_workers={num_workers}", "train_cfg.max_updates=1000000",
                "default_hooks.checkpoint.interval=1000000")  # fmt: skip
     command = [sys.executable, str(ROOT / "tools" / "train.py"), str(write_text_config(folder))]
-    return subprocess.Popen([*command, "--cfg-options", *options], stderr=subprocess.PIPE, text=True, cwd=folder)
+    return popen([*command, "--cfg-options", *options], stderr=subprocess.PIPE, text=True, cwd=folder)
 
 
 def deleted(folder: Path, _: int) -> None:
@@ -41,7 +40,7 @@ def replaced(folder: Path, _: int) -> None:
 def killed(_: Path, pid: int) -> None:
     """The worker, as the kernel does when memory is full."""
     children = [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/stat") if parent(path) == pid]
-    workers = [child for child in children if b"train.py" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    workers = [child for child in children if b"resource_tracker" not in Path(f"/proc/{child}/cmdline").read_bytes()]
     assert workers
     os.kill(workers[0], signal.SIGKILL)
 

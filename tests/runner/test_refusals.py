@@ -5,28 +5,24 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.processes import ROOT, run
 from tests.tiny import tiny_config
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.progress import Geometry, split_global_batch
 from unigen_ds.runner import Runner
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def refused(tmp_path: Path, *arguments: str, **environment: str) -> str:
     """Run the tool; it must exit with 2, and leave no work dir. Returns what it said."""
     command = [sys.executable, str(ROOT / "tools" / "train.py"), "unified_digits"]
     command += ["--work-dir", str(tmp_path / "run"), *arguments]
-    done = subprocess.run(
-        command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=120, check=False
-    )
+    done = run(command, env={**os.environ, **environment}, text=True, timeout=120)
     assert done.returncode == 2, done.stderr
     assert not (tmp_path / "run").exists()
     return done.stderr

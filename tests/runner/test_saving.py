@@ -9,7 +9,6 @@ import re
 import shutil
 import signal
 import stat
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.support import flip_byte, tree
-from tests.processes import ROOT, ranks
+from tests.processes import ROOT, ranks, run
 from tests.runner.test_launchers import written_config
 from tests.tiny import tiny_config
 from tools.train import main
@@ -303,7 +302,7 @@ def test_what_a_killed_process_left_is_removed_at_the_next_start(tmp_path, data)
         "def die(path):\n    path.write_text('half'); os.kill(os.getpid(), signal.SIGKILL)\n"
         "write_atomic(Path(sys.argv[1]) / 'samples.png', die)\n"  # which the run below does not write
     )
-    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT).returncode == -signal.SIGKILL
+    assert run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT).returncode == -signal.SIGKILL
     (left,) = tmp_path.iterdir()
     alive = tmp_path / left.name.replace(left.name.rpartition(".")[2], str(os.getppid()))
     others = [alive, tmp_path / ".mine.tmp-1", tmp_path / f".last_checkpoint.tmp-elsewhere.{2**22 - 1}"]

@@ -7,7 +7,6 @@ import math
 import os
 import random
 import signal
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 from torch import nn
 
 from tests.engines.launch import tensors, unequal
+from tests.processes import ROOT, run
 from tests.runner.test_vlm_run import config as vlm_config
 from tests.runner.test_vlm_run import data as vlm_data  # noqa: F401 - a fixture
 from tests.runner.text_run import count_up, text_config, write_records
@@ -39,7 +39,6 @@ from unigen_ds.runner import Runner
 from unigen_ds.runner.evaluated import EvaluationSubject, evaluate
 from unigen_ds.runner.settings import Settings
 
-ROOT = Path(__file__).resolve().parents[2]
 EVERY = {"type": "EvaluateHook", "interval": 2, "unit": "update"}
 SPLIT = {"split": 0.2, "batch_size": 4}
 
@@ -392,7 +391,7 @@ def test_sigkill_of_a_run_with_a_share(tmp_path: Path) -> None:
     killed = tmp_path / "killed"
     arguments = {**often, "val_dataloader": SPLIT, "custom_hooks": [*hooks, {"type": "KillOnce", "at_update": 5}]}
     body = f"from tests.runner.test_validation import *; text_run(Path({str(killed)!r}), **{arguments!r}).train()"
-    process = subprocess.run([sys.executable, "-c", body], cwd=ROOT, capture_output=True, text=True, check=False)
+    process = run([sys.executable, "-c", body], cwd=ROOT, text=True)
     assert process.returncode == -signal.SIGKILL, process.stderr
     assert list_checkpoints(killed / "run"), "it continues in the middle"
     resumed = text_run(killed, val_dataloader=SPLIT, custom_hooks=hooks, resume=True, **often)

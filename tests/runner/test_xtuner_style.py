@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests import processes
 from tests.engines.launch import tensors
 from tests.processes import ENVIRONMENT, ROOT, together
 from tests.runner.test_launchers import agents
@@ -57,7 +57,7 @@ def test_the_config_is_copied_to_the_work_dir(run: tuple[Path, list[str]]) -> No
     }
     assert copy.default_hooks.checkpoint.type == "CheckpointHook", "not mmengine's class"
     command = [sys.executable, str(ROOT / "tools" / "resume.py"), str(folder / "config.py"), "--world-size", "2"]
-    asked = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT)
+    asked = processes.run(command, text=True, cwd=ROOT, env=ENVIRONMENT)
     assert asked.returncode == 0, asked.stdout + asked.stderr
     log = (folder / "train.log").read_text()
     assert log.count("Auto resumed from the latest checkpoint") == 1 and len(log) > 500

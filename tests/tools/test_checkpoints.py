@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.checkpoint.support import flip_byte, save, save_chain
+from tests.processes import ROOT, run
 from tools.checkpoints import main
 from unigen_ds.checkpoint import listing, store
 from unigen_ds.checkpoint.manifest import FILE_NAME
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def lines(capsys) -> list[str]:
@@ -96,7 +93,7 @@ def test_wrong_usage():
 def test_as_a_script(tmp_path):
     save(tmp_path)
     command = [sys.executable, str(ROOT / "tools" / "checkpoints.py"), "list", "."]
-    finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    finished = run(command, cwd=tmp_path, text=True)
     assert finished.returncode == 0 and "iter_12.pth" in finished.stdout, finished.stderr
 
 

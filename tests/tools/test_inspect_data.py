@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.data.support import make_stream, mixed_dataset
+from tests.processes import ROOT, run
 from tests.tiny import TINY, tiny_config
 from tools.inspect_data import check_ledger, lines_of, main
 from unigen_ds.core.metrics import sample_digest
@@ -20,7 +20,6 @@ from unigen_ds.data.statistics import derive
 from unigen_ds.data.stream import Cursor, SequenceStream
 from unigen_ds.runner import Runner
 
-ROOT = Path(__file__).resolve().parents[2]
 UNPACKED = {"train_dataloader.packing": None, "train_dataloader.batch_size": 20}
 Report = Callable[..., tuple[int, dict[str, Any]]]
 
@@ -71,7 +70,7 @@ def test_statistics_are_those_of_the_data(report: Report) -> None:
 def test_statistics_as_text(data: Path) -> None:
     """As a user starts it: a script of a checkout."""
     command = [sys.executable, str(ROOT / "tools" / "inspect_data.py"), "unified_digits", *options(data)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=data.parent)
+    done = run(command, text=True, timeout=120, cwd=data.parent)
     assert done.returncode == 0, done.stderr
     assert "digits_val: 594 records" in done.stdout and "image targets" in done.stdout
 

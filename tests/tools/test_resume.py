@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.support import flip_byte
+from tests.processes import ROOT, run
 from tests.tiny import TINY, tiny_config
 from tools import resume as tool
 from tools import train
@@ -21,7 +21,6 @@ from unigen_ds.examples.digits.dataset import write_digits
 from unigen_ds.runner import Runner
 from unigen_ds.runner.settings import load_config
 
-ROOT = Path(__file__).resolve().parents[2]
 OPTIONS: dict[str, Any] = {
     **TINY,
     "train_dataloader.batch_size": 4,
@@ -185,7 +184,7 @@ def test_run_starts_the_training(tmp_path, run_dir):
     command = [sys.executable, "tools/resume.py", "unified_digits", "--work-dir", str(folder), "--run"]
     command += options(run_dir, train_cfg__max_epochs=None, train_cfg__max_updates=6)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    done = run(command, cwd=ROOT, env=environment, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert read_lines(folder / "metrics.jsonl")[-1]["update"] == 6
 
@@ -208,7 +207,7 @@ def test_a_real_out_of_memory_error_prints_the_three_plans(tmp_path, run_dir):
     command = [sys.executable, "tools/train.py", "unified_digits", "--work-dir", str(tmp_path / "run"), "--resume"]
     command += options(run_dir, custom_imports={"imports": ["hungry"]}, custom_hooks=[{"type": "HungryHook"}])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    done = run(command, cwd=ROOT, env=environment, text=True, timeout=200)
     assert done.returncode == 1 and "can't allocate memory" in done.stderr
     plans = [line for line in done.stderr.splitlines() if line.strip().startswith("plan ")]
     assert [line.split()[1] for line in plans] == ["A", "B", "C"]

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.data.chat_support import NANOVLM, character_tokenizer
+from tests.processes import ROOT, run
 from tests.runner.test_reading import config as text_config
 from tests.runner.test_reading import data  # noqa: F401 - a fixture
 from tests.runner.test_vlm_run import config as vlm_config
@@ -31,7 +32,6 @@ from unigen_ds.runner import Runner
 from unigen_ds.runner.settings import load_config
 from unigen_ds.runner.trained import open_inferencer, open_model
 
-ROOT = Path(__file__).resolve().parents[2]
 FAST = ["--num-timesteps", "3", "--device", "cpu", "--max-length", "3"]
 
 
@@ -195,9 +195,7 @@ def test_to_understand_needs_no_prompt(scratch: Runner, tmp_path: Path) -> None:
         rows = [json.loads(line) for line in (tmp_path / str(number) / "results.jsonl").read_text().splitlines()]
         assert [row["prompt"] for row in rows] == [""] and rows[0]["file"] is None
         assert ended.stdout.strip() == rows[0]["text"]
-    ended = subprocess.run(
-        [*tool, "--out", str(tmp_path / "none")], capture_output=True, text=True, stdin=subprocess.DEVNULL
-    )
+    ended = run([*tool, "--out", str(tmp_path / "none")], text=True, stdin=subprocess.DEVNULL)
     assert ended.returncode == 2 and "there is no prompt" in ended.stderr
 
 

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 
 from tests.checkpoint import plain_deepspeed
 from tests.checkpoint.support import make_backend, save
+from tests.processes import ROOT, run
 from tools.zero_to_fp32 import main
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.timeout(900)
 
 
@@ -32,7 +32,7 @@ def test_as_a_script_it_does_what_deepspeeds_does(zero2, tmp_path):
                           ("theirs", ["-m", "deepspeed.utils.zero_to_fp32"])):  # fmt: skip
         line = [sys.executable, *command, *(word.format(tmp_path / name) for word in words)]
         environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
-        ended = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, env=environment)
+        ended = run(line, cwd=tmp_path, text=True, env=environment)
         assert ended.returncode == 0, ended.stderr
         if name == "ours":
             assert "12 tensors, 2,028 elements" in ended.stdout

@@ -1,0 +1,113 @@
+"""A forked process is, for the program, what a new interpreter would be."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.processes import ENVIRONMENT, ROOT, Forked, forkable, popen, run, server
+
+SHOWN = """
+import json, os, signal, sys, threading
+import torch, unigen_ds
+if __name__ == "__main__":
+    print(json.dumps({
+        "argv": sys.argv[1:], "folder": os.getcwd(), "path": sys.path,
+        "environment": {name: value for name, value in os.environ.items() if name not in ("LC_CTYPE", "_")},
+        "threads": [threading.active_count(), torch.get_num_threads()], "input": sys.stdin.read(),
+        "files": [stream.fileno() for stream in (sys.stdin, sys.stdout, sys.stderr)],
+        "open": len(os.listdir("/proc/self/fd")), "group": os.getpgrp() == os.getpgid(os.getppid()),
+        "signals": [str(signal.getsignal(n)) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGPIPE)],
+        "unigen_ds": unigen_ds.__file__, "main": [__name__, sys.modules["__main__"].__dict__ is globals()],
+        "encodings": [stream.encoding for stream in (sys.stdin, sys.stdout, sys.stderr)],
+        "errors": [stream.errors for stream in (sys.stdin, sys.stdout, sys.stderr)],
+        "examples": [name for name in sys.modules if name.startswith(("unigen_ds.examples", "tests", "deepspeed"))],
+    }))
+    print("to the error stream", file=sys.stderr)
+    sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize("way", ["-c", "-m", "script"])
+def test_it_has_the_state_of_a_new_interpreter(way: str, tmp_path: Path) -> None:
+    (tmp_path / "shown.py").write_text(SHOWN)
+    program = {"-c": ["-c", SHOWN], "-m": ["-m", "shown"], "script": [str(tmp_path / "shown.py")]}[way]
+    command = [sys.executable, *program, "first", "--second"]
+    environment = {**ENVIRONMENT, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}", "RANK": "3"}
+    how = {"cwd": tmp_path, "env": environment, "text": True}
+    assert forkable(command, environment)
+    found = []
+    for start in (popen, subprocess.Popen):
+        with start(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **how) as process:
+            out, err = process.communicate("given", timeout=60)
+        assert process.returncode == 7 and err == "to the error stream\n", err
+        found.append(json.loads(out))
+    assert found[0] == found[1] and found[0]["environment"]["RANK"] == "3"
+
+
+def test_it_is_signalled_and_killed_by_its_own_pid() -> None:
+    code = "import time, signal; signal.signal(signal.SIGUSR1, lambda *_: print('seen', flush=True))\n"
+    code += "print('up', flush=True)\nwhile True: time.sleep(60)"
+    for end in (signal.SIGKILL, signal.SIGTERM):
+        with popen([sys.executable, "-c", code], env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:
+            assert isinstance(process, Forked) and process.stdout is not None
+            assert process.stdout.readline() == "up\n" and process.poll() is None
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(0.01)
+            os.kill(process.pid, signal.SIGUSR1)
+            assert process.stdout.readline() == "seen\n"
+            process.send_signal(end)
+            assert process.wait(30) == process.poll() == -end
+            assert not Path(f"/proc/{process.pid}").exists()
+            process.kill()  # it has ended: nothing happens
+
+
+def test_an_error_is_printed_and_is_status_1() -> None:
+    ended = run([sys.executable, "-c", "print('before'); 1 / 0"], env=ENVIRONMENT, text=True)
+    assert (ended.returncode, ended.stdout) == (1, "before\n") and "ZeroDivisionError" in ended.stderr
+    ended = run([sys.executable, "-c", "import sys; sys.exit('why')"], env=ENVIRONMENT, text=True)
+    assert (ended.returncode, ended.stderr) == (1, "why\n")
+
+
+def test_two_of_them_share_nothing() -> None:
+    code = "import os, numpy, random, torch; torch.set_num_threads(2); os.environ['LEFT'] = '1'\n"
+    code += "print(os.environ.pop('MINE', None), numpy.random.rand(), random.random(), torch.rand(()).item())"
+    first = run([sys.executable, "-c", code], env=ENVIRONMENT, text=True)
+    code = "import os, numpy, random, torch; print('LEFT' in os.environ, torch.get_num_threads())\n" + code
+    second = run([sys.executable, "-c", code], env=ENVIRONMENT, text=True)
+    assert first.returncode == 0 and second.stdout.startswith("False 1\n"), second
+    assert not set(first.stdout.split()[1:]) & set(second.stdout.split()[3:])
+
+
+@pytest.mark.parametrize(
+    ("command", "changed"),
+    [
+        ([sys.executable, "-c", ""], {"OMP_NUM_THREADS": "2"}),
+        ([sys.executable, "-c", ""], {"HF_HOME": "/tmp"}),
+        ([sys.executable, "-c", ""], {"PYTHONHASHSEED": "0"}),
+        ([sys.executable, "-X", "importtime", "-c", ""], {}),
+        (["/bin/sh", "-c", ""], {}),
+    ],
+)
+def test_what_could_differ_is_started_by_exec(command: list[str], changed: dict[str, str]) -> None:
+    assert not forkable(command, {**ENVIRONMENT, **changed})
+    assert forkable([sys.executable, "-c", ""], ENVIRONMENT)
+
+
+def test_the_server_ends_with_the_process_that_started_it() -> None:
+    code = "from tests.processes import run, server\nimport sys, os\nrun([sys.executable, '-c', ''])\n"
+    code += "print(server().pid, flush=True)\nos.kill(os.getpid(), 9)"
+    ended = run([sys.executable, "-c", code], env=ENVIRONMENT, text=True)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    other = int(ended.stdout)
+    assert other != server().pid
+    with pytest.raises(ProcessLookupError):
+        for _ in range(600):
+            os.kill(other, 0)
+            signal.sigtimedwait([], 0.05)
