@@ -11,6 +11,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 
+from tests import lanes, processes
 from tests import small_disk as disks
 from tests.engines import launch
 
@@ -39,6 +40,18 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Start the engines' jobs, if a selected test needs them."""
     if not session.config.option.collectonly and any(map(_needs_engines, session.items)):
         launch.begin()
+
+
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """Where the engines' jobs run in the background, a second process of tests takes over their core when they end."""
+    if session.testsfailed or session.config.option.collectonly or not any(map(_needs_engines, session.items)):
+        return None
+    jobs = launch.begin()
+    if not isinstance(jobs, launch.Background) or all(map(_needs_engines, session.items)):
+        return None
+    processes.server()  # one for both
+    lanes.Lanes(session, own=_needs_engines, begin=jobs.ended).run()
+    return True
 
 
 @pytest.fixture

@@ -55,7 +55,7 @@ _FREE_BEGINNINGS = ("SLURM_", "OMPI_")
 
 def forkable(command: Sequence[str], environment: Mapping[str, str]) -> bool:
     """Whether a fork of the server is the same for the program as a new interpreter."""
-    if len(command) < 2 or command[0] != sys.executable:
+    if len(command) < 2 or command[0] != sys.executable or not hasattr(os, "pidfd_open"):
         return False
     if command[1] not in ("-m", "-c") and not command[1].endswith(".py"):
         return False

@@ -193,6 +193,11 @@ class Background(Launched):
         self._worker.terminate()
         self._worker.wait()
 
+    def ended(self) -> bool:
+        """Also in a process that was forked from this one."""
+        running = Path(f"/proc/{self._worker.pid}/stat")
+        return not running.exists() or running.read_text().rpartition(")")[2].split()[0] == "Z"
+
     def finished(self) -> Launched:
         self._finish(self._worker, timeout_s=3000.0)
         return self

@@ -1,0 +1,180 @@
+"""A second process runs tests when the engines' jobs have ended: until then these use the second core.
+
+It is forked when all tests are collected and waits. Then both processes claim one test file after the other, this one
+from the first, the other from the last; its reports are shown here as if the tests had run here. The tests of the
+engines stay here. Without jobs in the background there is one process, as always.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, groupby, pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+class Lanes:
+    """The test files of a session, which two processes run."""
+
+    def __init__(self, session: pytest.Session, own: Callable[[pytest.Item], bool], begin: Callable[[], bool]) -> None:
+        """``own``: whether a test must run in this process. ``begin``: whether the other process may begin."""
+        self._session, self._begin = session, begin
+        files = [list(items) for _, items in groupby(session.items, key=lambda item: item.path)]
+        self._shared = [items for items in files if not own(items[0])]
+        self._own = [items for items in files if own(items[0])]
+        self._folder = Path(tempfile.mkdtemp(prefix="lanes-"))
+        self._reports = self._folder / "reports.jsonl"
+        self._reports.touch()
+        self._shown = 0
+        self._other = self._fork()
+
+    def run(self) -> None:
+        """All tests. The reports of the other process are shown after each test file, and at the end."""
+        try:
+            for item, following in pairwise(chain(self._claimed(self._shared), chain.from_iterable(self._own), [None])):
+                assert item is not None
+                run_test(self._session, item, following)
+                if following is None or following.path != item.path:
+                    self._show()
+            self._finish()
+        finally:
+            self._stop()
+
+    def _claimed(self, files: Sequence[list[pytest.Item]]) -> Iterator[pytest.Item | None]:
+        """The tests of each file that the other process has not claimed."""
+        for items in files:
+            try:
+                os.mkdir(self._folder / str(self._shared.index(items)))
+            except FileExistsError:
+                continue
+            yield from items
+
+    # ---- the other process
+
+    def _fork(self) -> int:
+        capture = self._session.config.pluginmanager.getplugin("capturemanager")
+        if capture is not None:
+            capture.stop_global_capturing()  # its files would be shared
+        sys.stdout.flush()
+        sys.stderr.flush()
+        process = os.fork()
+        if process == 0:
+            atexit._clear()  # of what this process has begun and ends
+            os.setpgid(0, 0)
+        if capture is not None:
+            capture.start_global_capturing()
+        if process == 0:
+            self._run_other()
+        return process
+
+    def _run_other(self) -> None:
+        """Never returns."""
+        status = 1
+        parent = os.getppid()
+        try:
+            plugins = self._session.config.pluginmanager
+            plugins.getplugin("terminalreporter")._tw._file = open(os.devnull, "w")  # noqa: SIM115
+            sender = Sender(self._session.config, self._reports)
+            plugins.register(sender)  # pytest repeats earlier warnings to a new plugin
+            sender.active = True
+            while not self._begin():
+                if os.getppid() != parent:
+                    os._exit(0)
+                time.sleep(0.2)
+            for item, following in pairwise(chain(self._claimed(self._shared[::-1]), [None])):
+                assert item is not None
+                run_test(self._session, item, following)
+            status = 0
+        except BaseException:
+            (self._folder / "error.txt").write_text(traceback.format_exc())
+        finally:
+            atexit._run_exitfuncs()
+            os._exit(status)
+
+    # ---- its reports
+
+    def _show(self) -> None:
+        """What has come since the last call."""
+        hook = self._session.config.hook
+        text = self._reports.read_text(encoding="utf-8")
+        complete = text[: text.rfind("\n") + 1].splitlines()
+        for line in complete[self._shown :]:
+            self._shown += 1
+            kind, data = json.loads(line)
+            if kind == "begins":
+                hook.pytest_runtest_logstart(**data)
+            elif kind == "report":
+                hook.pytest_runtest_logreport(
+                    report=hook.pytest_report_from_serializable(config=self._session.config, data=data)
+                )
+            else:
+                category = type(data.pop("category"), (Warning,), {})
+                shown = warnings.WarningMessage(data.pop("message"), category, data.pop("file"), data.pop("line"))
+                hook.pytest_warning_recorded.call_historic(kwargs={"warning_message": shown, **data})
+
+    def _finish(self) -> None:
+        """Wait for its last test."""
+        _, status = os.waitpid(self._other, 0)
+        self._other = 0
+        self._show()
+        error = self._folder / "error.txt"
+        if status:
+            text = error.read_text() if error.exists() else f"status {os.waitstatus_to_exitcode(status)}"
+            raise RuntimeError(f"the second process of tests ended early: {text}\nIts last report: {self._last()}")
+
+    def _last(self) -> str:
+        return "".join(self._reports.read_text(encoding="utf-8").splitlines()[-1:])[:500]
+
+    def _stop(self) -> None:
+        if self._other:
+            os.killpg(self._other, signal.SIGKILL)
+            os.waitpid(self._other, 0)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def run_test(session: pytest.Session, item: pytest.Item, following: pytest.Item | None) -> None:
+    """As pytest's own loop."""
+    item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+    if session.shouldfail:
+        raise session.Failed(session.shouldfail)
+    if session.shouldstop:
+        raise session.Interrupted(session.shouldstop)
+
+
+class Sender:
+    """Writes what pytest would show to a file."""
+
+    def __init__(self, config: pytest.Config, path: Path) -> None:
+        self._config, self._stream = config, path.open("a", encoding="utf-8")
+        self.active = False
+
+    def _send(self, kind: str, data: Any) -> None:
+        if self.active:
+            self._stream.write(json.dumps([kind, data]) + "\n")
+            self._stream.flush()
+
+    def pytest_runtest_logstart(self, nodeid: str, location: tuple[str, int | None, str]) -> None:
+        self._send("begins", {"nodeid": nodeid, "location": location})
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        data = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
+        self._send("report", data)
+
+    def pytest_warning_recorded(
+        self, warning_message: warnings.WarningMessage, when: str, nodeid: str, location: Any
+    ) -> None:
+        what = {"message": str(warning_message.message), "category": warning_message.category.__name__}
+        where = {"file": warning_message.filename, "line": warning_message.lineno}
+        self._send("warning", {**what, **where, "when": when, "nodeid": nodeid, "location": location})

@@ -1,0 +1,77 @@
+"""Two processes of tests give the reports of one."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from tests.processes import ENVIRONMENT, run
+
+CONFTEST = """
+import pytest
+from tests import lanes
+
+def pytest_runtestloop(session):
+    lanes.Lanes(session, own=lambda item: "own" in item.path.name, begin=lambda: True).run()
+    return True
+"""
+TESTS = """
+import os, time, warnings
+import pytest
+
+@pytest.fixture(scope="module")
+def opened():
+    with open("closed.txt", "a") as stream:
+        yield
+        stream.write("closed ")
+
+@pytest.mark.parametrize("number", range(3))
+def test_passes(number, opened):
+    time.sleep(0.05)
+    with open("ran.txt", "a") as stream:
+        stream.write(f"{__file__} {number} {os.getpid()}\\n")
+    print("printed by", __file__)
+    warnings.warn("a warning")
+"""
+FAILS = "\n\ndef test_fails():\n    print('printed')\n    assert [1] == [2]\n"
+
+
+def session(folder: Path, files: dict[str, str], *arguments: str) -> tuple[int, str]:
+    (folder / "conftest.py").write_text(CONFTEST)
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--rootdir={folder}", *arguments]
+    ended = run(command, cwd=folder, env=ENVIRONMENT, text=True, timeout=120)
+    return ended.returncode, ended.stdout + ended.stderr
+
+
+def test_every_test_runs_once_and_both_processes_have_some(tmp_path: Path) -> None:
+    files = {f"test_{letter}.py": TESTS for letter in "abcdef"} | {"test_own.py": TESTS}
+    files["test_a.py"] += FAILS
+    files["test_f.py"] += FAILS
+    status, shown = session(tmp_path, files, "-v")
+    assert status == 1 and "2 failed, 21 passed" in shown, shown
+    assert "FAILED test_a.py::test_fails" in shown and "FAILED test_f.py::test_fails" in shown
+    assert shown.count("assert [1] == [2]") >= 2 and shown.count("UserWarning: a warning") == 7
+    ran = [line.rsplit(" ", 1) for line in (tmp_path / "ran.txt").read_text().splitlines()]
+    assert len(ran) == len({name for name, _ in ran}) == 21
+    processes = [{pid for name, pid in ran if file in name} for file in files]
+    assert all(len(found) == 1 for found in processes) and len(set.union(*processes)) == 2
+    assert processes[0] == processes[-1] != processes[-2], "the first and its own are here, the last is there"
+    assert (tmp_path / "closed.txt").read_text() == "closed " * 7
+    assert len(re.findall(r"^test_\w+\.py::test_passes\[\d\] PASSED", shown, re.M)) == 21
+
+
+def test_a_crash_of_the_other_process_is_an_error(tmp_path: Path) -> None:
+    files = {"test_a.py": TESTS, "test_b.py": TESTS, "test_c.py": "import os\ndef test_ends():\n    os.abort()\n"}
+    status, shown = session(tmp_path, files)
+    assert status == 3 and "the second process of tests ended early: status -6" in shown, shown
+    assert "test_c.py::test_ends" in shown
+
+
+def test_the_first_failure_ends_both(tmp_path: Path) -> None:
+    files = {f"test_{letter}.py": TESTS for letter in "abcdefgh"}
+    status, shown = session(tmp_path, {**files, "test_a.py": FAILS}, "-x")
+    assert status == 1 and "1 failed" in shown and "stopping after 1 failures" in shown, shown
+    assert len((tmp_path / "ran.txt").read_text().splitlines()) < 21
