@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import fsdp
 from torch.distributed.tensor import DTensor
 
 from tests.fake_cuda.device import replaced
 from tests.fake_cuda.recorder import Recorder
-from unigen_ds.backends import fsdp
 from unigen_ds.checkpoint import saver
 from unigen_ds.hooks.ema import ema_of
 from unigen_ds.runner.runner import Runner

@@ -9,35 +9,25 @@ NO_SHARD        replicate: a mesh of (processes, 1), so no second code path is n
 
 Masters are the sharded fp32 parameters themselves; in bf16 and fp16 FSDP casts them when it gathers, and reduces
 gradients in fp32. Units are the model's ``shard_units()``; the root has the rest.
+
+``torch.distributed.fsdp`` and ``torch.distributed.tensor`` need 0.7 s to be imported: the functions that use them do
+so, because every run imports this module for its settings.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import Shard as ShardPlacement
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.utils import get_total_norm
 
 from unigen_ds.backends.base import StepResult
-from unigen_ds.backends.dcp_files import dcp_files
 from unigen_ds.backends.memory import allocate
 from unigen_ds.backends.torch_optimizer import TorchOptimizerBackend
-from unigen_ds.backends.whole_matrices import WholeMatrices
 from unigen_ds.core import dist
 from unigen_ds.core.errors import ConfigError, suggestion
 from unigen_ds.core.optim import COMPUTE_DTYPE, JoinedOptimizer, OptimizerConfig, ParamGroup
@@ -46,6 +36,9 @@ from unigen_ds.core.outputs import StateFiles
 from unigen_ds.core.progress import Geometry
 from unigen_ds.core.registry import BACKENDS
 from unigen_ds.core.shards import BUFFER, MASTER, Shard
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")
 
@@ -95,6 +88,10 @@ class FSDPBackend(TorchOptimizerBackend):
         *,
         geometry: Geometry,
     ) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
+        from unigen_ds.backends.whole_matrices import WholeMatrices
+
         dist.ensure_initialized()
         cuda = torch.cuda.is_available()
         self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
@@ -108,7 +105,7 @@ class FSDPBackend(TorchOptimizerBackend):
         )
         _settle(root)
         self._own(root, dict(root.named_parameters()), param_groups, optimizer_cfg)
-        self._matrices = None
+        self._matrices: WholeMatrices | None = None
         if isinstance(self._optimizer, JoinedOptimizer):
             group = self._mesh.get_group("shard") if self.num_shard > 1 else None
             kept = state_of(optimizer_cfg)
@@ -141,6 +138,14 @@ class FSDPBackend(TorchOptimizerBackend):
         return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=("replicate", "shard"))
 
     def _shard(self, model: Any, precision: str) -> Any:
+        from torch.distributed.fsdp import (
+            CPUOffloadPolicy,
+            MixedPrecisionPolicy,
+            OffloadPolicy,
+            fully_shard,
+            register_fsdp_forward_method,
+        )
+
         low = None if precision == "fp32" else COMPUTE_DTYPE[precision]
         offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=self._pins) if self.cpu_offload else OffloadPolicy()
         settings: dict[str, Any] = {
@@ -233,11 +238,15 @@ class FSDPBackend(TorchOptimizerBackend):
 
     def refresh_copies(self) -> None:
         """Drop gathered copies; the next forward gathers anew from the masters."""
+        from torch.distributed.fsdp import FSDPModule
+
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     def _shards(self, names: Sequence[str], tensors: Mapping[str, Tensor]) -> list[Shard]:
+        from torch.distributed.tensor import DTensor
+
         self.refresh_copies()  # an evaluation may have left parameters gathered
         replica = self._replica
         shards = []
@@ -266,6 +275,8 @@ class FSDPBackend(TorchOptimizerBackend):
 
     def state_files(self) -> StateFiles:
         """PyTorch's distributed checkpoint. Keys are ``kind|name`` (``core/shards.py``); DCP knows the offsets."""
+        from unigen_ds.backends.dcp_files import dcp_files
+
         self.refresh_copies()
         state: dict[str, Tensor] = {f"{MASTER}|{name}": p.detach() for name, p in self._masters.items()}
         state |= {f"{BUFFER}|{name}": b for name, b in self.buffers().items()}
@@ -310,6 +321,8 @@ def _settle(root: nn.Module) -> None:
     """Let FSDP pad and page-lock the shards that ``allocate`` has made. It would do so in the first forward pass and
     give the masters other memory, which ``master_data``, collected before, would not refer to.
     """
+    from torch.distributed.fsdp import FSDPModule
+
     for module in root.modules():
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()
@@ -319,15 +332,19 @@ def _settle(root: nn.Module) -> None:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    """A plain tensor is whole."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def _flat_start(tensor: DTensor) -> int:
     """Where the local part begins in the flattened tensor. ``Shard(0)``: whole rows, so one flat range."""
+    from torch.distributed.tensor import Shard as ShardPlacement
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
     placements = [p for p in tensor.placements if p.is_shard()]
     assert all(isinstance(p, ShardPlacement) and p.dim == 0 for p in placements), tensor.placements
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
