@@ -38,7 +38,25 @@ from unigen_ds.core.dist import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in _LAUNCHER} | {
+_SET_BY_IMPORTS = (
+    "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK",  # scikit-learn
+    "QT_QPA_FONTDIR", "QT_QPA_PLATFORM_PLUGIN_PATH", "LD_LIBRARY_PATH",  # OpenCV
+    "TORCHINDUCTOR_CACHE_DIR",
+)  # fmt: skip
+"""What packages set in this process when they are imported."""
+_STARTED = Path("/proc/self/environ")
+_STARTED_WITH = dict(
+    entry.split("=", 1) for entry in (_STARTED.read_text() if _STARTED.exists() else "").split("\0") if "=" in entry
+)
+
+
+def as_of_a_user(environment: Mapping[str, str]) -> dict[str, str]:
+    """Without what imports have set here: a process that a user starts has none of it."""
+    kept = {name: value for name, value in environment.items() if name not in _SET_BY_IMPORTS}
+    return kept | {name: _STARTED_WITH[name] for name in _SET_BY_IMPORTS if name in _STARTED_WITH}
+
+
+ENVIRONMENT = {k: v for k, v in as_of_a_user(os.environ).items() if k not in _LAUNCHER} | {
     "OMP_NUM_THREADS": "1",
     "DS_ACCELERATOR": "cpu",
     "CUDA_VISIBLE_DEVICES": "",
@@ -67,8 +85,9 @@ def forkable(command: Sequence[str], environment: Mapping[str, str]) -> bool:
 def popen(command: Sequence[str | Path], *, env: Mapping[str, str] | None = None, **how: Any) -> subprocess.Popen[Any]:
     """``subprocess.Popen``; a fork of the server where that is the same."""
     texts = [os.fspath(part) for part in command]
-    kind = Forked if forkable(texts, os.environ if env is None else env) else subprocess.Popen
-    return kind(texts, env=env, **how)
+    environment = as_of_a_user(os.environ if env is None else env)
+    kind = Forked if forkable(texts, environment) else subprocess.Popen
+    return kind(texts, env=environment, **how)
 
 
 def run(command: Sequence[str | Path], *, timeout: float | None = None, **how: Any) -> subprocess.CompletedProcess[Any]:
@@ -94,7 +113,7 @@ class Forked(subprocess.Popen):  # type: ignore[type-arg]
         environment = os.environ if given["env"] is None else given["env"]
         request = {
             "command": [os.fspath(part) for part in given["args"]][1:],
-            "environment": {os.fsdecode(name): os.fsdecode(value) for name, value in environment.items()},
+            "environment": dict(environment),
             "folder": os.path.abspath(given["cwd"] or "."),
             "new_session": bool(given["start_new_session"]),
         }

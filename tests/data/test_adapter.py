@@ -12,10 +12,9 @@ import torch
 
 from tests.data import adapted
 from tests.data.support import make_processor
-from tests.processes import ROOT, together
+from tests.processes import ROOT, ranks
 from tests.tiny import tiny_config
 from unigen_ds.core.config import plain_values
-from unigen_ds.core.dist import free_port
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.metrics import read_lines
 from unigen_ds.data.collate import collate
@@ -63,10 +62,9 @@ def test_two_processes_of_a_node_read_once(tmp_path: Path) -> None:
     made = config(tmp_path / "two", "Items", reads=str(tmp_path / "reads"))
     written = tmp_path / "config.json"
     written.write_text(json.dumps(plain_values(made)))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port",
-                str(free_port()), str(ROOT / "tools" / "train.py"), str(written), "--backend", "fsdp"]  # fmt: skip
-    (ended,) = together([[*torchrun, "--max-updates", "1"]], [{}])
-    assert ended.status == 0, ended.ending
+    command = [sys.executable, str(ROOT / "tools" / "train.py"), str(written), "--backend", "fsdp"]
+    for ended in ranks([*command, "--max-updates", "1"], LOCAL_WORLD_SIZE="2"):
+        assert ended.status == 0, ended.ending
     found = reads(tmp_path / "reads")
     planned = [process for process, index in found if index == str(adapted.NUMBER - 1)]
     trained_on = sum(line["sequences"][1] for line in read_lines(tmp_path / "two" / "ledger.jsonl"))

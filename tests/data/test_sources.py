@@ -15,12 +15,11 @@ import pytest
 from docs.samples import make
 from docs.samples.make import WORDS
 from tests.data.support import write_jsonl
-from tests.processes import ROOT, together
+from tests.processes import ROOT, ranks
 from tests.tiny import tiny_config
 from tools.inspect_data import main as inspect_data
 from tools.train import main as run_tool
 from unigen_ds.core.config import plain_values
-from unigen_ds.core.dist import free_port
 from unigen_ds.core.errors import DataError, ResumeBlocked
 from unigen_ds.core.metrics import read_lines
 from unigen_ds.data import planning
@@ -138,7 +137,7 @@ def test_loading_processes_read_the_same(own: Path, tmp_path: Path, monkeypatch:
     assert planned == train(tmp_path / "again", data, updates=6)
 
 
-def test_two_processes_of_torchrun(own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_processes(own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """They train on the same sequences as one, also where both find no copy and no index; ``inspect_data`` agrees.
 
     A source is skipped, at the first start and on a resume, where rank 0 reads the data before the others.
@@ -150,11 +149,10 @@ def test_two_processes_of_torchrun(own: Path, tmp_path: Path, capsys: pytest.Cap
     config["train_dataloader"]["dataset"] = [*data, missing]
     written = tmp_path / "config.json"
     written.write_text(json.dumps(plain_values(config)))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port",
-                str(free_port()), str(ROOT / "tools" / "train.py"), str(written), "--backend", "fsdp"]  # fmt: skip
+    command = [sys.executable, str(ROOT / "tools" / "train.py"), str(written), "--backend", "fsdp"]
     for more in (["--max-updates", "2"], ["--max-updates", "4", "--resume"]):
-        (ended,) = together([[*torchrun, *more]], [{}])
-        assert ended.status == 0, ended.ending
+        for ended in ranks([*command, *more], LOCAL_WORLD_SIZE="2"):
+            assert ended.status == 0, ended.ending
     _, two = results(tmp_path / "two")
     _, one = train(tmp_path / "one", data, updates=4, randomness__seed=7, train_dataloader__batch_size=4)
     assert one == two and len(one) == 4

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as td
-import torch.multiprocessing as mp
 
 from tests.hooks.tiny_run import TinyRun
-from tests.processes import ROOT, popen
+from tests.processes import ROOT, popen, together
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.log import NAME
 from unigen_ds.core.metrics import read_lines
@@ -92,7 +91,10 @@ def sum_over_ranks(rank: int, folder: str) -> None:
 
 
 def test_losses_are_summed_over_ranks_and_rank_0_alone_writes(tmp_path: Path) -> None:
-    mp.spawn(sum_over_ranks, args=(str(tmp_path),), nprocs=2)
+    code = "import sys; from tests.hooks.test_logger import sum_over_ranks as run; run(int(sys.argv[1]), sys.argv[2])"
+    commands = [[sys.executable, "-c", code, str(rank), str(tmp_path)] for rank in range(2)]
+    for ended in together(commands, [{}, {}]):
+        assert ended.status == 0, ended.ending
     (line,) = read_lines(tmp_path / "metrics.jsonl")
     assert (line["loss/text"], line["loss/image"], line["loss"]) == (2.0, 0.5, 2.25)
     assert len(read_lines(tmp_path / "ledger.jsonl")) == 1

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as td
-import torch.multiprocessing as mp
 
 from tests.hooks.tiny_run import TinyRun
+from tests.processes import together
 from tests.runner.text_run import WORDS, text_config, write_records
 from unigen_ds.core.batch import Batch, LossTerms, PackedBatch
 from unigen_ds.core.log import NAME
@@ -97,7 +98,10 @@ def two_ranks(rank: int, folder: str) -> None:
 
 
 def test_statistics_over_ranks(tmp_path: Path) -> None:
-    mp.spawn(two_ranks, args=(str(tmp_path),), nprocs=2)
+    code = "import sys; from tests.hooks.test_statistics import two_ranks as run; run(int(sys.argv[1]), sys.argv[2])"
+    commands = [[sys.executable, "-c", code, str(rank), str(tmp_path)] for rank in range(2)]
+    for ended in together(commands, [{}, {}]):
+        assert ended.status == 0, ended.ending
     (line,) = [line for line in read_lines(tmp_path / "metrics.jsonl") if line.get("event") == "training_stats"]
     found = {name.removeprefix("training_stats/"): value for name, value in line.items()}
     assert found["avg_images_per_sample"] == found["max_images_per_sample"] == 3.0

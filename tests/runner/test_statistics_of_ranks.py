@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.processes import together
-from tests.runner.test_launchers import agents, written_config
+from tests.processes import ranks
+from tests.runner.test_launchers import TRAIN, written_config
 
 MODULE = '''
 import logging
@@ -51,9 +52,9 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     found = []
     for updates in (2, 3):
         arguments = [str(config), "--resume", "--max-updates", str(updates), "--backend", "fsdp:NO_SHARD"]
-        [ended] = together(agents(1, arguments, per_node=2), [{"PYTHONPATH": str(folder)}])
-        assert ended.status == 0, ended.ending
-        found.append(ended.text)
+        ended = ranks([sys.executable, TRAIN, *arguments], PYTHONPATH=str(folder), LOCAL_WORLD_SIZE="2")
+        assert [one.status for one in ended] == [0, 0], ended[0].ending + ended[1].ending
+        found.append(ended[0].text + ended[1].text)
     return found
 
 

@@ -10,8 +10,8 @@ import torch
 
 from tests import processes
 from tests.engines.launch import tensors
-from tests.processes import ENVIRONMENT, ROOT, together
-from tests.runner.test_launchers import agents
+from tests.processes import ENVIRONMENT, ROOT, ranks
+from tests.runner.test_launchers import TRAIN
 from unigen_ds.checkpoint import store
 from unigen_ds.core.metrics import read_lines
 from unigen_ds.runner.settings import load_config
@@ -27,9 +27,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     for updates in (4, 6):
         arguments = [str(CONFIG), "--work-dir", str(folder), "--resume", "--max-updates", str(updates)]
         arguments += ["--cfg-options", f"train_dataloader.dataset.root={data}"]
-        [ended] = together(agents(1, arguments, per_node=2), [{}])
-        assert ended.status == 0, ended.ending
-        printed.append(ended.text)
+        ended = ranks([sys.executable, TRAIN, *arguments], LOCAL_WORLD_SIZE="2")
+        assert [one.status for one in ended] == [0, 0], ended[0].ending + ended[1].ending
+        printed.append(ended[0].text + ended[1].text)
     return folder, printed
 
 
