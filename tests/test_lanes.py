@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 
@@ -60,7 +59,7 @@ def test_every_test_runs_once_and_both_processes_have_some(tmp_path: Path) -> No
     assert all(len(found) == 1 for found in processes) and len(set.union(*processes)) == 2
     assert processes[0] == processes[-1] != processes[-2], "the first and its own are here, the last is there"
     assert (tmp_path / "closed.txt").read_text() == "closed " * 7
-    assert len(re.findall(r"^test_\w+\.py::test_passes\[\d\] PASSED", shown, re.M)) == 21
+    assert shown.count(" PASSED") == 21
 
 
 def test_a_crash_of_the_other_process_is_an_error(tmp_path: Path) -> None:
