@@ -75,6 +75,7 @@ class Lanes:
             os.setpgid(0, 0)
         if capture is not None:
             capture.start_global_capturing()
+            capture.suspend_global_capture()  # as it was: it resumes for each test
         if process == 0:
             self._run_other()
         return process
