@@ -43,7 +43,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
-    """Where the engines' jobs run in the background, a second process of tests takes over their core when they end."""
+    """Where the engines' jobs run in the background, a second process of tests uses their core when they end."""
     if session.testsfailed or session.config.option.collectonly or not any(map(_needs_engines, session.items)):
         return None
     jobs = launch.begin()

@@ -1,4 +1,4 @@
-"""The server behind ``processes.popen``: it has imported torch and other large packages, and forks for each request.
+"""The server of ``processes.popen``: it has imported torch and other large packages, and forks for each request.
 
 A child is in the state in which a new interpreter would be just before it runs the program, but for what is imported:
 its environment, working directory, standard files, ``sys.argv``, ``sys.path`` and ``__main__`` are those asked for.

@@ -129,7 +129,7 @@ class Forked(subprocess.Popen):  # type: ignore[type-arg]
             self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
     def _line(self) -> str:
-        """What the server says next: the pid, then the exit status."""
+        """What the server sends next: the pid, then the exit status."""
         text = b""
         while not text.endswith(b"\n"):
             if not (more := self._server.recv(1)):
