@@ -4,6 +4,7 @@
 # make docs    the tables of docs/configs.md, from the settings and the docstrings of components
 # make lint    ruff and mypy alone
 # make matrix  every engine, process count, precision and load, as a dated table (make test runs a pairwise part; half an hour)
+# make mixtures  of the matrix the data alone: each engine, killed and resumed with other numbers of processes and workers
 # make mutations  small edits of the source, each with the test that must then fail; PART=K/N: a part, MINUTES=M: a limit
 # make bench   the benchmarks; results go to benchmarks/results/
 #
@@ -17,7 +18,7 @@ TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 TOOLS := $(wildcard tools/*.py)
 DEMO_DIR := work_dirs/unified_digits
 
-.PHONY: demo check-report docs test matrix mutations lint bench clean
+.PHONY: demo check-report docs test matrix mixtures mutations lint bench clean
 .DEFAULT_GOAL := test
 
 $(BIN)/python:
@@ -56,6 +57,9 @@ test: lint
 
 matrix: $(VENV)/.stamp-test
 	$(BIN)/python benchmarks/matrix.py
+
+mixtures: $(VENV)/.stamp-test
+	$(BIN)/python benchmarks/matrix.py --groups mixture
 
 PART ?= 1/1
 mutations: $(VENV)/.stamp-test

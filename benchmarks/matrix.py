@@ -23,7 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from shared.record import write_result
 
-from tests.engines import cases, model_cases
+from tests.engines import cases, mixture_cases, model_cases
+from tests.engines.exactness import inexact, misdealt, sequences, windowed
 from tests.engines.formula import expected
 from tests.engines.groups import GROUPS, jobs_of
 from tests.engines.launch import (
@@ -36,6 +37,7 @@ from tests.engines.launch import (
     unequal,
     weight_deviation,
 )
+from tests.engines.mixture_data import removed, units
 
 BOUND = 1e-5
 
@@ -105,6 +107,32 @@ def check_chain(launched: Launched, name: str) -> Row:
     title = " -> ".join(f"{engine}@{world} ({b}x{n})" for engine, world, (b, n), _ in cases.CHAIN)
     figures = {"loss and norm": found, "learning rate": rates, "samples": len(ids), "repeated": repeated}
     return Row("", title, figures, max(found, rates) <= BOUND and not repeated and len(ids) == wanted)
+
+
+def check_mixture(launched: Launched, name: str) -> Row:
+    """As ``tests/engines/test_mixture.py``: losses and the sequences of each batch are those of one process; each pass
+    has each record once, begins when the one before it is complete, and has none that a filter removes.
+    """
+    run, single = launched.outcome(name), launched.outcome("mixture/single")
+    steps, folder = mixture_cases.steps_of(name), launched.out / "data" / "mixture"
+    updates, rows = mixture_cases.EVERY * len(steps), sequences(single)
+    found = metric_deviation(run, single, updates=updates)
+    wrong = misdealt(run, rows, per_update=mixture_cases.SEQUENCES)
+    taken = rows[: updates * mixture_cases.SEQUENCES]
+    problems = inexact(windowed(taken, run.folder), units(folder))
+    out = {f"{source}:{i}" for source, rules in removed(folder).items() for numbers in rules.values() for i in numbers}
+    passed = sum(":".join(sample.split(":")[:2]) in out for row in taken for sample in row)
+    figures: dict[str, float | int | str] = {
+        "killed": sum(bool(step.killed) for step in steps),
+        "updates": len(run.lines),
+        "loss and norm": found,
+        "other batches": len(wrong),
+        "inexact passes": len(problems),
+        "removed records": passed,
+    }
+    good = found <= BOUND and len(run.lines) == updates and not (wrong or problems or passed)
+    title = " -> ".join(f"{step.engine}@{step.world}" + f" {step.killed or ''}".rstrip() for step in steps)
+    return Row("", title, figures, good)
 
 
 def check_elastic(launched: Launched, name: str) -> Row:
@@ -218,6 +246,11 @@ TITLES: dict[str, tuple[str, Check]] = {
         check_resume,
     ),
     "chain": ("Three epochs with changes of engine and split, compared with one process", check_chain),
+    "mixture": (
+        "A packed, filtered, weighted mixture of three formats: SIGKILL in an update or in a save, changes of engine,"
+        " processes (2, 4, 1) and workers (0 to 3), compared with one process",
+        check_mixture,
+    ),
     "elastic": (
         "Saved by one engine, loaded by another: bit-equal by name; later updates compared with one process",
         check_elastic,
@@ -256,7 +289,7 @@ REFERENCES = {
     "bf16": "equivalence", "one_process": "equivalence", "models_bf16": "models", "models_recompute": "models",
 }  # fmt: skip
 """Groups that are compared with runs of another group."""
-SKIPPED = ("/straight", "/plain", "chain/single")
+SKIPPED = ("/straight", "/plain", "chain/single", "mixture/single")
 """Reference runs without a row of their own."""
 
 

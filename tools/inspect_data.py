@@ -14,7 +14,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
         elif arguments.sequences:
             report = list_samples(stream, *arguments.sequences)
         else:
-            report = describe(stream)
+            report = {**describe(stream), "skipped_sources": [asdict(one) for one in data.skipped]}
     except UnigenError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_status
@@ -173,7 +173,7 @@ def write_html(settings: Settings, data: Data, out: Path, shown: tuple[int, int]
         stream=stream,
         processor=data.processor,
         batches=batches,
-        skipped_sources=len(dataloader.dataset) - len(stream.datasets),
+        skipped_sources=len(data.skipped),
     )
     return {"html": str(write_data_page(page, out)), "sequences": [first, stop]}
 
@@ -266,12 +266,15 @@ def _ledger_lines(report: Mapping[str, Any]) -> Iterator[str]:
 def _statistics_lines(report: Mapping[str, Any]) -> Iterator[str]:
     from unigen_ds.data.filtered import removal_line
     from unigen_ds.data.overflow import overflow_line
-    from unigen_ds.data.statistics import over_tiles_line, special_line
+    from unigen_ds.data.statistics import group_line, over_tiles_line, special_line
 
     for name, source in report["sources"].items():
         records = source["records"]
         weight = "" if source["weight"] is None else f", weight {source['weight']:g}"
         yield f"{name}: {records:,} records, {source['draws_per_epoch']:,} used per epoch{weight}"
+        if "num_used_data" in source:
+            first = source["num_used_data"]
+            yield f"  num_used_data: the first {first['used']:,} of {first['records']:,} records"
         if "filters" in source:
             yield "  " + removal_line(source["filters"])
         yield _row("with images", source["records_with_images"], records)
@@ -294,6 +297,9 @@ def _statistics_lines(report: Mapping[str, Any]) -> Iterator[str]:
         yield "  " + overflow_line(source["overflow"], records=records, seq_length=report["seq_length"])
         if number := source["records_over_max_tiles"]:
             yield "  " + over_tiles_line(number, records=records, limit=report["max_tiles"])
+    for skipped in report["skipped_sources"]:
+        yield f"{skipped['name']} is skipped (on_error='skip'): {skipped['why']}"
+    yield from (group_line(name, group) for name, group in report.get("groups", {}).items())
     lengths = report["lengths"]
     yield "tokens per record: " + "  ".join(f"{key} {value:,.4g}" for key, value in lengths.items())
     yield f"sequences: {report['sequences_per_epoch']:,} per epoch of at most {report['seq_length']:,} tokens"

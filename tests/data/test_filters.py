@@ -43,6 +43,11 @@ def not_nine(record: CheckedRecord) -> bool:
     return "nine" not in " ".join(record.texts)
 
 
+def others(record: CheckedRecord) -> bool:
+    """``not_nine`` after an edit: as many, and not the same."""
+    return "four" not in " ".join(record.texts)
+
+
 @FILTERS.register_module()
 class AtLeastTwoTurns(RecordFilter):
     """A user's own component."""
@@ -157,6 +162,19 @@ def test_other_limits_are_another_data_set_and_no_limits_none(data: Path, tmp_pa
         Runner.from_cfg(config(tmp_path, data, filters=weaker, resume=True), max_updates=2).train()
     assert "the filters of talks were RatingFilter(formatting_min_rating=2" in str(caught.value)
     assert "relevance_min_rating=2" in str(caught.value)
+    assert "talks had 7 records and has 8" in str(caught.value)
+
+
+def test_a_function_that_was_edited_is_changed_data_where_it_keeps_others(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its name and version are as before, and so is the number of records that are left."""
+    limits = [{"type": "FunctionFilter", "function": "tests.data.test_filters.not_nine"}]
+    Runner.from_cfg(config(tmp_path, data, filters=limits), max_updates=1).train()
+    monkeypatch.setattr(sys.modules[__name__], "not_nine", others)
+    others.__qualname__ = "not_nine"
+    with pytest.raises(ResumeBlocked, match="their processor or what its filters keep changed"):
+        Runner.from_cfg(config(tmp_path, data, filters=limits, resume=True), max_updates=2).train()
 
 
 def test_a_record_is_checked_once(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -213,7 +213,9 @@ def test_appended_records(kind: str, own: Path, tmp_path: Path, capsys: pytest.C
 # --- sources that fail --------------------------------------------------------------------------------------------
 
 
-def test_a_source_that_fails_is_skipped_where_the_config_allows_it(own: Path, tmp_path: Path) -> None:
+def test_a_source_that_fails_is_skipped_where_the_config_allows_it(
+    own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (own / "broken.jsonl").write_text('{"text": 3}\n')
     good = source(own / "texts.jsonl", name="good")
     missing = source(own / "none.parquet", name="gone", on_error="skip")
@@ -224,6 +226,13 @@ def test_a_source_that_fails_is_skipped_where_the_config_allows_it(own: Path, tm
     assert "data set broken is skipped (on_error='skip'): train_dataloader.dataset[2]: " in log
     assert "broken.jsonl:1: text is 3" in log
     assert "2 of 3 data sets are skipped, 1 are used" in log
+    run_config = str(tmp_path / "run" / "config.py")
+    capsys.readouterr()
+    assert inspect_data([run_config, "--json"]) == 0
+    skipped = json.loads(capsys.readouterr().out)["skipped_sources"]
+    assert [one["name"] for one in skipped] == ["gone", "broken"] and "broken.jsonl:1: text is 3" in skipped[1]["why"]
+    assert inspect_data([run_config]) == 0
+    assert "gone is skipped (on_error='skip'): train_dataloader.dataset[0]: data file" in capsys.readouterr().out
     with pytest.raises(DataError, match=r"none\.parquet"):
         train(tmp_path / "raise", [{**missing, "on_error": "raise"}, good])
     with pytest.raises(DataError, match="No valid datasets were loaded: all 2 were skipped"):

@@ -191,6 +191,8 @@ CHAIN = (
 """Engine, processes, cut of the 12 sequences of an update, last update."""
 PRIME_RECORDS, CHAIN_EPOCHS = 103, 3
 """Filled up to 104 sequences, which 12 does not divide: updates span two epochs, and the third ends with update 26."""
+OWN_RECORDS = 51
+"""Of ``users.OwnDataset``."""
 
 
 def chain() -> list[Job]:
@@ -207,48 +209,7 @@ def chain() -> list[Job]:
             resume=0 < number < len(CHAIN),
         )
         phases.append(Phase(world, overrides, last, data="digits/prime.jsonl"))
-    return [Job("chain/elastic", phases[:-1]), Job("chain/single", phases[-1:]), *mixtures()]
-
-
-MIXTURE_CHAIN = (
-    ("zero2", 2, (2, 3), 0, 7), ("FULL_SHARD", 4, (1, 3), 3, 13), ("zero3", 2, (3, 2), 1, 17),
-    ("single", 1, (6, 2), 0, 22),
-)  # fmt: skip
-"""Engine, processes, cut of the 12 sequences of an update, loading processes of each, last update."""
-MIXTURE_KILLED, MIXTURE_SAVED, MIXTURE_TEXTS = 6, 4, 200
-"""The first phase is killed."""
-
-
-def mixtures() -> list[Job]:
-    """Three kinds of sources, weighted, one group mandatory, packed in small windows; killed within one."""
-    kind, digits = "UnifiedGenerationDataset", "{data}/digits/"
-    own = {
-        "type": "DatasetAdapter",
-        "dataset": {"type": "tests.engines.users.OwnDataset"},
-        "group": "pairs",
-        "weight": 1,
-    }
-    data = {
-        "train_dataloader__dataset": [
-            {"type": kind, "data_path": f"{digits}mixed.jsonl", "group": "pairs", "weight": 1.5},
-            {"type": kind, "data_path": f"{digits}text.jsonl", "group": "text", "num_used_data": MIXTURE_TEXTS},
-            own,
-        ],
-        "train_dataloader__groups": {"pairs": {"weight": 1 / 3}, "text": {"weight": 0.1, "mandatory": True}},
-        "train_dataloader__packing": {"type": "FastPacking", "window": 40},
-        "train_dataloader__seq_length": 120,
-        "train_dataloader__max_sample_tokens": 90,
-    }
-    phases = []
-    for number, (engine, world, geometry, workers, last) in enumerate((*MIXTURE_CHAIN, MIXTURE_CHAIN[-1])):
-        resumed = {"resume": 0 < number < len(MIXTURE_CHAIN), "train_dataloader__num_workers": workers}
-        overrides = config(engine, world, geometry=geometry, train_cfg__max_epochs=9, **resumed, **data)
-        if number == 0:
-            overrides["default_hooks__checkpoint__interval"] = MIXTURE_SAVED * geometry[1]
-            hook = {"type": "KillHook", "at_update": MIXTURE_KILLED}
-            overrides["custom_hooks"] = [*overrides["custom_hooks"], hook]
-        phases.append(Phase(world, overrides, last, killed=number == 0))
-    return [Job("chain/mixture", phases[:-1]), Job("chain/mixture/single", phases[-1:])]
+    return [Job("chain/elastic", phases[:-1]), Job("chain/single", phases[-1:])]
 
 
 SAVERS = (

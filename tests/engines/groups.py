@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from tests.engines import cases, feature_cases, model_cases
+from tests.engines import cases, feature_cases, mixture_cases, model_cases
 from tests.engines.cases import Job
 
 GROUPS: dict[str, Callable[..., list[Job]]] = {
@@ -17,6 +17,7 @@ GROUPS: dict[str, Callable[..., list[Job]]] = {
         *feature_cases.fused_zero(),
     ],
     "chain": lambda full: cases.chain(),
+    "mixture": mixture_cases.mixtures,
     "elastic": cases.elastic,
     "faulty": cases.faulty,
     "full_disk": cases.full_disk,

@@ -12,7 +12,6 @@ import pytest
 
 from tests.engines import cases
 from tests.engines.launch import Outcome, Tensors, metric_deviation, tensors, unequal, want, weight_deviation
-from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.loss_scale import LossScale
 from unigen_ds.core.metrics import read_lines
 from unigen_ds.core.shards import LOSS_SCALE
@@ -147,41 +146,3 @@ def test_the_chain_takes_every_sequence_exactly_once(chain):
     assert mine == single
     ends = [line["sequences"][1] for line in mine]
     assert [line["sequences"][0] for line in mine] == [0, *ends[:-1]]
-
-
-@pytest.fixture(scope="module")
-def mixture() -> Outcome:
-    return runs().outcome("chain/mixture")
-
-
-def test_a_weighted_mixture_goes_from_engine_to_engine_as_in_one_process(mixture):
-    """zero2@2, killed in a window -> FULL_SHARD@4 with 3 workers -> zero3@2 -> single; a mandatory group."""
-    single = runs().outcome("chain/mixture/single")
-    assert [line["update"] for line in mixture.lines] == list(range(1, cases.MIXTURE_CHAIN[-1][-1] + 1))
-    assert metric_deviation(mixture, single) <= BOUND
-    ledgers = [read_lines(run.folder / "ledger.jsonl") for run in (mixture, single)]
-    mine, straight = ([{k: v for k, v in line.items() if k != "time"} for line in ledger] for ledger in ledgers)
-    assert [line for line in mine if "digest" in line] == [line for line in straight if "digest" in line]
-    for line, other in zip(mixture.lines, single.lines, strict=True):
-        found, expected = (
-            {k: v for k, v in one.items() if k.count("/") == 2 and k[:5] == "loss/"} for one in (line, other)
-        )
-        assert len(found) > 2 and found == pytest.approx(expected, rel=1e-4)
-
-
-def test_a_weighted_mixture_takes_every_sample_of_every_pass_once(mixture):
-    """Of what the ranks' micro-batches of the run in one process held; the ledgers are the same."""
-    single = runs().outcome("chain/mixture/single")
-    records = single.records(0)
-    ids = [sample for line in records for sample in line["samples"]]
-    assert len(set(ids)) == len(ids)
-    passes = Counter((sample.split(":")[0], int(sample.split(":")[2])) for sample in ids)
-    facts = Manifest.read(mixture.checkpoints[-1]).loader["facts"]
-    sizes = dict(zip(facts["names"], facts["units"], strict=True))
-    assert {name for name, _ in passes} == set(sizes) and sizes["text"] == cases.MIXTURE_TEXTS
-    for name, size in sizes.items():
-        numbers = [passes[name, number] for number in range(len([found for found, _ in passes if found == name]))]
-        assert all(number == size for number in numbers[:-2]), "no pass is begun long before the one before it ends"
-    assert max(number for _, number in passes) >= 2
-    texts = sum(sample.startswith("text:") for sample in ids)
-    assert texts >= 12 * cases.MIXTURE_CHAIN[-1][-1]

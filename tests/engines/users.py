@@ -20,11 +20,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
 from tests import full_disk
-from tests.engines.cases import PRIME_RECORDS
+from tests.engines.cases import OWN_RECORDS, PRIME_RECORDS
 from unigen_ds.checkpoint import saver, store
 from unigen_ds.core import dist
 from unigen_ds.core.batch import LossTerms, PackedBatch
 from unigen_ds.core.errors import SaveError
+from unigen_ds.core.outputs import write_output
 from unigen_ds.core.registry import HOOKS, MODELS
 from unigen_ds.examples.digits.dataset import write_digits
 from unigen_ds.families.bagel.model import UnifiedModel
@@ -106,7 +107,7 @@ class OwnDataset:
     """A user's own map-style data set, in the form that ``DatasetAdapter`` takes: drawn anew whenever it is asked."""
 
     def __len__(self) -> int:
-        return 51
+        return OWN_RECORDS
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         ids = [1, *torch.randint(6, 16, (2 + index % 5,)).tolist()]
@@ -193,9 +194,14 @@ class OddModel(nn.Module):
 
 @HOOKS.register_module()
 class RecordHook(Hook):
-    """Per rank: what each micro-batch held. Rank 0: the weights before the first update and after the last."""
+    """Per rank: what each micro-batch held, and after which update this start began. Rank 0: the weights before the
+    first update and after the last.
+    """
+
+    begun = 0
 
     def before_train(self, run: Run) -> None:
+        self.begun = run.progress.updates
         if run.progress.updates == 0:
             self._write(run, "initial.safetensors")
 
@@ -212,7 +218,7 @@ class RecordHook(Hook):
         images = len(batch.vit_lengths) + len(batch.latent_shapes)
         line = {
             "update": run.progress.updates + 1, "index": index, "images": images, "tokens": batch.num_tokens,
-            "samples": batch.sample_ids, "text_targets": batch.text_target_index.numel(),
+            "samples": batch.sample_ids, "text_targets": batch.text_target_index.numel(), "begun": self.begun,
         }  # fmt: skip
         with (run.work_dir / f"record_{dist.rank()}.jsonl").open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(line) + "\n")
@@ -364,16 +370,30 @@ class StepsHook(Hook):
 
 @HOOKS.register_module()
 class KillHook(Hook):
-    """SIGKILL for the whole job, in the middle of an update: between its two micro-batches, when the last rank is
-    there.
+    """SIGKILL for the whole job, when the last rank is in the middle of an update, between its two micro-batches; or,
+    with ``saving``, in the middle of the save of that update: it has written one file (``half_saved.json``).
     """
 
-    def __init__(self, *, at_update: int) -> None:
-        self.at_update = at_update
+    def __init__(self, *, at_update: int, saving: bool = False) -> None:
+        self.at_update, self.saving = at_update, saving
 
     def before_train_iter(self, run: Run, index: int, batch: PackedBatch) -> None:
-        if run.progress.updates + 1 == self.at_update and index == 1 and dist.rank() == dist.world_size() - 1:
+        if not self.saving and run.progress.updates + 1 == self.at_update and index == 1 and self._is_last:
             os.killpg(0, signal.SIGKILL)
+
+    def before_save_checkpoint(self, run: Run, metrics: dict[str, float]) -> None:
+        if self.saving and run.progress.updates == self.at_update and self._is_last:
+            saver.write_output = self._write_and_die  # type: ignore[assignment]
+
+    @property
+    def _is_last(self) -> bool:
+        return dist.rank() == dist.world_size() - 1
+
+    def _write_and_die(self, directory: Path, output: Any) -> None:
+        write_output(directory, output)
+        left = sorted(path.name for path in directory.rglob("*") if path.is_file())
+        (directory.parent / "half_saved.json").write_text(json.dumps([directory.name, left]), encoding="utf-8")
+        os.killpg(0, signal.SIGKILL)
 
 
 @HOOKS.register_module()

@@ -230,7 +230,7 @@ def _train_file(phase: dict[str, Any], work_dir: Path, out: Path) -> None:
 def main() -> None:
     import torch
 
-    from tests.engines import pictures, previews, texts, users  # noqa: F401 - previews registers its hooks
+    from tests.engines import mixture_data, pictures, previews, texts, users  # noqa: F401 - previews registers its hooks
     from unigen_ds.backends.deepspeed_op import load_shared_memory_op
 
     for name in PRELOADED:
@@ -246,6 +246,7 @@ def main() -> None:
         pictures.write_drawings(out / "data" / "drawings")
         pictures.write_talks(out / "data" / "talks")
         texts.write_documents(out / "data" / "digits" / "text.jsonl")
+        mixture_data.write_sources(out / "data" / "mixture")
         texts.write_decoder(out / "data" / "decoder")
         users.write_rows(out / "data" / "rows.txt")
         texts.write_numbers(out / "data" / "numbers.txt")

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -168,12 +169,20 @@ def test_the_log_and_the_checkpoint_report_the_groups(tmp_path: Path, capsys: py
     trained(mixture(tmp_path, train_cfg=dict(max_updates=2)))
     log = (tmp_path / "run" / "train.log").read_text(encoding="utf-8")
     assert "Data, the mandatory group short: " in log and "more than by its weight" in log
+    assert re.search(r"Data, the group texts: \d+ samples an epoch, \d\d\.\d% of all\.", log)
+    assert "Data, talk: num_used_data=29: the first 29 of 37 records are used." in log
     loader = facts(tmp_path, "iter_4.pth")
     assert loader["facts"]["groups"]["groups"]["short"] == {"weight": 1.0, "mandatory": True}
     assert loader["phases"][0]["mandatory"] == [[2]] and len(loader["cursor"]["extra"]) == 1
     assert inspect_data.main([str(tmp_path / "run" / "config.py"), "--json"]) == 0
-    groups = json.loads(capsys.readouterr().out)["groups"]
+    report = json.loads(capsys.readouterr().out)
+    groups = report["groups"]
     assert groups["short"]["share"] > groups["short"]["share_by_weight"] == pytest.approx(0.1, abs=0.01)
+    assert report["sources"]["talk"]["num_used_data"] == {"used": 29, "records": 37} and not report["skipped_sources"]
+    assert inspect_data.main([str(tmp_path / "run" / "config.py")]) == 0
+    shown = capsys.readouterr().out
+    assert "  num_used_data: the first 29 of 37 records\n" in shown and "the mandatory group short: " in shown
+    assert "the group texts: " in shown
 
 
 def test_wrong_groups_are_refused_before_anything_starts(tmp_path: Path) -> None:

@@ -118,7 +118,8 @@ def _differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tup
         if size != old_size:
             yield "sizes", f"{name} had {old_size} records and has {size}"
         elif digest != old_digest or old_record not in (None, record):
-            yield "content", f"the records of {name}, their byte ranges or their processor changed"
+            what = "processor or what its filters keep" if name in (now.get("filters") or {}) else "processor"
+            yield "content", f"the records of {name}, their byte ranges or their {what} changed"
 
 
 def _not_appended(was: Mapping[str, Any], stream: SequenceStream) -> Iterator[str]:

@@ -16,6 +16,7 @@ from unigen_ds.data.datasets import PlannedDataset
 from unigen_ds.data.filtered import filters_of, removal_line
 from unigen_ds.data.overflow import overflow_line, unit_tokens
 from unigen_ds.data.stream import Cursor, Row, SequenceStream
+from unigen_ds.data.used import used_line, used_of
 
 _PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
 _WINDOWS = 8
@@ -40,6 +41,7 @@ def describe(source: PlannedDataset | SequenceStream) -> dict[str, Any]:
                 "weight": fitted.dataset.weight,
                 "records_over_max_tiles": _over_max_tiles(source, fitted.dataset),
                 **({"filters": dict(found.report)} if (found := filters_of(fitted.dataset)) else {}),
+                **_used_report(fitted.dataset),
             }
             for k, (name, fitted) in enumerate(zip(source.names, source.fitted, strict=True))
         },
@@ -56,6 +58,8 @@ def start_lines(stream: SequenceStream) -> Iterator[tuple[bool, str]]:
     for name, fitted in zip(stream.names, stream.fitted, strict=True):
         report, records, key = fitted.report(name), len(fitted.dataset), fitted.overflow.key
         lost = report["share_lost"] > 0 or report["skipped"] > 0
+        if (first := used_of(fitted.dataset)) is not None:
+            yield False, f"Data, {name}: {used_line(first)}."
         yield from filter_lines(name, fitted.dataset)
         yield lost, f"Data, {name}: {overflow_line(report, records=records, seq_length=stream.sample_length, key=key)}."
         spelled = int(fitted.dataset.counts().touched_by("special_tokens").sum())
@@ -66,8 +70,7 @@ def start_lines(stream: SequenceStream) -> Iterator[tuple[bool, str]]:
             yield True, f"Data, {name}: {over_tiles_line(number, records=records, limit=limit)}."
     yield from balance_lines(stream)
     for name, group in group_report(stream).items():
-        if group["mandatory"]:
-            yield False, f"Data, the mandatory group {name}: {mandatory_line(group)}."
+        yield False, f"Data, {group_line(name, group)}."
     mixture = stream.order.mixture
     if mixture is not None and mixture.is_long:
         yield (
@@ -90,14 +93,15 @@ def group_report(stream: SequenceStream) -> dict[str, dict[str, Any]]:
     return found
 
 
-def mandatory_line(group: Mapping[str, Any]) -> str:
+def group_line(name: str, group: Mapping[str, Any]) -> str:
     """A group of ``group_report`` as a sentence."""
     drawn, requested = group["draws_per_epoch"], group["draws_by_weight"]
+    line = f"group {name}: {drawn:,} samples an epoch, {group['share']:.1%} of all"
+    if not group["mandatory"]:
+        return f"the {line}"
     more = f"{drawn - requested:,} more than by its weight, so that every sequence has one"
-    return (
-        f"{drawn:,} samples an epoch, {group['share']:.1%} of all"
-        f" (by its weight {group['share_by_weight']:.1%}): {more if drawn > requested else 'its weight suffices'}"
-    )
+    suffices = more if drawn > requested else "its weight suffices"
+    return f"the mandatory {line} (by its weight {group['share_by_weight']:.1%}): {suffices}"
 
 
 def _over_max_tiles(stream: SequenceStream, dataset: PlannedDataset) -> int:
@@ -112,6 +116,12 @@ def over_tiles_line(number: int, *, records: int, limit: int | None) -> str:
         f"{number:,} of {records:,} records have more than packing.max_tiles={limit} condition images; each is in a"
         " sequence without another image. ImageCountFilter(max_tiles=...) leaves them out"
     )
+
+
+def _used_report(dataset: PlannedDataset) -> dict[str, Any]:
+    """``num_used_data`` of a source that has more records."""
+    found = used_of(dataset)
+    return {} if found is None else {"num_used_data": {"used": found.number, "records": len(found.whole)}}
 
 
 def filter_lines(name: str, dataset: PlannedDataset) -> Iterator[tuple[bool, str]]:

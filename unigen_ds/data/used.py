@@ -50,6 +50,19 @@ def _first_digests(whole: Any, number: int) -> Array:
     return digests
 
 
+def used_of(dataset: Any) -> FirstRecords | None:
+    """The first records that a data set is made of; None: it has all."""
+    while not isinstance(dataset, FirstRecords):
+        if (dataset := getattr(dataset, "whole", None)) is None:
+            return None
+    return dataset
+
+
+def used_line(found: FirstRecords) -> str:
+    """As a sentence."""
+    return f"num_used_data={found.number:,}: the first {found.number:,} of {len(found.whole):,} records are used"
+
+
 def used(dataset: Any) -> Any:
     """The data set, or the part of it that its ``num_used_data`` asks for. Warns where it has no more than that."""
     number = getattr(dataset, "num_used_data", None)

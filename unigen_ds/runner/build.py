@@ -64,25 +64,36 @@ def build_geometry(settings: Settings, *, dp_size: int) -> Geometry:
     )
 
 
-def build_sources(components: Sequence[Component], processor: Any) -> list[Any]:
-    """The data sets. One with ``on_error='skip'`` that cannot be opened is left out, with a warning; the others are the
-    data then, also for the fingerprint: a source that comes back is a change. Raises ``DataError`` where none is left.
+@dataclass(frozen=True)
+class Skipped:
+    """A data set that is left out (``on_error='skip'``)."""
+
+    name: str
+    """Its name, or the path that the config has."""
+    why: str
+
+
+def build_sources(components: Sequence[Component], processor: Any) -> tuple[list[Any], list[Skipped]]:
+    """The data sets, and what is left out: one with ``on_error='skip'`` that cannot be opened, with a warning. The
+    others are the data then, also for the fingerprint: a source that comes back is a change. Raises ``DataError`` where
+    none is left.
     """
-    found = []
+    found, skipped = [], list[Skipped]()
     for component in components:
         try:
             found.append(filtered(used(component.build(processor=processor))))
         except DataError as error:
             if component.arguments.get("on_error") != "skip":
                 raise
-            skipped = component.arguments.get("name") or component.arguments.get("data_path")
-            logger().warning("data set %s is skipped (on_error='skip'): %s", skipped, error)
+            name = component.arguments.get("name") or component.arguments.get("data_path")
+            skipped.append(Skipped(str(name), str(error)))
+            logger().warning("data set %s is skipped (on_error='skip'): %s", name, error)
     if len(found) < len(components):
         left = len(components) - len(found)
         if not found:
             raise DataError(f"No valid datasets were loaded: all {left} were skipped", remedy="see the warnings above")
         logger().warning("%d of %d data sets are skipped, %d are used", left, len(components), len(found))
-    return found
+    return found, skipped
 
 
 @dataclass(frozen=True)
@@ -93,6 +104,7 @@ class Data:
     """As of ``Family.processor``."""
     stream: SequenceStream
     validation: ValidationData | None = None
+    skipped: Sequence[Skipped] = ()
 
 
 def check_same_everywhere(settings: Settings, data: Data) -> None:
@@ -117,7 +129,7 @@ def build_data(settings: Settings, *, geometry: Geometry, ruler: Ruler | None, r
     """
     loader, seed = settings.train_dataloader, settings.seed
     processor = build_processor(settings, seed=seed, rules=rules)
-    datasets = build_sources(loader.dataset, processor)
+    datasets, skipped = build_sources(loader.dataset, processor)
     held_out: list[Any] = []
     if settings.val_dataloader is not None and settings.val_dataloader.split is not None:
         own = settings.val_dataloader.seed
@@ -146,7 +158,8 @@ def build_data(settings: Settings, *, geometry: Geometry, ruler: Ruler | None, r
         rules=rules,
         blend=blended,
     )
-    return Data(processor, stream, build_validation_data(settings, processor, held_out, geometry=geometry, rules=rules))
+    validation = build_validation_data(settings, processor, held_out, geometry=geometry, rules=rules)
+    return Data(processor, stream, validation, skipped)
 
 
 def build_validation_data(
@@ -156,7 +169,7 @@ def build_validation_data(
     loader, training = settings.val_dataloader, settings.train_dataloader
     if loader is None:
         return None
-    datasets = build_sources(loader.dataset, processor) or held_out
+    datasets = build_sources(loader.dataset, processor)[0] or held_out
     named = [(name, dataset) for name, dataset in zip(source_names(datasets), datasets, strict=True) if len(dataset)]
     seq_length = training.seq_length if loader.seq_length is None else loader.seq_length
     overflow = Overflow(seq_length, loader.overflow or training.overflow, rules.overflow)
