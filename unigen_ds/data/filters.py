@@ -25,6 +25,7 @@ from unigen_ds.data.sources.base import FoundRecord
 Limit = Annotated[int, Ge(1)] | None
 RATED = "rated"
 """Of ``RatingFilter.rules``: questions of records that have ratings."""
+_RATING_KEYS = tuple(f"{rule}_ratings" for rule in RATINGS)
 
 
 class CheckedRecord:
@@ -34,6 +35,7 @@ class CheckedRecord:
         self, entry: FoundRecord | None, layout: Layout, processor: ConversationProcessor, counts: Mapping[str, int]
     ) -> None:
         self._entry, self._layout, self._processor, self.counts = entry, layout, processor, counts
+        self._rated: tuple[tuple[tuple[str, int], ...] | None, list[str | None]] = (None, [])
 
     @property
     def where(self) -> object:
@@ -68,6 +70,12 @@ class CheckedRecord:
         """(width, height) in pixels of each image whose header can be read; one that cannot is a skipped sample."""
         headers = (self._processor.header(path, keep=False) for path in self.images)
         return [header.size for header in headers if header.size is not None]
+
+    def rated_out(self, ratings: tuple[tuple[str, int], ...]) -> list[str | None]:
+        """``records.rated_out`` of the record, for as often as it is asked for."""
+        if ratings != self._rated[0]:
+            self._rated = ratings, rated_out(self.values, ratings, self.where)
+        return self._rated[1]
 
     @property
     def num_text_tokens(self) -> int:
@@ -149,15 +157,21 @@ class RatingFilter(RecordFilter):
 
     @property
     def ratings(self) -> tuple[tuple[str, int], ...]:
-        return tuple((rule, getattr(self, f"{rule}_min_rating")) for rule in RATINGS)
+        limits = (
+            self.relevance_min_rating,
+            self.image_correspondence_min_rating,
+            self.visual_dependency_min_rating,
+            self.formatting_min_rating,
+        )
+        return tuple(zip(RATINGS, limits, strict=True))
 
     def keeps(self, record: CheckedRecord) -> bool:
-        found = rated_out(record.values, self.ratings, record.where)
+        found = record.rated_out(self.ratings)
         return not found or None in found
 
     def removed_parts(self, record: CheckedRecord) -> Sequence[int]:
-        found = rated_out(record.values, self.ratings, record.where)
-        rated = any(record.values.get(f"{rule}_ratings") for rule in RATINGS)
+        found, values = record.rated_out(self.ratings), record.values
+        rated = any(values.get(key) for key in _RATING_KEYS)
         return [*map(found.count, RATINGS), len(found) if rated else 0]
 
 
@@ -211,11 +225,14 @@ class TextLengthFilter(RecordFilter):
         self.min_tokens, self.max_tokens = min_tokens, max_tokens
         _need_one(self, "min_characters", "max_characters", "min_tokens", "max_tokens")
 
+    @property
+    def reads(self) -> bool:  # type: ignore[override]
+        return self.min_characters is not None or self.max_characters is not None
+
     def keeps(self, record: CheckedRecord) -> bool:
-        characters = sum(map(len, record.texts))
-        return _within(characters, self.min_characters, self.max_characters) and _within(
-            record.num_text_tokens, self.min_tokens, self.max_tokens
-        )
+        if not _within(record.num_text_tokens, self.min_tokens, self.max_tokens):
+            return False
+        return not self.reads or _within(sum(map(len, record.texts)), self.min_characters, self.max_characters)
 
 
 @FILTERS.register_module()

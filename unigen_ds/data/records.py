@@ -108,16 +108,24 @@ def rated_out(record: Mapping[str, Any], ratings: Sequence[tuple[str, int]], whe
         given = record.get(f"{name}_ratings")
         if given is None:
             continue
-        if not isinstance(given, list) or len(given) != len(texts) or not all(map(_is_rating, given)):
-            raise _wrong(where, f"{name}_ratings", given, f"{len(texts)} numbers or null, one for each of texts")
+        if not isinstance(given, list) or len(given) != len(texts):
+            raise _wrong_ratings(where, name, given, len(texts))
         for i, rating in enumerate(given):
-            if found[i] is None and rating is not None and rating < least:
+            if rating is None:
+                continue
+            if type(rating) not in _NUMBERS:
+                raise _wrong_ratings(where, name, given, len(texts))
+            if rating < least and found[i] is None:
                 found[i] = name
     return found
 
 
-def _is_rating(value: Any) -> bool:
-    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
+_NUMBERS = (int, float)
+"""Types of a rating: ``bool`` is none."""
+
+
+def _wrong_ratings(where: object, name: str, given: Any, number: int) -> DataError:
+    return _wrong(where, f"{name}_ratings", given, f"{number} numbers or null, one for each of texts")
 
 
 def well_rated(record: Mapping[str, Any], ratings: Sequence[tuple[str, int]], where: object) -> Mapping[str, Any]:
