@@ -142,7 +142,8 @@ def build_inspected(config: Mapping[str, Any], *, world_size: int, manifest: Man
     from unigen_ds.runner.build import build_data, build_geometry, rules_of
     from unigen_ds.runner.settings import Settings
 
-    settings = Settings.from_config({"train_cfg": {"max_updates": 1}, **config})
+    own = {"backend": {"type": "single"}}  # the run's may need its processes, and the data is the same
+    settings = Settings.from_config({"train_cfg": {"max_updates": 1}, **config, **own})
     if settings.randomness.seed is None:
         if manifest is None:
             remedy = (

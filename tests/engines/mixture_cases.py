@@ -56,12 +56,12 @@ def mixtures(*, full: bool) -> list[Job]:
     """One process; one run through all engines; ``full``: each engine through all changes of its processes."""
     single = config("single", 1, geometry=(1, SEQUENCES), **_data())
     jobs = [Job("mixture/single", [Phase(1, single, UPDATES)]), Job("mixture/engines", _phases(STEPS))]
-    return jobs + [Job(f"mixture/{engine}", _phases(steps)) for engine, steps in OF_ONE.items() if full]
+    return jobs + [Job(f"mixture/only-{engine}", _phases(steps)) for engine, steps in OF_ONE.items() if full]
 
 
 def steps_of(name: str) -> tuple[Step, ...]:
     """Of a job's name."""
-    return STEPS if name == "mixture/engines" else OF_ONE[name.rpartition("/")[2]]
+    return STEPS if name == "mixture/engines" else OF_ONE[name.rpartition("/only-")[2]]
 
 
 def _phases(steps: tuple[Step, ...]) -> list[Phase]:

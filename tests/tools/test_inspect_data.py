@@ -67,6 +67,11 @@ def test_statistics_are_those_of_the_data(report: Report) -> None:
     assert 0.8 < found["utilisation"] <= 1.0
 
 
+def test_the_engine_of_the_run_does_not_matter(report: Report) -> None:
+    """One that needs four processes, in the one of the tool."""
+    assert report(**{"backend": {"type": "fsdp", "sharding_strategy": "HYBRID_SHARD", "num_shard": 2}})[0] == 0
+
+
 def test_statistics_as_text(data: Path) -> None:
     """As a user starts it: a script of a checkout."""
     command = [sys.executable, str(ROOT / "tools" / "inspect_data.py"), "unified_digits", *options(data)]
