@@ -95,13 +95,22 @@ def group_report(stream: SequenceStream) -> dict[str, dict[str, Any]]:
 
 def group_line(name: str, group: Mapping[str, Any]) -> str:
     """A group of ``group_report`` as a sentence."""
-    drawn, requested = group["draws_per_epoch"], group["draws_by_weight"]
-    line = f"group {name}: {drawn:,} samples an epoch, {group['share']:.1%} of all"
-    if not group["mandatory"]:
-        return f"the {line}"
-    more = f"{drawn - requested:,} more than by its weight, so that every sequence has one"
-    suffices = more if drawn > requested else "its weight suffices"
-    return f"the mandatory {line} (by its weight {group['share_by_weight']:.1%}): {suffices}"
+    if group["mandatory"]:
+        return f"the mandatory group {name}: {mandatory_line(group)}"
+    return f"the group {name}: {_samples(group)}"
+
+
+def mandatory_line(group: Mapping[str, Any]) -> str:
+    """A mandatory group of ``group_report`` as a sentence."""
+    more = group["draws_per_epoch"] - group["draws_by_weight"]
+    suffices = (
+        f"{more:,} more than by its weight, so that every sequence has one" if more > 0 else "its weight suffices"
+    )
+    return f"{_samples(group)} (by its weight {group['share_by_weight']:.1%}): {suffices}"
+
+
+def _samples(group: Mapping[str, Any]) -> str:
+    return f"{group['draws_per_epoch']:,} samples an epoch, {group['share']:.1%} of all"
 
 
 def _over_max_tiles(stream: SequenceStream, dataset: PlannedDataset) -> int:
