@@ -45,7 +45,7 @@ def test_it_has_the_state_of_a_new_interpreter(way: str, tmp_path: Path) -> None
     found = []
     for start in (popen, subprocess.Popen):
         with start(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **how) as process:
-            out, err = process.communicate("given", timeout=60)
+            out, err = process.communicate("given", timeout=240)
         assert process.returncode == 7 and err == "to the error stream\n", err
         found.append(json.loads(out))
     assert found[0] == found[1] and found[0]["environment"]["RANK"] == "3"
