@@ -83,7 +83,9 @@ def sum_over_ranks(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE="2")
     td.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    run = TinyRun(Path(folder), [LoggerHook(interval=2), LedgerHook()])
+    own = Path(folder) / str(rank)
+    own.mkdir()
+    run = TinyRun(own, [LoggerHook(interval=2), LedgerHook()])
     run.start()
     run.update(text=1.5 + 3.0 * rank, image=2.0 * rank)
     run.finish()
@@ -95,9 +97,10 @@ def test_losses_are_summed_over_ranks_and_rank_0_alone_writes(tmp_path: Path) ->
     commands = [[sys.executable, "-c", code, str(rank), str(tmp_path)] for rank in range(2)]
     for ended in together(commands, [{}, {}]):
         assert ended.status == 0, ended.ending
-    (line,) = read_lines(tmp_path / "metrics.jsonl")
+    (line,) = read_lines(tmp_path / "0" / "metrics.jsonl")
     assert (line["loss/text"], line["loss/image"], line["loss"]) == (2.0, 0.5, 2.25)
-    assert len(read_lines(tmp_path / "ledger.jsonl")) == 1
+    assert len(read_lines(tmp_path / "0" / "ledger.jsonl")) == 1
+    assert not list((tmp_path / "1").glob("*.jsonl"))
 
 
 def hooks() -> list[Hook]:
