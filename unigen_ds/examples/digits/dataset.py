@@ -7,7 +7,6 @@ written once, in about a second, through the same formats as a user's own data.
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,17 +14,16 @@ import numpy as np
 from PIL import Image
 
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.files import rename_into_place, temporary_beside
 from unigen_ds.core.registry import DATASETS
 from unigen_ds.data.datasets import UnifiedGenerationDataset
 from unigen_ds.data.order import permute_many
 from unigen_ds.data.processor import ConversationProcessor
 from unigen_ds.data.transforms import open_image
+from unigen_ds.examples.prepared import prepared, record
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 TRAIN_SIZE = 1500
 _SPLIT_KEY = 20240817
-_MARKER = "complete"
 _TASKS = {"both": "", "draw": "_draw", "caption": "_caption"}
 
 
@@ -73,31 +71,8 @@ class DigitsDataset(UnifiedGenerationDataset):
 
 
 def write_digits(root: Path) -> Path:
-    """Write images and JSONL files under ``root`` unless they are there; returns ``root``.
-
-    Everything is made in a folder beside it, which is renamed: the first process succeeds, and a partial folder is
-    never visible.
-    """
-    if (root / _MARKER).exists():
-        return root
-    occupied = root.exists() and (not root.is_dir() or any(root.iterdir()))
-    if occupied and not (root / _MARKER).exists():  # checked again: another process may have just finished
-        raise ConfigError(f"DigitsDataset.root {root} holds something else", remedy="name a folder that does not exist")
-    if occupied:
-        return root
-    data = _load()
-    root.parent.mkdir(parents=True, exist_ok=True)
-    temporary = temporary_beside(root, "tmp")
-    temporary.mkdir()
-    try:
-        _write(temporary, data)
-        rename_into_place(temporary, root, durable=False)
-    except OSError:
-        if not (root / _MARKER).exists():  # else another process was first
-            raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return root
+    """Write images and JSONL files under ``root`` unless they are there; returns ``root``."""
+    return prepared(root, lambda folder: _write(folder, _load()), note="1797 digits", argument="DigitsDataset.root")
 
 
 def read_split(root: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
@@ -129,17 +104,8 @@ def _write(folder: Path, data: Any) -> None:
         for number in members:
             digit, path = int(data.target[number]), f"{split}/{number:04d}.png"
             Image.fromarray(images[number]).save(folder / path)
-            draw.append(_record("text", draw_prompt(digit), "image", path))
-            describe.append(_record("image", path, "text", caption(digit)))
+            draw.append(record(("user", "text", draw_prompt(digit)), ("assistant", "image", path)))
+            describe.append(record(("user", "image", path), ("assistant", "text", caption(digit))))
         both = [line for pair in zip(draw, describe, strict=True) for line in pair]
         for suffix, lines in (("", both), ("_draw", draw), ("_caption", describe)):
             (folder / f"{split}{suffix}.jsonl").write_text("".join(lines), encoding="utf-8")
-    (folder / _MARKER).write_text("1797 digits\n", encoding="utf-8")
-
-
-def _record(asked: str, question: str, answered: str, answer: str) -> str:
-    turns = [
-        {"role": role, "type": kind, ("content" if kind == "text" else "image_path"): value}
-        for role, kind, value in (("user", asked, question), ("assistant", answered, answer))
-    ]
-    return json.dumps({"conversations": turns}) + "\n"

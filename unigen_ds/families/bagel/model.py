@@ -320,9 +320,9 @@ class UnifiedModel(PretrainedModel):
         logits = self.language_model.lm_head(hidden_TD[row_of[batch.text_target_index]])
         text = text_losses(logits, batch.text_target_ids, batch.text_target_weight)
         target_row_M = row_of[batch.image_target_index]
-        velocity = self.llm2vae(hidden_TD[target_row_M])
         # latents are last in expert order, one row each; a mask of the noisy ones would make the host wait for its size
         row_M = target_row_M - (batch.num_tokens - batch.latent_index.numel())
+        velocity = self.velocity_of(hidden_TD[target_row_M], noisy_LC[row_M], t_L[row_M])
         image = image_losses(velocity, (batch.flow_noise - clean_LC)[row_M])
         return loss_terms({"text": text, "image": image}, training=self.training)
 
@@ -353,7 +353,16 @@ class UnifiedModel(PretrainedModel):
         """Velocity ``[M, z * p * p]`` of the noisy patches, for the samplers; clean patches keep t = 0."""
         t_L = torch.where(torch.isfinite(batch.timesteps), t, 0.0)
         hidden_TD, row_of = self.hidden_states(batch, latents_LC, t_L, attend=attend)
-        return self.llm2vae(hidden_TD[row_of[batch.image_target_index]])
+        target_row_M = row_of[batch.image_target_index]
+        row_M = target_row_M - (batch.num_tokens - batch.latent_index.numel())
+        return self.velocity_of(hidden_TD[target_row_M], latents_LC[row_M], t_L[row_M])
+
+    def velocity_of(self, hidden_MD: Tensor, noisy_MC: Tensor, t_M: Tensor) -> Tensor:
+        """Velocity ``[M, C]`` of noisy patches from their final hidden states. A subclass that predicts something else
+        (the clean picture, the noise) overrides this; loss and samplers stay those of the velocity.
+        """
+        velocity: Tensor = self.llm2vae(hidden_MD)
+        return velocity
 
     def next_token_logits(self, batch: PackedBatch, latents_LC: Tensor) -> Tensor:
         """Logits ``[documents, vocabulary]`` of the token that follows each document, for the sampler."""

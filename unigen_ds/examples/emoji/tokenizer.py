@@ -1,0 +1,15 @@
+"""The words of the emoji demo."""
+
+from __future__ import annotations
+
+from unigen_ds.core.registry import TOKENIZERS
+from unigen_ds.data.tokenizers import WordTokenizer
+from unigen_ds.examples.emoji.catalogue import vocabulary
+
+
+@TOKENIZERS.register_module()
+class EmojiTokenizer(WordTokenizer):
+    """A ``WordTokenizer`` with every word of the prompts and answers of ``EmojiDataset``."""
+
+    def __init__(self) -> None:
+        super().__init__(words=vocabulary())
