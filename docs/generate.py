@@ -26,6 +26,7 @@ from mmengine.registry import Registry  # noqa: E402
 from pydantic.fields import FieldInfo  # noqa: E402
 
 import unigen_ds.examples.digits  # noqa: E402
+import unigen_ds.examples.emoji  # noqa: E402
 import unigen_ds.runner.build  # noqa: E402, F401 - registers everything else
 from unigen_ds.core import registry  # noqa: E402
 from unigen_ds.core.batch import DEFAULT_WEIGHT  # noqa: E402

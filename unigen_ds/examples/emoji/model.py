@@ -1,17 +1,20 @@
 """``UnifiedModel`` with another output: the clean picture instead of the velocity.
 
-A patch of 8 x 8 pixels in colour has 192 numbers. Its noise needs all of them; the picture lies near few. Li and He
+A patch of 8 x 8 pixels in colour has 192 numbers. Noise needs all of them, a picture few. Li and He
 ("Back to Basics: Let Denoising Generative Models Denoise", 2025) therefore let the network predict the picture and
 compute the velocity from it. So patches can be large, and a picture of 32 x 32 is 16 tokens instead of 64.
 """
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import Tensor
 
 from unigen_ds.core.registry import FAMILIES, MODELS
 from unigen_ds.families.bagel.family import Bagel
 from unigen_ds.families.bagel.model import UnifiedModel
+from unigen_ds.families.base import PublishedFormat
 
 _LEAST_T = 0.05
 
@@ -34,4 +37,4 @@ class EmojiFamily(Bagel):
     """
 
     model = EmojiModel
-    published = ()
+    published: ClassVar[tuple[PublishedFormat, ...]] = ()

@@ -22,8 +22,8 @@ from unigen_ds.evaluation.generation import generate_all
 from unigen_ds.evaluation.plots import plot_curves
 from unigen_ds.evaluation.sheet import Cell, contact_sheet
 from unigen_ds.examples.emoji.catalogue import Variant, edits, variants
+from unigen_ds.examples.emoji.classifier import LIMIT, EmojiClassifier, Finding
 from unigen_ds.examples.emoji.dataset import EmojiDataset, stored_picture, write_emoji
-from unigen_ds.examples.emoji.judge import LIMIT, Judge, Verdict
 from unigen_ds.families.bagel.flow_settings import flow_for, from_mapping
 from unigen_ds.hooks.base import Hook, Run
 from unigen_ds.hooks.ema import ema_of
@@ -119,9 +119,9 @@ class EmojiReportHook(Hook):
 
     def _write(self, work_dir: Path, root: Path, asked: Sequence[Task], answers: Sequence[str | Image.Image]) -> None:
         """On rank 0."""
-        judge = Judge(root)
+        classifier = EmojiClassifier(root)
         drawn = [
-            Drawn(task, answer, judge.verdict(answer, task.asked))
+            Drawn(task, answer, classifier.classify(answer, task.asked))
             for task, answer in zip(asked, answers, strict=True)
             if isinstance(answer, Image.Image)
         ]
@@ -149,26 +149,26 @@ class Drawn:
 
     task: Task
     image: Image.Image
-    verdict: Verdict
+    finding: Finding
 
 
 def scores(drawn: Sequence[Drawn], read: Sequence[tuple[Task, str]]) -> dict[str, Any]:
-    """``results.json``: for each group its accuracy and size, and of pictures what the judge saw."""
+    """``results.json``: for each group its accuracy and size, and of pictures what the classifier saw."""
     results: dict[str, Any] = {}
     for group in ("draw", "draw_new", "edit_new"):
-        found = [each.verdict for each in drawn if each.task.group == group]
-        results[f"{group}_accuracy"] = float(np.mean([verdict.right for verdict in found]))
+        found = [each.finding for each in drawn if each.task.group == group]
+        results[f"{group}_accuracy"] = float(np.mean([one.right for one in found]))
         results[group] = {
             "number": len(found),
-            "emoji": float(np.mean([verdict.seen.emoji == verdict.asked.emoji for verdict in found])),
-            "look": float(np.mean([verdict.seen.look == verdict.asked.look for verdict in found])),
-            "error": float(np.mean([verdict.error for verdict in found])),
+            "emoji": float(np.mean([one.seen.emoji == one.asked.emoji for one in found])),
+            "look": float(np.mean([one.seen.look == one.asked.look for one in found])),
+            "error": float(np.mean([one.error for one in found])),
         }
     for group in ("read", "read_new"):
         right = [text == task.asked.caption() for task, text in read if task.group == group]
         results[f"{group}_accuracy"] = float(np.mean(right))
         results[group] = {"number": len(right)}
-    results["judge"] = f"the nearest of {len(variants())} true pictures, with an error of at most {LIMIT}"
+    results["classifier"] = f"the nearest of {len(variants())} true pictures, with an error of at most {LIMIT}"
     return results
 
 
@@ -177,7 +177,7 @@ def _share(results: Mapping[str, Any], group: str) -> tuple[float, int]:
 
 
 def samples(drawn: Sequence[Drawn], results: Mapping[str, Any], root: Path) -> Image.Image:
-    """The sheet: what was asked, made and true; a red frame is where the judge disagrees."""
+    """The sheet: what was asked, made and true; a red frame is where the classifier disagrees."""
 
     def part(group: str, title: str, *, columns: int, every: int = 1) -> Image.Image:
         chosen = [each for each in drawn if each.task.group == group][::every]
@@ -202,4 +202,4 @@ def _cell(made: Drawn, root: Path) -> Cell:
     before, asked = made.task.before, made.task.asked
     pictures = [] if before is None else [stored_picture(root, before)]
     text = asked.phrase if before is None else asked.instruction()
-    return Cell([*pictures, made.image, stored_picture(root, asked)], text, wrong=not made.verdict.right)
+    return Cell([*pictures, made.image, stored_picture(root, asked)], text, wrong=not made.finding.right)

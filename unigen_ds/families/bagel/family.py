@@ -77,7 +77,7 @@ class Bagel(ConversationFamily):
         "text": "weight of the mean cross-entropy per text target",
         "image": "weight of the mean squared velocity error per latent patch",
     }
-    published = (BagelDirectory(),)
+    published: ClassVar[tuple[PublishedFormat, ...]] = (BagelDirectory(),)
 
     def target_groups(self, spec: Mapping[str, Any], batch: PackedBatch) -> Mapping[str, tuple[Tensor, Sequence[str]]]:
         """Of the flow loss: quarters of the time step ``t``, after the shift; 1 is noise."""

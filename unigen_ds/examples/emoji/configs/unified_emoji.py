@@ -81,7 +81,7 @@ custom_hooks = [
         interval=500,
         unit="update",
         use_ema=True,
-        metrics=[dict(type="EmojiJudge", root=root), dict(type="ExactMatch")],
+        metrics=[dict(type="EmojiAccuracy", root=root), dict(type="ExactMatch")],
         max_samples=18,
         generation=dict(max_new_tokens=12, flow=flow),
     ),

@@ -1,8 +1,8 @@
 """Whether a picture shows the emoji that was asked for, in the look that was asked for, sharply enough.
 
-The judge knows the 240 true pictures and nothing of the model. A drawn picture is what the nearest true one is, pixel
-by pixel; a copy of a training picture, where a look was asked for that no training record has, is therefore wrong. It
-is right only if it is also close: its error, relative to what a blank sheet has, is at most ``LIMIT``. Of the true
+It knows the 240 true pictures and nothing of the model. A drawn picture is what the nearest true one is, pixel by
+pixel; a copy of a training picture, where a look was asked for that no training record has, is therefore wrong. It is
+right only if it is also close: its error, relative to what a blank sheet has, is at most ``LIMIT``. Of the true
 pictures in blocks of 2 x 2 pixels 97 % pass, in blocks of 4 x 4 fewer than 20 %; the median error of those is 0.36, of
 a shift by one pixel 0.33, of another emoji 0.7.
 """
@@ -28,7 +28,7 @@ _ROUNDED = 1.5 / 255
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Finding:
     """About one picture."""
 
     seen: Variant
@@ -42,7 +42,7 @@ class Verdict:
         return self.seen == self.asked and self.error <= LIMIT
 
 
-class Judge:
+class EmojiClassifier:
     """Compares with the pictures under ``root``, which are written where there are none."""
 
     def __init__(self, root: str | Path) -> None:
@@ -50,14 +50,14 @@ class Judge:
         self.variants = variants()
         self._true = np.stack([_pixels(stored_picture(folder, variant)) for variant in self.variants])
 
-    def verdict(self, image: Image.Image, asked: Variant) -> Verdict:
+    def classify(self, image: Image.Image, asked: Variant) -> Finding:
         """Raises ``DataError`` for a picture of another size."""
         if image.size != (SIDE, SIDE):
             raise DataError(f"a picture of {image.size[0]} x {image.size[1]} pixels", allowed=f"{SIDE} x {SIDE}")
         distances = np.linalg.norm(self._true - _pixels(image), axis=1)
         true = self.variants.index(asked)
         blank = float(np.linalg.norm(self._true[true] - 1.0))
-        return Verdict(self.variants[int(distances.argmin())], asked, float(distances[true]) / blank)
+        return Finding(self.variants[int(distances.argmin())], asked, float(distances[true]) / blank)
 
     def variant_of(self, image: Image.Image) -> Variant:
         """Of a true picture, rounded to bytes again. Raises ``DataError`` for any other."""
@@ -68,7 +68,7 @@ class Judge:
 
 
 @METRICS.register_module()
-class EmojiJudge(Metric):
+class EmojiAccuracy(Metric):
     """For ``EvaluateHook``: ``emoji_right``, the share of pictures that are right; ``emoji_shape`` and ``emoji_look``,
     those of which the nearest true picture has the emoji, or the colour or skin tone, that was asked for;
     ``emoji_error``, the mean distance from the true picture, where a blank sheet has 1.
@@ -82,11 +82,11 @@ class EmojiJudge(Metric):
 
     def __init__(self, *, root: str) -> None:
         super().__init__()  # the folder changes no value
-        self._judge = Judge(root)
+        self._classifier = EmojiClassifier(root)
 
     def rows(self, predictions: Sequence[Any], references: Sequence[Any], keys: Sequence[str]) -> Sequence[Any]:
-        asked = [self._judge.variant_of(reference) for reference in references]
-        found = [self._judge.verdict(image, one) for image, one in zip(predictions, asked, strict=True)]
+        asked = [self._classifier.variant_of(reference) for reference in references]
+        found = [self._classifier.classify(image, one) for image, one in zip(predictions, asked, strict=True)]
         return [[float(v.right), v.seen.emoji == v.asked.emoji, v.seen.look == v.asked.look, v.error] for v in found]
 
     def values(self, table: np.ndarray) -> dict[str, float]:
