@@ -56,7 +56,14 @@ val_dataloader = dict(
     dataset=[dict(type="EmojiDataset", root=root, task=task, split="val") for task in ("draw", "edit", "read")],
 )
 optim_wrapper = dict(
-    optimizer=dict(type="AdamW", lr=2e-3, betas=(0.9, 0.95), weight_decay=0.02),
+    optimizer=dict(  # in a trial of 200 updates Muon had the loss that AdamW had after twice as many
+        type="Muon",
+        lr=4e-3,
+        momentum=0.95,
+        weight_decay=0.02,
+        adjust_lr_fn="match_rms_adamw",
+        adamw=dict(lr=2e-3, betas=(0.9, 0.95), weight_decay=0.0, patterns=["llm2vae", "vae2llm"]),
+    ),
     clip_grad=dict(max_norm=1.0),
     precision="fp32",
 )
