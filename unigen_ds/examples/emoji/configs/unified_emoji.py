@@ -9,7 +9,7 @@ custom_imports = dict(imports=["unigen_ds.examples.emoji"])  # everything below 
 batch_size, max_updates, save_steps, save_total_limit = 8, 3000, 250, 3
 seq_length = 512
 root = "work_dirs/data/emoji"
-flow = dict(num_timesteps=17, timestep_shift=1.0, text_scale=2.0, image_scale=1.0, interval=(0.0, 1.0), renorm="none")
+flow = dict(num_timesteps=17, timestep_shift=2.0, text_scale=2.0, image_scale=1.0, interval=(0.0, 1.0), renorm="none")
 
 model = dict(
     type="EmojiModel",
@@ -32,6 +32,7 @@ model = dict(
     vae=dict(type="PixelAutoencoder", channels=3),
     latent_patch_size=8,
     max_latent_size=4,
+    timestep_shift=3.0,  # most training times are near the noise, where a name becomes a shape
 )
 tokenizer = dict(type="EmojiTokenizer")
 processor = dict(
@@ -58,7 +59,7 @@ val_dataloader = dict(
 optim_wrapper = dict(
     optimizer=dict(  # in a trial of 200 updates Muon had the loss that AdamW had after twice as many
         type="Muon",
-        lr=4e-3,
+        lr=8e-3,
         momentum=0.95,
         weight_decay=0.02,
         adjust_lr_fn="match_rms_adamw",
@@ -95,7 +96,7 @@ custom_hooks = [
     dict(
         type="PreviewHook",
         interval=500,
-        prompts=["draw a rocket", "draw a blue car", "draw a hand", "draw a baby with dark skin"],
+        prompts=["draw a rocket", "draw a blue car", "draw a hand", "draw a baby with light skin"],
         num_held_out=4,
         flow=flow,
         max_new_tokens=12,
