@@ -106,6 +106,9 @@ def test_the_files_are_the_same_each_time(root: Path, tmp_path: Path) -> None:
     assert len({content for path, content in first.items() if path.suffix == ".png"}) == 240, "no two are equal"
     stamp = (root / "draw_train.jsonl").stat().st_mtime_ns
     assert write_emoji(root) == root and (root / "draw_train.jsonl").stat().st_mtime_ns == stamp, "written once"
+    (again / "complete").write_text("12 pictures\n")
+    with pytest.raises(ConfigError, match=r"files of another version \(12 pictures; this one has 240 pictures"):
+        write_emoji(again)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "file").touch()
     with pytest.raises(ConfigError, match=r"EmojiDataset\.root .* holds something else"):

@@ -19,9 +19,10 @@ def prepared(root: Path, write: Callable[[Path], None], *, note: str, argument: 
 
     Everything is made in a folder beside it, which is renamed: the first process succeeds, and a partial folder is
     never visible. ``note``: the content of the file that marks a complete one. Raises ``ConfigError`` that names
-    ``argument`` where ``root`` holds something else.
+    ``argument`` where ``root`` holds something else, or files with another note.
     """
     if (root / _MARKER).exists():
+        _check_note(root, note, argument)
         return root
     occupied = root.exists() and (not root.is_dir() or any(root.iterdir()))
     if occupied and not (root / _MARKER).exists():  # checked again: another process may have just finished
@@ -41,6 +42,15 @@ def prepared(root: Path, write: Callable[[Path], None], *, note: str, argument: 
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return root
+
+
+def _check_note(root: Path, note: str, argument: str) -> None:
+    found = (root / _MARKER).read_text(encoding="utf-8").strip()
+    if found != note:
+        raise ConfigError(
+            f"{argument} {root} holds the files of another version ({found}; this one has {note})",
+            remedy="delete the folder, or name one that does not exist",
+        )
 
 
 def record(*turns: tuple[Literal["user", "assistant"], Literal["text", "image"], str]) -> str:

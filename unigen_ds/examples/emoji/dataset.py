@@ -6,6 +6,7 @@ made smaller, on white, and objects in other colours. They are written once, in 
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Literal
 
@@ -53,7 +54,8 @@ class EmojiDataset(UnifiedGenerationDataset):
 
 def write_emoji(root: Path) -> Path:
     """Write pictures and JSONL files under ``root`` unless they are there; returns ``root``."""
-    return prepared(root, _write, note=f"{len(variants())} pictures", argument="EmojiDataset.root")
+    names = hashlib.blake2b(repr(variants()).encode(), digest_size=4).hexdigest()
+    return prepared(root, _write, note=f"{len(variants())} pictures {names}", argument="EmojiDataset.root")
 
 
 def picture(variant: Variant) -> Image.Image:
