@@ -150,6 +150,8 @@ def test_the_classifier_refuses_wrong_pictures(classifier: EmojiClassifier, root
     other = classifier.classify(stored_picture(root, Variant("car", "purple")), asked)
     assert not other.right and (other.seen.emoji, other.seen.look) == ("car", "purple")
     assert not classifier.classify(stored_picture(root, Variant("hand", "medium dark")), hand).right
+    near = classifier.classify(stored_picture(root, Variant("umbrella", "purple")), Variant("umbrella"))
+    assert near.error < LIMIT and not near.right, "the nearest picture must be the one that was asked for"
     noise = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
     for image in (Image.new("RGB", (32, 32), "white"), Image.fromarray(noise)):
         assert not any(classifier.classify(image, variant).right for variant in variants()[::9])
