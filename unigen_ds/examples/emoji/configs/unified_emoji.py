@@ -6,7 +6,7 @@ in no training record. The three tasks are three sources of a weighted mixture.
 
 custom_imports = dict(imports=["unigen_ds.examples.emoji"])  # everything below that begins with Emoji
 
-batch_size, max_updates, save_steps, save_total_limit = 8, 3000, 250, 3
+batch_size, max_updates, save_steps, save_total_limit = 8, 2400, 200, 3
 seq_length = 512
 root = "work_dirs/data/emoji"
 flow = dict(num_timesteps=17, timestep_shift=2.0, text_scale=2.0, image_scale=1.0, interval=(0.0, 1.0), renorm="none")
@@ -86,7 +86,7 @@ custom_hooks = [
     dict(type="EMAHook", momentum=0.01),
     dict(
         type="EvaluateHook",
-        interval=500,
+        interval=400,
         unit="update",
         use_ema=True,
         metrics=[dict(type="EmojiAccuracy", root=root), dict(type="ExactMatch")],
@@ -95,7 +95,7 @@ custom_hooks = [
     ),
     dict(
         type="PreviewHook",
-        interval=500,
+        interval=400,
         prompts=["draw a rocket", "draw a blue car", "draw a hand", "draw a baby with light skin"],
         num_held_out=4,
         flow=flow,
