@@ -1,8 +1,7 @@
 """``UnifiedModel`` with another output: the clean picture instead of the velocity.
 
-A patch of 8 x 8 pixels in colour has 192 numbers. Noise needs all of them, a picture few. Li and He
-("Back to Basics: Let Denoising Generative Models Denoise", 2025) therefore let the network predict the picture and
-compute the velocity from it. So patches can be large, and a picture of 32 x 32 is 16 tokens instead of 64.
+Noise needs all numbers of a patch, a picture few of them. Li and He ("Back to Basics: Let Denoising Generative Models
+Denoise", 2025) therefore let the network predict the picture and compute the velocity from it.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ model = dict(
         patch_size=8,
         num_channels=3,
     ),
-    vae=dict(type="PixelAutoencoder", channels=3),
-    latent_patch_size=8,
+    vae=dict(type="CosineAutoencoder"),
+    latent_patch_size=1,
     max_latent_size=4,
     timestep_shift=3.0,  # most training times are near the noise, where a name becomes a shape
 )
