@@ -3,8 +3,8 @@
 ``catalogue.py`` lists emoji, looks and words, ``dataset.py`` writes and reads their pictures, ``autoencoder.py``,
 ``model.py`` and ``tokenizer.py`` are the demo's own, ``classifier.py`` decides whether a picture is right,
 ``report_hook.py`` asks for all of them at the end of a run. Importing this package registers ``EmojiDataset``,
-``CosineAutoencoder``, ``EmojiModel``, ``EmojiFamily``, ``EmojiTokenizer``, ``EmojiAccuracy`` and ``EmojiReportHook``, as
-a user's own package does (docs/extending.md).
+``CosineAutoencoder``, ``EmojiModel``, ``EmojiFamily``, ``EmojiTokenizer``, ``EmojiAccuracy`` and ``EmojiReportHook``,
+as a user's own package does (docs/extending.md).
 """
 
 from unigen_ds.examples.emoji.autoencoder import CosineAutoencoder as CosineAutoencoder
