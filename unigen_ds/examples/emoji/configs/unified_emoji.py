@@ -1,6 +1,6 @@
 """A unified text + image model learns 36 emoji in colour: to draw them by name, to name them, and to edit their colour.
 
-About 12 minutes on 2 CPU cores. Pictures of 32 x 32 pixels, 16 tokens each; of every emoji one colour or skin tone is
+About 10 minutes on 2 CPU cores. Pictures of 32 x 32 pixels, 16 tokens each; of every emoji one colour or skin tone is
 in no training record. The three tasks are three sources of a weighted mixture.
 """
 
