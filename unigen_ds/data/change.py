@@ -25,6 +25,8 @@ from unigen_ds.data.rules import DataRules
 from unigen_ds.data.stream import Cursor, Phase, SequenceStream
 
 OnDataChange = Literal["refuse", "append", "restart"]
+_DRAWS_OF_A_WINDOW = 1 << 24
+"""More than a window has: of a streamed source, passes that may have begun in the window of a cursor."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,18 @@ def _differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tup
         yield "weights", f"the weights were {_shown(was)} and are {_shown(now)}"
     records = was.get("records", [None] * len(was["names"]))  # older checkpoints kept none
     before = {name: facts for name, *facts in zip(was["names"], was["sizes"], was["digests"], records, strict=True)}
+    streamed, streamed_before = now.get("shards") or {}, was.get("shards") or {}
     for name, *facts in zip(now["names"], now["sizes"], now["digests"], now["records"], strict=True):
+        if name in streamed and name in before and before[name] != facts:
+            had = f"{streamed_before[name]:,} shards" if name in streamed_before else "no shards"
+            yield (
+                "content",
+                (
+                    f"{name} had {had} and has {streamed[name]:,}: names, sizes or versions of shards, their order"
+                    " (mixed_shards), filters or the processor changed"
+                ),
+            )
+            continue
         (size, digest, record), (old_size, old_digest, old_record) = facts, before.get(name, facts)
         if size != old_size:
             yield "sizes", f"{name} had {old_size} records and has {size}"
@@ -130,6 +143,9 @@ def _not_appended(was: Mapping[str, Any], stream: SequenceStream) -> Iterator[st
         return
     if groups_before != groups or (weights if weights is None else weights[:number]) != before:
         yield f"the weights were {_shown(was)} and are {_shown(stream.facts)}"
+    if streamed := sorted({*(stream.facts.get("shards") or ()), *(was.get("shards") or ())}):
+        yield f"{', '.join(streamed)}: records cannot be appended where a source is streamed"
+        return
     if "records" not in was:
         yield "the checkpoint is of a version that kept no digest of the first records"
         return
@@ -193,6 +209,8 @@ def restart(stored: Mapping[str, Any], stream: SequenceStream) -> tuple[tuple[Ph
     version = DataRules.stored(stored["facts"]).mixture
     order = used[-1].order(seed=stored["seed"], version=version)
     passes = order.passes_before(first, extra=_most_extra(cursor, order.epoch_size, True))
+    if cursor.blocks:  # a streamed source may have had more passes than its estimated size means
+        passes = max(passes, *(reached + _DRAWS_OF_A_WINDOW for reached in cursor.blocks[1::3]))
     phase = stream.new_phase(first, first_pass=passes, first_sequence=cursor.sequences)
     return (phase,), Cursor(first, 0, 0, cursor.sequences)
 

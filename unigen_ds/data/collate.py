@@ -22,7 +22,7 @@ import torch
 from unigen_ds.core import former
 from unigen_ds.core.batch import Batch
 from unigen_ds.core.seeding import generator
-from unigen_ds.data.datasets import PlannedDataset, source_names
+from unigen_ds.data.datasets import PlannedDataset, planned_tokens, source_names
 from unigen_ds.data.order import Draw
 from unigen_ds.data.overflow import part_of, unit_tokens
 from unigen_ds.data.processor import Processor
@@ -78,7 +78,7 @@ def collate(
                 loaded = _loaded(found.pop(), processor, (seed, draw.pass_number, sample_id))
             except UnreadableImage as error:
                 skipped.append({"sample": sample_id, "path": error.path, "why": error.problem})
-                planned = int(datasets[draw.source].lengths()[0][draw.index])
+                planned = planned_tokens(datasets[draw.source], draw.index)
                 builder.add_padding(unit_tokens(planned, draw.piece, seq_length))
             else:
                 builder.add_document(loaded)
@@ -120,7 +120,7 @@ def chosen(
     for split in kept.splits:
         if split.error:
             raise unreadable(split.source, split.error)
-    planned = int(dataset.lengths()[0][draw.index])
+    planned = planned_tokens(dataset, draw.index)
     if sample.num_tokens != planned:
         changed = next((split.source for split in sample.splits if split.source), "")
         raise unreadable(changed, f"the sample has {sample.num_tokens} tokens, but {planned} when it was indexed")

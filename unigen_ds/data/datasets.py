@@ -38,6 +38,7 @@ from unigen_ds.data.samples import Sample, Split, Tally
 from unigen_ds.data.sources.base import FoundRecord
 from unigen_ds.data.sources.find import default_name, open_source
 from unigen_ds.data.splits import ImageKind, TokenSplit
+from unigen_ds.data.streamed import StreamedShards, Streaming, stream_shards
 from unigen_ds.data.token_cache import TokenCache
 
 _SHOWN = 5
@@ -94,6 +95,8 @@ class UnifiedGenerationDataset:
         captions: what an image with a text teaches: ``'generate'`` (text, then the image) or ``'understand'`` (image,
             then the text); None: ``'generate'``, and in JSON ``{image, text}`` is a document.
         filters: list of components: filters that leave records out, counted.
+        streaming: read shard after shard, each through a local copy, without reading all of the data first;
+            ``data_path`` may then have urls, and names of the hub. ``dict(...)`` has its settings (``docs/data.md``).
         on_error: ``'skip'``: if it cannot be opened or indexed, the run continues without it, with a warning.
     """
 
@@ -114,6 +117,7 @@ class UnifiedGenerationDataset:
         columns: Mapping[str, str] | None = None,
         captions: Captions | None = None,
         filters: Annotated[Any, Of(FILTERS, trial=True, many=True)] = (),
+        streaming: bool | Mapping[str, Any] = False,
         on_error: Literal["raise", "skip"] = "raise",
     ) -> None:
         self.filters: tuple[RecordFilter, ...] = tuple(
@@ -121,32 +125,63 @@ class UnifiedGenerationDataset:
             for i, one in enumerate(one_or_many(filters))
         )
         cache = Path(cache_dir) if cache_dir is not None else None
-        source = open_source(data_path, format=format, cache_dir=cache)
-        self.path = source.origin
         self.processor, self.weight, self.name = processor, weight, name or default_name(data_path)
         self.group, self.num_used_data = group, num_used_data
-        self.image_root = source.root if image_root is None else Path(image_root)
-        self.index = Index.build(
-            source,
-            processor,
-            image_root=self.image_root,
-            cache_dir=cache,
-            num_workers=index_workers,
-            layout=Layout(
-                None,
-                captions or source.captions,
-                tuple((columns or {}).items()),
-                tuple(rating for one in self.filters for rating in one.ratings),
-            ),
-        )
+        columns_of = tuple((columns or {}).items())
+        ratings = tuple(rating for one in self.filters for rating in one.ratings)
+        self.shards: StreamedShards | None = None
+        if streaming is not False:
+            self._not_streamed(cache_tokens=cache_tokens)
+            self.shards = stream_shards(
+                data_path,
+                processor,
+                format=format,
+                cache_dir=cache,
+                layout=Layout(None, captions, columns_of, ratings),
+                image_root=None if image_root is None else Path(image_root),
+                num_workers=index_workers,
+                settings=Streaming.parse(None if streaming is True else streaming, where="streaming"),
+                facts=[fact for one in self.filters for fact in (one.settings, one.code)],
+            )
+            self.index = self.shards.index(0)
+            self.path = self.index.source.path
+            self.image_root = self.index.source.root if image_root is None else Path(image_root)
+        else:
+            source = open_source(data_path, format=format, cache_dir=cache)
+            self.path = source.origin
+            self.image_root = source.root if image_root is None else Path(image_root)
+            self.index = Index.build(
+                source,
+                processor,
+                image_root=self.image_root,
+                cache_dir=cache,
+                num_workers=index_workers,
+                layout=Layout(None, captions or source.captions, columns_of, ratings),
+            )
         self.cache_folder = self.index.folder
         self.tokens = TokenCache.build(self.index, processor, num_workers=index_workers) if cache_tokens else None
 
+    def _not_streamed(self, *, cache_tokens: bool) -> None:
+        """Raise ``ConfigError`` for what needs all records of the data."""
+        if self.num_used_data is not None:
+            raise ConfigError(
+                f"{self.name} has streaming and num_used_data={self.num_used_data}",
+                remedy="a list of fewer shards as data_path, or no streaming",
+            )
+        if cache_tokens:
+            raise ConfigError(f"{self.name} has streaming and cache_tokens=True", remedy="one of the two")
+
     def __len__(self) -> int:
+        """Of a streamed data set: the records of its first shard, as of ``lengths`` and ``counts``."""
         return len(self.index)
 
     def lengths(self) -> tuple[Array, Array]:
         return self.index.counts.tokens, self.index.counts.tiles
+
+    def num_tokens(self, index: int) -> int:
+        """Tokens of a record, untruncated, wherever it is."""
+        found, position = self._found(index)
+        return int(found.counts.tokens[position])
 
     def counts(self) -> Counts:
         return self.index.counts
@@ -165,17 +200,28 @@ class UnifiedGenerationDataset:
         return learnt(entry.record, entry.where, self.index.layout)
 
     def _entry(self, index: int) -> FoundRecord:
-        return self.index.read(index, self.processor.rules)
+        found, position = self._found(index)
+        return found.read(position, self.processor.rules)
+
+    def _found(self, index: int) -> tuple[Index, int]:
+        """The index that has a record, and its position there."""
+        return (self.index, index) if self.shards is None else self.shards.find(index)
 
     @property
     def fingerprint(self) -> str:
-        return self.index.digest
+        return self.index.digest if self.shards is None else self.shards.fingerprint
 
     def prefix_digest(self, number: int) -> str:
-        return self.index.prefix_digest(number, self.processor.fingerprint)
+        streamed = () if self.shards is None else (self.shards.fingerprint,)
+        return self.index.prefix_digest(number, self.processor.fingerprint, *streamed)
 
     def content_digests(self) -> Array:
         """[N] of each record's values, whatever the order of its keys and its white space. Cached with the index."""
+        if self.shards is not None:
+            raise ConfigError(
+                f"{self.name} is streamed, and val_dataloader.split needs all its records",
+                remedy="a dataset of its own for val_dataloader",
+            )
         return self.index.content_digests()
 
 
@@ -504,6 +550,17 @@ def check_readable(datasets: Sequence[PlannedDataset], names: Sequence[str]) -> 
             + "\n  ".join(list(broken.values())[:_SHOWN]),
             remedy="image paths are files, relative to the data file's folder or to image_root",
         )
+
+
+def is_streamed(dataset: PlannedDataset) -> bool:
+    """Whether its records are found shard after shard (``streamed.py``)."""
+    return getattr(dataset, "shards", None) is not None
+
+
+def planned_tokens(dataset: PlannedDataset, index: int) -> int:
+    """Tokens of a record, untruncated."""
+    known: Any = getattr(dataset, "num_tokens", None)
+    return int(dataset.lengths()[0][index] if known is None else known(index))
 
 
 def dataset_weights(datasets: Sequence[PlannedDataset]) -> list[float] | None:

@@ -86,18 +86,30 @@ class Filtered:
 def filtered(dataset: Any) -> Any:
     """The data set, or what its filters keep of it. Raises ``DataError`` where that is nothing."""
     origin = _unfiltered(dataset)
-    if origin is None:
+    if origin is None or origin.shards is not None:  # of a streamed one each shard is filtered when it is reached
         return dataset
+    found = kept_records(dataset, origin)
+    if not len(found):
+        raise all_removed(found)
+    return found
+
+
+def kept_records(dataset: Any, origin: Any) -> Filtered:
+    """What the filters of ``origin`` keep of it, or of its first records ``dataset``. It may be nothing."""
     removed, parts = _decide(origin)
     removed, parts = removed[: len(dataset)], parts[: len(dataset)]  # num_used_data counts records of the file
     report = removed_by(origin.filters, removed, parts)
     numbers = np.flatnonzero(removed == 0)
-    if not len(numbers):
-        raise DataError(
-            f"{dataset.name}: all {len(removed):,} records are removed by its filters ({removal_line(report)})",
-            remedy="weaker limits in `filters`, or other data",
-        )
     return Filtered(dataset, numbers, [one.settings for one in origin.filters], report, removed)
+
+
+def all_removed(found: Filtered) -> DataError:
+    """For a source of which nothing is kept."""
+    return DataError(
+        f"{found.name}: all {found.report['records']:,} records are removed by its filters"
+        f" ({removal_line(found.report)})",
+        remedy="weaker limits in `filters`, or other data",
+    )
 
 
 def filters_of(dataset: Any) -> Filtered | None:

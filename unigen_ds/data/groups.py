@@ -19,7 +19,7 @@ from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.settings import Section
 from unigen_ds.core.values import Number
 from unigen_ds.data.counts import Array
-from unigen_ds.data.datasets import PlannedDataset, dataset_weights
+from unigen_ds.data.datasets import PlannedDataset, dataset_weights, is_streamed
 from unigen_ds.data.mixture import exact
 from unigen_ds.data.order import Weight
 
@@ -61,6 +61,8 @@ def blend(datasets: Sequence[PlannedDataset], sizes: Sequence[int], groups: Mapp
             )
     if not groups:
         weights = dataset_weights(datasets)
+        if weights is None and _check_streamed(datasets):
+            weights = [1.0]
         return Blend(None if weights is None else tuple(weights))
     members = {name: [k for k, group in enumerate(of_sources) if group == name] for name in groups}
     if empty := [name for name, sources in members.items() if not sources]:
@@ -69,12 +71,20 @@ def blend(datasets: Sequence[PlannedDataset], sizes: Sequence[int], groups: Mapp
     found: list[Weight] = [0.0] * len(datasets)
     for name, sources in members.items():
         own = dataset_weights([datasets[k] for k in sources])
+        if own is None:
+            _check_streamed([datasets[k] for k in sources])
         if own is not None and not all(0 < weight < math.inf for weight in own):
             raise ConfigError(f"group {name}: data weights {own}", allowed="one positive number a source")
         parts = [Fraction(sizes[k]) for k in sources] if own is None else [exact(weight) for weight in own]
         for k, part in zip(sources, parts, strict=True):
             found[k] = str(exact(groups[name].weight) / total * part / sum(parts))
     mandatory = [name for name, group in groups.items() if group.mandatory]
+    if mandatory and any(map(is_streamed, datasets)):
+        streamed = next(dataset.name for dataset in datasets if is_streamed(dataset))
+        raise ConfigError(
+            f"the group {mandatory[0]} is mandatory, which needs the lengths of all samples; {streamed} is streamed",
+            remedy="mandatory=False, or data sets without streaming",
+        )
     given = {name: {"weight": float(group.weight), "mandatory": group.mandatory} for name, group in groups.items()}
     each = [[group, dataset.weight] for group, dataset in zip(of_sources, datasets, strict=True)]
     return Blend(
@@ -83,6 +93,17 @@ def blend(datasets: Sequence[PlannedDataset], sizes: Sequence[int], groups: Mapp
         tuple(mandatory),
         {"groups": given, "sources": each},
     )
+
+
+def _check_streamed(datasets: Sequence[PlannedDataset]) -> bool:
+    """Whether a data set is streamed. Raises ``ConfigError`` where it is beside others, and none has a weight."""
+    streamed = [dataset.name for dataset in datasets if is_streamed(dataset)]
+    if streamed and len(datasets) > 1:
+        raise ConfigError(
+            f"{streamed[0]} is streamed, so nobody knows how many records it has beside those of the other data sets",
+            remedy="weight=... of each data set",
+        )
+    return bool(streamed)
 
 
 def check_mandatory(

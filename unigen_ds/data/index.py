@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 from unigen_ds.core import dist
 from unigen_ds.core.errors import DataError
 from unigen_ds.core.log import logger, notice
-from unigen_ds.data.array_cache import SUFFIX, NewArrays, cache_folder, filled, fingerprint
-from unigen_ds.data.content import contents_digest
+from unigen_ds.data.array_cache import SUFFIX, NewArrays, filled, fingerprint
 from unigen_ds.data.counts import COLUMNS, NUM_DIGESTED, Array, Counts, record_digest
 from unigen_ds.data.planning import FILLED, UNUSED, plan_all
 from unigen_ds.data.processor import ConversationProcessor
@@ -105,19 +104,21 @@ class Index:
         cache_dir: Path | None = None,
         num_workers: int = 0,
         layout: Layout | None = None,
+        report: bool = True,
     ) -> Index:
         """From the cache, or by planning every record (with ``num_workers`` processes) and caching the result.
 
         Several processes may start together: one plans, the others wait for its file where the file system has locks.
         Raises ``DataError`` for a malformed record. An unreadable image is no error here. ``given``: a source, or the
-        path of a JSON file; ``image_root``: None: the source's own.
+        path of a JSON file; ``image_root``: None: the source's own; ``report``: what of the records is not learned as
+        intended, in the log.
         """
         source = given if isinstance(given, RecordSource) else JsonSource(given)
         root = source.root if image_root is None else image_root
         layout = Layout(root) if layout is None else replace(layout, image_root=root)
         rules = processor.rules
-        folder = cache_folder(source.origin, cache_dir)
-        content = contents_digest(source.files, folder, name=source.origin.name)
+        folder = source.index_folder(cache_dir)
+        content = source.content_digest(folder)
         beneath = os.path.relpath(root, source.root)
         extra = (*source.cache_facts, *layout.facts)
         key = fingerprint(content, beneath, processor.fingerprint, rules, _CACHE_FORMAT, *extra)
@@ -136,7 +137,8 @@ class Index:
         of_counts, of_records = (part.tobytes().hex() for part in arrays[_DIGESTS].reshape(2, 16))
         if cache is not None and counts.no_image_readable:  # a wrong folder, most likely: look again next time
             cache.unlink(missing_ok=True)
-        _report(source, counts, cache, arrays[UNUSED])
+        if report:
+            _report(source, counts, cache, arrays[UNUSED])
         # not of the key: the same data in another folder is the same data, and so is what no rule changes
         marks = rules.marks(counts.all_touched)
         facts = (*source.identity(content), processor.fingerprint, _FORMAT, of_counts, *marks, *layout.facts)

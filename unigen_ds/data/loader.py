@@ -220,6 +220,7 @@ class _Iterations(Sampler[list[Row]]):
         self.pending: deque[tuple[Cursor, list[Row]]] = deque()
 
     def __iter__(self) -> Iterator[list[Row]]:
+        self._stream.fetch_ahead()  # after workers were started: a thread does not survive a fork
         stream = self._stream.rows(self._cursor)
         while True:
             taken = list(islice(stream, self._geometry.sequences_per_iteration))

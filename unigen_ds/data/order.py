@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -130,6 +130,14 @@ def _is_positive(weight: Weight) -> bool:
     return exact(weight) > 0 if isinstance(weight, str) else 0 < weight < math.inf
 
 
+class SourceOrder(Protocol):
+    """The order of the records of one source."""
+
+    def draws(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The record of each draw number of the source, and its pass."""
+        ...
+
+
 class GlobalOrder:
     """An endless order over one or several sources; a pure function of (sizes, weights, seed, version).
 
@@ -175,6 +183,8 @@ class GlobalOrder:
                 f"data weights {list(weights)} for {len(source_sizes)} sources", allowed="one positive number a source"
             )
         self.sizes = tuple(int(size) for size in source_sizes)
+        self.walks: dict[int, SourceOrder] = {}
+        """Of the sources whose own order is another one: streamed ones."""
         self.weights = None if weights is None else tuple(w if isinstance(w, str) else float(w) for w in weights)
         self.seed, self.first_epoch, self.first_pass = seed, first_epoch, first_pass
         self.version, self.mandatory = version, tuple(tuple(group) for group in mandatory)
@@ -269,6 +279,9 @@ class GlobalOrder:
         records, passes = np.empty_like(numbers), np.empty_like(numbers)
         for k in np.unique(sources).tolist():
             here = np.flatnonzero(sources == k)
+            if k in self.walks:
+                records[here], passes[here] = self.walks[k].draws(numbers[here])
+                continue
             rounds, offsets = np.divmod(numbers[here], self.sizes[k])
             passes[here] = self.first_pass + rounds
             records[here] = self._records(k, passes[here], offsets)

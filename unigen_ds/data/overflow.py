@@ -131,6 +131,13 @@ class Fitted:
         """Units: draws of one pass."""
         return len(self.tokens)
 
+    positions: int | None = None
+    """Tokens of a document at most, by the model, as far as it has a limit (``check_positions``)."""
+
+    def lengths_of(self, units: Array) -> tuple[Array, Array]:
+        """(tokens, tiles) of some units."""
+        return self.tokens[units], self.tiles[units]
+
     def record(self, unit: Draw) -> Draw:
         """A draw of a unit as a draw of its record, by its number in the whole source (``held_out.whole_of``)."""
         index, piece = unit.index, -1
@@ -286,7 +293,7 @@ def check_overflow(sources: Sequence[Fitted], names: Sequence[str]) -> None:
 def check_positions(sources: Sequence[Fitted], names: Sequence[str], *, limit: int | None) -> None:
     """Raise ``DataError`` where a document is longer than the ``limit`` of positions that a model has (None: any)."""
     for name, source in zip(names, sources, strict=True):
-        longest = int(source.tokens.max(initial=0))
+        source.positions, longest = limit, int(source.tokens.max(initial=0))
         if limit is not None and longest > limit:
             number = int((source.tokens > limit).sum())
             raise DataError(

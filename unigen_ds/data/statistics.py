@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 
 from unigen_ds.data.counts import Counts
-from unigen_ds.data.datasets import PlannedDataset
+from unigen_ds.data.datasets import PlannedDataset, planned_tokens
 from unigen_ds.data.filtered import filters_of, removal_line
 from unigen_ds.data.overflow import overflow_line, unit_tokens
 from unigen_ds.data.stream import Cursor, Row, SequenceStream
+from unigen_ds.data.streamed_units import StreamedFitted, streamed_lines, streamed_report
 from unigen_ds.data.used import used_line, used_of
 
 _PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
@@ -40,6 +41,7 @@ def describe(source: PlannedDataset | SequenceStream) -> dict[str, Any]:
                 "draws_per_epoch": source.draws_per_epoch[k],
                 "weight": fitted.dataset.weight,
                 "records_over_max_tiles": _over_max_tiles(source, fitted.dataset),
+                **({"streamed": streamed_report(fitted)} if isinstance(fitted, StreamedFitted) else {}),
                 **({"filters": dict(found.report)} if (found := filters_of(fitted.dataset)) else {}),
                 **_used_report(fitted.dataset),
             }
@@ -58,6 +60,7 @@ def start_lines(stream: SequenceStream) -> Iterator[tuple[bool, str]]:
     for name, fitted in zip(stream.names, stream.fitted, strict=True):
         report, records, key = fitted.report(name), len(fitted.dataset), fitted.overflow.key
         lost = report["share_lost"] > 0 or report["skipped"] > 0
+        yield from streamed_lines(name, fitted)
         if (first := used_of(fitted.dataset)) is not None:
             yield False, f"Data, {name}: {used_line(first)}."
         yield from filter_lines(name, fitted.dataset)
@@ -229,8 +232,8 @@ def first_rows(stream: SequenceStream) -> list[Row]:
 
 def tokens_of(stream: SequenceStream, rows: Sequence[Row]) -> list[list[int]]:
     """Planned tokens of each sample of some rows."""
-    lengths, limit = [d.lengths()[0] for d in stream.sources], stream.sample_length
-    return [[unit_tokens(int(lengths[d.source][d.index]), d.piece, limit) for d in row] for row in rows]
+    sources, limit = stream.sources, stream.sample_length
+    return [[unit_tokens(planned_tokens(sources[d.source], d.index), d.piece, limit) for d in row] for row in rows]
 
 
 def _packing(stream: SequenceStream) -> dict[str, Any]:
@@ -252,7 +255,7 @@ def epoch_balance(stream: SequenceStream) -> dict[str, dict[str, float]]:
     """
     found = {}
     for name, fitted, drawn in zip(stream.names, stream.fitted, stream.draws_per_epoch, strict=True):
-        kept, passes = fitted.kept, drawn / max(len(fitted), 1)
+        kept, passes = fitted.kept, drawn / max(len(fitted.tokens), 1)
         columns = {
             "text_tokens": kept.tokens - kept.image_tokens,
             "image_tokens": kept.image_tokens,

@@ -35,14 +35,16 @@ from unigen_ds.data.filtered import filters_of
 from unigen_ds.data.groups import Blend, check_mandatory
 from unigen_ds.data.held_out import division_of, whole_of
 from unigen_ds.data.order import Draw, GlobalOrder, Weight
-from unigen_ds.data.overflow import Fitted, Overflow
+from unigen_ds.data.overflow import Overflow
 from unigen_ds.data.rules import CURRENT, DataRules
+from unigen_ds.data.shard_order import ShardWalk
+from unigen_ds.data.streamed_units import StreamedFitted, fitted
 
 Row = tuple[Draw, ...]
 """The draws of one sequence. An empty one only fills up the last iteration of an epoch that keeps its last samples."""
 
 _CHUNK = 1024
-_LISTS = {"extra", "drawn"}
+_LISTS = {"extra", "drawn", "blocks"}
 """Of a cursor; left out of a checkpoint where they are empty."""
 _FORMAT = "stream-1"
 
@@ -72,6 +74,8 @@ class Cursor:
     """Additional draws of each mandatory group before its window."""
     drawn: tuple[int, ...] = field(default=(), repr=False)
     """``Mixture.state`` at its window or row: only where the weights have a long period."""
+    blocks: tuple[int, ...] = field(default=(), repr=False)
+    """Of each streamed source where the block of its next draw begins, at the window or row: ``ShardWalk.state``."""
 
     def state_dict(self) -> dict[str, Any]:
         return {name: list(value) if name in _LISTS else value for name, value in asdict(self).items() if value != ()}
@@ -169,7 +173,7 @@ class SequenceStream:
     ) -> None:
         if seq_length < 1:
             raise ConfigError(f"seq_length is {seq_length}", allowed="at least 1 token")
-        self.fitted = tuple(Fitted(dataset, overflow or Overflow(seq_length)) for dataset in datasets)
+        self.fitted = tuple(fitted(dataset, overflow or Overflow(seq_length)) for dataset in datasets)
         assert tuple(map(len, self.fitted)) == order.sizes, "the order is that of other data sets"
         self.datasets, self.order, self.packer, self.seq_length = tuple(datasets), order, packer, seq_length
         self.sources = tuple(whole_of(dataset) for dataset in datasets)
@@ -189,6 +193,14 @@ class SequenceStream:
         assert (phases[-1].sizes, phases[-1].weights) == (order.sizes, order.weights), "the phases are of other data"
         self.phases = tuple(phases)
         self._orders = [phase.order(seed=order.seed, version=order.version) for phase in phases]
+        self.walks: dict[int, ShardWalk] = {
+            k: source.walk(k, seed=order.seed, first_pass=self.phases[-1].first_pass)
+            for k, source in enumerate(self.fitted)
+            if isinstance(source, StreamedFitted)
+        }
+        """The order of each streamed source: a run with one has one phase."""
+        assert not self.walks or (len(self.phases) == 1 and order.mixture is not None), "streamed sources have weights"
+        self._orders[-1].walks.update(self.walks)
         self.sequences_per_epoch = sequences_per_epoch or self._first_epoch_rows
         """What an epoch means for schedules and limits: the sequences of epoch 0, for the whole run. Packed: nominal
         also for the stream's other epochs of the first phase (another order packs into a few more or fewer rows)."""
@@ -230,10 +242,14 @@ class SequenceStream:
 
     @property
     def _first_epoch_rows(self) -> int:
-        """Rows of the first epoch of the first phase: exact."""
+        """Rows of the first epoch of the first phase: exact; an estimate where a source is streamed."""
         first = self.phases[0]
         if first.rows_per_epoch is not None:
             return first.rows_per_epoch
+        if self.walks:  # nobody knows the lengths beyond the first window
+            start, stop = self._window_range(first.first_epoch, 0)
+            size = self._orders[0].epoch_size
+            return max(1, self.window_count(first.first_epoch, 0) * size // (stop - start))
         return sum(self.window_count(first.first_epoch, w) for w in range(self.num_windows(first.first_epoch)))
 
     @property
@@ -292,6 +308,7 @@ class SequenceStream:
             "rules": self.rules.state_dict(),
             "overflow": self.fitted[0].overflow.facts,
             "units": list(self.order.sizes),
+            **({"shards": {self.names[k]: walk.num_shards for k, walk in self.walks.items()}} if self.walks else {}),
         }
 
     def num_touched(self, rule: str) -> int:
@@ -340,9 +357,9 @@ class SequenceStream:
             plan, columns = self._plan_with_mandatory(epoch, window)
             draws = [Draw(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
             return [tuple(self._record(draws[i]) for i in group) for group in plan]
-        draws = self.epoch_order(epoch).draws(epoch, *self._window_range(epoch, window))
-        lengths = [int(self._tokens[d.source][d.index]) for d in draws]
-        tiles = [int(self._tiles[d.source][d.index]) for d in draws]
+        columns = self.epoch_order(epoch).columns(epoch, *self._window_range(epoch, window))
+        draws = [Draw(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
+        lengths, tiles = (found.tolist() for found in self._lengths_of(*columns[:2]))
         key = derive_seed(self.order.seed, "window", epoch, window)
         groups = self.packer.plan(lengths, tiles, self.seq_length, key)
         return [tuple(self._record(draws[i]) for i in group) for group in groups]
@@ -413,14 +430,13 @@ class SequenceStream:
         tokens, tiles = np.empty_like(records), np.empty_like(records)
         for source in np.unique(sources).tolist():
             here = sources == source
-            tokens[here] = self._tokens[source][records[here]]
-            tiles[here] = self._tiles[source][records[here]]
+            tokens[here], tiles[here] = self.fitted[source].lengths_of(records[here])
         return tokens, tiles
 
     def window_count(self, epoch: int, window: int) -> int:
         """Rows of one window. Those of the first epoch are planned once and cached with the index."""
         if (epoch, window) not in self._window_counts:
-            if epoch == self.phases[0].first_epoch:
+            if epoch == self.phases[0].first_epoch and not self.walks:
                 for w, number in enumerate(self._first_epoch_counts(epoch)):
                     self._window_counts[epoch, w] = number
             else:
@@ -451,6 +467,12 @@ class SequenceStream:
             self._after[epoch, window] = tuple(extra)
         return found["counts"].tolist()
 
+    def fetch_ahead(self) -> None:
+        """Fetch the shards that come next in the background: called where rows are loaded, not only planned."""
+        for source in self.fitted:
+            if isinstance(source, StreamedFitted):
+                source.shards.fetches_ahead = True
+
     def rows(self, cursor: Cursor | None = None) -> Iterator[tuple[Row, Cursor]]:
         """Every row from ``cursor`` on, over all epochs, each with the cursor after it. Endless."""
         cursor = cursor or Cursor()
@@ -469,9 +491,16 @@ class SequenceStream:
         if cursor.extra and (cursor.epoch, cursor.window) != (order.first_epoch, 0):
             before = self._window_before(cursor.epoch, cursor.window)
             fits = fits and self._after.setdefault(before, cursor.extra) == cursor.extra
+        fits = fits and len(cursor.blocks) in (0, 3 * len(self.walks))
+        if cursor.blocks and fits:
+            drawn = order.mixture.counts(order.position(cursor.epoch, offset)) if order.mixture is not None else ()
+            for i, (k, walk) in enumerate(self.walks.items()):
+                start, pass_number, block = cursor.blocks[3 * i : 3 * i + 3]
+                fits = fits and start <= drawn[k] and walk.remember((start, pass_number, block))
         if not fits or len(cursor.extra) not in (0, len(order.mandatory)):
             raise CheckpointError(
-                f"the data cursor has {list(cursor.extra)} additional draws and the state {list(cursor.drawn)}",
+                f"the data cursor has {list(cursor.extra)} additional draws, the state {list(cursor.drawn)} and the"
+                f" blocks {list(cursor.blocks)}",
                 remedy="the data, its weights or its groups differ from those of the checkpoint",
             )
 
@@ -481,6 +510,15 @@ class SequenceStream:
         if order.mixture is None or not order.mixture.is_long:
             return ()
         return order.mixture.state(order.position(epoch, min(offset, order.stride)))
+
+    def _blocks(self, epoch: int, offset: int) -> tuple[int, ...]:
+        """``Cursor.blocks`` before an offset of an epoch."""
+        if not self.walks:
+            return ()
+        order = self.epoch_order(epoch)
+        assert order.mixture is not None
+        drawn = order.mixture.counts(order.position(epoch, min(offset, order.stride)))
+        return tuple(number for k, walk in self.walks.items() for number in walk.state(drawn[k]))
 
     def _packed_rows(self, cursor: Cursor) -> Iterator[tuple[Row, Cursor]]:
         epoch, window, first, sequences = cursor.epoch, cursor.window, cursor.row, cursor.sequences
@@ -499,8 +537,9 @@ class SequenceStream:
                 )
             after = self._next_window(epoch, window)
             state, state_after = (
-                (self._extra_before(*at), self._drawn(at[0], self._window_range(*at)[0]))
+                (self._extra_before(*at), self._drawn(at[0], first_draw), self._blocks(at[0], first_draw))
                 for at in ((epoch, window), after)
+                for first_draw in [self._window_range(*at)[0]]
             )
             for i in range(first, len(rows)):
                 sequences += 1
@@ -525,7 +564,10 @@ class SequenceStream:
             for i, content in enumerate(rows, start=row + 1):
                 sequences += 1
                 at = (epoch + 1, 0, 0) if i == length else (epoch, 0, i)
-                yield content, Cursor(*at, sequences, drawn=self._drawn(at[0], at[2]))
+                yield (
+                    content,
+                    Cursor(*at, sequences, drawn=self._drawn(at[0], at[2]), blocks=self._blocks(at[0], at[2])),
+                )
             epoch, row = (epoch + 1, 0) if stop == length else (epoch, stop)
 
     def _next_window(self, epoch: int, window: int) -> tuple[int, int]:

@@ -38,6 +38,7 @@ from unigen_ds.data.packing import check_packer
 from unigen_ds.data.rules import CURRENT, DataRules
 from unigen_ds.data.settings import TrainDataloader
 from unigen_ds.data.stream import Cursor, SequenceStream
+from unigen_ds.data.streamed_units import check_streamed, fitted
 from unigen_ds.data.used import used
 from unigen_ds.data.validation_data import ValidationData
 from unigen_ds.evaluation.validation import Validation
@@ -138,13 +139,13 @@ def build_data(settings: Settings, *, geometry: Geometry, ruler: Ruler | None, r
     overflow = Overflow(loader.seq_length, loader.overflow, rules.overflow)
     if loader.max_sample_tokens is not None:
         overflow = replace(overflow, seq_length=loader.max_sample_tokens, key="max_sample_tokens")
-    fitted = [Fitted(dataset, overflow) for dataset in datasets]
-    if not all(map(len, fitted)):  # else the start refuses, and tools/inspect_data.py shows the numbers
-        check_overflow(fitted, source_names(datasets))
+    sources = [fitted(dataset, overflow) for dataset in datasets]
+    if not all(map(len, sources)):  # else the start refuses, and tools/inspect_data.py shows the numbers
+        check_overflow(sources, source_names(datasets))
     packer = None if loader.packing is None else loader.packing.build()
     if packer is not None:
         check_packer(packer)
-    sizes = [len(source) for source in fitted]
+    sizes = [len(source) for source in sources]
     blended = blend(datasets, sizes, loader.groups)
     stream = SequenceStream(
         datasets,
@@ -170,6 +171,7 @@ def build_validation_data(
     if loader is None:
         return None
     datasets = build_sources(loader.dataset, processor)[0] or held_out
+    check_streamed(datasets, what="val_dataloader.dataset")
     named = [(name, dataset) for name, dataset in zip(source_names(datasets), datasets, strict=True) if len(dataset)]
     seq_length = training.seq_length if loader.seq_length is None else loader.seq_length
     overflow = Overflow(seq_length, loader.overflow or training.overflow, rules.overflow)

@@ -19,7 +19,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from unigen_ds.data.array_cache import fingerprint
+from unigen_ds.data.array_cache import cache_folder, fingerprint
+from unigen_ds.data.content import contents_digest
 from unigen_ds.data.records import Captions
 from unigen_ds.data.stored_image import StoredImage
 
@@ -125,6 +126,14 @@ class RecordSource:
     def root(self) -> Path:
         """The folder that relative image paths start from."""
         return self.origin.parent
+
+    def index_folder(self, cache_dir: Path | None) -> Path | None:
+        """Where its index is cached; None: nowhere."""
+        return cache_folder(self.origin, cache_dir)
+
+    def content_digest(self, folder: Path | None) -> str:
+        """Of all its records, before they are read. ``folder``: where it may be kept."""
+        return contents_digest(self.files, folder, name=self.origin.name)
 
     @property
     def fingerprint(self) -> str:

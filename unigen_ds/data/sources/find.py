@@ -25,16 +25,16 @@ DataPath = str | Path | Sequence[str | Path]
 JSON, TEXT = "json", "text"
 
 _NUMBER = re.compile(r"(\d+)")
-_PATTERN = re.compile(r"[*?\[]")
+PATTERN = re.compile(r"[*?\[]")
 
 
 def default_name(data_path: DataPath) -> str:
     """The first part of sample ids: the stem of the first file, without the signs of a pattern."""
     first = Path(data_path if isinstance(data_path, (str, Path)) else next(iter(data_path), "data"))
     path = first.with_suffix("") if first.suffix.lower() in COMPRESSED else first
-    if not _PATTERN.search(path.name):
+    if not PATTERN.search(path.name):
         return path.stem
-    return _PATTERN.split(path.stem)[0].rstrip("-_.") or path.parent.name or "data"
+    return PATTERN.split(path.stem)[0].rstrip("-_.") or path.parent.name or "data"
 
 
 def open_source(
@@ -53,23 +53,26 @@ def open_source(
             allowed=", ".join(sorted(SOURCES.module_dict)),
             remedy=nearest(spec["type"], SOURCES.module_dict),
         )
-    paths = [path for one in given for path in _matching(one, spec.get("type"))]
+    paths = [path for one in given for path in matching(one, spec.get("type"))]
     if not paths:
         raise ConfigError("data_path is an empty list", allowed="a file, a folder, a pattern, or a list of files")
-    spec["type"] = spec.get("type") or _one_format(paths)
+    spec["type"] = spec.get("type") or one_format(paths)
     cls, options = resolve(SOURCES, spec, where="format")
-    files = [file for path in paths for file in _files(path, cls)]
-    sources = [_open(file, cls, options, cache_dir) for file in files]
+    files = [file for path in paths for file in files_of(path, cls)]
+    sources = [open_file(file, cls, options, cache_dir) for file in files]
     if len(sources) == 1:
         return sources[0]
     return Joined(sources, f"{', '.join(map(str, given))} ({len(sources)} files)")
 
 
-def _open(path: Path, cls: type, options: Mapping[str, Any], cache_dir: Path | None) -> RecordSource:
+def open_file(
+    path: Path, cls: type, options: Mapping[str, Any], cache_dir: Path | None, *, label: str | None = None
+) -> RecordSource:
+    """One file of a known format. ``label``: how messages call it; None: by its path."""
     packed = path.suffix.lower() in (*COMPRESSED, ".tgz")
     folder = cache_folder(path, cache_dir) if packed or path.suffix.lower() in parquet.ParquetSource.suffixes else None
     source: RecordSource = cls(
-        unpacked_file(path, folder) if packed else path, label=str(path), folder=folder, **options
+        unpacked_file(path, folder) if packed else path, label=label or str(path), folder=folder, **options
     )
     source.options = options
     if packed:
@@ -77,28 +80,27 @@ def _open(path: Path, cls: type, options: Mapping[str, Any], cache_dir: Path | N
     return source
 
 
-def _matching(given: str | Path, kind: object) -> list[Path]:
+def matching(given: str | Path, kind: object) -> list[Path]:
     """The paths that a pattern matches; any other path is itself."""
     text = str(given)
-    if not _PATTERN.search(text) or os.path.exists(text) or kind == "huggingface":
+    if not PATTERN.search(text) or os.path.exists(text) or kind == "huggingface":
         return [Path(text)]
-    found = _in_order(Path(name) for name in glob.glob(text, recursive=True))
+    found = in_order(Path(name) for name in glob.glob(text, recursive=True))
     if not found:
         raise DataError(f"no file matches {text}")
     return found
 
 
-def _in_order(paths: Iterator[Path]) -> list[Path]:
+def in_order(paths: Iterator[Path]) -> list[Path]:
+    return sorted(paths, key=lambda path: by_numbers(path.as_posix()))
+
+
+def by_numbers(name: str) -> list[tuple[int, int, str]]:
     """By name, numbers by their value: part-10 comes after part-9, so that a new part is appended."""
-
-    def key(path: Path) -> list[tuple[int, int, str]]:
-        parts = _NUMBER.split(path.as_posix())
-        return [(1, int(part), part) if i % 2 else (0, 0, part) for i, part in enumerate(parts)]
-
-    return sorted(paths, key=key)
+    return [(1, int(part), part) if i % 2 else (0, 0, part) for i, part in enumerate(_NUMBER.split(name))]
 
 
-def _one_format(paths: Sequence[Path]) -> str:
+def one_format(paths: Sequence[Path]) -> str:
     found = {path: _format(path) for path in paths}
     kinds = sorted(set(found.values()))
     if len(kinds) > 1:
@@ -110,11 +112,11 @@ def _one_format(paths: Sequence[Path]) -> str:
     return kinds[0]
 
 
-def _by_suffix() -> dict[str, str]:
+def by_suffix() -> dict[str, str]:
     return {suffix: name for name, cls in SOURCES.module_dict.items() for suffix in getattr(cls, "suffixes", ())}
 
 
-def _suffix(path: Path) -> str:
+def suffix_of(path: Path) -> str:
     """The last suffix, of a compressed file the one before."""
     return Path(path.stem).suffix.lower() if path.suffix.lower() in COMPRESSED else path.suffix.lower()
 
@@ -123,7 +125,7 @@ def _format(path: Path) -> str:
     """Of one file or folder. A file with an unknown suffix is JSON, as it was when there was nothing else."""
     if path.is_dir():
         return _format_of_folder(path)
-    found = _by_suffix().get(_suffix(path), JSON)
+    found = by_suffix().get(suffix_of(path), JSON)
     if found == TEXT and path.suffix.lower() not in COMPRESSED and path.is_file():
         with path.open("rb") as stream:
             first = stream.read(256).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
@@ -136,8 +138,8 @@ def _format_of_folder(folder: Path) -> str:
         return "huggingface"
     if any((folder / name).is_file() for name in METADATA):
         return "image_folder"
-    known = _by_suffix()
-    counted = Counter(known[suffix] for path in _inside(folder) if (suffix := _suffix(path)) in known)
+    known = by_suffix()
+    counted = Counter(known[suffix] for path in _inside(folder) if (suffix := suffix_of(path)) in known)
     texts_there = counted.pop(TEXT, 0)
     if len(counted) > 1:
         shown = ", ".join(f"{number} of {kind}" for kind, number in counted.most_common())
@@ -166,7 +168,7 @@ def _inside(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def _files(path: Path, cls: type) -> list[Path]:
+def files_of(path: Path, cls: type) -> list[Path]:
     """The files of a format in a folder; any other path is itself."""
     suffixes = getattr(cls, "suffixes", ())
     if suffixes and not path.exists():
@@ -177,7 +179,7 @@ def _files(path: Path, cls: type) -> list[Path]:
         )
     if not suffixes or not path.is_dir():
         return [path]
-    found = _in_order(file for file in _inside(path) if _suffix(file) in suffixes)
+    found = in_order(file for file in _inside(path) if suffix_of(file) in suffixes)
     if not found:
         raise DataError(f"folder {path} has no file with the suffix {' or '.join(suffixes)}")
     return found

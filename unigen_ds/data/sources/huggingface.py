@@ -64,7 +64,7 @@ class HuggingFaceSource(Joined):
 def _saved(folder: Path, split: str | None) -> list[Path]:
     if (folder / SPLITS).is_file():
         splits = _json(folder / SPLITS).get("splits") or []
-        folder = folder / _split(split, splits, str(folder))
+        folder = folder / chosen_split(split, splits, str(folder))
     state = _json(folder / STATE)
     if state.get("_indices_data_files"):
         raise DataError(
@@ -77,7 +77,7 @@ def _saved(folder: Path, split: str | None) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _split(split: str | None, splits: Sequence[str], what: str) -> str:
+def chosen_split(split: str | None, splits: Sequence[str], what: str) -> str:
     if split is None and (len(splits) == 1 or "train" in splits):
         return "train" if "train" in splits else splits[0]
     if split is None or split not in splits:
@@ -104,14 +104,14 @@ def _loaded(path: str, split: str | None, given: Mapping[str, Any]) -> list[Path
     try:
         found = datasets.load_dataset(path, split=split, **{key: one for key, one in given.items() if one is not None})
         if isinstance(found, Mapping):
-            found = found[_split(None, list(found), path)]
+            found = found[chosen_split(None, list(found), path)]
     except DataError:
         raise
     except Exception as error:  # the package raises anything, also what its readers of files do
         text = str(error).splitlines()[0] if str(error) else ""
         raise DataError(
             f"the Hugging Face data set {path!r} cannot be loaded: {type(error).__name__}: {text}",
-            remedy=_download(path) if is_hub_name(path) else None,
+            remedy=download_first(path) if is_hub_name(path) else None,
         ) from error
     files = [Path(file["filename"]) for file in found.cache_files]
     arrow = needed("pyarrow", f"the Hugging Face data set {path!r}")
@@ -124,5 +124,5 @@ def _loaded(path: str, split: str | None, given: Mapping[str, Any]) -> list[Path
     return files
 
 
-def _download(name: str) -> str:
+def download_first(name: str) -> str:
     return f"where there is a network: hf download {name} --repo-type dataset --local-dir FOLDER; then name that folder"

@@ -1,0 +1,96 @@
+"""A server of files over real HTTP: ranges and ETags, and transfers that it ends early."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+
+@dataclass
+class Served:
+    """What the server has, and what was asked of it."""
+
+    folder: Path
+    url: str = ""
+    interrupt: dict[str, int] = field(default_factory=dict)
+    """Name of a file -> how many of its transfers still end in the middle; -1: all."""
+    ranges: bool = True
+    etags: bool = True
+    transfers: list[tuple[str, int]] = field(default_factory=list)
+    """(name, first byte) of each request for content."""
+
+    def number(self, name: str) -> int:
+        """Transfers of a file."""
+        return sum(found == name for found, _ in self.transfers)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    served: Served
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *arguments: Any) -> None: ...
+
+    def do_HEAD(self) -> None:
+        self._answer(body=False)
+
+    def do_GET(self) -> None:
+        self._answer(body=True)
+
+    def _answer(self, *, body: bool) -> None:
+        served, name = self.served, unquote(urlsplit(self.path).path).lstrip("/")
+        path = served.folder / name
+        if not path.is_file():
+            self.send_response(404)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        content, begin, end = path.read_bytes(), 0, path.stat().st_size
+        etag = hashlib.md5(content).hexdigest()
+        asked = self.headers.get("Range", "")
+        if served.ranges and asked.startswith("bytes="):
+            first, _, last = asked.removeprefix("bytes=").partition("-")
+            begin, end = int(first), min(int(last) + 1 if last else end, end)
+            self.send_response(206)
+            self.send_header("Content-Range", f"bytes {begin}-{end - 1}/{len(content)}")
+        else:
+            self.send_response(200)
+        self.send_header("Accept-Ranges", "bytes" if served.ranges else "none")
+        if served.etags:
+            self.send_header("ETag", f'"{etag}"')
+        self.send_header("Content-Length", str(end - begin))
+        self.end_headers()
+        if not body:
+            return
+        served.transfers.append((name, begin))
+        part = content[begin:end]
+        if served.interrupt.get(name, 0):
+            served.interrupt[name] -= 1
+            part = part[: len(part) // 2]
+            self.close_connection = True
+        self.wfile.write(part)
+        if self.close_connection:
+            time.sleep(0.2)  # what arrives with the error is lost to the client
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[Served]:
+    """A server of the files in ``folder``, until the context ends."""
+    served = Served(folder)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"served": served}))
+    server.daemon_threads = True
+    served.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield served
+    finally:
+        server.shutdown()
+        server.server_close()
