@@ -1,8 +1,13 @@
-"""A server of files over real HTTP: ranges and ETags, and transfers that it ends early."""
+"""A server of files over real HTTP: ranges and ETags, and transfers that it ends early.
+
+The same files are also a data set of the Hugging Face hub, ``org/name``, in the part of the hub's API that listing and
+downloading use.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -12,6 +17,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
+
+COMMIT = "1" * 40
 
 
 @dataclass
@@ -24,6 +31,7 @@ class Served:
     """Name of a file -> how many of its transfers still end in the middle; -1: all."""
     ranges: bool = True
     etags: bool = True
+    asked: list[str] = field(default_factory=list)
     transfers: list[tuple[str, int]] = field(default_factory=list)
     """(name, first byte) of each request for content."""
 
@@ -45,10 +53,17 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(body=True)
 
     def _answer(self, *, body: bool) -> None:
+        self.served.asked.append(f"{self.command} {self.path}")
         served, name = self.served, unquote(urlsplit(self.path).path).lstrip("/")
+        if name.startswith("api/datasets/org/name"):
+            return self._answer_of_hub(name.removeprefix("api/datasets/org/name").strip("/"))
+        if name.startswith("datasets/org/name/resolve/"):
+            name = name.removeprefix("datasets/org/name/resolve/").partition("/")[2]
         path = served.folder / name
         if not path.is_file():
             self.send_response(404)
+            self.send_header("X-Error-Code", "EntryNotFound")
+            self.send_header("X-Repo-Commit", COMMIT)
             self.send_header("Content-Length", "0")
             self.end_headers()
             return
@@ -63,6 +78,7 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self.send_response(200)
         self.send_header("Accept-Ranges", "bytes" if served.ranges else "none")
+        self.send_header("X-Repo-Commit", COMMIT)
         if served.etags:
             self.send_header("ETag", f'"{etag}"')
         self.send_header("Content-Length", str(end - begin))
@@ -78,6 +94,31 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(part)
         if self.close_connection:
             time.sleep(0.2)  # what arrives with the error is lost to the client
+
+    def do_POST(self) -> None:
+        self._answer(body=True)
+
+    def _answer_of_hub(self, asked: str) -> None:
+        """What a repository has, and the facts of its files."""
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        paths = sorted(path for path in self.served.folder.iterdir() if path.is_file())
+        listed = [
+            {"type": "file", "path": path.name, "size": path.stat().st_size, "oid": hashlib.sha1(content).hexdigest()}
+            for path in paths
+            for content in [path.read_bytes()]
+        ]
+        found: Any = {
+            "id": "org/name", "sha": COMMIT, "private": False, "tags": [], "downloads": 0, "likes": 0,
+            "siblings": [{"rfilename": path.name} for path in paths],
+        }  # fmt: skip
+        if asked.startswith(("tree/", "paths-info/")):
+            found = listed
+        content = json.dumps(found).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
 
 
 @contextmanager

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import gzip
 import io
+import itertools
 import json
 import shutil
 import tarfile
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.data.support import write_jsonl
+from tests.data.support import make_processor, write_jsonl
 from tests.data.test_sources import SAMPLES, source, write_parquet
 from tests.data.test_sources import train as train_images
 from tests.runner.test_mixtures import train_and_kill
@@ -25,10 +28,16 @@ from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.errors import CheckpointError, ConfigError, DataError, ResumeBlocked
 from unigen_ds.core.metrics import read_lines
 from unigen_ds.core.registry import SOURCES
+from unigen_ds.data.datasets import UnifiedGenerationDataset
+from unigen_ds.data.fast_packing import FastPacking
+from unigen_ds.data.order import GlobalOrder
+from unigen_ds.data.overflow import Overflow
 from unigen_ds.data.shard_order import ShardWalk
 from unigen_ds.data.sources import shard_list, spool
 from unigen_ds.data.sources.iterated import IterableShards
+from unigen_ds.data.stream import Cursor, SequenceStream
 from unigen_ds.data.streamed import SPAN
+from unigen_ds.data.streamed_units import fitted
 from unigen_ds.runner import Runner
 
 SIZES = (13, 4, 9, 1, 22, 7, 11)
@@ -340,14 +349,16 @@ def test_a_moved_copy_and_another_limit_are_the_same_data(tmp_path: Path, shards
     assert digests(tmp_path) == digests(other)
 
 
-def test_a_cursor_of_other_blocks_is_refused(tmp_path: Path, shards: Path) -> None:
-    killed(tmp_path, streamed(shards), 9)
-    path = tmp_path / "run" / "iter_18.pth" / "manifest.json"
-    stored = json.loads(path.read_text())
-    stored["loader"]["cursor"]["blocks"] = [10**6, 0, 0]
-    path.write_text(json.dumps(stored))
-    with pytest.raises(CheckpointError):
-        trained(config(tmp_path, streamed(shards), resume=True))
+def test_a_cursor_of_other_blocks_is_refused(shards: Path) -> None:
+    dataset = UnifiedGenerationDataset(shards, make_processor(), streaming=MIXED)
+    order = GlobalOrder([len(fitted(dataset, Overflow(96)))], [1.0], seed=3)
+    stream = SequenceStream([dataset], order, packer=FastPacking(24), seq_length=96)
+    *_, (_, cursor) = itertools.islice(stream.rows(), 30)
+    assert cursor.window > 1 and Cursor.from_state_dict(cursor.state_dict()) == cursor
+    next(stream.rows(cursor))
+    for blocks in ((10**6, 0, 0), (0, 0, 99), (0, -1, 0), cursor.blocks[:2]):
+        with pytest.raises(CheckpointError, match=r"the data cursor has .* and the blocks"):
+            next(stream.rows(replace(cursor, blocks=blocks)))
 
 
 # --- other kinds of shards ------------------------------------------------------------------------------------------
@@ -367,8 +378,6 @@ def write_formats(folder: Path, kind: str) -> Any:
         if kind == "parquet":
             write_parquet(folder / f"{shard}.parquet", some)
         elif kind == "jsonl.gz":
-            import gzip
-
             folder.mkdir(exist_ok=True)
             text = "".join(json.dumps(record) + "\n" for record in some)
             (folder / f"{shard}.jsonl.gz").write_bytes(gzip.compress(text.encode()))

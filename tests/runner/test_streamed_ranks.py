@@ -13,13 +13,14 @@ import pytest
 
 from tests.data.support import write_jsonl
 from tests.data.test_streamed import MIXED, exact, write_shards
-from tests.processes import ROOT, ranks
+from tests.processes import ROOT, ranks, together
 from tests.runner.kill_tools import HOOK
 from tests.runner.test_mixtures import train_and_kill
 from tests.shard_server import serving
 from tests.text_run import CONFIG, WORDS, trained, words
 from tools import inspect_data
 from unigen_ds.checkpoint.manifest import Manifest
+from unigen_ds.core.dist import free_port
 from unigen_ds.core.metrics import read_lines
 from unigen_ds.runner.settings import load_config
 
@@ -83,3 +84,33 @@ def test_two_ranks_one_and_four_use_the_same_samples(tmp_path: Path, monkeypatch
     assert [line["digest"] for line in lines if "digest" in line] == expected and len(expected) == UPDATES
     stored = max((folder / "run").glob("iter_*"), key=lambda found: found.stat().st_mtime)
     assert len(Manifest.read(stored).loader["cursor"]["blocks"]) == 3
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_data_set_of_the_hub(tmp_path: Path, there: bool) -> None:
+    """Of a server that speaks the part of the hub's API that this needs; and of one that is not there."""
+    shards = write_shards(tmp_path / "shards")
+    own = write_jsonl(tmp_path / "own.jsonl", [{"text": words(3, i)} for i in range(10)])
+    config = write_config(tmp_path / "run", "hf://datasets/org/name", own=own)
+    command = [sys.executable, "tools/train.py", str(config), "--max-updates", "2"]
+    options = ["--cfg-options", "train_dataloader.dataset.0.streaming.attempts=2"]
+    with serving(shards) as served:
+        environment = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}
+        url = served.url if there else f"http://127.0.0.1:{free_port()}"
+        (ended,) = together(
+            [command + options], [{**environment, "HF_ENDPOINT": url, "PYTHONPATH": f"{ROOT}:{config.parent}"}]
+        )
+    if not there:
+        assert ended.status == 1 and "Traceback" not in ended.text, ended.ending
+        assert "error: train_dataloader.dataset[0]: listing the data set org/name failed in 2 attempts" in ended.text
+        return
+    assert ended.status == 0, ended.ending
+    assert "Data, web: streamed from 7 shards of" in ended.text
+    expected = trained_digests(tmp_path / "local", shards, own)
+    assert [line["digest"] for line in read_lines(tmp_path / "run" / "run" / "ledger.jsonl")] == expected[:2]
+
+
+def trained_digests(folder: Path, shards: Path, own: Path) -> list[str]:
+    """Of a run in this process on local files."""
+    trained(load_config(write_config(folder, str(shards), own=own), {"custom_hooks": [{"type": "KeepBatches"}]}))
+    return [line["digest"] for line in read_lines(folder / "run" / "ledger.jsonl")]

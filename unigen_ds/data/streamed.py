@@ -41,6 +41,8 @@ SPAN = 10**9
 _FORMAT = "unigen-streamed-1"
 _RECORDS, _DIGEST = "shard_records", "shard_digest"
 """Arrays of a shard's index: how many records it has, and the quick digest of its file."""
+_DIGESTED = 8
+"""MiB of a copy that are compared when it is opened."""
 _KEPT_RECORDS = 1 << 20
 _T = TypeVar("_T")
 
@@ -108,7 +110,7 @@ class ShardSource(RecordSource):
             source.use(arrays)
             if len(source) >= SPAN:
                 raise DataError(f"{self.title} has {len(source):,} records", allowed=f"fewer than {SPAN:,} in a shard")
-            digest = np.frombuffer(bytes.fromhex(quick_digest(source.origin)), np.uint8)
+            digest = np.frombuffer(bytes.fromhex(quick_digest(source.origin, blocks=_DIGESTED)), np.uint8)
             return {**arrays, _RECORDS: np.asarray([len(source)], np.int64), _DIGEST: digest}
 
     def use(self, arrays: Arrays) -> None:
@@ -139,7 +141,7 @@ class ShardSource(RecordSource):
     def _open(self, path: Path) -> RecordSource:
         source = self._listed.open(path, self.shard)
         if self._arrays:
-            if bytes.fromhex(quick_digest(source.origin)) != self._arrays[_DIGEST].tobytes():
+            if bytes.fromhex(quick_digest(source.origin, blocks=_DIGESTED)) != self._arrays[_DIGEST].tobytes():
                 raise DataError(
                     "its content is not that of its index: the shard changed",
                     remedy="restore it, then continue with --resume; --on-data-change continues with changed data",

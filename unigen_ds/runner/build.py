@@ -26,7 +26,7 @@ from unigen_ds.core.optim import (
 from unigen_ds.core.optimizer_state import state_of
 from unigen_ds.core.progress import Duration, Geometry, Ruler, split_global_batch
 from unigen_ds.core.settings import Component
-from unigen_ds.data.datasets import source_names
+from unigen_ds.data.datasets import is_streamed, source_names
 from unigen_ds.data.fast_packing import FastPacking as FastPacking  # registers it
 from unigen_ds.data.filtered import filtered
 from unigen_ds.data.groups import blend
@@ -109,18 +109,28 @@ class Data:
 
 
 def check_same_everywhere(settings: Settings, data: Data) -> None:
-    """Raise ``DataError`` where processes would use other sources. Collective where a source may be skipped; not part
-    of ``build_data``, which rank 0 calls alone for the checklist of a resume.
+    """Raise ``DataError`` where processes would use other sources, or other shards. Collective where a source may be
+    skipped or is streamed; not part of ``build_data``, which rank 0 calls alone for the checklist of a resume.
     """
     loaders = [loader for loader in (settings.train_dataloader, settings.val_dataloader) if loader is not None]
-    if all(source.arguments.get("on_error") != "skip" for loader in loaders for source in loader.dataset):
+    streamed = {
+        name: dataset.fingerprint
+        for name, dataset in zip(data.stream.names, data.stream.datasets, strict=True)
+        if is_streamed(dataset)
+    }
+    if not streamed and all(s.arguments.get("on_error") != "skip" for loader in loaders for s in loader.dataset):
         return
     own = (*data.stream.names, *(data.validation.names if data.validation else ()))
-    for rank, names in enumerate(dist.gather_objects(own)):
+    for rank, (names, shards) in enumerate(dist.gather_objects((own, streamed))):
         if names != own:
             raise DataError(
                 f"the processes can open different data sets: {', '.join(own)}; process {rank}: {', '.join(names)}",
                 remedy="on_error='skip' leaves out what no process can open: give every node the same files",
+            )
+        if other := [name for name in streamed if shards[name] != streamed[name]]:
+            raise DataError(
+                f"process {rank} finds other shards of {other[0]} than this one: other names, sizes or versions",
+                remedy="give every node the same files, or the same server",
             )
 
 

@@ -38,6 +38,8 @@ from unigen_ds.data.sources.spool import DataShard, Missing, attempted
 _HUB = "hf://datasets/"
 _BLOCK = 8 << 20
 _LISTED_TOGETHER = 16
+_DIGESTED = 2
+"""MiB of a local shard, at its beginning and its end, by which it is recognised: there may be thousands of shards."""
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _SILENCE_S = 60.0
 """Seconds without a byte after which a transfer over HTTP is interrupted."""
@@ -124,6 +126,8 @@ def _of_hub(name: str, *, split: str | None = None, config: str | None = None, *
         raise
     except (FileNotFoundError, ValueError) as error:
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if "LocalEntryNotFoundError" in text:  # the hub did not answer: another attempt may succeed
+            raise
         remedy = download_first(name) if is_hub_name(name) else None
         raise DataError(f"the Hugging Face data set {name!r} cannot be listed: {text}", remedy=remedy) from error
     chosen = chosen_split(split, [str(one) for one in files], f"the Hugging Face data set {name!r}")
@@ -242,11 +246,11 @@ class ShardFiles:
         if "://" not in url:
             if not os.path.isfile(url):
                 raise Missing("it does not exist")
-            return DataShard(name, url, os.path.getsize(url), quick_digest(Path(url)))
+            return DataShard(name, url, os.path.getsize(url), quick_digest(Path(url), blocks=_DIGESTED))
         filesystem, path = _filesystem(url, self._storage)
         info = _refused(lambda: filesystem.info(path))
         if "file" in _protocols(filesystem):
-            return DataShard(name, url, info["size"], quick_digest(Path(path)))
+            return DataShard(name, url, info["size"], quick_digest(Path(path), blocks=_DIGESTED))
         return DataShard(name, url, info.get("size"), _version(info))
 
     def fetch(self, shard: DataShard, target: Path) -> None:
