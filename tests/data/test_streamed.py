@@ -241,7 +241,7 @@ def test_copies_that_exceed_the_limit_are_removed_and_fetched_again(tmp_path: Pa
     assert digests(folder) == digests(tmp_path / "all")
     assert len(served.transfers) - before >= 3 * before, "fetched in every pass"
     assert sum(path.stat().st_size for path in (folder / "cache").glob("streamed/shards/*/*")) <= 3 * largest
-    with pytest.raises(DataError, match=r"mixed_shards=2 uses 4 shards at a time .* cache_gib keeps 0\.1 KiB"):
+    with pytest.raises(DataError, match=r"mixed_shards=2 uses 4 shards at a time .*cache_gib keeps 0\.1 KiB"):
         trained(config(tmp_path / "none", streamed(urls(served), streaming={**MIXED, "cache_gib": 1e-7})))
 
 
@@ -354,7 +354,7 @@ def test_a_cursor_of_other_blocks_is_refused(shards: Path) -> None:
     order = GlobalOrder([len(fitted(dataset, Overflow(96)))], [1.0], seed=3)
     stream = SequenceStream([dataset], order, packer=FastPacking(24), seq_length=96)
     *_, (_, cursor) = itertools.islice(stream.rows(), 30)
-    assert cursor.window > 1 and Cursor.from_state_dict(cursor.state_dict()) == cursor
+    assert cursor.blocks[0] > 0 and Cursor.from_state_dict(cursor.state_dict()) == cursor
     next(stream.rows(cursor))
     for blocks in ((10**6, 0, 0), (0, 0, 99), (0, -1, 0), cursor.blocks[:2]):
         with pytest.raises(CheckpointError, match=r"the data cursor has .* and the blocks"):
