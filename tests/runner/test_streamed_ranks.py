@@ -79,6 +79,7 @@ def test_two_ranks_one_and_four_use_the_same_samples(tmp_path: Path, monkeypatch
         workers = {"resume": True, "custom_hooks": [], "train_dataloader.num_workers": 3}
         train_and_kill(load_config(config, workers), 9)
         start_ranks(4, config, "--resume")
+        assert inspect_data.main([str(config), "--html", str(tmp_path / "page.html")]) == 0
         assert inspect_data.main([str(config), "--ledger", str(folder / "run" / "ledger.jsonl")]) == 0
     lines = read_lines(folder / "run" / "ledger.jsonl")
     assert [line["digest"] for line in lines if "digest" in line] == expected and len(expected) == UPDATES

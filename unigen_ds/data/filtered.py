@@ -100,7 +100,6 @@ def kept_records(dataset: Any, origin: Any) -> Filtered:
     removed, parts = removed[: len(dataset)], parts[: len(dataset)]  # num_used_data counts records of the file
     report = removed_by(origin.filters, removed, parts)
     numbers = np.flatnonzero(removed == 0)
-    numbers = np.flatnonzero(removed == 0)
     return Filtered(dataset, numbers, [one.settings for one in origin.filters], report, removed)
 
 
