@@ -20,6 +20,7 @@ PACKAGE = sorted((ROOT / "tests" / "plugin").glob("*.py"))
 OTHERS = [
     ROOT / "tests" / "plugin_text" / "numbers.py",
     ROOT / "tests" / "data" / "own_format.py",
+    ROOT / "tests" / "data" / "own_shards.py",
     ROOT / "tests" / "data" / "test_filters.py",
     ROOT / "tests" / "hooks" / "mmengine_hooks_config.py",
     ROOT / "tests" / "runner" / "own_registered.py",

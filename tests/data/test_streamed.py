@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.data import own_shards
 from tests.data.support import make_processor, write_jsonl
 from tests.data.test_sources import SAMPLES, source, write_parquet
 from tests.data.test_sources import train as train_images
@@ -34,7 +35,7 @@ from unigen_ds.data.order import GlobalOrder
 from unigen_ds.data.overflow import Overflow
 from unigen_ds.data.shard_order import ShardWalk
 from unigen_ds.data.sources import shard_list, spool
-from unigen_ds.data.sources.iterated import IterableShards
+from unigen_ds.data.sources.iterated import IterableShards, write_records
 from unigen_ds.data.stream import Cursor, SequenceStream
 from unigen_ds.data.streamed import SPAN
 from unigen_ds.data.streamed_units import fitted
@@ -44,6 +45,7 @@ SIZES = (13, 4, 9, 1, 22, 7, 11)
 """Records of each shard."""
 KIND = "UnifiedGenerationDataset"
 MIXED = {"mixed_shards": 2}
+PICTURE = (SAMPLES / "images" / sorted(path.name for path in (SAMPLES / "images").iterdir())[0]).read_bytes()
 
 
 def write_shards(folder: Path, sizes: tuple[int, ...] = SIZES) -> Path:
@@ -108,7 +110,11 @@ def digests(folder: Path) -> list[str]:
 
 
 def log(folder: Path) -> str:
-    return (folder / "run" / "train.log").read_text(encoding="utf-8")
+    return log_of(folder / "run")
+
+
+def log_of(work_dir: Path) -> str:
+    return (work_dir / "train.log").read_text(encoding="utf-8")
 
 
 def exact(ids: list[str], sizes: tuple[int, ...] = SIZES, name: str = "web") -> int:
@@ -414,44 +420,48 @@ def test_hugging_face_names_and_every_format_have_the_same_samples(tmp_path: Pat
         assert exact(ids, (8, 8, 8)) >= 1
 
 
-class Crawl(IterableShards):
-    """Records of a user's own, in iterations that end early."""
-
-    failures = 0
-
-    def __init__(self, path: Path, *, label: str | None = None, folder: Any = None, known: bool = True) -> None:
-        super().__init__(path, label=label, folder=folder)
-        self.known = known
-
-    def shards(self) -> list[str] | None:
-        return [f"day {shard}" for shard in range(len(SIZES))] if self.known else None
-
-    def records(self, shard: str) -> Iterator[dict[str, Any]]:
-        days = [int(shard.split()[1])] if self.known else [*range(len(SIZES))]
-        for day in days:
-            for i in range(SIZES[day]):
-                if Crawl.failures and i == 3:
-                    Crawl.failures -= 1
-                    raise ConnectionResetError("the crawl was reset")
-                yield {"text": words(1 + (day * 5 + i * 3) % 9, day + i)}
-
-
-@pytest.mark.parametrize("known", [True, False])
-def test_a_users_iteration_is_exact_too(tmp_path: Path, shards: Path, known: bool) -> None:
-    SOURCES.register_module(name="crawl", module=Crawl, force=True)
-    data = streamed("crawl", format={"type": "crawl", "known": known})
-    Crawl.failures = 2
+def test_a_users_iteration_is_exact_too(tmp_path: Path) -> None:
+    data = streamed("crawl", format={"type": "crawl", "days": 6})
+    own_shards.FAILURES[:] = ["the service was reset"] * 2
     killed(tmp_path, data, 11)
-    assert "the crawl was reset" in log(tmp_path) and "attempt 1 of 5 failed" in log(tmp_path)
+    assert "the service was reset" in log(tmp_path) and "attempt 1 of 5 failed" in log(tmp_path)
+    assert "Crawl is iterated, and has no version" in log(tmp_path)
     shutil.rmtree(tmp_path / "cache")
     trained(config(tmp_path, data, train_dataloader__num_workers=2, resume=True))
     other = tmp_path / "straight"
     _, whole = trained(config(other, data))
     assert digests(tmp_path) == digests(other)
-    assert exact(whole.ids, SIZES if known else (sum(SIZES),)) >= 3
-    assert ("the shards of Crawl are unknown: all its records are one shard" in log(tmp_path)) is not known
+    assert exact(whole.ids, tuple(day % 5 + 3 for day in range(1, 7))) >= 2
     with pytest.raises(ConfigError, match="Crawl can only be iterated"):
         trained(config(tmp_path / "plain", {"data_path": "crawl", "format": "crawl"}))
+
+
+@SOURCES.register_module(name="endless")
+class Endless(IterableShards):
+    """One iteration of images and texts, whose shards are unknown."""
+
+    def records(self, shard: str) -> Iterator[dict[str, Any]]:
+        for i in itertools.count():
+            if i == 40 and self.path.name == "finite":
+                return
+            yield {"images": [{"bytes": PICTURE, "path": "0.png"}], "text": words(2, i), "note": b"0" * 100}
+
+
+@pytest.mark.parametrize("unknown", [None, 3])
+def test_an_iteration_of_unknown_shards_is_one_shard(tmp_path: Path, unknown: Any) -> None:
+    """With images as bytes; one without an end is refused, and so is what is no record."""
+    if unknown is None:
+        data = source("finite", format="endless", streaming=True, cache_dir=str(tmp_path / "cache"))
+        losses, _ = train_images(tmp_path, data, train_dataloader__seq_length=160)
+        assert losses[0]["loss/text"] or losses[0]["loss/image"]
+        assert "the shards of Endless are unknown: all its records are one shard" in log_of(tmp_path)
+        return
+    data = streamed("infinite", format="endless", streaming={"cache_gib": 1e-5})
+    with pytest.raises(DataError, match=r"shard all has more than 10,737 bytes after \d+ records"):
+        trained(config(tmp_path, data))
+    for record, message in (("text", "it is a str"), ({"text": {1, 2}}, "record 0: text is a set")):
+        with pytest.raises(DataError, match=message):
+            write_records([record], tmp_path / "records", name="all", limit=100)  # type: ignore[list-item]
 
 
 def test_images_of_a_streamed_tar_train_bit_equally_with_those_of_its_copy(tmp_path: Path) -> None:

@@ -132,6 +132,7 @@ class UnifiedGenerationDataset:
         self.shards: StreamedShards | None = None
         if streaming is not False:
             self._not_streamed(cache_tokens=cache_tokens)
+            self.name = name or self.name.partition("{")[0].rstrip("-_.") or "data"
             self.shards = stream_shards(
                 data_path,
                 processor,

@@ -199,6 +199,7 @@ class StreamedShards:
         self._layout, self._image_root, self._num_workers, self._facts = layout, image_root, num_workers, tuple(facts)
         self._recent: Recent[Index] = Recent(2 * settings.mixed_shards + 1)
         self._ahead: dict[int, _Ahead] = {}
+        self._reported: set[int] = set()
         self.fetches_ahead = False
         """Whether ``prepare`` does anything: a run needs the records soon, a tool that only plans does not."""
 
@@ -255,8 +256,9 @@ class StreamedShards:
         def work() -> None:
             for shard, ahead in made.items():
                 try:
-                    with self.spool.reading(self.listed.shards[shard]):  # also where its index is known
-                        ahead.finish(self._built(shard, processor))
+                    # also where its index is known; not kept while it is built: who builds it fetches it, too
+                    self.spool.fetch(self.listed.shards[shard])
+                    ahead.finish(self._built(shard, processor))
                 except BaseException as error:
                     logger().debug("shard %d was not prepared: %s", shard, error)
                     ahead.finish(None)
@@ -264,6 +266,8 @@ class StreamedShards:
         threading.Thread(target=work, name="streamed-shards", daemon=True).start()
 
     def _built(self, shard: int, processor: ConversationProcessor) -> Index:
+        report = get_worker_info() is None and shard not in self._reported
+        self._reported.add(shard)
         source = ShardSource(self.listed.shards[shard], self.listed, self.spool)
         return Index.build(
             source,
@@ -271,15 +275,15 @@ class StreamedShards:
             image_root=self._image_root,
             num_workers=self._num_workers,
             layout=self._layout,
-            report=get_worker_info() is None,
+            report=report,
         )
 
 
 class _Ahead:
-    """What a thread will have found."""
+    """What a thread of this process will have found."""
 
     def __init__(self) -> None:
-        self._event = threading.Event()
+        self._process, self._event = os.getpid(), threading.Event()
         self._found: Index | None = None
 
     @property
@@ -292,7 +296,9 @@ class _Ahead:
         self._event.set()
 
     def result(self) -> Index | None:
-        """Waits for it."""
+        """Waits for it, but not in a process that was forked: there is no thread."""
+        if self._process != os.getpid():
+            return None
         self._event.wait()
         return self._found
 

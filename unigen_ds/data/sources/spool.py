@@ -125,6 +125,8 @@ class Spool:
         """Make a copy of a shard where there is none. Raises ``DataError`` where it cannot be fetched."""
         name = _key(shard)
         file = self._shards / name / shard.file_name
+        if file.exists():  # without waiting for those who read it
+            return
         with self._locked(name, fcntl.LOCK_EX):
             if file.exists():
                 return
