@@ -11,7 +11,7 @@ from unigen_ds.data.sources.iterated import IterableShards
 
 
 def ask_the_service(day: str) -> Iterator[str]:
-    """Stands for a service. Its failures: how many of its answers still end early."""
+    """Instead of a service. ``FAILURES``: how many of its answers still end early."""
     for i in range(int(day[-1]) % 5 + 3):
         if FAILURES and i == 2:
             raise ConnectionResetError(FAILURES.pop())

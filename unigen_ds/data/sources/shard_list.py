@@ -94,7 +94,8 @@ def list_shards(
     hub, revision = _hub_name(given, cls)
     if hub is not None:
         asked = {"revision": revision, **options}
-        urls = attempted(f"listing the data set {hub}", attempts, lambda: _of_hub(hub, **asked))
+        few = min(attempts, 2)  # the package makes several of its own
+        urls = attempted(f"listing the data set {hub}", few, lambda: _of_hub(hub, **asked))
         cls, options = None, {}
     else:
         urls = attempted(f"listing {', '.join(map(str, given))}", attempts, lambda: _urls(given, cls, storage_options))

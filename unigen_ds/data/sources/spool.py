@@ -249,7 +249,7 @@ def attempted(what: str, attempts: int, act: Callable[[], _T], *, progress: Call
             problem = (f"{text[0]}" if text else type(error).__name__) + progress()
             if attempt == attempts:
                 raise DataError(
-                    f"{what} failed in {attempts} attempts: {problem}",
+                    f"{what} failed in {attempts} attempt{'s' * (attempts > 1)}: {problem}",
                     remedy="check the network and the shard, then continue with --resume: nothing of the run is lost",
                 ) from error
         wait = min(2.0 ** (attempt - 1), _LONGEST_WAIT_S)
