@@ -30,7 +30,8 @@ UPDATES = 18
 def write_config(folder: Path, path: str, *, own: Path) -> Path:
     """A streamed source beside one with random access; 4 sequences an update however many ranks there are."""
     folder.mkdir(exist_ok=True)
-    (folder / "kill_hook.py").write_text(HOOK)
+    own_name = HOOK.replace("@HOOKS.register_module()", '@HOOKS.register_module(name="KillAtUpdate", force=True)')
+    (folder / "kill_at_update.py").write_text(own_name)
     kind = "UnifiedGenerationDataset"
     data: list[dict[str, Any]] = [
         dict(type=kind, data_path=path, name="web", weight=3, streaming=MIXED, cache_dir=str(folder / "cache")),
@@ -42,8 +43,8 @@ train_dataloader.update(dataset={data!r}, seq_length=20, packing=dict(type="Fast
                         global_batch_size=4)
 train_cfg = dict(max_updates={UPDATES})
 default_hooks = dict(logger=dict(interval=100), checkpoint=dict(interval=2, unit="update"))
-custom_imports = dict(imports=["kill_hook"])
-custom_hooks = [dict(type="KillHook")]
+custom_imports = dict(imports=["kill_at_update"])
+custom_hooks = [dict(type="KillAtUpdate")]
 """
     (folder / "config.py").write_text(body, encoding="utf-8")
     return folder / "config.py"
