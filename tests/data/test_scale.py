@@ -39,9 +39,10 @@ from tests.data.test_collate import same
 from tests.text_run import text_config, trained, words
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.progress import Geometry
-from unigen_ds.data import array_cache, overflow
+from unigen_ds.data import array_cache, loader, overflow
 from unigen_ds.data import index as index_module
 from unigen_ds.data.array_cache import FOLDER, ArrayFile, cached, filled
+from unigen_ds.data.augment import RandomFlip
 from unigen_ds.data.collate import collate
 from unigen_ds.data.counts import COLUMNS
 from unigen_ds.data.datasets import UnifiedGenerationDataset
@@ -508,10 +509,19 @@ def test_large_batches_of_workers_are_the_same(tmp_path: Path, monkeypatch: pyte
     stream = make_stream([data], window=None)
 
     def batches(workers: int) -> list[Any]:
-        loader = UpdateLoader(stream, processor=data.processor, geometry=Geometry(2, 2, 1), num_workers=workers)
-        found = [micro.batch for update in islice(loader, 3) for micro in update]
-        loader.close()
+        loading = UpdateLoader(stream, processor=data.processor, geometry=Geometry(2, 2, 1), num_workers=workers)
+        found = [micro.batch for update in islice(loading, 3) for micro in update]
+        loading.close()
         return found
 
+    sent: list[torch.dtype] = []
+    made = loader.with_floats
+    monkeypatch.setattr(loader, "with_floats", lambda batch: (sent.append(batch.vit_patches.dtype), made(batch))[1])
     for one, other in zip(batches(0), batches(2), strict=True):
         same(one, other)
+    assert torch.uint8 in sent, "bytes travel, a quarter of the memory"
+    data.processor.vit_augment = (RandomFlip(probability=1.0),)
+    sent.clear()
+    for one, other in zip(batches(0), batches(2), strict=True):
+        same(one, other)
+    assert set(sent) == {torch.float32}

@@ -25,6 +25,7 @@ from unigen_ds.core.seeding import generator
 from unigen_ds.data.datasets import PlannedDataset, planned_tokens, source_names
 from unigen_ds.data.order import Draw
 from unigen_ds.data.overflow import part_of, unit_tokens
+from unigen_ds.data.packed import PackedBuilder
 from unigen_ds.data.processor import Processor
 from unigen_ds.data.samples import Loaded as Loaded
 from unigen_ds.data.samples import Sample, Split
@@ -42,6 +43,7 @@ def collate(
     seed: int | None = None,
     names: Sequence[str] | None = None,
     threads: int = 1,
+    keep_bytes: bool = False,
 ) -> Batch:
     """One micro-batch.
 
@@ -51,10 +53,13 @@ def collate(
         processor: sizes and ids; ``seed`` and ``names`` default to the processor's and the data sets' own.
         seq_length: each sample is truncated to it.
         threads: that decode images.
+        keep_bytes: leave patches of images as bytes, for ``packed.with_floats``.
     """
     seed = processor.seed if seed is None else seed
     names = source_names(datasets) if names is None else names
     builder = processor.builder()
+    if isinstance(builder, PackedBuilder):
+        builder.keep_bytes = keep_bytes
     sample_ids: list[str] = []
     skipped: list[dict[str, str]] = []
     sources: list[int] = []

@@ -35,6 +35,7 @@ from unigen_ds.core.errors import ConfigError, TrainingError, UnigenError
 from unigen_ds.core.progress import Geometry
 from unigen_ds.data.collate import collate
 from unigen_ds.data.datasets import PlannedDataset
+from unigen_ds.data.packed import with_floats
 from unigen_ds.data.processor import Processor
 from unigen_ds.data.stream import Cursor, Row, SequenceStream
 
@@ -160,7 +161,14 @@ class BatchLoader:
             )
         pinned = pin_memory and torch.accelerator.is_available()  # torch's loader has the same condition, and warns
         self._loader: DataLoader[Any] = DataLoader(
-            _Rows(source, processor, seed, travels=num_workers > 0 or pinned, threads=_image_threads(num_workers)),
+            _Rows(
+                source,
+                processor,
+                seed,
+                travels=num_workers > 0 or pinned,
+                keep_bytes=num_workers > 0 and not pinned,  # what is pinned is not changed any more
+                threads=_image_threads(num_workers),
+            ),
             batch_size=None,
             sampler=iterations,
             collate_fn=_unchanged,
@@ -183,7 +191,7 @@ class BatchLoader:
         loaded = next(self._iterator)
         if isinstance(loaded, UnigenError):  # raised in a worker, whose traceback does not help
             raise loaded
-        return loaded.unpacked() if isinstance(loaded, Packet) else loaded
+        return with_floats(loaded.unpacked()) if isinstance(loaded, Packet) else loaded
 
     def close(self) -> None:
         """End the workers. Safe to call twice, and after an error."""
@@ -233,9 +241,16 @@ class _Rows(Dataset["Batch | Packet | UnigenError"]):
     """A list of rows is the index, a micro-batch the item: as a packet where it ``travels`` to another process."""
 
     def __init__(
-        self, source: RowSource, processor: Processor, seed: int | None, *, travels: bool, threads: int
+        self,
+        source: RowSource,
+        processor: Processor,
+        seed: int | None,
+        *,
+        travels: bool,
+        keep_bytes: bool,
+        threads: int,
     ) -> None:
-        self._source, self._threads = source, threads
+        self._source, self._keep_bytes, self._threads = source, keep_bytes, threads
         self._processor, self._seed, self._travels = processor, seed, travels
 
     def __getitem__(self, rows: Sequence[Row]) -> Batch | Packet | UnigenError:
@@ -243,7 +258,7 @@ class _Rows(Dataset["Batch | Packet | UnigenError"]):
             source = self._source
             batch = collate(
                 rows, source.datasets, self._processor, seq_length=source.seq_length, seed=self._seed,
-                names=source.names, threads=self._threads,
+                names=source.names, threads=self._threads, keep_bytes=self._keep_bytes,
             )  # fmt: skip
         except UnigenError as error:  # as a value: the loader would make a message of the worker's whole traceback
             return error

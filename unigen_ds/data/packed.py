@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,9 +11,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from unigen_ds.core.batch import CAUSAL, PackedBatch
+from unigen_ds.core.batch import CAUSAL, Batch, PackedBatch
 from unigen_ds.data.samples import IGNORED, Loaded, TextTokenizer
 from unigen_ds.data.transforms import normalised_
+
+_ROWS = 256
+"""Patches that are normalised together: about as many as the processor's cache has."""
 
 
 class PackedSizes(Protocol):
@@ -63,6 +67,8 @@ class PackedBuilder:
         self.processor = processor
         self.tokenizer = processor.tokenizer
         self.num_tokens = 0
+        self.keep_bytes = False
+        """Leave patches of images as bytes, a quarter of the memory, until ``with_floats``."""
         self._positions: list[Tensor] = []
         self._document_lengths: list[int] = []
         self._split_lengths: list[int] = []
@@ -159,11 +165,18 @@ class PackedBuilder:
         parts, none = self._patches, torch.empty(0, dtype=torch.int64)
         width = self.processor.vit_channels * self.processor.vit_patch_size**2
         return {
-            "vit_patches": _floats([part.patches for part in parts], width),
+            "vit_patches": self._vit_patches([part.patches for part in parts], width),
             "vit_index": _joined([part.index for part in parts], none),
             "vit_position_ids": _joined([part.position_ids for part in parts], none),
             "vit_lengths": tuple(length for part in parts for length in part.lengths),
         }
+
+    def _vit_patches(self, parts: Sequence[Tensor], width: int) -> Tensor:
+        """[patches, ``width``]: bytes where ``keep_bytes`` is set and all of them are, else floats."""
+        if len({part.dtype for part in parts}) > 1:  # only some of the images have been changed at random
+            parts = [_floats(part) for part in parts]
+        joined = _joined(parts, torch.empty(0, width))
+        return joined if self.keep_bytes else _floats(joined)
 
     def _vae(self) -> dict[str, Any]:
         pairs, processor, none = self._latents, self.processor, torch.empty(0, dtype=torch.int64)
@@ -204,17 +217,21 @@ def _grid_positions(grid: tuple[int, int], table: int) -> Tensor:
     return (rows[:, None] * table + columns).flatten()
 
 
-def _floats(parts: Sequence[Tensor], width: int) -> Tensor:
-    """Patches one after the other; bytes are normalised here, each image while the processor's cache has it."""
-    if not any(part.dtype == torch.uint8 for part in parts):
-        return _joined(parts, torch.empty(0, width))
-    joined, start = torch.empty(sum(map(len, parts)), width), 0
-    for part in parts:
-        floats = joined[start : start + len(part)].copy_(part)
-        if part.dtype == torch.uint8:
-            normalised_(floats)
-        start += len(part)
-    return joined
+def with_floats(batch: Batch) -> Batch:
+    """``batch`` with floats, where its patches are bytes (``PackedBuilder.keep_bytes``)."""
+    if not isinstance(batch, PackedBatch) or batch.vit_patches.dtype != torch.uint8:
+        return batch
+    return dataclasses.replace(batch, vit_patches=_floats(batch.vit_patches))
+
+
+def _floats(patches: Tensor) -> Tensor:
+    """Bytes normalised; floats as they are."""
+    if patches.dtype != torch.uint8:
+        return patches
+    found = torch.empty(patches.shape)
+    for part, given in zip(found.split(_ROWS), patches.split(_ROWS), strict=True):
+        normalised_(part.copy_(given))
+    return found
 
 
 def _joined(parts: Sequence[Tensor], empty: Tensor) -> Tensor:
