@@ -17,8 +17,8 @@ from tests.tiny import tiny_config
 from unigen_ds.core.config import plain_values
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.metrics import read_lines
+from unigen_ds.data.adapter import DatasetAdapter
 from unigen_ds.data.collate import collate
-from unigen_ds.data.datasets import DatasetAdapter
 from unigen_ds.data.order import Draw
 from unigen_ds.runner import Runner
 

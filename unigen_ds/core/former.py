@@ -66,6 +66,7 @@ MOVED: Mapping[str, str] = MappingProxyType({
     "unigen_ds.data.collate.LoadedImage": "unigen_ds.data.splits",
     "unigen_ds.data.collate.LoadedTiles": "unigen_ds.families.nanovlm.splits",
     "unigen_ds.data.collate.text_tokens": "unigen_ds.data.splits",
+    "unigen_ds.data.datasets.DatasetAdapter": "unigen_ds.data.adapter",
     "unigen_ds.data.processor.UnifiedProcessor": "unigen_ds.families.bagel.processor",
     "unigen_ds.data.samples.END": "unigen_ds.data.splits",
     "unigen_ds.data.samples.ImageSplit": "unigen_ds.data.splits",

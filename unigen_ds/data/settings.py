@@ -11,6 +11,7 @@ from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.registry import DATASETS, PACKERS, TOKENIZERS, TRANSFORMS
 from unigen_ds.core.settings import LISTED, Component, Of, Section
 from unigen_ds.core.values import Number
+from unigen_ds.data.adapter import DatasetAdapter as DatasetAdapter  # registers it
 from unigen_ds.data.groups import DataGroup
 
 Tokenizer = Annotated[Component, Of(TOKENIZERS)]
