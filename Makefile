@@ -6,6 +6,7 @@
 # make lint    ruff and mypy alone
 # make matrix  every engine, process count, precision and load, as a dated table (make test runs a pairwise part; half an hour)
 # make mixtures  of the matrix the data alone: each engine, killed and resumed with other numbers of processes and workers
+# make robustness  10,000 damaged data sets of every format: read, skipped and counted, or named (CASES=N SEED=S, or ONLY=K)
 # make mutations  small edits of the source, each with the test that must then fail; PART=K/N: a part, MINUTES=M: a limit
 # make bench   the benchmarks; results go to benchmarks/results/
 #
@@ -20,7 +21,7 @@ TOOLS := $(wildcard tools/*.py)
 DEMO_DIR := work_dirs/unified_digits
 EMOJI_DIR := work_dirs/unified_emoji
 
-.PHONY: demo demo-emoji check-report docs test matrix mixtures mutations lint bench clean
+.PHONY: demo demo-emoji check-report docs test matrix mixtures robustness mutations lint bench clean
 .DEFAULT_GOAL := test
 
 $(BIN)/python:
@@ -74,6 +75,11 @@ matrix: $(VENV)/.stamp-test
 
 mixtures: $(VENV)/.stamp-test
 	$(BIN)/python benchmarks/matrix.py --groups mixture
+
+CASES ?= 10000
+SEED ?= 0
+robustness: $(VENV)/.stamp-test
+	$(BIN)/python benchmarks/robustness.py --seed $(SEED) $(if $(ONLY),--only $(ONLY),--num $(CASES))
 
 PART ?= 1/1
 mutations: $(VENV)/.stamp-test

@@ -475,5 +475,8 @@ def _names(record: Mapping[str, Any]) -> str:
 
 def shown_value(value: Any) -> str:
     """A value as a message about its record shows it: its first 57 characters."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:  # JSON may be nested as deeply as Python can follow it, and this is called further down
+        text = f"a {type(value).__name__}, nested too deeply to be shown"
     return text if len(text) <= 60 else text[:57] + "..."

@@ -8,6 +8,7 @@ indexed without decoding a single picture. Resizing is PIL's bicubic on uint8, o
 from __future__ import annotations
 
 import os
+import stat
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
@@ -48,6 +49,8 @@ FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "JP
 """What is opened, whatever the file is called. PIL has more: an EPS, for one, is drawn by starting Ghostscript."""
 MAX_PIXELS = 178_956_970
 """Pixels of an image at most, checked before any is decoded: a small file may claim a size that fills the memory."""
+_LONG = 400
+"""Characters of a path in a message."""
 _DEEP = ("I;16", "I;16L", "I;16B", "I;16N")
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -82,7 +85,8 @@ class ImageContent:
     @cached_property
     def opened(self) -> Image.Image:
         """Not decoded. Raises what PIL raises."""
-        content = self._path.read() if isinstance(self._path, StoredImage) else Path(self._path).read_bytes()
+        path = self._path
+        content = path.read() if isinstance(path, StoredImage) else Path(_no_device(path)).read_bytes()
         return Image.open(BytesIO(content), formats=_formats())
 
 
@@ -130,7 +134,7 @@ def _quick_header(path: str | Path | ImageContent) -> Header | None:
     try:
         if isinstance(path, StoredImage):
             return quick_header(path.read()[:FIRST_BYTES])
-        stream = os.open(path, os.O_RDONLY)  # half of what open needs
+        stream = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # half of what open needs; a pipe is not waited for
         try:
             return quick_header(os.read(stream, FIRST_BYTES))
         finally:
@@ -216,7 +220,9 @@ def _opened(path: str | Path | ImageContent, what: str, rule: int) -> Iterator[I
                 if isinstance(path, StoredImage):
                     source = BytesIO(path.read())
                 elif rule:
-                    source = files.enter_context(open(path, "rb"))
+                    source = files.enter_context(open(_no_device(path), "rb"))
+                else:
+                    _no_device(path)
                 image = files.enter_context(Image.open(source, formats=_formats()))
             width, height = image.size
             if min(width, height) < 1:
@@ -227,7 +233,23 @@ def _opened(path: str | Path | ImageContent, what: str, rule: int) -> Iterator[I
     except MemoryError:
         raise
     except Exception as error:  # PIL's readers raise anything on a broken file
-        raise UnreadableImage(f"image {path} cannot be {what}: {type(error).__name__}: {error}") from error
+        raise UnreadableImage(
+            f"image {_brief(path)} cannot be {what}: {type(error).__name__}: {_brief(error)}"
+        ) from error
+
+
+def _brief(text: object) -> str:
+    """The beginning and the end of a long one: a record may have anything where a path is expected."""
+    shown = str(text)
+    return shown if len(shown) <= _LONG else f"{shown[: _LONG // 2]} ... {shown[-_LONG // 4 :]}"
+
+
+def _no_device(path: str | Path) -> str | Path:
+    """The path itself. Raises ``ValueError`` where reading it may never end: a pipe, a socket, a device."""
+    mode = os.stat(path).st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise ValueError("it is a pipe, a socket or a device, not a file")
+    return path
 
 
 @cache

@@ -19,6 +19,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from unigen_ds.core.errors import DataError
 from unigen_ds.data.array_cache import cache_folder, fingerprint
 from unigen_ds.data.content import contents_digest
 from unigen_ds.data.records import Captions
@@ -62,7 +63,10 @@ class Row:
 
     @property
     def content(self) -> bytes:
-        return canonical(self.record)
+        try:
+            return canonical(self.record)
+        except RecursionError as error:
+            raise DataError(f"{self.where}: its values are nested too deeply") from error
 
     values = content
 

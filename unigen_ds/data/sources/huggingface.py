@@ -63,7 +63,9 @@ class HuggingFaceSource(Joined):
 
 def _saved(folder: Path, split: str | None) -> list[Path]:
     if (folder / SPLITS).is_file():
-        splits = _json(folder / SPLITS).get("splits") or []
+        splits = _json(folder / SPLITS).get("splits")
+        if not isinstance(splits, list) or not splits or not all(map(_is_name, splits)):
+            raise DataError(f"{folder / SPLITS} names no splits", allowed="a folder that save_to_disk wrote")
         folder = folder / chosen_split(split, splits, str(folder))
     state = _json(folder / STATE)
     if state.get("_indices_data_files"):
@@ -71,10 +73,20 @@ def _saved(folder: Path, split: str | None) -> list[Path]:
             f"{folder} was saved with a selection of its rows",
             remedy="dataset.flatten_indices().save_to_disk(...) writes the selected rows alone",
         )
-    names = [file.get("filename") for file in state.get("_data_files") or []]
-    if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
+    files = state.get("_data_files")
+    names: list[Any] = [file.get("filename") if isinstance(file, Mapping) else None for file in _listed(files)]
+    if not names or not all(map(_is_name, names)):
         raise DataError(f"{folder / STATE} names no files", allowed="a folder that save_to_disk wrote")
     return [folder / name for name in names]
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list) else ()
+
+
+def _is_name(value: Any) -> bool:
+    """Whether it is the name of a file or folder, without a path."""
+    return isinstance(value, str) and "\0" not in value and len(value) < 256 and Path(value).name == value
 
 
 def chosen_split(split: str | None, splits: Sequence[str], what: str) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 
 from unigen_ds.core.errors import DataError
 from unigen_ds.core.registry import SOURCES
+from unigen_ds.data.records import shown_value
 from unigen_ds.data.sources.base import Arrays, FoundRecord, RecordSource, Row
 from unigen_ds.data.sources.csv_rows import CsvSource
 from unigen_ds.data.sources.json_lines import JsonSource, read_bytes
@@ -124,5 +125,6 @@ class ImageFolderSource(RecordSource):
     def _file_name(self, entry: FoundRecord) -> str:
         name = entry.record.get("file_name")
         if not isinstance(name, str) or not name:
-            raise DataError(f"{entry.where}: file_name is {name!r}", allowed="the path of an image in the folder")
+            shown = "missing" if name is None else shown_value(name)
+            raise DataError(f"{entry.where}: file_name is {shown}", allowed="the path of an image in the folder")
         return name

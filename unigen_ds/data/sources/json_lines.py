@@ -205,7 +205,10 @@ class JsonText(NamedTuple):
 
     @property
     def values(self) -> bytes:
-        return json.dumps(self.record, sort_keys=True, separators=(",", ":")).encode()
+        try:
+            return json.dumps(self.record, sort_keys=True, separators=(",", ":")).encode()
+        except RecursionError as error:
+            raise DataError(f"{self}: its values are nested too deeply") from error
 
 
 @SOURCES.register_module(name="json")

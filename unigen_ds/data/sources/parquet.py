@@ -61,6 +61,9 @@ class ParquetSource(TableSource):
             return self._copy._rows_of_groups(opened)
         return [opened.metadata.row_group(i).num_rows for i in range(opened.metadata.num_row_groups)]
 
+    def _schema(self, opened: Any) -> Any:
+        return self._copy._schema(opened) if self._copy is not None else opened.schema_arrow
+
     def _group(self, opened: Any, number: int) -> Any:
         if self._copy is not None:
             return self._copy._group(opened, number)

@@ -32,6 +32,8 @@ class TableSource(RecordSource):
     def __init__(self, path: Path, *, label: str | None = None, folder: Path | None = None) -> None:
         super().__init__(path, label=label, folder=folder)
         self._arrow = needed("pyarrow", f"the table {self.label}")
+        if not self.path.is_file():  # a pipe would be waited for
+            raise DataError(f"data file {self.path} does not exist, or is not a file")
         self._stops = np.empty(0, np.int64)
         self._local = threading.local()
 
@@ -56,10 +58,21 @@ class TableSource(RecordSource):
         raise NotImplementedError(f"{type(self).__name__}._group")
 
     def scan(self) -> Arrays:
-        rows = self._reading(lambda: self._rows_of_groups(self._opened()))
+        rows = self._reading(lambda: self._checked_rows(self._opened()))
         if not sum(rows):
             raise DataError(f"data file {self.path} holds no record")
         return {"rows_of_groups": np.asarray(rows, np.int64)}
+
+    def _checked_rows(self, opened: Any) -> Sequence[int]:
+        """``_rows_of_groups``, once for each content of the file. Raises ``DataError`` where a name occurs twice."""
+        names = list(self._schema(opened).names)
+        if double := sorted({name for name in names if names.count(name) > 1}):
+            raise DataError(f"{self.label} names a column twice: {', '.join(double)}")
+        return self._rows_of_groups(opened)
+
+    def _schema(self, opened: Any) -> Any:
+        """Names and types of the columns."""
+        raise NotImplementedError(f"{type(self).__name__}._schema")
 
     def use(self, arrays: Arrays) -> None:
         self._stops = np.cumsum(arrays["rows_of_groups"])
@@ -83,15 +96,32 @@ class TableSource(RecordSource):
             self._local.group = None, None
             self._local.group = (os.getpid(), number), self._group(self._opened(), number)
         part = self._local.group[1].slice(start - first, stop - start)
+        if part.num_rows != stop - start:
+            raise DataError(
+                f"data file {self.path} has fewer rows than it claims: row {start + part.num_rows + 1} is missing"
+            )
         types = {field.name: field.type for field in part.schema}
         kept = {name for name, kind in types.items() if self._has_bytes(kind)}
         entries: list[FoundRecord] = []
-        for row, record in enumerate(part.to_pylist(), start=start + 1):
+        for row, record in enumerate(self._rows(part, start), start=start + 1):
             where = f"{self.label} row {row}"
             for name in kept:
                 record[name] = self._value(record[name], types[name], f"{where}: {name}")
             entries.append(Row(record, where))
         return entries
+
+    def _rows(self, part: Any, start: int) -> list[dict[str, Any]]:
+        """The rows of ``part`` as Python's values; the first is row ``start`` of the file, counted from 0."""
+        try:
+            rows: list[dict[str, Any]] = part.to_pylist()
+            return rows
+        except MemoryError:
+            raise
+        except Exception as error:  # a time that Python does not have, bytes that are no UTF-8: it raises anything
+            if part.num_rows > 1:
+                return [row for i in range(part.num_rows) for row in self._rows(part.slice(i, 1), start + i)]
+            text = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise DataError(f"{self.label} row {start + 1}: a value cannot be read: {text}") from error
 
     def _opened(self) -> Any:
         if getattr(self._local, "pid", None) != os.getpid():
@@ -102,9 +132,13 @@ class TableSource(RecordSource):
         """``read()``. Raises ``DataError`` where the file is damaged or gone."""
         try:
             return read()
-        except (OSError, self._arrow.ArrowException) as error:
+        except DataError:
+            raise
+        except Exception as error:  # of a damaged file, whose names need not be UTF-8 either
             if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
                 raise  # of a copy that is being written
+            if isinstance(error, MemoryError) and not isinstance(error, self._arrow.ArrowMemoryError):
+                raise  # Arrow's own is that of a size in the file
             text = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise DataError(f"data file {self.path} cannot be read: {text}") from error
 

@@ -113,16 +113,44 @@ class WebDatasetSource(RecordSource):
         }
 
     def _members(self) -> Sequence[tarfile.TarInfo]:
+        """All of them. Python's reader ends without a message at a damaged header, so what follows is checked here."""
+        members: list[tarfile.TarInfo] = []
+        end = self.path.stat().st_size
         try:
             with tarfile.open(self.path, "r:") as tar:
-                members = tar.getmembers()
-        except (tarfile.TarError, OSError, EOFError, ValueError) as error:
+                while (member := tar.next()) is not None:
+                    stop = member.offset_data + (member.size if member.isreg() else 0)
+                    if member.size < 0 or stop > end:
+                        raise DataError(f"data file {self.path} ends within its member {member.name}")
+                    members.append(member)
+                    tar.members = []  # type: ignore[attr-defined]  # it keeps each, and is asked for none again
+                last = tar.offset
+        except DataError:
+            raise
+        except MemoryError:
+            raise
+        except Exception as error:  # a damaged header raises anything
             raise DataError(f"data file {self.path} is no whole tar file: {error}") from error
-        end = self.path.stat().st_size
-        for member in members:
-            if member.isreg() and member.offset_data + member.size > end:
-                raise DataError(f"data file {self.path} ends within its member {member.name}")
+        self._check_end(last, end)
         return members
+
+    def _check_end(self, last: int, end: int) -> None:
+        """After the last member are blocks of zeros alone, and at least one. ``last``: the first byte after it."""
+        with self.path.open("rb") as stream:
+            stream.seek(last)
+            first = stream.read(tarfile.BLOCKSIZE)
+            rest = any(any(block) for block in iter(lambda: stream.read(1 << 20), b""))
+        if len(first) < tarfile.BLOCKSIZE:
+            raise DataError(
+                f"data file {self.path} ends at byte {end:,} without the end mark of a tar: a part of it is missing",
+                remedy="copy or write it again",
+            )
+        if any(first) or rest:
+            raise DataError(
+                f"data file {self.path} has bytes that are no member after byte {last:,}: a damaged header, or several"
+                " tars in one file",
+                remedy="copy or write it again; give several tars as several files",
+            )
 
     def use(self, arrays: Arrays) -> None:
         self._spans = arrays["member_spans"].reshape(-1, 2)
@@ -166,7 +194,10 @@ class WebDatasetSource(RecordSource):
                 record |= self._object(span, f"{where}: {suffix}")
         stem = key.rpartition("/")[2]
         named = {**images, **{f"{stem}.{suffix}": image for suffix, image in images.items()}}
-        record = _resolved(record, named)
+        try:
+            record = _resolved(record, named)
+        except RecursionError as error:
+            raise DataError(f"{where}: its values are nested too deeply") from error
         for suffix in members.keys() & set(_TEXTS):
             record["caption" if images else "text"] = self._text(members[suffix], f"{where}: {suffix}")
         if images and not {"image", "images", "image_path", "image_list", "instruction"} & record.keys():

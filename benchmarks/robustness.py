@@ -1,0 +1,172 @@
+"""10,000 damaged data sets of every format: each is read as it is, is a counted skip, or is an error that names it.
+
+In: ``tests/robustness/cases.py``, numbered. Out: ``results/robustness_<date>.json``; exit status 1 if one of them ended
+in another way: a traceback, a crash, more than 20 s, a record that is lost or read as another one without a message.
+Cases run in processes of their own, so that one that hangs or crashes is named and the others continue.
+
+    python benchmarks/robustness.py [--num 10000] [--seed 0] [--jobs 2] [--only K] [--no-result]
+
+``--only K`` runs one case in this process, with its traceback, and keeps its files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections import Counter
+from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from shared.record import write_result
+
+SILENT_S = 60
+"""Without a line for so long, a process is ended: the alarm of a case is set to less."""
+GOOD = ("sample", "skip", "named")
+
+
+def work(seed: int, numbers: range) -> None:
+    """In a process: a line before and after each case."""
+    from tests.robustness.outcome import Hangs, judged, scratch
+
+    for number in numbers:
+        print("begin", number, flush=True)
+        with tempfile.TemporaryDirectory(dir=scratch(), prefix="robustness-") as folder:
+            try:
+                kind, found = judged(seed, number, Path(folder))
+            except (Exception, Hangs) as error:
+                where = traceback.extract_tb(error.__traceback__)
+                own = [frame for frame in where if "unigen_ds" in frame.filename] or where
+                frame = own[-1]
+                text = " ".join(f"{type(error).__name__}: {error}".split())[:600].encode("ascii", "replace").decode()
+                kind, found = "-", f"wrong {text} (at {Path(frame.filename).name}:{frame.lineno})"
+        print("end", number, kind.replace(" ", "_"), found, flush=True)
+
+
+class Process(threading.Thread):
+    """Works through some cases with as many processes, one after the other, as it needs."""
+
+    def __init__(self, seed: int, numbers: range, ended: queue.Queue[tuple[int, str, str]]) -> None:
+        super().__init__(daemon=True)
+        self.seed, self.numbers, self.ended = seed, numbers, ended
+
+    def run(self) -> None:
+        left = self.numbers
+        while len(left):
+            last = self._run_until_it_ends(left)
+            left = left[left.index(last) + 1 :] if last is not None else left[:0]
+
+    def _run_until_it_ends(self, numbers: range) -> int | None:
+        """The case at which the process ended; None: it has finished all."""
+        command = [sys.executable, __file__, "--worker", f"{self.seed}:{numbers.start}:{numbers.stop}:{numbers.step}"]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        lines: queue.Queue[str | None] = queue.Queue()
+        assert process.stdout is not None and process.stderr is not None
+        output, errors = process.stdout, process.stderr
+        threading.Thread(target=lambda: [lines.put(line) for line in output] + [lines.put(None)], daemon=True).start()
+        tail: list[str] = []
+        threading.Thread(target=lambda: [tail.append(line) for line in errors], daemon=True).start()
+        begun: int | None = None
+        while True:
+            try:
+                line = lines.get(timeout=SILENT_S)
+            except queue.Empty:
+                process.kill()
+                process.wait()
+                assert begun is not None, "the process did not start"
+                self.ended.put((begun, "-", "wrong hangs"))
+                return begun
+            if line is None:
+                break
+            word, number, *rest = line.split(" ", 3)
+            if word == "begin":
+                begun = int(number)
+            else:
+                self.ended.put((int(number), rest[0], rest[1].strip()))
+                begun = None
+        if process.wait() == 0:
+            return None
+        assert begun is not None, "".join(tail[-20:])
+        self.ended.put((begun, "-", f"wrong the process ended with {process.returncode}: {''.join(tail[-2:])[:300]}"))
+        return begun
+
+
+def campaign(seed: int, numbers: range, jobs: int) -> dict[str, object]:
+    """All cases."""
+    ended: queue.Queue[tuple[int, str, str]] = queue.Queue()
+    began = time.monotonic()
+    processes = [Process(seed, numbers[k::jobs], ended) for k in range(jobs)]
+    for process in processes:
+        process.start()
+    kinds: dict[str, Counter[str]] = {}
+    wrong: dict[int, str] = {}
+    for done in range(1, len(numbers) + 1):
+        number, kind, found = ended.get()
+        if found in GOOD:
+            kinds.setdefault(kind.replace("_", " "), Counter())[found] += 1
+        else:
+            wrong[number] = found.removeprefix("wrong ")
+            print(f"case {number}: {wrong[number]}", flush=True)
+        if done % 1000 == 0:
+            print(f"{done:,} cases, {len(wrong)} wrong, {time.monotonic() - began:.0f} s", flush=True)
+    totals = Counter[str]()
+    for counted in kinds.values():
+        totals += counted
+    return {
+        "seed": seed,
+        "cases": len(numbers),
+        "seconds": round(time.monotonic() - began, 1),
+        **{name: totals[name] for name in GOOD},
+        "wrong": {str(number): text for number, text in sorted(wrong.items())},
+        "by_kind": {kind: dict(sorted(counted.items())) for kind, counted in sorted(kinds.items())},
+    }
+
+
+def only(seed: int, number: int) -> int:
+    """One case, with its traceback and its files."""
+    from tests.robustness.cases import case
+    from tests.robustness.outcome import judged, scratch
+
+    folder = Path(tempfile.mkdtemp(prefix=f"robustness-{seed}-{number}-"))
+    given = case(seed, number, folder)
+    print(f"{given.kind}: {given.path} {given.options}")
+    with tempfile.TemporaryDirectory(dir=scratch()) as again:
+        print(*judged(seed, number, Path(again)))
+    shutil.rmtree(folder)
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--num", type=int, default=10_000)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=min(os.cpu_count() or 1, 4))
+    parser.add_argument("--only", type=int)
+    parser.add_argument("--no-result", action="store_true")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.worker:
+        seed, start, stop, step = map(int, given.worker.split(":"))
+        work(seed, range(start, stop, step))
+        return 0
+    if given.only is not None:
+        return only(given.seed, given.only)
+    found = campaign(given.seed, range(given.first, given.first + given.num), given.jobs)
+    print({key: value for key, value in found.items() if key not in ("wrong", "by_kind")})
+    if not given.no_result:
+        print(write_result("robustness", found))
+    return int(bool(found["wrong"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,26 @@
+"""Some hundred damaged data sets of every format; ``make robustness`` runs 10,000 (benchmarks/robustness.py)."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.robustness.outcome import judged, scratch
+
+NUM, SEED = 300, 1
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_damaged_data_is_read_skipped_and_counted_or_named(part: int) -> None:
+    found: Counter[str] = Counter()
+    for number in range(part, NUM, 3):
+        with tempfile.TemporaryDirectory(dir=scratch()) as folder:
+            try:
+                found[judged(SEED, number, Path(folder))[1]] += 1
+            except BaseException as error:
+                error.add_note(f"python benchmarks/robustness.py --seed {SEED} --only {number}")
+                raise
+    assert found["named"] > 30 and found["sample"] > 10 and found["skip"] > 3, found
