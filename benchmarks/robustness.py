@@ -36,13 +36,13 @@ GOOD = ("sample", "skip", "named")
 
 def work(seed: int, numbers: range) -> None:
     """In a process: a line before and after each case."""
-    from tests.robustness.outcome import Hangs, judged, scratch
+    from tests.robustness.outcome import Hangs, ending_of, scratch
 
     for number in numbers:
         print("begin", number, flush=True)
         with tempfile.TemporaryDirectory(dir=scratch(), prefix="robustness-") as folder:
             try:
-                kind, found = judged(seed, number, Path(folder))
+                kind, found = ending_of(seed, number, Path(folder))
             except (Exception, Hangs) as error:
                 where = traceback.extract_tb(error.__traceback__)
                 own = [frame for frame in where if "unigen_ds" in frame.filename] or where
@@ -134,13 +134,13 @@ def campaign(seed: int, numbers: range, jobs: int) -> dict[str, object]:
 def only(seed: int, number: int) -> int:
     """One case, with its traceback and its files."""
     from tests.robustness.cases import case
-    from tests.robustness.outcome import judged, scratch
+    from tests.robustness.outcome import ending_of, scratch
 
     folder = Path(tempfile.mkdtemp(prefix=f"robustness-{seed}-{number}-"))
     given = case(seed, number, folder)
     print(f"{given.kind}: {given.path} {given.options}")
     with tempfile.TemporaryDirectory(dir=scratch()) as again:
-        print(*judged(seed, number, Path(again)))
+        print(*ending_of(seed, number, Path(again)))
     shutil.rmtree(folder)
     return 0
 

@@ -43,7 +43,7 @@ class Hangs(BaseException):
     """Raised by the alarm: no handler of the package may catch it."""
 
 
-def judged(seed: int, number: int, folder: Path) -> tuple[str, str]:
+def ending_of(seed: int, number: int, folder: Path) -> tuple[str, str]:
     """(kind of the case, ``sample``, ``skip`` or ``named``) of one case, in an empty folder."""
     with _alarm(LONGEST_S), _watched():
         given = case(seed, number, folder)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.robustness.outcome import judged, scratch
+from tests.robustness.outcome import ending_of, scratch
 
 NUM, SEED = 300, 1
 
@@ -19,7 +19,7 @@ def test_damaged_data_is_read_skipped_and_counted_or_named(part: int) -> None:
     for number in range(part, NUM, 3):
         with tempfile.TemporaryDirectory(dir=scratch()) as folder:
             try:
-                found[judged(SEED, number, Path(folder))[1]] += 1
+                found[ending_of(SEED, number, Path(folder))[1]] += 1
             except BaseException as error:
                 error.add_note(f"python benchmarks/robustness.py --seed {SEED} --only {number}")
                 raise
