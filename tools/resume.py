@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
-    from unigen_ds.core.config import backend_spec, parse_override  # after parsing: see train.py
+    from unigen_ds.core.config import parse_override, with_backend  # after parsing: see train.py
     from unigen_ds.resume import report
     from unigen_ds.runner.inspect import inspect_resume, write_config
     from unigen_ds.runner.settings import load_config
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
             if getattr(arguments, key) is not None:
                 overrides[key] = getattr(arguments, key)
         if arguments.backend is not None:
-            overrides["backend"] = backend_spec(arguments.backend)
+            overrides = with_backend(overrides, arguments.backend)
         config = load_config(arguments.config, overrides, whole=True)
         if arguments.checkpoint is not None:
             config["resume"] = arguments.checkpoint

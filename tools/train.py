@@ -98,13 +98,13 @@ def main(argv: list[str] | None = None) -> int:
 
 def overrides_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """Changes of the config by the command line: ``--cfg-options``, then the named options."""
-    from unigen_ds.core.config import backend_spec, parse_override
+    from unigen_ds.core.config import parse_override, with_backend
 
     overrides = dict(map(parse_override, arguments.cfg_options))
     if arguments.resume not in (None, AUTO):  # this checkpoint, independent of the config's own
         overrides |= {"resume": arguments.resume, "load_from": None, "load_cfg": None}
     if arguments.backend is not None:
-        overrides["backend"] = backend_spec(arguments.backend)
+        overrides = with_backend(overrides, arguments.backend)
     if arguments.seed is not None:
         overrides["randomness.seed"] = arguments.seed
     named = ("work_dir", "load_from", "launcher", "on_batch_change", "on_data_change", "assume")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -186,13 +187,10 @@ def test_a_record_is_checked_once(data: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_appended_records_and_a_share_for_validation(data: Path, tmp_path: Path) -> None:
-    path = write_jsonl(
-        tmp_path / "talks.jsonl", [{**one, "images": [str(data.parent / one["images"][0])]} for one in rows()]
-    )
+    path = Path(shutil.copytree(data.parent, tmp_path / "data", ignore=shutil.ignore_patterns(".*"))) / data.name
     val = {"split": 0.4}
     Runner.from_cfg(config(tmp_path / "run", path, filters=LIMITS, val=val), max_updates=1).train()
-    more = [{**one, "images": [str(data.parent / one["images"][0])]} for one in rows()[:3]]
-    path.write_text(path.read_text() + "".join(json.dumps(one) + "\n" for one in more))
+    path.write_text(path.read_text() + "".join(json.dumps(one) + "\n" for one in rows()[:3]))
     with pytest.raises(ResumeBlocked, match="talks"):
         Runner.from_cfg(config(tmp_path / "run", path, filters=LIMITS, val=val, resume=True), max_updates=2).train()
     grown = config(tmp_path / "run", path, filters=LIMITS, val=val, resume=True)

@@ -22,6 +22,7 @@ from unigen_ds.core.config_file import plain_names, present, read_file, shipped,
 from unigen_ds.core.config_hints import BACKEND_WORDS as BACKEND_WORDS
 from unigen_ds.core.config_hints import SETTINGS, hint, is_setting
 from unigen_ds.core.config_hints import backend_spec as backend_spec
+from unigen_ds.core.config_hints import with_backend as with_backend
 from unigen_ds.core.errors import ConfigError, UnknownKey, close, nearest, suggestion
 from unigen_ds.core.registry import registered_name
 

@@ -135,6 +135,19 @@ def backend_spec(text: str) -> dict[str, str]:
     return {"type": kind} | ({option: detail} if option and detail else {})
 
 
+def with_backend(overrides: Mapping[str, Any], text: str) -> dict[str, Any]:
+    """Overrides and ``--backend``, which comes first: ``backend.KEY`` of ``overrides`` is a setting of that engine.
+
+    Raises ``ConfigError`` where an override contradicts it.
+    """
+    spec = backend_spec(text)
+    for key in ("backend", *(f"backend.{name}" for name in spec)):
+        wanted: Any = spec if key == "backend" else spec[key.removeprefix("backend.")]
+        if key in overrides and overrides[key] != wanted:
+            raise ConfigError(f"--backend {text} contradicts {key}={overrides[key]!r}", remedy="give one of the two")
+    return {"backend": spec} | {key: value for key, value in overrides.items() if key != "backend"}
+
+
 def key_paths(schema: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     """(last name, whole path) of every key of a schema below its top."""
     for key, inner in schema.items():
