@@ -17,6 +17,7 @@ import io
 import json
 import os
 import select
+import signal
 import socket
 import sys
 from pathlib import Path
@@ -48,6 +49,7 @@ class Request:
         self.environment: dict[str, str] = given["environment"]
         self.folder: str = given["folder"]
         self.new_session: bool = given["new_session"]
+        self.interruptible: bool = given["interruptible"]
 
 
 def serve(listening: socket.socket) -> Request:
@@ -84,6 +86,7 @@ def become(request: Request, path: list[str]) -> tuple[CodeType, ModuleType]:
     """The state in which a new interpreter would be just before it runs the program, and the program."""
     if request.new_session:
         os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler if request.interruptible else signal.SIG_IGN)
     for number, given in enumerate(request.files):
         os.dup2(given, number)
         os.close(given)

@@ -19,6 +19,7 @@ import json
 import os
 import select
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -116,6 +117,7 @@ class Forked(subprocess.Popen):  # type: ignore[type-arg]
             "environment": dict(environment),
             "folder": os.path.abspath(given["cwd"] or "."),
             "new_session": bool(given["start_new_session"]),
+            "interruptible": signal.getsignal(signal.SIGINT) is not signal.SIG_IGN,
         }
         try:
             self._server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

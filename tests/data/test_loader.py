@@ -6,7 +6,6 @@ import dataclasses
 import os
 import pickle
 import signal
-import threading
 import time
 from collections import Counter
 from itertools import islice
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from tests.data.support import image, make_processor, make_stream, mixed_dataset, picture, talk, text, write_jsonl
 from tests.data.test_collate import same
@@ -251,8 +251,8 @@ def test_a_chain_of_geometries_is_one_stream(data: Any, window: int | None) -> N
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_image_file_is_read_once(tmp_path: Path, workers: int) -> None:
-    """An edited image is used for two inputs; its file is a pipe, which can be read only once."""
+def test_an_image_file_is_read_once(tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An edited image is used for two inputs; its file is opened once."""
     picture(tmp_path / "1.png", 16, 16, seed=1)
     picture(tmp_path / "2.png", 16, 16, seed=2)
     edited = talk(image("user", "1.png"), text("user", "x"), image("assistant", "2.png"))
@@ -261,18 +261,20 @@ def test_an_image_file_is_read_once(tmp_path: Path, workers: int) -> None:
     made = {"processor": processor, "geometry": Geometry(1, 1, 1)}
     first = next(iter(UpdateLoader(make_stream([data], window=None), **made)))[0].batch
     assert not first.skipped and first.vae_images.shape[0] == 2 and len(first.vit_patches)
-    pipes = []
-    for name in ("1.png", "2.png"):
-        content = (tmp_path / name).read_bytes()
-        (tmp_path / name).unlink()
-        os.mkfifo(tmp_path / name)
-        pipes.append(threading.Thread(target=(tmp_path / name).write_bytes, args=(content,), daemon=True))
-        pipes[-1].start()
+    opened, opens = tmp_path / "opened.txt", Image.open
+
+    def counted(source: Any, **how: Any) -> Image.Image:
+        with opened.open("a") as lines:
+            print(Path(os.readlink(f"/proc/self/fd/{source.fileno()}")).name, file=lines)
+        return opens(source, **how)
+
+    monkeypatch.setattr(Image, "open", counted)  # also in the loading process, which is forked
     loader = UpdateLoader(make_stream([data], window=None), num_workers=workers, **made)
     try:
         same(next(iter(loader))[0].batch, first)
     finally:
         loader.close()
+    assert sorted(opened.read_text().split()) == ["1.png", "2.png"]
 
 
 def test_a_batch_that_stays_in_its_process_is_not_copied(data: Any, monkeypatch: pytest.MonkeyPatch) -> None:

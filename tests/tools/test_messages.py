@@ -285,7 +285,7 @@ def test_the_backend_that_is_meant(given: str, meant: str, capsys: pytest.Captur
 
 def test_options_of_the_engine_that_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     named = ("unified_digits", "--backend", "fsdp", "--cfg-options")
-    assert "backend.sharding_strategy is 'SOME'" in words(capsys, *named, "backend.sharding_strategy=SOME")
+    assert "backend: sharding_strategy is 'SOME'" in words(capsys, *named, "backend.sharding_strategy=SOME")
     said = words(capsys, *named, "backend.type=single")
     assert "--backend fsdp contradicts backend.type='single': give one of the two" in said
 
