@@ -287,7 +287,7 @@ def test_options_of_the_engine_that_is_named(capsys: pytest.CaptureFixture[str])
     named = ("unified_digits", "--backend", "fsdp", "--cfg-options")
     assert "backend: sharding_strategy is 'SOME'" in words(capsys, *named, "backend.sharding_strategy=SOME")
     said = words(capsys, *named, "backend.type=single")
-    assert "--backend fsdp contradicts backend.type='single': give one of the two" in said
+    assert "--backend fsdp contradicts backend.type='single'. Remedy: give one of the two" in said
 
 
 MMENGINE_HOOK = """
