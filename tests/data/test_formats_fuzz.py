@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.data.support import make_processor
+from tests.robustness.cases import nodes, replaced
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.planning import learnt
 from unigen_ds.data.records import Layout
@@ -36,21 +36,6 @@ LITERALS = ["9" * 4300, "-" + "9" * 5000, "1" * 5000 + ".5", "1e999", "-1e999", 
             '{"a":' * 10_000, "[" * 300 + "]" * 300, "[" * 5_000 + "]" * 5_000, '"\\ud800"', '"\\u0000"', "tru",
             '"\\x"', "'a'", "0x1", "01", "--1", '{"a":1,}', "//"]  # fmt: skip
 """Texts that replace a value; some are not valid JSON."""
-
-
-def nodes(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    yield path
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, inner in items:
-        yield from nodes(inner, (*path, key))
-
-
-def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
-    if not path:
-        return new
-    copy = dict(value) if isinstance(value, dict) else list(value)
-    copy[path[0]] = replaced(value[path[0]], path[1:], new)
-    return copy
 
 
 def damaged(draw: random.Random) -> bytes:

@@ -9,24 +9,22 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.array_cache import SUFFIX, NewArrays, filled, fingerprint
-from unigen_ds.data.counts import COLUMNS, Array, Counts
+from unigen_ds.data.counts import COLUMNS, Array
 from unigen_ds.data.datasets import PlannedDataset, UnifiedGenerationDataset
 from unigen_ds.data.filters import RATED, CheckedRecord, RecordFilter, decided
-from unigen_ds.data.samples import Sample
+from unigen_ds.data.selected import Selected
 
 _FORMAT = "unigen-filters-1"
 
 
-class Filtered:
-    """Some records of a source, in its order; a ``PlannedDataset`` of their own number.
+class Filtered(Selected):
+    """The records that filters keep.
 
     Args:
         whole: the source.
@@ -39,29 +37,8 @@ class Filtered:
     def __init__(
         self, whole: PlannedDataset, numbers: Array, settings: Sequence[str], report: Mapping[str, Any], removed: Array
     ) -> None:
-        self.whole, self.numbers, self.settings, self.report = whole, numbers, tuple(settings), report
-        self.removed = removed
-        self.name, self.weight, self.group = whole.name, whole.weight, getattr(whole, "group", None)
-
-    @property
-    def cache_folder(self) -> Path | None:
-        return self.whole.cache_folder
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def lengths(self) -> tuple[Array, Array]:
-        return self._counts.tokens, self._counts.tiles
-
-    @cached_property
-    def _counts(self) -> Counts:
-        return self.whole.counts().some(self.numbers, self.cache_folder, lambda: fingerprint(self.fingerprint, COLUMNS))
-
-    def counts(self) -> Counts:
-        return self._counts
-
-    def sample(self, index: int, *, pass_number: int = 0) -> Sample:
-        return self.whole.sample(int(self.numbers[index]), pass_number=pass_number)
+        super().__init__(whole, numbers)
+        self.settings, self.report, self.removed = tuple(settings), report, removed
 
     @property
     def fingerprint(self) -> str:
@@ -69,8 +46,7 @@ class Filtered:
 
     def prefix_digest(self, number: int) -> str:
         """Covers the records that are left out between them, too."""
-        last = int(self.numbers[number - 1]) + 1 if number else 0
-        return fingerprint(number, self.whole.prefix_digest(last), self._kept(number))
+        return fingerprint(number, self._whole_digest(number), self._kept(number))
 
     def _kept(self, number: int) -> str:
         first = np.ascontiguousarray(self.numbers[:number], dtype="<i8")

@@ -11,8 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,11 +20,10 @@ from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.log import notice
 from unigen_ds.core.seeding import derive_seed
 from unigen_ds.data.array_cache import fingerprint
-from unigen_ds.data.counts import COLUMNS, Array, Counts
+from unigen_ds.data.counts import Array
 from unigen_ds.data.datasets import PlannedDataset, source_names
-from unigen_ds.data.filtered import Filtered
 from unigen_ds.data.order import mix_many
-from unigen_ds.data.samples import Sample
+from unigen_ds.data.selected import Selected
 from unigen_ds.data.used import FirstRecords
 
 
@@ -66,32 +63,12 @@ class Division:
         return {"share": self.share, "seed": self.seed}
 
 
-class Part:
-    """Some records of a source, in its order; a ``PlannedDataset`` of their own number."""
+class Part(Selected):
+    """The records of one side of a division."""
 
     def __init__(self, whole: PlannedDataset, numbers: Array, division: Division, which: str) -> None:
-        self.whole, self.numbers, self.division, self._which = whole, numbers, division, which
-        self.name, self.weight, self.group = whole.name, whole.weight, getattr(whole, "group", None)
-
-    @property
-    def cache_folder(self) -> Path | None:
-        return self.whole.cache_folder
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def lengths(self) -> tuple[Array, Array]:
-        return self._counts.tokens, self._counts.tiles
-
-    @cached_property
-    def _counts(self) -> Counts:
-        return self.whole.counts().some(self.numbers, self.cache_folder, lambda: fingerprint(self.fingerprint, COLUMNS))
-
-    def counts(self) -> Counts:
-        return self._counts
-
-    def sample(self, index: int, *, pass_number: int = 0) -> Sample:
-        return self.whole.sample(int(self.numbers[index]), pass_number=pass_number)
+        super().__init__(whole, numbers)
+        self.division, self._which = division, which
 
     @property
     def fingerprint(self) -> str:
@@ -99,20 +76,19 @@ class Part:
 
     def prefix_digest(self, number: int) -> str:
         """Covers the records of the other side between them, too."""
-        last = int(self.numbers[number - 1]) + 1 if number else 0
-        return fingerprint(number, self.whole.prefix_digest(last), self.division, self._which)
+        return fingerprint(number, self._whole_digest(number), self.division, self._which)
 
 
 def whole_of(dataset: PlannedDataset) -> PlannedDataset:
     """The source that a sample id refers to."""
-    while isinstance(dataset, (Part, Filtered, FirstRecords)):
+    while isinstance(dataset, (Selected, FirstRecords)):
         dataset = dataset.whole
     return dataset
 
 
 def record_number(dataset: PlannedDataset, index: int) -> int:
     """The number of a record of ``dataset`` in ``whole_of(dataset)``."""
-    while isinstance(dataset, (Part, Filtered, FirstRecords)):
+    while isinstance(dataset, (Selected, FirstRecords)):
         index = index if isinstance(dataset, FirstRecords) else int(dataset.numbers[index])
         dataset = dataset.whole
     return index
