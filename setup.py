@@ -29,7 +29,8 @@ RAPIDOCR = "rapidocr-onnxruntime; python_version < '3.13'"  # there is no releas
 METRICS = ["nltk", "pycocoevalcap", RAPIDOCR, "rouge-score", "sacrebleu", "torchmetrics"]
 BROWSER = ["playwright"]
 BENCH = ["accelerate", "datasets", "lightning"]
-DATA = ["datasets>=3", "pyarrow>=16"]  # pyarrow below 14 could execute what an Arrow file has (CVE-2023-47248)
+# fsspec[http]: streaming from http urls. pyarrow below 14 could execute what an Arrow file has (CVE-2023-47248).
+DATA = ["datasets>=3", "fsspec[http]", "pyarrow>=16"]
 
 setup(
     name="unigen_ds",

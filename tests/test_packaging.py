@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import configparser
 import os
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterable
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 
 from unigen_ds.backends.deepspeed_config import ALLOWED_VERSIONS
 
@@ -62,6 +66,58 @@ def test_every_tool_is_a_command_with_a_main(wheel: Path) -> None:
     commands = dict(parser["console_scripts"])
     assert commands == {f"unigen-{t.replace('_', '-')}": f"unigen_ds_tools.{t}:main" for t in TOOLS}
     assert {"unigen-train", "unigen-inspect-data", "unigen-checkpoints", "unigen-plot-run"} <= set(commands)
+
+
+# Imported where they are installed by hand: each has its own extra, or is another program's (imitated in our tests).
+BY_HAND = {"trackio", "playwright", "lightning", "lmms_eval"}
+OURS = {"unigen_ds", "unigen_ds_tools", "tools", "tests", "benchmarks", "docs", "shared", "_path", "tomli"}
+
+
+def imported(folder: Path) -> set[str]:
+    """Top-level names of what Python files of the folder import, by statement or by `needed("name", ...)`."""
+    found: set[str] = set()
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                found.add(str(node.module))
+            elif isinstance(node, ast.Call) and getattr(node.func, "id", None) == "needed":
+                found |= {first.value for first in node.args[:1] if isinstance(first, ast.Constant)}
+    return {name.partition(".")[0] for name in found} - set(sys.stdlib_module_names) - OURS
+
+
+def installed_by(requirements: Iterable[str], seen: set[tuple[str, str]]) -> set[str]:
+    """Names of the distributions that pip installs for requirements, with what those require in turn."""
+    found: set[str] = set()
+    for requirement in map(Requirement, requirements):
+        name = canonicalize_name(requirement.name)
+        found.add(name)
+        for extra in {"", *requirement.extras}:
+            if (name, extra) in seen:
+                continue
+            seen.add((name, extra))
+            try:
+                parts = metadata.requires(name) or []
+            except metadata.PackageNotFoundError:  # of another platform or Python version
+                continue
+            wanted = [r for r in map(Requirement, parts) if r.marker is None or r.marker.evaluate({"extra": extra})]
+            found |= installed_by(map(str, wanted), seen)
+    return found
+
+
+def test_every_package_that_is_imported_is_installed_with_the_extras(wheel: Path) -> None:
+    """A package that is here by chance (of another extra, or installed by hand) is missing on a clean machine."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (n for n in archive.namelist() if n.endswith("METADATA"))
+        lines = archive.read(name).decode().splitlines()
+    asked = [Requirement(line.partition(": ")[2]) for line in lines if line.startswith("Requires-Dist: ")]
+    asked = [one for one in asked if one.marker is None or one.marker.evaluate({"extra": "test"})]
+    there = installed_by(map(str, asked), set())
+    provided = metadata.packages_distributions()
+    used = set().union(*(imported(ROOT / folder) for folder in ("unigen_ds", "tools", "tests"))) - BY_HAND
+    missing = {one for one in used if not {canonicalize_name(d) for d in provided.get(one, [])} & there}
+    assert not missing, "no extra of setup.py installs these; add them to the extra that needs them"
 
 
 @pytest.fixture(scope="module")
