@@ -1,8 +1,9 @@
-"""A second process runs tests when the engines' jobs have ended: until then these use the second core.
+"""Further processes run tests when the engines' jobs have ended: until then these use the second core.
 
-It is forked when all tests are collected and waits. Then both processes claim one test file after the other, this one
-from the first, the other from the last; its reports are shown here as if the tests had run here. The tests of the
-engines stay here. Without jobs in the background there is one process, as always.
+They are forked when all tests are collected and wait. Then every process claims one test file after the other, this
+one from the first, the others from the last; their reports are shown here as if the tests had run here. The tests of
+the engines stay here. There are two of them, because a test that waits for its processes leaves a core free. Without
+jobs in the background there is one process, as always.
 """
 
 from __future__ import annotations
@@ -18,30 +19,39 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain, groupby, pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+OTHERS = 2
+
+
+@dataclass
+class Other:
+    """Another process, and the file of its reports."""
+
+    process: int
+    reports: Path
+    shown: int = 0
+
 
 class Lanes:
-    """The test files of a session, which two processes run."""
+    """The test files of a session, which several processes run."""
 
     def __init__(self, session: pytest.Session, own: Callable[[pytest.Item], bool], begin: Callable[[], bool]) -> None:
-        """``own``: whether a test must run in this process. ``begin``: whether the other process may begin."""
+        """``own``: whether a test must run in this process. ``begin``: whether the other processes may begin."""
         self._session, self._begin = session, begin
         files = [list(items) for _, items in groupby(session.items, key=lambda item: item.path)]
         self._shared = [items for items in files if not own(items[0])]
         self._own = [items for items in files if own(items[0])]
         self._folder = Path(tempfile.mkdtemp(prefix="lanes-"))
-        self._reports = self._folder / "reports.jsonl"
-        self._reports.touch()
-        self._shown = 0
-        self._other = self._fork()
+        self._others = [self._fork(self._folder / f"reports_{number}.jsonl") for number in range(OTHERS)]
 
     def run(self) -> None:
-        """All tests. The reports of the other process are shown after each test file, and at the end."""
+        """All tests. The reports of the other processes are shown after each test file, and at the end."""
         try:
             for item, following in pairwise(chain(self._claimed(self._shared), chain.from_iterable(self._own), [None])):
                 assert item is not None
@@ -53,7 +63,7 @@ class Lanes:
             self._stop()
 
     def _claimed(self, files: Sequence[list[pytest.Item]]) -> Iterator[pytest.Item | None]:
-        """The tests of each file that the other process has not claimed."""
+        """The tests of each file that no other process has claimed."""
         for items in files:
             try:
                 os.mkdir(self._folder / str(self._shared.index(items)))
@@ -61,9 +71,10 @@ class Lanes:
                 continue
             yield from items
 
-    # ---- the other process
+    # ---- another process
 
-    def _fork(self) -> int:
+    def _fork(self, reports: Path) -> Other:
+        reports.touch()
         capture = self._session.config.pluginmanager.getplugin("capturemanager")
         if capture is not None:
             capture.stop_global_capturing()  # its files would be shared
@@ -77,17 +88,17 @@ class Lanes:
             capture.start_global_capturing()
             capture.suspend_global_capture()  # as it was: it resumes for each test
         if process == 0:
-            self._run_other()
-        return process
+            self._run_other(reports)
+        return Other(process, reports)
 
-    def _run_other(self) -> None:
+    def _run_other(self, reports: Path) -> None:
         """Never returns."""
         status = 1
         parent = os.getppid()
         try:
             plugins = self._session.config.pluginmanager
             plugins.getplugin("terminalreporter")._tw._file = open(os.devnull, "w")  # noqa: SIM115
-            sender = Sender(self._session.config, self._reports)
+            sender = Sender(self._session.config, reports)
             plugins.register(sender)  # pytest repeats earlier warnings to a new plugin
             sender.active = True
             while not self._begin():
@@ -99,7 +110,7 @@ class Lanes:
                 run_test(self._session, item, following)
             status = 0
         except BaseException:
-            (self._folder / "error.txt").write_text(traceback.format_exc())
+            reports.with_suffix(".error").write_text(traceback.format_exc())
         finally:
             atexit._run_exitfuncs()
             os._exit(status)
@@ -108,40 +119,44 @@ class Lanes:
 
     def _show(self) -> None:
         """What has come since the last call."""
+        for other in self._others:
+            text = other.reports.read_text(encoding="utf-8")
+            complete = text[: text.rfind("\n") + 1].splitlines()
+            for line in complete[other.shown :]:
+                other.shown += 1
+                self._show_line(line)
+
+    def _show_line(self, line: str) -> None:
         hook = self._session.config.hook
-        text = self._reports.read_text(encoding="utf-8")
-        complete = text[: text.rfind("\n") + 1].splitlines()
-        for line in complete[self._shown :]:
-            self._shown += 1
-            kind, data = json.loads(line)
-            if kind == "begins":
-                hook.pytest_runtest_logstart(**data)
-            elif kind == "report":
-                hook.pytest_runtest_logreport(
-                    report=hook.pytest_report_from_serializable(config=self._session.config, data=data)
-                )
-            else:
-                category = type(data.pop("category"), (Warning,), {})
-                shown = warnings.WarningMessage(data.pop("message"), category, data.pop("file"), data.pop("line"))
-                hook.pytest_warning_recorded.call_historic(kwargs={"warning_message": shown, **data})
+        kind, data = json.loads(line)
+        if kind == "begins":
+            hook.pytest_runtest_logstart(**data)
+        elif kind == "report":
+            hook.pytest_runtest_logreport(
+                report=hook.pytest_report_from_serializable(config=self._session.config, data=data)
+            )
+        else:
+            category = type(data.pop("category"), (Warning,), {})
+            shown = warnings.WarningMessage(data.pop("message"), category, data.pop("file"), data.pop("line"))
+            hook.pytest_warning_recorded.call_historic(kwargs={"warning_message": shown, **data})
 
     def _finish(self) -> None:
-        """Wait for its last test."""
-        _, status = os.waitpid(self._other, 0)
-        self._other = 0
-        self._show()
-        error = self._folder / "error.txt"
-        if status:
-            text = error.read_text() if error.exists() else f"status {os.waitstatus_to_exitcode(status)}"
-            raise RuntimeError(f"the second process of tests ended early: {text}\nIts last report: {self._last()}")
-
-    def _last(self) -> str:
-        return "".join(self._reports.read_text(encoding="utf-8").splitlines()[-1:])[:500]
+        """Wait for the last tests of the others."""
+        for other in self._others:
+            _, status = os.waitpid(other.process, 0)
+            other.process = 0
+            self._show()
+            error = other.reports.with_suffix(".error")
+            if status:
+                text = error.read_text() if error.exists() else f"status {os.waitstatus_to_exitcode(status)}"
+                last = "".join(other.reports.read_text(encoding="utf-8").splitlines()[-1:])[:500]
+                raise RuntimeError(f"another process of tests ended early: {text}\nIts last report: {last}")
 
     def _stop(self) -> None:
-        if self._other:
-            os.killpg(self._other, signal.SIGKILL)
-            os.waitpid(self._other, 0)
+        for other in self._others:
+            if other.process:
+                os.killpg(other.process, signal.SIGKILL)
+                os.waitpid(other.process, 0)
         shutil.rmtree(self._folder, ignore_errors=True)
 
 

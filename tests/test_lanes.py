@@ -1,10 +1,11 @@
-"""Two processes of tests give the reports of one."""
+"""Several processes of tests give the reports of one."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
+from tests import lanes
 from tests.processes import ENVIRONMENT, run
 
 CONFTEST = """
@@ -45,7 +46,7 @@ def session(folder: Path, files: dict[str, str], *arguments: str) -> tuple[int, 
     return ended.returncode, ended.stdout + ended.stderr
 
 
-def test_every_test_runs_once_and_both_processes_have_some(tmp_path: Path) -> None:
+def test_every_test_runs_once_and_the_processes_share_them(tmp_path: Path) -> None:
     files = {f"test_{letter}.py": TESTS for letter in "abcdef"} | {"test_own.py": TESTS}
     files["test_a.py"] += FAILS
     files["test_f.py"] += FAILS
@@ -56,20 +57,20 @@ def test_every_test_runs_once_and_both_processes_have_some(tmp_path: Path) -> No
     ran = [line.rsplit(" ", 1) for line in (tmp_path / "ran.txt").read_text().splitlines()]
     assert len(ran) == len({name for name, _ in ran}) == 21
     processes = [{pid for name, pid in ran if file in name} for file in files]
-    assert all(len(found) == 1 for found in processes) and len(set.union(*processes)) == 2
-    assert processes[0] == processes[-1] != processes[-2], "the first and its own are here, the last is there"
+    assert all(len(found) == 1 for found in processes) and 2 <= len(set.union(*processes)) <= 1 + lanes.OTHERS
+    assert processes[0] == processes[-1] != processes[-2], "the first and its own are here, the last is in another"
     assert (tmp_path / "closed.txt").read_text() == "closed " * 7
     assert shown.count(" PASSED") == 21
 
 
-def test_a_crash_of_the_other_process_is_an_error(tmp_path: Path) -> None:
+def test_a_crash_of_another_process_is_an_error(tmp_path: Path) -> None:
     files = {"test_a.py": TESTS, "test_b.py": TESTS, "test_c.py": "import os\ndef test_ends():\n    os.abort()\n"}
     status, shown = session(tmp_path, files)
-    assert status == 3 and "the second process of tests ended early: status -6" in shown, shown
+    assert status == 3 and "another process of tests ended early: status -6" in shown, shown
     assert "test_c.py::test_ends" in shown
 
 
-def test_the_first_failure_ends_both(tmp_path: Path) -> None:
+def test_the_first_failure_ends_all(tmp_path: Path) -> None:
     files = {f"test_{letter}.py": TESTS for letter in "abcdefgh"}
     status, shown = session(tmp_path, {**files, "test_a.py": FAILS}, "-x")
     assert status == 1 and "1 failed" in shown and "stopping after 1 failures" in shown, shown
