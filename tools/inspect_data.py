@@ -272,7 +272,10 @@ def _statistics_lines(report: Mapping[str, Any]) -> Iterator[str]:
     for name, source in report["sources"].items():
         records = source["records"]
         weight = "" if source["weight"] is None else f", weight {source['weight']:g}"
-        yield f"{name}: {records:,} records, {source['draws_per_epoch']:,} used per epoch{weight}"
+        of, about = _measured(source)
+        yield f"{name}: {records:,} records{of}, {about}{source['draws_per_epoch']:,} used per epoch{weight}"
+        if of:
+            yield f"  streamed from {source['streamed']['shards']:,} shards: every number below is{of}"
         if "num_used_data" in source:
             first = source["num_used_data"]
             yield f"  num_used_data: the first {first['used']:,} of {first['records']:,} records"
@@ -302,11 +305,22 @@ def _statistics_lines(report: Mapping[str, Any]) -> Iterator[str]:
         yield f"{skipped['name']} is skipped (on_error='skip'): {skipped['why']}"
     yield from (group_line(name, group) for name, group in report.get("groups", {}).items())
     lengths = report["lengths"]
-    yield "tokens per record: " + "  ".join(f"{key} {value:,.4g}" for key, value in lengths.items())
+    part = any(_measured(source)[0] for source in report["sources"].values())
+    of = " (of streamed sources: of the shards named above)" * part
+    yield f"tokens per record{of}: " + "  ".join(f"{key} {value:,.4g}" for key, value in lengths.items())
     yield f"sequences: {report['sequences_per_epoch']:,} per epoch of at most {report['seq_length']:,} tokens"
     how = "packed" if report["packed"] else "not packed"
     yield f"{how}: {report['samples_per_sequence']:.2f} samples per sequence, {report['utilisation']:.1%} used"
     yield f"fingerprint: {report['fingerprint']}"
+
+
+def _measured(source: Mapping[str, Any]) -> tuple[str, str]:
+    """The part of a streamed source that its numbers are of, and how exact those of an epoch are; else nothing."""
+    found = source.get("streamed")
+    if found is None or found["exact"]:
+        return "", ""
+    names = found["measured"]["shards"]
+    return f" of shard {', '.join(names)} ({len(names):,} of {found['shards']:,})", "about "
 
 
 def _row(name: str, value: int, whole: int) -> str:

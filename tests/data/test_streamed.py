@@ -25,6 +25,7 @@ from tests.data.test_sources import train as train_images
 from tests.runner.test_mixtures import train_and_kill
 from tests.shard_server import Served, serving
 from tests.text_run import KeepBatches, text_config, trained, words
+from tools import inspect_data
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.errors import CheckpointError, ConfigError, DataError, ResumeBlocked
 from unigen_ds.core.metrics import read_lines
@@ -231,6 +232,46 @@ def test_what_is_not_exact_is_reported_at_the_start(tmp_path: Path, served: Serv
     assert "this node fetches every shard once a pass" in text and "at most 32.0 GiB" in text
     assert "7 of 7 shards have no version" in text
     assert "fetch" not in log_of_local(tmp_path / "local", served.folder)
+
+
+def test_numbers_of_a_streamed_source_name_the_part_that_is_measured(
+    tmp_path: Path, shards: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The log of a start, the text, JSON and page of ``inspect_data``: of 13 records, 1 of 7 shards; an epoch is
+    estimated from them: as many passes over the first shard as an epoch draws of all."""
+    write_jsonl(tmp_path / "own.jsonl", [{"text": "one two three"}] * 10)
+    write_jsonl(shards / "part-0.jsonl", [{"text": words(4)}] * 12 + [{"text": words(50)}])  # 6 and 52 tokens
+    filters = [{"type": "TextLengthFilter", "max_characters": 200}]
+    data = [
+        streamed(shards, weight=3, filters=filters),
+        {"data_path": str(tmp_path / "own.jsonl"), "name": "own", "weight": 1},
+    ]
+    trained(config(tmp_path, data, train_cfg=dict(max_updates=1)))
+    options = [f"train_dataloader.dataset={config(tmp_path, data)['train_dataloader']['dataset']!r}"]
+    options += ["train_dataloader.seq_length=20", "train_dataloader.packing.type=FastPacking"]
+    command = [str(tmp_path / "config.py"), "--cfg-options", *options, "train_dataloader.packing.window=24"]
+    assert inspect_data.main(["--json", *command]) == 0
+    report = json.loads(capsys.readouterr().out)
+    drawn = report["sources"]["web"]["draws_per_epoch"]
+    streamed_part = report["sources"]["web"]["streamed"]
+    assert streamed_part["measured"] == {"shards": ["part-0.jsonl"], "records": 12} and drawn > 30
+    text, measured = log(tmp_path), "shard part-0.jsonl (1 of 7)"
+    assert f"All further numbers of its records are of the 12 of {measured}" in text
+    assert f"Data, web, {measured}: filters remove 1 of 13 records" in text
+    assert f"Data, web, {measured}: all 12 records fit" in text
+    assert f"Data, web, {measured}: 12 records, 72 tokens" in text and f"about {drawn:,} of all shards drawn" in text
+    own = report["sources"]["own"]["draws_per_epoch"]
+    total = f"{drawn + own:,} records, {6 * drawn + 5 * own:,} tokens"
+    assert f"an epoch of all sources (estimated, since web is measured in part): {total}" in text
+    assert inspect_data.main(command) == 0
+    shown = capsys.readouterr().out
+    assert f"web: 12 records of {measured}, about {drawn:,} used" in shown and "10 records, " in shown
+    assert f"streamed from 7 shards: every number below is of {measured}" in shown
+    assert inspect_data.main(["--html", str(tmp_path / "page.html"), *command]) == 0
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "web is streamed" in page and "of the 12 of shard part-0.jsonl, 1 of 7 shards" in page
+    assert page.count(f"web, {measured}") >= 3, "in the parts about lengths, balance and what is left out"
+    assert "web:12</code> zero one" in page, "the removed record"
 
 
 def log_of_local(folder: Path, shards: Path) -> str:
@@ -486,7 +527,7 @@ def test_filters_and_long_records_are_counted_shard_by_shard(tmp_path: Path, sha
     assert "Data, web, shard part-2.jsonl: filters remove 4 of 4 records" in log(tmp_path)
     assert not [one for one in kept.ids if int(one.split(":")[1]) // SPAN == 2]
     everything = streamed(shards, filters=[{"type": "TextLengthFilter", "max_characters": 1}])
-    with pytest.raises(DataError, match="web: all 13 records are removed by its filters"):
+    with pytest.raises(DataError, match=r"web, shard part-0\.jsonl \(1 of 7\): all 13 records are"):
         trained(config(tmp_path / "none", everything))
     long = tmp_path / "long"
     write_jsonl(shards / "part-5.jsonl", [{"text": words(30, i)} for i in range(7)])

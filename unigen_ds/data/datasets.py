@@ -283,8 +283,9 @@ def check_readable(datasets: Sequence[PlannedDataset], names: Sequence[str]) -> 
             broken |= {split.source: split.error for split in dataset.sample(index).splits if split.error}
             if len(broken) >= _SHOWN:
                 break
+        title = name if (shards := getattr(dataset, "shards", None)) is None else shards.titled(name)
         raise DataError(
-            f"{name}: none of its {int(dataset.counts().images.sum()):,} images can be read. The first:\n  "
+            f"{title}: none of its {int(dataset.counts().images.sum()):,} images can be read. The first:\n  "
             + "\n  ".join(list(broken.values())[:_SHOWN]),
             remedy="image paths are files, relative to the data file's folder or to image_root",
         )

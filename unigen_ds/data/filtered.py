@@ -79,10 +79,10 @@ def kept_records(dataset: Any, origin: Any) -> Filtered:
     return Filtered(dataset, numbers, [one.settings for one in origin.filters], report, removed)
 
 
-def all_removed(found: Filtered) -> DataError:
-    """For a source of which nothing is kept."""
+def all_removed(found: Filtered, *, title: str | None = None) -> DataError:
+    """For a source of which nothing is kept. ``title``: how the message calls it; None: its name."""
     return DataError(
-        f"{found.name}: all {found.report['records']:,} records are removed by its filters"
+        f"{title or found.name}: all {found.report['records']:,} records are removed by its filters"
         f" ({removal_line(found.report)})",
         remedy="weaker limits in `filters`, or other data",
     )

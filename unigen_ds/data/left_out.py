@@ -19,6 +19,7 @@ from unigen_ds.data.filtered import Filtered
 from unigen_ds.data.held_out import Part, record_number, whole_of
 from unigen_ds.data.overflow import ACTIONS, Action, Fitted
 from unigen_ds.data.stream import SequenceStream
+from unigen_ds.data.streamed_units import ShardRecords
 from unigen_ds.data.used import FirstRecords
 
 NUM_EXAMPLES = 3
@@ -69,7 +70,7 @@ class _Source:
     """One source of a stream."""
 
     def __init__(self, name: str, fitted: Fitted, max_tiles: int | None) -> None:
-        self.name, self.fitted, self.max_tiles = name, fitted, max_tiles
+        self.name, self.title, self.fitted, self.max_tiles = name, fitted.titled(name), fitted, max_tiles
         self.dataset, self.whole = fitted.dataset, whole_of(fitted.dataset)
 
     def reasons(self) -> Iterator[Reason]:
@@ -107,17 +108,17 @@ class _Source:
                 text = "after the first num_used_data"
                 if isinstance(one, Part):
                     text = f"held out for validation (val_dataloader.split={one.division.share:g})"
-                yield Reason(self.name, text, len(one.whole) - len(one), len(one.whole), False, ())
+                yield Reason(self.title, text, len(one.whole) - len(one), len(one.whole), False, ())
 
     def _removed(self, kept: Filtered) -> Iterator[Reason]:
         """By each filter, and by each rating."""
         for k, (rule, number) in enumerate(kept.report["removed"].items(), start=1):
             first = np.flatnonzero(kept.removed == k)[:NUM_EXAMPLES].tolist()
             examples = tuple(self._example(record_number(kept.whole, i), "") for i in first)
-            yield Reason(self.name, f"removed by {rule}", number, len(kept.removed), False, examples)
+            yield Reason(self.title, f"removed by {rule}", number, len(kept.removed), False, examples)
         for rule, number in kept.report.get("questions_removed", {}).items():
             text = f"questions below the least {rule} rating (their records stay)"
-            yield Reason(self.name, text, number, kept.report["questions_rated"], False, (), "questions")
+            yield Reason(self.title, text, number, kept.report["questions_rated"], False, (), "questions")
 
     def _reason(self, text: str, found: Array, total: int, used: bool, shown: str, values: Array | None) -> Reason:
         """``shown``: a value of an example as text."""
@@ -125,7 +126,7 @@ class _Source:
             self._example(record_number(self.dataset, i), shown.format(int(values[i])) if values is not None else "")
             for i in found[:NUM_EXAMPLES].tolist()
         )
-        return Reason(self.name, text, len(found), total, used, examples)
+        return Reason(self.title, text, len(found), total, used, examples)
 
     def _example(self, number: int, value: str) -> Example:
         """``number``: of the record in its source."""
@@ -135,7 +136,7 @@ class _Source:
 
 def record_text(dataset: PlannedDataset, number: int) -> str:
     """The beginning of the texts of a record, images as their names; '' for a class of a user's own."""
-    if not isinstance(dataset, UnifiedGenerationDataset):
+    if not isinstance(dataset, (UnifiedGenerationDataset, ShardRecords)):
         return ""
     try:
         turns = dataset.turns(number)

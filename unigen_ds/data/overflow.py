@@ -145,6 +145,10 @@ class Fitted:
             index, piece = int(self._records[unit.index]), int(self._pieces[unit.index])
         return Draw(unit.source, record_number(self.dataset, index), unit.pass_number, piece)
 
+    def titled(self, name: str) -> str:
+        """How messages call what the numbers of this source are of: a streamed one is measured in part."""
+        return name
+
     def ids(self, name: str, records: Array) -> list[str]:
         """What messages call some records of the source."""
         return [f"{name}:{record_number(self.dataset, index)}" for index in records.tolist()]
@@ -253,6 +257,7 @@ def check_overflow(sources: Sequence[Fitted], names: Sequence[str]) -> None:
     for name, source in zip(names, sources, strict=True):
         refused, limit, key = source.by_action["error"], source.overflow.seq_length, source.overflow.key
         first = ", ".join(source.ids(name, refused[:_NAMED])) + ", ..." * (refused.size > _NAMED)
+        name = source.titled(name)
         if refused.size:
             raise DataError(
                 f"{name}: {len(refused):,} of {len(source.dataset):,} records are longer than {key}"
@@ -278,13 +283,15 @@ def check_overflow(sources: Sequence[Fitted], names: Sequence[str]) -> None:
         if not len(source):
             images = KINDS.index("images") in source.dataset.counts().kind
             raise DataError(
-                f"{name}: all {len(source.dataset):,} records are longer than {key} {limit:,} and are skipped",
+                f"{source.titled(name)}: all {len(source.dataset):,} records are longer than {key} {limit:,} and are"
+                " skipped",
                 remedy=f"a {larger}" + ("" if images else ", or train_dataloader.overflow='split'"),
             )
         total, left = int(source.dataset.counts().targets.sum()), source.kept_targets
         if source.overflow.version and total and not left:
             raise DataError(
-                f"{name}: all {total:,} targets are lost: what of its records fits {key} {limit:,} has none",
+                f"{source.titled(name)}: all {total:,} targets are lost: what of its records fits {key} {limit:,} has"
+                " none",
                 allowed="records that leave something to learn",
                 remedy=f"a {larger}",
             )
@@ -297,7 +304,8 @@ def check_positions(sources: Sequence[Fitted], names: Sequence[str], *, limit: i
         if limit is not None and longest > limit:
             number = int((source.tokens > limit).sum())
             raise DataError(
-                f"{name}: {number:,} of {len(source):,} samples have more tokens (up to {longest:,}) than the model has"
+                f"{source.titled(name)}: {number:,} of {len(source.tokens):,} samples have more tokens"
+                f" (up to {longest:,}) than the model has"
                 f" positions, model.llm.max_position_embeddings {limit:,}",
                 remedy=f"train_dataloader.seq_length of at most {limit:,}: longer texts are split",
             )

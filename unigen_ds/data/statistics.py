@@ -61,6 +61,7 @@ def start_lines(stream: SequenceStream) -> Iterator[tuple[bool, str]]:
         report, records, key = fitted.report(name), len(fitted.dataset), fitted.overflow.key
         lost = report["share_lost"] > 0 or report["skipped"] > 0
         yield from streamed_lines(name, fitted)
+        name = fitted.titled(name)
         if (first := used_of(fitted.dataset)) is not None:
             yield False, f"Data, {name}: {used_line(first)}."
         yield from filter_lines(name, fitted.dataset)
@@ -81,6 +82,11 @@ def start_lines(stream: SequenceStream) -> Iterator[tuple[bool, str]]:
             f"Data: the weights repeat after {mixture.period:.3g} draws. A position that no checkpoint has is found by"
             " following the order from its start, about 2 seconds for a million draws.",
         )
+
+
+def titles(stream: SequenceStream) -> dict[str, str]:
+    """Of each source what the numbers of its records are of: its name, and of a streamed one the part."""
+    return {name: fitted.titled(name) for name, fitted in zip(stream.names, stream.fitted, strict=True)}
 
 
 def group_report(stream: SequenceStream) -> dict[str, dict[str, Any]]:
@@ -148,8 +154,9 @@ def balance_lines(stream: SequenceStream) -> Iterator[tuple[bool, str]]:
     """What an epoch draws of texts and images: one line for each source, one of all, and whether it is balanced.
 
     A record counts as text generation where it has text targets, and as image generation where it has image targets.
+    Of a streamed source the records are those of the part that is measured, and an epoch is estimated from them.
     """
-    totals = np.zeros(6)
+    totals, estimated = np.zeros(6), [name for name, title in titles(stream).items() if name != title]
     for name, fitted, drawn in zip(stream.names, stream.fitted, stream.draws_per_epoch, strict=True):
         found, skip = fitted.dataset.counts(), fitted.by_action["skip"]
         counts = np.array(
@@ -160,19 +167,21 @@ def balance_lines(stream: SequenceStream) -> Iterator[tuple[bool, str]]:
             ],
             dtype=np.float64,
         )
-        samples, passes = drawn / max(counts[0], 1), drawn / max(len(fitted), 1)  # a long text is several samples
+        samples, passes = drawn / max(counts[0], 1), drawn / max(len(fitted.tokens), 1)  # a long text is several
         totals += counts * [samples, passes, passes, passes, samples, samples]
-        yield False, f"Data, {name}: {_balance(counts)}; {drawn:,} drawn an epoch."
+        about = "about " * (name in estimated) + f"{drawn:,}" + " of all shards" * (name in estimated)
+        yield False, f"Data, {fitted.titled(name)}: {_balance(counts)}; {about} drawn an epoch."
     if len(stream.names) > 1:
-        yield False, f"Data, an epoch of all sources: {_balance(totals)}."
+        how = f" (estimated, since {', '.join(estimated)} is measured in part)" if estimated else ""
+        yield False, f"Data, an epoch of all sources{how}: {_balance(totals)}."
     texts, images = totals[4], totals[5]
     if min(texts, images) > 0 and max(texts, images) > IMBALANCE * min(texts, images):
         more, fewer = ("texts", "images") if texts > images else ("images", "texts")
         yield (
             True,
-            f"Data: {max(texts, images):,.0f} samples of an epoch generate {more}, {min(texts, images):,.0f} generate"
-            f" {fewer}: more than {IMBALANCE} to 1. What is rare is learned slowly: set weights of the sources"
-            " (weight=...), or loss_weights.",
+            f"Data: {'about ' * bool(estimated)}{max(texts, images):,.0f} samples of an epoch generate {more},"
+            f" {min(texts, images):,.0f} generate {fewer}: more than {IMBALANCE} to 1. What is rare is learned"
+            " slowly: set weights of the sources (weight=...), or loss_weights.",
         )
 
 
@@ -251,7 +260,8 @@ def _packing(stream: SequenceStream) -> dict[str, Any]:
 def epoch_balance(stream: SequenceStream) -> dict[str, dict[str, float]]:
     """What an epoch has of each source: samples, and by kind its tokens and targets, as far as they are trained on.
 
-    Whole numbers where every record is used once; in a weighted mixture the mean of a record times its samples.
+    Whole numbers where every record is used once; in a weighted mixture the mean of a record times its samples, which
+    of a streamed source is the mean of the part that is measured.
     """
     found = {}
     for name, fitted, drawn in zip(stream.names, stream.fitted, stream.draws_per_epoch, strict=True):

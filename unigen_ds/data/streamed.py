@@ -215,6 +215,15 @@ class StreamedShards:
         return min(self.settings.mixed_shards, len(self))
 
     @property
+    def measured(self) -> str:
+        """The part that a start measures: lengths, images, and all that it reports of records are of it."""
+        return f"shard {self.listed.shards[0].name} (1 of {len(self):,})"
+
+    def titled(self, name: str) -> str:
+        """How messages call what is measured of the data set ``name``."""
+        return f"{name}, {self.measured}" if len(self) > 1 else name
+
+    @property
     def size(self) -> int | None:
         """Bytes of all; None: not known."""
         sizes = [shard.size for shard in self.listed.shards]

@@ -19,9 +19,11 @@ from unigen_ds.core.log import logger
 from unigen_ds.data.counts import Array, Counts
 from unigen_ds.data.datasets import PlannedDataset, is_streamed
 from unigen_ds.data.filtered import Filtered, all_removed, kept_records, removal_line
+from unigen_ds.data.held_out import record_number
 from unigen_ds.data.index import Index
 from unigen_ds.data.order import Draw
 from unigen_ds.data.overflow import Fitted, Overflow, overflow_line
+from unigen_ds.data.records import Turn
 from unigen_ds.data.samples import Sample
 from unigen_ds.data.shard_order import ShardWalk
 from unigen_ds.data.sources.spool import shown
@@ -58,6 +60,11 @@ class ShardRecords:
         sample: Sample = self._of.sample(self.shard * SPAN + index, pass_number=pass_number)
         return sample
 
+    def turns(self, index: int) -> list[Turn]:
+        """As of the whole data set."""
+        turns: list[Turn] = self._of.turns(self.shard * SPAN + index)
+        return turns
+
     @property
     def fingerprint(self) -> str:
         return self.index.digest
@@ -75,7 +82,7 @@ class StreamedFitted(Fitted):
         self._recent: Recent[Fitted] = Recent(2 * self.shards.mixed + 1)
         first = self._records_of(0)
         if isinstance(first, Filtered) and not len(first):
-            raise all_removed(first)
+            raise all_removed(first, title=self.titled(dataset.name))
         super().__init__(first, overflow)
 
     def __len__(self) -> int:
@@ -85,6 +92,9 @@ class StreamedFitted(Fitted):
         first, listed = len(self.tokens), self.shards.listed.shards
         size, whole = listed[0].size, self.shards.size
         return first * whole // size if size and whole else first * len(listed)
+
+    def titled(self, name: str) -> str:
+        return self.shards.titled(name)
 
     def walk(self, source: int, *, seed: int, first_pass: int) -> ShardWalk:
         """The order of the source, whose number is ``source``."""
@@ -148,6 +158,9 @@ class StreamedFitted(Fitted):
             logger().info("Data, %s: %s.", name, removal_line(part.dataset.report))
         if part.longer.size:
             report, records = part.report(name), len(part.dataset)
+            skipped = part.by_action["skip"].tolist()
+            numbers = [shard * SPAN + record_number(part.dataset, index) for index in skipped]
+            report["skipped_records"] = [f"{self._whole.name}:{number}" for number in numbers]
             line = overflow_line(report, records=records, seq_length=overflow.seq_length, key=overflow.key)
             logger().warning("Data, %s: %s.", name, line)
 
@@ -168,7 +181,8 @@ def streamed_lines(name: str, source: Fitted) -> Iterator[tuple[bool, str]]:
     yield (
         False,
         f"Data, {name}: streamed from {has}; {estimate}. Epochs, and limits in epochs, use this number; a pass ends"
-        " when every record was used, and every resume continues exactly. What follows of it is of its first shard.",
+        " when every record was used, and every resume continues exactly. All further numbers of its records are of the"
+        f" {len(source.dataset):,} of {shards.measured}.",
     )
     if shards.mixed < number:
         yield (
@@ -191,12 +205,13 @@ def streamed_lines(name: str, source: Fitted) -> Iterator[tuple[bool, str]]:
 
 
 def streamed_report(source: StreamedFitted) -> dict[str, Any]:
-    """Plain numbers of the whole source; all others that are shown of it are of its first shard."""
+    """Plain numbers of the whole source, and which part of it all others are of that are shown."""
     return {
         "shards": len(source.shards),
         "bytes": source.shards.size,
         "samples_per_pass_estimated": len(source),
         "exact": len(source.shards) == 1,
+        "measured": {"shards": [source.shards.listed.shards[0].name], "records": len(source.dataset)},
         "mixed_shards": source.shards.mixed,
         "folder": str(source.shards.spool.folder),
     }

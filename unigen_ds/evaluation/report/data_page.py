@@ -16,7 +16,7 @@ import numpy as np
 
 from unigen_ds.data.left_out import Reason, reasons
 from unigen_ds.data.loader import MicroBatch
-from unigen_ds.data.statistics import describe, epoch_balance, first_rows, mandatory_line, tokens_of
+from unigen_ds.data.statistics import describe, epoch_balance, first_rows, mandatory_line, titles, tokens_of
 from unigen_ds.data.stream import SequenceStream
 from unigen_ds.evaluation.report.charts import bar
 from unigen_ds.evaluation.report.document import document, write_document
@@ -63,10 +63,10 @@ def render_data(page: DataPage) -> str:
     found = {
         "sources": _sources(report, balance),
         "lengths": _lengths(stream, report),
-        "balance": _balance(balance),
+        "balance": _balance(balance, titles(stream)),
         "packing": _packing(stream, report),
         "left-out": _left_out(left, page.skipped_sources),
-        "unknown": _unknown(report, page.processor),
+        "unknown": _unknown(report, page.processor, titles(stream)),
         "sequences": sequences_part(stream, page.batches, page.processor),
     }
     header = tag(
@@ -101,8 +101,10 @@ def _tiles(report: Mapping[str, Any], balance: Mapping[str, Mapping[str, float]]
     tokens = total["text_tokens"] + total["image_tokens"]
     unused = sum(one.number for one in left if not one.used and one.unit == "records")
     drawn = sum(map(_drawn, report["sources"].values()))
+    part = any(map(_in_part, report["sources"].values()))
     found = [
-        ("Records", grouped(report["records"]), f"{grouped(drawn)} drawn an epoch"),
+        ("Records" + " measured" * part, grouped(report["records"]),
+         f"{'about ' * part}{grouped(drawn)} drawn an epoch"),
         ("Sequences", grouped(report["sequences_per_epoch"]), f"{report['samples_per_sequence']:.2f} samples in each"),
         ("Utilisation", percent(report["utilisation"]), "of seq_length"),
         ("Tokens", _short(tokens), f"an epoch, {percent(total['image_tokens'] / max(tokens, 1))} of images"),
@@ -120,6 +122,11 @@ def _tiles(report: Mapping[str, Any], balance: Mapping[str, Mapping[str, float]]
 
 def _drawn(source: Mapping[str, Any]) -> int:
     return int(source["draws_per_epoch"])
+
+
+def _in_part(source: Mapping[str, Any]) -> bool:
+    """Whether only some shards of a streamed source are measured."""
+    return "streamed" in source and not source["streamed"]["exact"]
 
 
 def _sources(report: Mapping[str, Any], balance: Mapping[str, Mapping[str, float]]) -> list[Any]:
@@ -145,6 +152,15 @@ def _sources(report: Mapping[str, Any], balance: Mapping[str, Mapping[str, float
         "Longest",
     )
     parts: list[Any] = [table(heads, rows, numbers=range(1, len(heads)))]
+    for name, streamed in ((name, one["streamed"]) for name, one in report["sources"].items() if _in_part(one)):
+        measured = streamed["measured"]
+        text = (
+            f"{name} is streamed: what this page shows of its records (lengths, balance, left out, unknown tokens) is"
+            f" of the {grouped(measured['records'])} of shard {', '.join(measured['shards'])},"
+            f" {len(measured['shards'])} of {grouped(streamed['shards'])} shards. What an epoch has of it is estimated"
+            " from them; packing and sequences are those of the run."
+        )
+        parts.append(tag("div", text, class_="missing"))
     if groups := report.get("groups"):
         shown = [
             (tag("b", name), "yes" if group["mandatory"] else "no", grouped(group["draws_per_epoch"]),
@@ -158,7 +174,8 @@ def _sources(report: Mapping[str, Any], balance: Mapping[str, Mapping[str, float
 
 
 def _lengths(stream: SequenceStream, report: Mapping[str, Any]) -> list[Any]:
-    groups = {name: dataset.lengths()[0] for name, dataset in zip(stream.names, stream.datasets, strict=True)}
+    named = zip(titles(stream).values(), stream.datasets, strict=True)
+    groups = {title: dataset.lengths()[0] for title, dataset in named}
     longer = sum(source["overflow"]["longer"] for source in report["sources"].values())
     limit, name = (
         stream.sample_length,
@@ -175,8 +192,9 @@ def _lengths(stream: SequenceStream, report: Mapping[str, Any]) -> list[Any]:
     ]
 
 
-def _balance(balance: Mapping[str, Mapping[str, float]]) -> list[Any]:
+def _balance(balance: Mapping[str, Mapping[str, float]], titles: Mapping[str, str]) -> list[Any]:
     rows, cells = [], []
+    balance = {titles[name]: one for name, one in balance.items()}
     shown = dict(balance)
     if len(balance) > 1:
         shown = {
@@ -197,7 +215,7 @@ def _balance(balance: Mapping[str, Mapping[str, float]]) -> list[Any]:
     note = (
         "Of one epoch, as far as it is trained on. Text is learned token by token, an image by its latent patches; what"
         " is only read has no target."
-    )
+    ) + " Estimated, where a source is streamed, from the shard that is named." * any(a != b for a, b in titles.items())
     keys = [
         tag("li", tag("b", name), class_=f"k-{name}")
         for name in KINDS[: 2 + any(o["other_targets"] for o in shown.values())]
@@ -276,11 +294,11 @@ def _examples(one: Reason) -> Html | str:
     return tag("ul", *(tag("li", tag("code", e.id), f" {e.text}") for e in one.examples), class_="examples")
 
 
-def _unknown(report: Mapping[str, Any], processor: Any) -> list[Any]:
+def _unknown(report: Mapping[str, Any], processor: Any, titles: Mapping[str, str]) -> list[Any]:
     if getattr(getattr(processor, "tokenizer", None), "unk_id", None) is None:
         return [missing("The tokenizer has no unknown token: every text has ids of its own.")]
     rows = [
-        (tag("b", name), grouped(one["unknown_tokens"]), _share(one["unknown_token_share"]))
+        (tag("b", titles[name]), grouped(one["unknown_tokens"]), _share(one["unknown_token_share"]))
         for name, one in report["sources"].items()
     ]
     note = "Text tokens of words that the tokenizer does not have; all of them look the same to the model."
