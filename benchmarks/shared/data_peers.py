@@ -79,9 +79,13 @@ def text_sides(folder: Path, number: int, *, short: bool) -> Sides:
     def alone() -> int:
         chunks = [texts[i : i + 256] for i in range(0, number, 256)]
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        encode = processor.tokenizer.encode_texts_unprotected
+        encode = plain.backend_tokenizer.encode_batch_fast
+
+        def tokens(chunk: list[str]) -> int:
+            return sum(len(one.ids) for one in encode(chunk, add_special_tokens=False))
+
         with ThreadPoolExecutor(num_cores()) as threads:
-            found = sum(threads.map(lambda chunk: sum(map(len, encode(chunk))), chunks))
+            found = sum(threads.map(tokens, chunks))
         del os.environ["TOKENIZERS_PARALLELISM"]
         return found
 
