@@ -81,13 +81,10 @@ class WordMemo:
         found = [self._known(text) for text in texts]
         if None not in found:
             return found  # type: ignore[return-value]
-        missing = [i for i, ids in enumerate(found) if ids is None]
-        self._learn([texts[i] for i in missing])
-        found_now = [self._known(texts[i]) for i in missing]
-        rest = iter(self._encode([texts[i] for i, ids in zip(missing, found_now, strict=True) if ids is None]))
-        for i, ids in zip(missing, found_now, strict=True):
-            found[i] = next(rest) if ids is None else ids
-        return found  # type: ignore[return-value]
+        self._learn([text for text, ids in zip(texts, found, strict=True) if ids is None])
+        found = [self._known(text) if ids is None else ids for text, ids in zip(texts, found, strict=True)]
+        rest = iter(self._encode([text for text, ids in zip(texts, found, strict=True) if ids is None]))
+        return [next(rest) if ids is None else ids for ids in found]
 
     def _known(self, text: str) -> list[int] | None:
         """None: it has a word that is not known, or is no text of single spaces."""
@@ -107,9 +104,8 @@ class WordMemo:
                 continue
             first[words[0]] = None
             later |= dict.fromkeys(words[1:])
-        for known, words, space in ((self._first, first, ""), (self._later, later, " ")):
-            new = [word for word in words if word not in known]
+        for known, unknown, space in ((self._first, first, ""), (self._later, later, " ")):
+            new = [word for word in unknown if word not in known][:_MOST_WORDS]
             if len(known) + len(new) > _MOST_WORDS:
                 known.clear()
-            ids = self._encode([space + word for word in new[:_MOST_WORDS]])
-            known.update(zip(new[:_MOST_WORDS], ids, strict=True))
+            known.update(zip(new, self._encode([space + word for word in new]), strict=True))
