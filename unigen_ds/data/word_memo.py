@@ -22,7 +22,7 @@ _OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _PATTERNS = tuple(_LETTERS + digits + _OTHERS for digits in (r"\p{N}", r"\p{N}{1,3}"))
 """Of Qwen2 and of Llama 3: a space is the first character of what it is joined with, as in GPT-2's own pattern."""
 _BYTES = {"type": "ByteLevel", "add_prefix_space": False}
-_DIVIDING = (
+_DIVIDING: tuple[list[dict[str, Any]], ...] = (
     [{"type": "Whitespace"}],
     [{**_BYTES, "use_regex": True}],
     [{"type": "Digits", "individual_digits": True}, {**_BYTES, "use_regex": True}],
@@ -79,10 +79,9 @@ class WordMemo:
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each, as those of ``encode``."""
         found = [self._known(text) for text in texts]
-        if None not in found:
-            return found  # type: ignore[return-value]
-        self._learn([text for text, ids in zip(texts, found, strict=True) if ids is None])
-        found = [self._known(text) if ids is None else ids for text, ids in zip(texts, found, strict=True)]
+        if None in found:
+            self._learn([text for text, ids in zip(texts, found, strict=True) if ids is None])
+            found = [self._known(text) if ids is None else ids for text, ids in zip(texts, found, strict=True)]
         rest = iter(self._encode([text for text, ids in zip(texts, found, strict=True) if ids is None]))
         return [next(rest) if ids is None else ids for ids in found]
 
