@@ -1,6 +1,6 @@
 """Ids of words that were tokenized before: a text of known words costs a tenth of what the tokenizer needs for it.
 
-Only for tokenizers that never join a word with what comes before the space in front of it, which their own settings
+Only for tokenizers that never join a word with what comes before its space, which their own settings
 show (``divides_at_spaces``), and only for texts of ASCII whose white space is single spaces between words. There the
 ids of a text are those of its first word, then those of each other word with its space. All other texts are tokenized
 as they are.
