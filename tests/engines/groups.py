@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from tests.engines import cases, feature_cases, mixture_cases, model_cases
+from tests.engines import cases, feature_cases, lora_cases, mixture_cases, model_cases
 from tests.engines.cases import Job
 
 GROUPS: dict[str, Callable[..., list[Job]]] = {
@@ -28,6 +28,7 @@ GROUPS: dict[str, Callable[..., list[Job]]] = {
     "compiled": cases.compiled,
     "published": cases.published,
     "decoder": cases.decoder,
+    "lora": lambda full: lora_cases.lora(),
     "memory": cases.memory,
     "one_process": lambda full: cases.one_process(),
     "layouts": lambda full: cases.layouts(),

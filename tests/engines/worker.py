@@ -233,7 +233,8 @@ def main() -> None:
     from tests.engines import mixture_data, pictures, previews, texts, users  # noqa: F401 - previews registers its hooks
     from unigen_ds.backends.deepspeed_op import load_shared_memory_op
 
-    for name in PRELOADED:
+    adapters = ["peft"] * ('"lora"' in Path(sys.argv[1]).read_text(encoding="utf-8"))
+    for name in (*PRELOADED, *adapters):
         importlib.import_module(name)
     torch.set_num_threads(1)
     load_shared_memory_op()  # compiled at the very first start; else every process would ask ninja

@@ -62,6 +62,9 @@ class Backend(abc.ABC):
         """
 
     _cfg: OptimizerConfig
+    left_out: Collection[str] = frozenset()
+    """Frozen parameters and buffers that ``state_files`` leaves out, because other files have them: those of the base
+    of adapters. Set before ``prepare``."""
 
     def check(self, *, geometry: Geometry, optimizer_cfg: OptimizerConfig) -> None:
         """Refuse settings that cannot work, before any process group is joined; ``topology`` is known afterwards.

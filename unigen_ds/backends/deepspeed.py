@@ -410,7 +410,7 @@ class DeepSpeedBackend(Backend):
 
         ``save_checkpoint`` has barriers in it; ``CapturedSave`` lists the content of the files instead of writing them.
         """
-        captured = CapturedSave(self._engine.checkpoint_engine)
+        captured = CapturedSave(self._engine.checkpoint_engine, left_out=self.left_out)
         with captured.installed(self._engine):
             self._engine.save_checkpoint(FOLDER, tag=".", save_latest=False)
         return StateFiles("deepspeed", captured.outputs)

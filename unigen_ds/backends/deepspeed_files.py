@@ -7,7 +7,7 @@ Source: DeepSpeed 0.19.8, ``runtime/engine.py: save_checkpoint``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import PurePath
 from typing import Any
@@ -16,15 +16,20 @@ import torch
 
 from unigen_ds.core.outputs import HashedFile, Output, nested_bytes
 
+_NAMED = ("module", "buffer_names", "frozen_param_shapes", "frozen_param_fragments")
+"""Keys of a model file whose values are by the names of parameters and buffers."""
 FOLDER = "."
 """The directory passed to DeepSpeed, which only appends names to it."""
 
 
 class CapturedSave:
-    """Replaces an engine's ``checkpoint_engine`` during one ``save_checkpoint`` and collects what it would save."""
+    """Replaces an engine's ``checkpoint_engine`` during one ``save_checkpoint`` and collects what it would save.
 
-    def __init__(self, original: Any) -> None:
-        self._original = original
+    ``left_out``: names of frozen parameters and buffers that no file gets.
+    """
+
+    def __init__(self, original: Any, *, left_out: Collection[str] = ()) -> None:
+        self._original, self._left_out = original, left_out
         self.outputs: list[Output] = []
 
     @contextmanager
@@ -39,11 +44,19 @@ class CapturedSave:
 
     def save(self, state_dict: Any, path: str) -> None:
         """DeepSpeed calls it by keyword: the names are its own."""
+        if self._left_out:
+            state_dict = {key: self._kept(value) if key in _NAMED else value for key, value in state_dict.items()}
 
         def write(stream: HashedFile) -> None:
             torch.save(state_dict, stream)  # type: ignore[arg-type] # a writer without fileno
 
         self.outputs.append(Output(PurePath(path).name, nested_bytes(state_dict), write))
+
+    def _kept(self, named: Any) -> Any:
+        """What ``left_out`` does not name of a mapping or a list."""
+        if isinstance(named, Mapping):
+            return type(named)((name, value) for name, value in named.items() if name not in self._left_out)
+        return named and [name for name in named if name not in self._left_out]
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None: ...
     def create(self, info: Any) -> None: ...

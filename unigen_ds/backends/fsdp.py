@@ -278,8 +278,9 @@ class FSDPBackend(TorchOptimizerBackend):
         from unigen_ds.backends.dcp_files import dcp_files
 
         self.refresh_copies()
-        state: dict[str, Tensor] = {f"{MASTER}|{name}": p.detach() for name, p in self._masters.items()}
-        state |= {f"{BUFFER}|{name}": b for name, b in self.buffers().items()}
+        masters, buffers = self._without_base(self._masters), self._without_base(self.buffers())
+        state: dict[str, Tensor] = {f"{MASTER}|{name}": p.detach() for name, p in masters.items()}
+        state |= {f"{BUFFER}|{name}": b for name, b in buffers.items()}
         for (kind, name), value in self._optimizer_tensors().items():
             state[f"{kind}|{name}"] = value.reshape(1) if value.ndim == 0 else value
         replicas = dist.world_size() // self.num_shard

@@ -50,7 +50,7 @@ class SingleBackend(TorchOptimizerBackend):
         masters: dict[str, nn.Parameter] = {}
         for name, parameter in self._parameters.items():
             masters[name] = parameter
-            if self._low_precision:
+            if self._low_precision and parameter.dtype == torch.float32:  # else it is held in low precision alone
                 masters[name] = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
                 parameter.data = parameter.data.to(COMPUTE_DTYPE[optimizer_cfg.precision])
         self._own(model, masters, param_groups, optimizer_cfg)
@@ -133,7 +133,7 @@ class SingleBackend(TorchOptimizerBackend):
         }
         form = {"format": "pt"}
         return StateFiles("safetensors", [
-            safetensors_output("model.safetensors", {**self._masters, **self.buffers()}, form),
+            safetensors_output("model.safetensors", self._without_base({**self._masters, **self.buffers()}), form),
             safetensors_output("optimizer.safetensors", state, form),
         ])  # fmt: skip
 

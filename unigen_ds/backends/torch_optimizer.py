@@ -73,6 +73,9 @@ class TorchOptimizerBackend(Backend):
             grads.append(master.grad)
         return grads
 
+    def _without_base(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in tensors.items() if name not in self.left_out}
+
     def set_hparams(self, per_group: Sequence[Mapping[str, Any]]) -> None:
         for group, hparams in zip(self._optimizer.param_groups, per_group, strict=True):
             group.update({key: value for key, value in hparams.items() if key != "name"})

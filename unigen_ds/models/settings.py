@@ -1,4 +1,4 @@
-"""Sections of ``model`` that several families share: sizes of transformers, and which parts are packed.
+"""Sections that several families share: sizes of transformers, which parts are packed, and adapters.
 
 With ``pretrained`` a config has only what differs from the files, so a model checks its sizes again as a whole, once
 the files are read (``Section.filled``).
@@ -6,7 +6,9 @@ the files are read (``Section.filled``).
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+import re
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 from typing_extensions import Self
@@ -74,6 +76,45 @@ class Quantize(Section):
     llm: QuantizeScheme | None = Field(default=None, description="the language model: `nf4`, `int8` or None")
     vit: QuantizeScheme | None = Field(default=None, description="the vision tower: `nf4`, `int8` or None")
     connector: QuantizeScheme | None = Field(default=None, description="what joins them: `nf4`, `int8` or None")
+
+
+class Lora(Section):
+    """Low-rank adapters on the frozen model."""
+
+    r: int = Field(default=16, ge=1, description="rank: rows of A and columns of B")
+    alpha: Number = Field(default=32, gt=0, description="the adapters' share is multiplied by `alpha / r`")
+    dropout: Number = Field(default=0.0, ge=0, lt=1, description="on what the adapters read")
+    target_modules: str | tuple[str, ...] = Field(
+        description="regular expression, or a list of them, searched in the names of linear layers:"
+        " `r'language_model.*(q|v)_proj'`; the output head stays as it is. What matches nothing is an error that lists"
+        " the names"
+    )
+    use_dora: bool = Field(default=False, description="DoRA: the length of each row of a weight is learned, too")
+    use_rslora: bool = Field(default=False, description="`alpha / sqrt(r)` instead of `alpha / r`")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _listed(cls, given: Any) -> Any:
+        """Configs have lists."""
+        if isinstance(given, Mapping) and isinstance(given.get("target_modules"), list):
+            return {**given, "target_modules": tuple(given["target_modules"])}
+        return given
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """``target_modules`` as expressions that compile."""
+        return (self.target_modules,) if isinstance(self.target_modules, str) else self.target_modules
+
+    @model_validator(mode="after")
+    def _compiles(self) -> Self:
+        for pattern in self.patterns:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ConfigError(f"lora.target_modules: {pattern!r} is no regular expression: {error}") from error
+        if not self.patterns:
+            raise ConfigError("lora.target_modules is empty", remedy="lora=None trains without adapters")
+        return self
 
 
 def check_heads(where: str, width: int, heads: int, kv_heads: int) -> None:

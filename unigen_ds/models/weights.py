@@ -205,7 +205,10 @@ class InitialWeights:
 
 
 def match(model: nn.Module, source: Pretrained) -> dict[str, Stored]:
-    """The stored tensors that the model accepts. Raises ``CheckpointError`` with all names that do not fit."""
+    """The stored tensors that the model accepts. Raises ``CheckpointError`` with all names that do not fit.
+
+    The model gets ``from_files``, the names of the tensors that the files have whole.
+    """
     stored = by_first_name(source.tensors, tied_names(model))
     own = {name: tuple(tensor.shape) for name, tensor in _named_tensors(model).items()}
     found = misfit({name: tensor.shape for name, tensor in stored.items()}, own)
@@ -227,6 +230,7 @@ def match(model: nn.Module, source: Pretrained) -> dict[str, Stored]:
     ):
         if names:
             logger().info(f"pretrained {source.where}: {what}: {first_names(names)}")
+    model.__dict__["from_files"] = frozenset(name for name in own if name in stored and name not in grown)
     return {name: stored[name] for name in own if name in stored}
 
 
@@ -239,6 +243,8 @@ class PretrainedModel(nn.Module):
     """A model that may start from published weights, read at once or, when built on the meta device, shard by shard."""
 
     _stored: Mapping[str, Stored]
+    from_files: frozenset[str] = frozenset()
+    """Parameters and buffers that the files have whole (``match``)."""
 
     def initialise(self, name: str, tensor: Tensor, generator: torch.Generator | None = None) -> None:
         """Fill ``tensor``, the whole of the parameter ``name``, with its initial values."""

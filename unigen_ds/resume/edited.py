@@ -7,15 +7,18 @@ from typing import Any
 
 BUILT = "built"
 """Key of a stored config: what the config left to ``pretrained`` and to defaults, as the model was built."""
-_SIZES = ("model.llm.", "model.vit.", "model.vae.", "model.pixel_shuffle_factor", "model.latent_patch_size")
+_SIZES = (
+    "model.llm.", "model.vit.", "model.vae.", "model.pixel_shuffle_factor", "model.latent_patch_size",
+    "lora.r", "lora.alpha", "lora.use_",
+)  # fmt: skip
 _NOT_SIZES = ("dropout", "initializer_range", "max_position_embeddings")
 _IN_SHAPES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "image_size", "patch_size", "num_channels",
     "channels", "base_channels", "channel_multipliers", "num_blocks", "latent_channels", "latent_patch_size",
-    "pixel_shuffle_factor", "tie_word_embeddings", "layer_types", "max_window_layers",
+    "pixel_shuffle_factor", "r", "use_dora", "tie_word_embeddings", "layer_types", "max_window_layers",
 )  # fmt: skip
 """Sizes that the names and shapes of the weights show."""
-_SECTIONS = ("model", "processor", "loss_weights", "optim_wrapper", "custom_hooks")
+_SECTIONS = ("model", "lora", "processor", "loss_weights", "optim_wrapper", "custom_hooks")
 _ELSEWHERE = (
     "model.activation_checkpointing", "model.compile", "model.freeze", "model.quantize", "model.pretrained",
     "model.copy_init_moe", "optim_wrapper.accumulative_counts", "optim_wrapper.precision",
@@ -41,6 +44,7 @@ def _sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     """Dotted key -> size: as given; where nothing is given, as the model was built."""
     built = (config.get(BUILT) or {}).get("model")
     found = {**dict(_leaves(built, "model")), **dict(_leaves(config.get("model"), "model"))}
+    found |= dict(_leaves(config.get("lora"), "lora"))
     # transformers 5 writes rope_theta into rope_parameters, transformers 4 beside the other sizes
     return {key.replace("rope_parameters.rope_theta", "rope_theta"): v for key, v in found.items() if _is_size(key)}
 

@@ -48,6 +48,7 @@ from unigen_ds.hooks.ledger import LedgerHook
 from unigen_ds.hooks.mmengine import completed
 from unigen_ds.hooks.skipped import SkippedSamplesHook
 from unigen_ds.hooks.timeline import TimelineHook
+from unigen_ds.models.lora import add_adapters
 from unigen_ds.optim.param_groups import build_param_groups
 from unigen_ds.resume.geometry import lr_factor
 from unigen_ds.runner.settings import ModelSettings, Settings, TrainCfg, family_of_model
@@ -245,7 +246,7 @@ def total_sequences(limits: Sequence[Duration], geometry: Geometry, tokens_per_s
 
 
 def build_model(settings: ModelSettings, processor: Any, *, seed: int, stream: bool = False) -> nn.Module:
-    """The model on the CPU in fp32: the same weights on every rank and for every number of processes.
+    """The model on the CPU in fp32, with adapters: the same weights on every rank and for every number of processes.
 
     ``stream``: on the meta device if its weights are published ones, which its ``initial_weights`` then reads. A model
     that is to be quantised is first built whole.
@@ -255,7 +256,10 @@ def build_model(settings: ModelSettings, processor: Any, *, seed: int, stream: b
     torch.manual_seed(seed)
     stream = stream and bool(spec.get("pretrained")) and not spec.get("quantize") and hasattr(kind, "initial_weights")
     with torch.device("meta") if stream else nullcontext():
-        return family_of_model(kind).build(spec, vocab_size=None if tokenizer is None else len(tokenizer))
+        model = family_of_model(kind).build(spec, vocab_size=None if tokenizer is None else len(tokenizer))
+    if settings.lora is not None:
+        add_adapters(model, settings.lora, seed=seed)
+    return model
 
 
 def build_groups(settings: Settings, named: Iterable[tuple[str, nn.Parameter]]) -> list[ParamGroup]:

@@ -20,6 +20,7 @@ from unigen_ds.backends.base import Backend
 from unigen_ds.backends.memory import on_meta
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core import dist, log, startup
+from unigen_ds.core.optim import COMPUTE_DTYPE
 from unigen_ds.core.progress import Duration, Geometry, Ruler
 from unigen_ds.core.registry import registered_name
 from unigen_ds.core.seeding import seed_everything
@@ -31,6 +32,7 @@ from unigen_ds.data.statistics import start_lines
 from unigen_ds.data.stream import Cursor
 from unigen_ds.evaluation.validation import Validation
 from unigen_ds.hooks.base import Hook
+from unigen_ds.models.lora import adapted, base_tensors, hold_base_in
 from unigen_ds.resume.finding import Finding
 from unigen_ds.resume.plan import ResumePlan
 from unigen_ds.runner.build import (
@@ -117,8 +119,11 @@ def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
         total_sequences=start.total_sequences,
         global_batch_size=geometry.global_batch_size,
     )
+    backend.left_out = base_tensors(model)
+    if adapted(model) is not None:
+        hold_base_in(model, COMPUTE_DTYPE[optimizer_cfg.precision])
     backend.prepare(model, groups, optimizer_cfg, geometry=geometry)
-    if initial is not None and plan.mode != "resume":  # a resume reads them from its checkpoint
+    if initial is not None and (plan.mode != "resume" or backend.left_out):  # all else is in the checkpoint
         backend.load_tensors(initial, weights_only=True)
     seed_everything(seed, rank=dist.rank())
     if dist.is_main():

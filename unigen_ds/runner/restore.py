@@ -45,7 +45,7 @@ def restore(parts: Parts, hooks: Sequence[Hook]) -> dict[str, Any] | None:
         return None
     check_weights(stored, parameters=parts.parameters)
     refuse(model_findings(manifest, parameters=parts.parameters, config=parts.plain_config))
-    parts.backend.load_tensors(reader)
+    parts.backend.load_tensors(reader, keep=parts.backend.left_out)
     _restore_hooks(hooks, checkpoint, manifest)
     if not saver.restore_rng(checkpoint):
         seed = derive_seed(parts.data_identity["seed"], "resume", manifest.progress.updates)

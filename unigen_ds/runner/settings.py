@@ -45,6 +45,7 @@ from unigen_ds.families.base import Family, families, family_of
 from unigen_ds.hooks.evaluate import EvaluateHook
 from unigen_ds.hooks.mmengine import stops_early
 from unigen_ds.hooks.settings import CustomHook, DefaultHooks
+from unigen_ds.models.settings import Lora
 from unigen_ds.optim.settings import Finite, OptimWrapper
 from unigen_ds.runner.environment import Environment
 from unigen_ds.schedule.settings import Curve
@@ -110,6 +111,10 @@ class ModelSettings(Section):
     model: Annotated[Component, Of(MODELS)] = Field(description="component: the model")
     tokenizer: Tokenizer | None = Field(default=None, description="component: text to tokens")
     processor: Mapping[str, Any] = Field(default={}, description="how records become sequences: of the model's family")
+    lora: Lora | None = Field(
+        default=None,
+        description="low-rank adapters, [LoRA, DoRA and QLoRA](lora.md); None: the model itself is trained",
+    )
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ModelSettings:

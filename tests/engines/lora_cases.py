@@ -1,0 +1,48 @@
+"""Jobs of adapters: one run that goes from engine to engine, each of which saves what it loaded before it trains on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.engines.cases import DECODER, Job, Phase, config
+from tests.engines.model_cases import VLM
+
+CHAINS: dict[str, tuple[tuple[str, int], ...]] = {
+    "dora": (("zero2", 2), ("FULL_SHARD", 2), ("zero3", 2), ("zero1", 2), ("single", 1)),
+    "qlora": (("zero3", 2), ("FULL_SHARD", 2), ("zero2", 2)),
+}
+"""Engines and processes of a run."""
+LINK = 2
+"""Updates of an engine."""
+LAYERS = {"dora": r"self_attn\.(q|v)_proj|down_proj", "qlora": r"language_model.*(q|v)_proj|connector"}
+_CHANGES: dict[str, dict[str, Any]] = {
+    "dora": {"model": DECODER, "processor": None},
+    "qlora": {
+        **VLM, "model__freeze": ["llm", "vit"], "model__quantize": {"llm": "nf4"}, "optim_wrapper__precision": "bf16",
+    },
+}  # fmt: skip
+_DATA = {"dora": "digits/text.jsonl", "qlora": "talks/mixed.jsonl"}
+
+
+def _phase(kind: str, engine: tuple[str, int], last: int, **more: Any) -> Phase:
+    adapters = {"lora": {"r": 4, "alpha": 8, "target_modules": LAYERS[kind], "use_dora": kind == "dora"}}
+    given = config(*engine, **_CHANGES[kind], **adapters, **more)
+    given["custom_hooks"] = [*given["custom_hooks"], {"type": "SaveAtOnceHook"}]
+    return Phase(engine[1], given, last, data=_DATA[kind])
+
+
+def lora() -> list[Job]:
+    """The chains, each link in a folder of its own, and one process that is never stopped."""
+    jobs = []
+    for kind, chain in CHAINS.items():
+        jobs.append(Job(f"lora/{kind}/straight", [_phase(kind, ("single", 1), LINK * len(chain))]))
+        for number, engine in enumerate(chain):
+            before = link(kind, number - 1) if number else None
+            jobs.append(Job(link(kind, number), [_phase(kind, engine, LINK * (number + 1))], resumes=before))
+    return jobs
+
+
+def link(kind: str, number: int) -> str:
+    """Name of the job of a chain's engine."""
+    engine, world = CHAINS[kind][number]
+    return f"lora/{kind}/{number}-{engine}@{world}"

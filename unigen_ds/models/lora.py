@@ -1,0 +1,262 @@
+"""Low-rank adapters on a frozen base: LoRA (Hu et al., 2021), DoRA (Liu et al., 2024), and on packed weights QLoRA
+(Dettmers et al., 2023).
+
+In: a model of any family, whole or on the meta device. Out: the same model, in which peft's layers take the place of
+the linear layers that a pattern chooses; each keeps its layer as ``base_layer``. Everything but the adapters is frozen.
+Initial values of adapters are keyed by seed and name, so they are the same under every engine and process count.
+
+A layer computes ``W x + alpha / r * B A x``; DoRA multiplies each row of ``W + alpha / r * B A`` by its learned length
+over its own. ``B`` begins at zero and a length at that of its row, so a run begins with the base's numbers.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.fitting import first_names
+from unigen_ds.core.log import logger
+from unigen_ds.core.modules import persistent_buffers
+from unigen_ds.core.seeding import generator
+from unigen_ds.core.shards import MASTER, ShardReader
+from unigen_ds.models.quantized import QuantizedLinear
+from unigen_ds.models.settings import Lora
+
+ADAPTER = "default"
+"""peft's name of the one set of adapters."""
+_BASE_LAYER = "base_layer"
+_HEAD = "lm_head"
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_SHOWN = 12
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """What ``add_adapters`` did to a model, which has it as ``adapted``."""
+
+    lora: Lora
+    layers: tuple[str, ...]
+    """Names of the layers that have an adapter."""
+    from_files: frozenset[str]
+    """Parameters and buffers, under their present names, that the base's files have whole."""
+
+
+def adapted(model: nn.Module) -> Adapted | None:
+    """How a model was adapted; None: it was not."""
+    found: Adapted | None = model.__dict__.get("adapted")
+    return found
+
+
+def add_adapters(model: Any, lora: Lora, *, seed: int) -> None:
+    """Freeze the model and add adapters to the layers that ``lora.target_modules`` chooses, in place.
+
+    Raises ``ConfigError`` where a pattern matches no layer, or one that shares its weight, and where peft is missing.
+    """
+    inject = _import_peft().inject_adapter_in_model
+    layers = chosen(model, lora.patterns)
+    weights = {name: model.get_submodule(name) for name in layers}
+    files: frozenset[str] = getattr(model, "from_files", frozenset())
+    meta = any(parameter.is_meta for parameter in model.parameters())
+    base = model.initial_weights(seed=seed) if meta else None  # by the names before
+    with torch.device("meta") if meta else nullcontext():
+        inject(_peft_config(lora, layers), model, adapter_name=ADAPTER)
+    model.requires_grad_(False)
+    for name, layer in weights.items():
+        wrapper = model.get_submodule(name)
+        for hooks in _HOOKS:  # they belong to the whole layer: dropout on a branch, say
+            setattr(wrapper, hooks, getattr(layer, hooks))
+            setattr(layer, hooks, type(getattr(layer, hooks))())
+        for key, parameter in wrapper.named_parameters():
+            parameter.requires_grad_(not key.startswith(f"{_BASE_LAYER}."))
+    tensors = (*dict(model.named_parameters()), *persistent_buffers(model))
+    model.__dict__["adapted"] = Adapted(lora, layers, frozenset(name for name in tensors if _in_files(name, files)))
+    initial = AdapterWeights(model, base, seed=seed)
+    if meta:
+        model.__dict__["initial_weights"] = lambda *, seed: initial
+    else:
+        initial.fill(model)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    logger().info(
+        "%s of rank %d on %d linear layers, %.2f M parameters: %s",
+        "DoRA" if lora.use_dora else "LoRA", lora.r, len(layers), trained / 1e6, first_names(layers),
+    )  # fmt: skip
+
+
+def candidates(model: nn.Module) -> dict[str, nn.Module]:
+    """The linear layers that may have an adapter: not the output head, and none whose weight is held as a buffer."""
+    return {
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, QuantizedLinear) or (type(layer) is nn.Linear and "weight" in layer._parameters)
+        if name.rpartition(".")[2] != _HEAD and "." in name
+    }
+
+
+def chosen(model: nn.Module, patterns: Iterable[str]) -> tuple[str, ...]:
+    """Names of the layers that the patterns choose, in the order of the model. Raises ``ConfigError``."""
+    found = candidates(model)
+    for pattern in patterns:
+        if not any(re.search(pattern, name) for name in found):
+            raise ConfigError(
+                f"lora.target_modules: {pattern!r} matches no linear layer",
+                allowed="a part of one of the names " + _families_of_names(found),
+                remedy="with numbers: " + first_names(list(found)) if found else None,
+            )
+    names = tuple(name for name in found if any(re.search(pattern, name) for pattern in patterns))
+    owners = Counter(id(p) for layer in model.modules() for p in layer.parameters(recurse=False))
+    shared = [
+        name for name in names if type(found[name]) is nn.Linear and owners[id(found[name].get_parameter("weight"))] > 1
+    ]
+    if shared:
+        raise ConfigError(
+            f"lora.target_modules chooses {first_names(shared)}, whose weight another module uses as well",
+            remedy="a pattern that leaves it out: merged, the adapter would change both",
+        )
+    return names
+
+
+def _families_of_names(names: Iterable[str]) -> str:
+    """Names with ``N`` for every number, each once."""
+    kinds = [*dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)", "N", name) for name in names)]
+    more = f" and {len(kinds) - _SHOWN} more" if len(kinds) > _SHOWN else ""
+    return (", ".join(kinds[:_SHOWN]) + more) or "(the model has no linear layer)"
+
+
+def base_name(name: str) -> str:
+    """The name that a tensor of the base has without adapters."""
+    return name.replace(f".{_BASE_LAYER}.", ".")
+
+
+def _in_files(name: str, files: frozenset[str]) -> bool:
+    """Packed weights and scales follow from the weight of the files."""
+    plain = base_name(name)
+    owner, _, kind = plain.rpartition(".")
+    return plain in files or (kind in ("packed", "scales") and f"{owner}.weight" in files)
+
+
+def _peft_config(lora: Lora, layers: Iterable[str]) -> Any:
+    peft = _import_peft()
+    from peft.tuners.lora import Linear
+
+    config = peft.LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        use_dora=lora.use_dora,
+        use_rslora=lora.use_rslora,
+        target_modules=_exactly(layers),
+    )
+    config._register_custom_module({QuantizedLinear: Linear})
+    return config
+
+
+def _exactly(layers: Iterable[str]) -> str:
+    """A regular expression for these layers and no other: names in a list would match as endings, too."""
+    return "|".join(re.escape(name) for name in layers)
+
+
+def _import_peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise ConfigError(f"lora needs peft: {error}", remedy="pip install 'unigen_ds[lora]'") from error
+    return peft
+
+
+class AdapterWeights:
+    """A ``ShardReader`` over the base's initial weights, under their present names, and those of the adapters.
+
+    Args:
+        model: with adapters, whole or on the meta device.
+        base: the initial weights of a model on the meta device, by the names without adapters; None: it is not there.
+    """
+
+    def __init__(self, model: nn.Module, base: ShardReader | None, *, seed: int) -> None:
+        parameters = dict(model.named_parameters())
+        self._shapes = {name: tuple(p.shape) for name, p in parameters.items() if p.requires_grad}
+        self._names = {name: base_name(name) for name in (*parameters, *persistent_buffers(model))}
+        self._model, self._base, self._seed = model, base, seed
+        self._made: tuple[str, Tensor] | None = None
+
+    def kinds(self) -> Iterable[str]:
+        return {MASTER, *(self._base.kinds() if self._base else ())}
+
+    def names(self, kind: str) -> Iterable[str]:
+        held = set(self._base.names(kind)) if self._base else set()
+        of_base = [name for name, plain in self._names.items() if plain in held]
+        return [*of_base, *(self._shapes if kind == MASTER else ())]
+
+    def numel(self, kind: str, name: str) -> int:
+        if name in self._shapes:
+            return math.prod(self._shapes[name])
+        assert self._base is not None
+        return self._base.numel(kind, self._names[name])
+
+    def read(self, kind: str, name: str, start: int, stop: int) -> Tensor:
+        if name not in self._shapes:
+            assert self._base is not None
+            return self._base.read(kind, self._names[name], start, stop)
+        if self._made is None or self._made[0] != name:
+            self._made = name, self._initial(name, self._shapes[name]).flatten()
+        return self._made[1][start:stop]
+
+    @torch.no_grad()
+    def fill(self, model: nn.Module) -> None:
+        """Set the adapters of a model that has memory."""
+        for name in self._shapes:
+            parameter = model.get_parameter(name)
+            parameter.copy_(self._initial(name, tuple(parameter.shape)))
+
+    @torch.no_grad()
+    def _initial(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """As peft's: A uniform in +-1 / sqrt(fan-in), B zero, lengths those of the rows."""
+        if ".lora_A." in name:
+            bound = 1 / math.sqrt(shape[1])
+            drawn = torch.empty(shape, device="cpu")
+            return drawn.uniform_(-bound, bound, generator=generator(self._seed, "initial", name))
+        if ".lora_B." in name:
+            return torch.zeros(shape, device="cpu")
+        owner = name.partition(".lora_magnitude_vector.")[0]
+        return torch.linalg.norm(self._weight(owner).float(), dim=1)
+
+    def _weight(self, owner: str) -> Tensor:
+        """The weight ``[rows, columns]`` under an adapter."""
+        layer: Any = self._model.get_submodule(owner)
+        if self._base is None:
+            weight: Tensor = layer.base_layer.weight
+            return weight.detach()
+        name, columns = f"{owner}.weight", layer.in_features
+        return self._base.read(MASTER, name, 0, self._base.numel(MASTER, name)).view(-1, columns)
+
+
+def base_tensors(model: nn.Module) -> frozenset[str]:
+    """Frozen parameters and buffers that the base's files have: what checkpoints leave out. Empty without adapters."""
+    found = adapted(model)
+    if found is None:
+        return frozenset()
+    kept = [
+        name
+        for name, tensor in (*model.named_parameters(), *persistent_buffers(model).items())
+        if not tensor.requires_grad and name not in found.from_files
+    ]
+    if kept:
+        numel = sum(t.numel() for n, t in (*model.named_parameters(), *model.named_buffers()) if n in set(kept))
+        logger().info("Checkpoints also hold %.2f M frozen elements that the base's files do not have: %s",
+                      numel / 1e6, first_names(kept))  # fmt: skip
+    return found.from_files
+
+
+def hold_base_in(model: nn.Module, dtype: torch.dtype) -> None:
+    """Hold the frozen parameters in the compute precision alone: nothing updates them."""
+    for parameter in model.parameters():
+        if not parameter.requires_grad and parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
