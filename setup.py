@@ -26,6 +26,7 @@ TENSORBOARD = ["tensorboard"]
 TRACKIO = ["trackio>=0.40"]  # its releases need pillow<13, so it is not in "test"
 QUANTIZE = ["bitsandbytes>=0.49"]
 RAPIDOCR = "rapidocr-onnxruntime; python_version < '3.13'"  # there is no release for a newer Python
+LORA = ["peft>=0.21"]
 METRICS = ["nltk", "pycocoevalcap", RAPIDOCR, "rouge-score", "sacrebleu", "torchmetrics"]
 BROWSER = ["playwright"]
 BENCH = ["accelerate", "datasets", "lightning"]
@@ -64,6 +65,7 @@ setup(
         "tensorboard": TENSORBOARD,
         "trackio": TRACKIO,
         "quantize": QUANTIZE,
+        "lora": LORA,
         "metrics": METRICS,
         "bench": BENCH,
         "data": DATA,
@@ -73,6 +75,7 @@ setup(
             *DEMO_EMOJI,
             *TENSORBOARD,
             *QUANTIZE,
+            *LORA,
             *METRICS,
             *DATA,
             "accelerate",

@@ -58,6 +58,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--step", type=int, metavar="N", help="update to record in the file of --lmms-tasks")
     p.add_argument("--limit", type=int, metavar="N", help="samples of each task of --lmms-tasks at most")
     p.add_argument("--compare", nargs=2, type=Path, metavar=("A", "B"), help="two files of --out: B minus A")
+    p.add_argument("--base", metavar="DIR", help="of adapters: the folder of the base's files")
     p.add_argument("--allow-custom-imports", action="store_true",
                    help="import (and so execute) the modules that the checkpoint's config names")  # fmt: skip
     return p
@@ -111,7 +112,8 @@ def source(arguments: argparse.Namespace) -> dict[str, Any]:
     from unigen_ds.runner.settings import load_config
 
     config = load_config(arguments.config) if arguments.config else None
-    return {"config": config, "tag": arguments.tag, "allow_custom_imports": arguments.allow_custom_imports}
+    allow = arguments.allow_custom_imports
+    return {"config": config, "tag": arguments.tag, "base": arguments.base, "allow_custom_imports": allow}
 
 
 def evaluate(arguments: argparse.Namespace) -> int:

@@ -5,7 +5,10 @@ contains llm_config.json, vit_config.json, ema.safetensors and, with the FLUX au
 parameter names, and unigen_ds.json (the autoencoder, image sizes and timestep_shift of the training); for a VLM
 config.json and model.safetensors with nanoVLM's parameter names; for a DecoderLM the files that transformers'
 AutoModelForCausalLM and AutoTokenizer load; for every model the tokenizer. The folder from which the training was
-started is not needed. With --source the configs (not of a DecoderLM) and all other files (the tokenizer) are copied
+started is not needed, except for adapters (lora): these alone are written, adapter_config.json and
+adapter_model.safetensors, which peft loads; with --merge the model with its adapters, on a packed base in bf16. The
+files of the base are found by the checkpoint's record of them, or in --base DIR; other files are refused.
+With --source the configs (not of a DecoderLM) and all other files (the tokenizer) are copied
 from that published directory, byte for byte. The average of the weights (EMA) is written if the checkpoint has one.
 
 With --push-to-hub the complete OUT is then uploaded with the token of `hf auth login` or HF_TOKEN, to the server that
@@ -37,7 +40,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("out", type=Path, metavar="OUT")
     p.add_argument("--source", type=Path, metavar="DIR", help="the published directory that was the training's start")
     p.add_argument("--raw", action="store_true", help="the weights themselves instead of their average (EMA)")
-    p.add_argument("--dtype", choices=DTYPE_NAMES, default="fp32")
+    p.add_argument("--dtype", choices=DTYPE_NAMES, help="of the weights; default: fp32, merged on a packed base bf16")
+    p.add_argument("--merge", action="store_true", help="of adapters: the model with its adapters, as one")
+    p.add_argument("--base", metavar="DIR", help="of adapters: the folder of the base's files")
     p.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a DecoderLM's files; default: 5GB")
     p.add_argument("--tag", help="name of the checkpoint's folder below MODEL")
     p.add_argument("--config", help="config of the training, if the checkpoint does not contain it")
@@ -87,8 +92,10 @@ def run(arguments: argparse.Namespace) -> None:
         tag=arguments.tag,
         config=load_config(arguments.config) if arguments.config else None,
         allow_custom_imports=arguments.allow_custom_imports,
+        base=arguments.base,
+        merge=arguments.merge,
         source=arguments.source,
-        dtype=DTYPES[arguments.dtype],
+        dtype=None if arguments.dtype is None else DTYPES[arguments.dtype],
         max_shard_size=arguments.max_shard_size,
     )
 

@@ -73,6 +73,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--raw", action="store_true", help="the weights themselves instead of their average (EMA)")
     p.add_argument("--tag", help="name of the checkpoint's folder below MODEL")
     p.add_argument("--config", help="config of the training, if the checkpoint does not contain it")
+    p.add_argument("--base", metavar="DIR", help="of adapters: the folder of the base's files")
     p.add_argument("--allow-custom-imports", action="store_true",
                    help="import (and so execute) the modules that the checkpoint's config names")  # fmt: skip
     p.add_argument("--device", help="default: cuda if available, otherwise cpu")
@@ -237,6 +238,7 @@ def generate(arguments: argparse.Namespace) -> None:
         tag=arguments.tag,
         config=load_config(arguments.config) if arguments.config else None,
         allow_custom_imports=arguments.allow_custom_imports,
+        base=arguments.base,
         device=device,
         dtype=DTYPES[dtype],
     )

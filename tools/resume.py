@@ -31,6 +31,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--work-dir", help="output folder of the run; default work_dirs/<config name>")
     p.add_argument("--world-size", type=int, metavar="N", help="processes of the resumed run; default: as saved")
     p.add_argument("--backend", help="single | deepspeed[:zero1|zero2|zero3|...|FILE.json] | fsdp[:FULL_SHARD|...]")
+    p.add_argument("--base", metavar="DIR", help="as for tools/train.py")
     p.add_argument("--on-batch-change", choices=BATCH_CHOICES, help="as for tools/train.py")
     p.add_argument("--on-data-change", choices=DATA_CHOICES, help="as for tools/train.py")
     p.add_argument("--assume", metavar="batch_size=N,accumulative_counts=N,dp_size=N",
@@ -55,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
 
     try:
         overrides = dict(map(parse_override, arguments.cfg_options))
-        for key in ("work_dir", "assume", "on_batch_change", "on_data_change"):
+        for key in ("work_dir", "base", "assume", "on_batch_change", "on_data_change"):
             if getattr(arguments, key) is not None:
                 overrides[key] = getattr(arguments, key)
         if arguments.backend is not None:

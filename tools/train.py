@@ -30,6 +30,8 @@ def parser() -> argparse.ArgumentParser:
                    help="continue from the newest valid checkpoint of the work dir, or from CKPT;\n"
                    "if there is none yet, start as the config states")  # fmt: skip
     p.add_argument("--load-from", metavar="CKPT", help="load only the weights of CKPT and start a new run")
+    p.add_argument("--base", metavar="DIR",
+                   help="of adapters (lora): the folder of the base's files, instead of model.pretrained")  # fmt: skip
     p.add_argument("--backend", help="single | deepspeed[:zero1|zero2|zero3|...|FILE.json] | fsdp[:FULL_SHARD|...]")
     p.add_argument(
         "--on-batch-change",
@@ -107,7 +109,7 @@ def overrides_of(arguments: argparse.Namespace) -> dict[str, Any]:
         overrides = with_backend(overrides, arguments.backend)
     if arguments.seed is not None:
         overrides["randomness.seed"] = arguments.seed
-    named = ("work_dir", "load_from", "launcher", "on_batch_change", "on_data_change", "assume")
+    named = ("work_dir", "load_from", "base", "launcher", "on_batch_change", "on_data_change", "assume")
     given = {key: getattr(arguments, key) for key in named}
     return overrides | {key: value for key, value in given.items() if value is not None}
 

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from tests.text_run import WORDS, text_config, words
-from unigen_ds.core.errors import ConfigError
+from tools.evaluate import main as evaluate
+from tools.export import main as export
+from tools.generate import main as generate
+from unigen_ds.checkpoint import store
+from unigen_ds.checkpoint.base_files import Base, find_base
+from unigen_ds.checkpoint.convert import merge
+from unigen_ds.checkpoint.manifest import Manifest
+from unigen_ds.core.errors import CheckpointError, ConfigError, ResumeBlocked
 from unigen_ds.core.metrics import read_lines
 from unigen_ds.data.tokenizers import WordTokenizer
 from unigen_ds.families.decoder_lm.model import DecoderLM
 from unigen_ds.families.decoder_lm.published import write_directory
 from unigen_ds.runner import Runner
+from unigen_ds.runner.settings import Settings
+from unigen_ds.runner.trained import open_model
 
 LLM = {
     "model_type": "llama", "vocab_size": 20, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -23,6 +36,7 @@ LLM = {
 }  # fmt: skip
 RECORDS = [{"text": words(3 + i % 9, i)} for i in range(60)]
 LORA = {"r": 4, "alpha": 8, "target_modules": [r"self_attn\.(q|v)_proj", "down_proj"]}
+DORA = {**LORA, "use_dora": True, "dropout": 0.1}
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +48,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def config(folder: Path, base: Path, **overrides: Any) -> Any:
+def config(folder: Path, published: Path, **overrides: Any) -> Any:
     folder.mkdir(exist_ok=True)
-    model = {"model": {"type": "DecoderLM", "pretrained": str(base)}, "lora": LORA}
+    model = {"model": {"type": "DecoderLM", "pretrained": str(published)}, "lora": LORA}
     ema = [{"type": "EMAHook", "momentum": 0.1}]
     saves = {"default_hooks__checkpoint__interval": 4, "default_hooks__checkpoint__unit": "update"}
     return text_config(folder, RECORDS, **{
@@ -50,7 +64,9 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("lora", [{}, {"use_dora": True, "dropout": 0.1}], ids=["lora", "dora"])
-def test_checkpoints_hold_adapters_alone_and_a_resume_is_exact(tmp_path: Path, base: Path, lora: dict[str, Any]) -> None:
+def test_checkpoints_hold_adapters_alone_and_a_resume_is_exact(
+    tmp_path: Path, base: Path, lora: dict[str, Any]
+) -> None:
     overrides = {"lora": {**LORA, **lora}}
     Runner.from_cfg(config(tmp_path / "whole", base, **overrides), max_updates=8).train()
     Runner.from_cfg(config(tmp_path / "twice", base, **overrides), max_updates=4).train()
@@ -62,3 +78,115 @@ def test_checkpoints_hold_adapters_alone_and_a_resume_is_exact(tmp_path: Path, b
         first, second = (load_file(tmp_path / name / "run" / "iter_8.pth" / file) for name in ("whole", "twice"))
         assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
         assert first and all(".lora_" in key for key in first)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, base: Path) -> Path:
+    """A work dir with a copy of the base, whose run's own base is gone."""
+    folder = tmp_path_factory.mktemp("run")
+    shutil.copytree(base, folder / "own")
+    saving = {"default_hooks__checkpoint__save_base": True, "default_hooks__checkpoint__max_keep_ckpts": 1}
+    Runner.from_cfg(config(folder, folder / "own", lora=DORA, **saving), max_updates=8).train()
+    assert [found.path.name for found in store.list_checkpoints(folder / "run")] == ["iter_8.pth"]
+    shutil.rmtree(folder / "own")
+    return folder / "run"
+
+
+def logits(model: Any) -> Tensor:
+    """Of transformers' model, of peft's around it, or of ours."""
+    ids = torch.tensor([[2, 7, 1, 9, 12, 3]])
+    with torch.no_grad():
+        if isinstance(model, DecoderLM):
+            return model.lm_head(model.model(ids, use_cache=False, attend=CAUSAL).last_hidden_state)
+        return model(ids).logits
+
+
+def CAUSAL(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)[0].transpose(0, 1)
+
+
+def test_exports_have_the_logits_of_the_trained_model(run: Path, base: Path, tmp_path: Path) -> None:
+    """Merged, and as adapters that peft puts on transformers' own model; both are the average of the weights."""
+    trained, before = open_model(run)[0].eval(), open_model(base)[0].eval()
+    assert (logits(trained) - logits(before)).abs().max() > 0.05
+    assert export([str(run), str(tmp_path / "adapters")]) == 0
+    assert {path.name for path in (tmp_path / "adapters").iterdir()} >= {"adapter_config.json", "tokenizer.json"}
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapters").eval()
+    torch.testing.assert_close(logits(theirs), logits(trained), atol=1e-5, rtol=1e-5)
+    assert export([str(run), str(tmp_path / "merged"), "--merge", "--base", str(base)]) == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    torch.testing.assert_close(logits(merged), logits(trained), atol=1e-5, rtol=1e-5)
+    raw = open_model(run, raw=True)[0].eval()
+    assert (logits(raw) - logits(trained)).abs().max() > 1e-3
+
+
+def test_generation_and_evaluation_open_the_base(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    common = ["--prompt", "three four", "--max-length", "3", "--device", "cpu", "--out", str(tmp_path / "out")]
+    assert generate([str(run), *common]) == 0
+    data = ["--data", str(run.parent / "train.jsonl"), "--max-batches", "1"]
+    assert evaluate([str(run), *data]) == 0 and "val/loss" in capsys.readouterr().out
+
+
+def test_another_base_is_refused_by_name(run: Path, base: Path, tmp_path: Path, capsys: Any) -> None:
+    other, weights = tmp_path / "other", "model.safetensors"
+    shutil.copytree(base, other)
+    whole = (other / weights).read_bytes()
+    (other / weights).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert export([str(run), str(tmp_path / "out"), "--base", str(other)]) == 1
+    assert f"{other / weights} has another content" in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match=r"other.*/model\.safetensors has another content.*--base DIR"):
+        Runner.from_cfg(config(run.parent, base, lora=DORA, resume=True, base=str(other)))
+    (other / weights).write_bytes(whole)
+    (other / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"has no config\.json"):
+        find_base(Base.from_state(Manifest.read(run / "iter_8.pth").base or {}), given=str(other), checkpoint=None)
+    resumed = Runner.from_cfg(config(run.parent, tmp_path / "gone", lora=DORA, resume=True), max_updates=9)
+    assert resumed.train().updates == 9  # with the copy in the work dir
+    recorded = Manifest.read(run / "iter_9.pth")
+    assert recorded.format_version == 3 and recorded.base is not None
+    assert recorded.base["path"] == str(run / "base") and {e["path"] for e in recorded.base["files"]} == {
+        "config.json", "model.safetensors",
+    }  # fmt: skip
+    with pytest.raises(CheckpointError, match=r"holds adapters.*export\.py --merge"):
+        merge(run, tmp_path / "plain")
+    with pytest.raises(ConfigError, match="no effect"):
+        open_model(base, base=str(other))
+
+
+def test_what_cannot_be_adapted_is_refused(tmp_path: Path, base: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'qq_proj' matches no linear layer.*model\.layers\.N\.self_attn\.q_proj"):
+        Runner.from_cfg(config(tmp_path / "a", base, lora={**LORA, "target_modules": ["v_proj", "qq_proj"]}))
+    with pytest.raises(ConfigError, match=r"is no regular expression"):
+        Settings.from_config(config(tmp_path / "b", base, lora={**LORA, "target_modules": "("}))
+    with pytest.raises(ConfigError, match=r"lora\.rank"):
+        Settings.from_config(config(tmp_path / "c", base, lora={**LORA, "rank": 3}))
+    Runner.from_cfg(config(tmp_path / "d", base, lora=None), max_updates=1).train()
+    full = str(tmp_path / "d" / "run" / "iter_1.pth")
+    assert Manifest.read(Path(full)).format_version == 2
+    with pytest.raises(ConfigError, match=r"which has no adapters, and lora is set.*export\.py"):
+        Runner.from_cfg(config(tmp_path / "e", base, load_from=full), max_updates=1).train()
+    saving = {"default_hooks__checkpoint__save_base": True}
+    with pytest.raises(ConfigError, match=r"save_base=True, and this run has no adapters"):
+        Runner.from_cfg(config(tmp_path / "f", base, lora=None, **saving), max_updates=1).train()
+
+
+def test_adapters_are_where_another_training_begins(tmp_path: Path, base: Path, run: Path) -> None:
+    """``load_from``: their weights, from zero. Fresh ones change nothing. On a resume another strength is refused."""
+    found = str(run / store.list_checkpoints(run)[-1].path.name)
+    low = {"optim_wrapper__precision": "bf16"}
+    Runner.from_cfg(config(tmp_path / "a", base, lora=DORA, load_from=found, **low), max_updates=1).train()
+    fresh = Runner.from_cfg(config(tmp_path / "b", base, lora=DORA), max_updates=1)
+    fresh.train()
+    assert lines(tmp_path / "a")[0]["loss"] < 0.97 * lines(tmp_path / "b")[0]["loss"]
+    Runner.from_cfg(config(tmp_path / "c", base, lora=None), max_updates=1).train()
+    assert lines(tmp_path / "b")[0]["loss"] == pytest.approx(lines(tmp_path / "c")[0]["loss"], rel=1e-6)
+    with pytest.raises(ResumeBlocked, match=r"lora\.alpha was 8.* and is 9"):
+        Runner.from_cfg(config(tmp_path / "a", base, lora={**DORA, "alpha": 9}, resume=True))
+
+
+def test_the_base_is_held_in_the_compute_precision_alone(tmp_path: Path, base: Path) -> None:
+    backend = Runner.from_cfg(config(tmp_path, base, optim_wrapper__precision="bf16"))._parts.backend
+    assert {shard.data.dtype for shard in backend.frozen_shards()} == {torch.bfloat16}
+    assert {shard.data.dtype for shard in backend.master_shards()} == {torch.float32}

@@ -55,7 +55,8 @@ class CapturedSave:
     def _kept(self, named: Any) -> Any:
         """What ``left_out`` does not name of a mapping or a list."""
         if isinstance(named, Mapping):
-            return type(named)((name, value) for name, value in named.items() if name not in self._left_out)
+            kept = [(name, value) for name, value in named.items() if name not in self._left_out]
+            return type(named)(kept)  # type: ignore[call-arg]
         return named and [name for name in named if name not in self._left_out]
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None: ...

@@ -27,6 +27,7 @@ import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 
 from unigen_ds.checkpoint import store
+from unigen_ds.checkpoint.base_files import Base
 from unigen_ds.checkpoint.foreign import read_foreign, stored_dtype
 from unigen_ds.checkpoint.layouts import open_reader, own_files
 from unigen_ds.checkpoint.layouts.base import Fetch, PieceReader, slices_of
@@ -58,6 +59,8 @@ class Source:
     frozen: frozenset[str]
     tied: Mapping[str, str]
     """Further name -> name of the tensor."""
+    base: Base | None = None
+    """Of adapters: the record of the files that have all other weights."""
 
     def entries(self, *, dtype: torch.dtype, ema: bool = False, exclude_frozen: bool = False) -> list[Entry]:
         """Buffers, parameters, then tied names. Floating-point tensors become ``dtype``, others stay as they are."""
@@ -104,7 +107,8 @@ def read_source(checkpoint: Path, *, tag: str | None = None) -> Source:
     average = SafetensorsReader(directory / EMA, files=files) if files else None
     tied = {alias: row["name"] for row in manifest.parameters for alias in row.get("tied", ())}
     frozen = frozenset(row["name"] for row in manifest.parameters if not row["trainable"])
-    return Source(directory, reader, average, frozen, {**reader.tied, **tied})
+    base = None if manifest.base is None else Base.from_state(manifest.base)
+    return Source(directory, reader, average, frozen, {**reader.tied, **tied}, base)
 
 
 open_source = read_source  # former name
@@ -149,6 +153,11 @@ def merge(
         ConfigError: ``max_shard_size`` or ``out`` cannot work.
     """
     source = read_source(checkpoint, tag=tag)
+    if source.base is not None:
+        raise CheckpointError(
+            f"{source.directory} holds adapters, and their base is in {source.base.path}",
+            remedy="tools/export.py --merge CHECKPOINT OUT writes the merged weights, without --merge the adapters",
+        )
     if out.exists() and (not out.is_dir() or out.resolve() == source.directory.resolve()):
         what = "the checkpoint itself" if out.is_dir() else "a file"
         raise ConfigError(f"the output {out} is {what}", allowed="a folder of its own, new or not")

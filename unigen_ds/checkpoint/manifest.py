@@ -1,7 +1,8 @@
 """``manifest.json``: content of a checkpoint directory and position of the run. Written last, so it marks completeness.
 
 Schema of ``format_version`` 2 (frozen; a change that old readers cannot accept raises the version). Version 1 differs
-in one point, and is read: an entry of ``files`` has ``blake2b`` (hex) instead of ``digest``.
+in one point, and is read: an entry of ``files`` has ``blake2b`` (hex) instead of ``digest``. A checkpoint of adapters
+is of version 3, which has ``base`` in addition: without the files of the base it is no model.
 
 ===================  =================================================================================
 format_version       2
@@ -21,6 +22,7 @@ files                [{path, size, digest}] of every file but this one; digest: 
 config               the config as plain values (data, never executed)
 versions             python, torch, unigen_ds, ...
 metrics              validation metrics of the save, for ``save_best``
+base                 version 3: path, revision and files of the base of adapters (``checkpoint/base_files.py``)
 digest               blake2b of all the above, so that a changed number (a position, say) does not go unnoticed
 ===================  =================================================================================
 """
@@ -40,13 +42,14 @@ from typing import Any
 from unigen_ds.core.errors import CheckpointError
 from unigen_ds.core.progress import Geometry, Progress, Ruler
 
-FORMAT_VERSION = 2
+FORMAT_VERSION, WITH_BASE = 2, 3
 FILE_NAME = "manifest.json"
 _SHOWN = 300
 """Characters of an error that a message repeats: the error of a damaged file may be of any length."""
 _KINDS: dict[str, Any] = {
     "commit": int, "parent": str | None, "topology": dict, "schedule": dict, "loader": dict, "parameters": list,
     "config": dict, "versions": dict, "created": str, "layout": str, "files": list, "metrics": dict,
+    "base": dict | None,
 }  # fmt: skip
 
 
@@ -107,6 +110,12 @@ class Manifest:
     files: list[FileEntry] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
+    base: dict[str, Any] | None = None
+    """Of adapters: the record of the base's files."""
+
+    def __post_init__(self) -> None:
+        if self.base is not None:
+            self.format_version = WITH_BASE
 
     @property
     def iteration(self) -> int:
@@ -114,7 +123,8 @@ class Manifest:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values, as written to disk."""
-        return dataclasses.asdict(self) | {"iteration": self.iteration}
+        state = dataclasses.asdict(self) | {"iteration": self.iteration}
+        return {key: value for key, value in state.items() if (key, value) != ("base", None)}
 
     def to_json(self) -> str:
         state = json.loads(json.dumps(self.state_dict(), default=str))
@@ -130,10 +140,10 @@ class Manifest:
                 raise CheckpointError(problem)
             state = json.loads(path.read_text(encoding="utf-8"))
             version, digest = int(state["format_version"]), state.pop("digest", None)
-            if version > FORMAT_VERSION:
+            if version > WITH_BASE:
                 raise CheckpointError(
                     f"{path} has format {version}",
-                    allowed=f"up to {FORMAT_VERSION}",
+                    allowed=f"up to {WITH_BASE}",
                     remedy="use a newer unigen_ds",
                 )
             if digest != _digest(state):

@@ -185,6 +185,12 @@ class Run(Protocol):
         """Save and commit now, at an update boundary. Collective. Raises ``CheckpointError``; nothing is lost then."""
         ...
 
+    def save_base(self) -> None:
+        """Copy the files of the base of adapters into the work dir, once. Collective. Raises ``ConfigError`` where the
+        run has none, and what the disk raises.
+        """
+        ...
+
     def export(self, checkpoint: Path, out: Path, *, raw: bool = False, dtype: str = "fp32") -> None:
         """Write a checkpoint of this run, or its best weights, into the new folder ``out``, as ``tools/export.py``
         does: the model is opened a second time, on the CPU. On the calling rank alone; not collective.

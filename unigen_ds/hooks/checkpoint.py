@@ -32,6 +32,8 @@ class CheckpointHook(Hook):
             a hook still needs (the best one, one that is being evaluated) is kept beyond that number.
         filename_tmpl: name of the directory: ``iter_{}.pth``, or any with one ``{}`` for the iteration and the ending
             ``.pth``; ``step_{}`` and ``update_{}``, with or without an ending, count updates.
+        save_base: with ``lora``: copy the files of the base into the work dir's ``base``, once, when training begins.
+            They are hashed, found by a resume and by the tools, and never deleted.
 
     A periodic save that fails (a full disk) is an error in the log and training continues: the state in memory is worth
     more than the save. The last save of a run, and the one on a signal, raises ``SaveError`` (exit status 4).
@@ -48,6 +50,7 @@ class CheckpointHook(Hook):
         unit: Literal["epoch", "iteration", "update"] | None = None,
         max_keep_ckpts: Kept = -1,
         filename_tmpl: str = "iter_{}.pth",
+        save_base: bool = False,
     ) -> None:
         if filename_tmpl.count("{}") != 1 or not store.is_checkpoint_name(filename_tmpl.format(0)):
             raise ConfigError(
@@ -56,7 +59,7 @@ class CheckpointHook(Hook):
             )
         self.interval, self.unit = interval, unit or ("epoch" if by_epoch else "iteration")
         self.max_keep_ckpts = max_keep_ckpts
-        self.filename_tmpl = filename_tmpl
+        self.filename_tmpl, self.save_base = filename_tmpl, save_base
         self._every: Duration | None = None
         self._settled: int | None = None
 
@@ -64,6 +67,8 @@ class CheckpointHook(Hook):
         self._every = run.ruler.duration(self.interval, self.unit) if self.interval > 0 else None
 
     def before_train(self, run: Run) -> None:
+        if self.save_base:
+            run.save_base()
         self._settled = run.progress.updates
 
     def after_update(self, run: Run, result: UpdateResult) -> None:

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,9 +27,10 @@ from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.fitting import first_names
 from unigen_ds.core.log import logger
 from unigen_ds.core.modules import persistent_buffers
+from unigen_ds.core.outputs import save_safetensors
 from unigen_ds.core.seeding import generator
 from unigen_ds.core.shards import MASTER, ShardReader
-from unigen_ds.models.quantized import QuantizedLinear
+from unigen_ds.models.quantized import QuantizedLinear, unpacked
 from unigen_ds.models.settings import Lora
 
 ADAPTER = "default"
@@ -86,8 +88,8 @@ def add_adapters(model: Any, lora: Lora, *, seed: int) -> None:
         initial.fill(model)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     logger().info(
-        "%s of rank %d on %d linear layers, %.2f M parameters: %s",
-        "DoRA" if lora.use_dora else "LoRA", lora.r, len(layers), trained / 1e6, first_names(layers),
+        "%s of rank %d on %d linear layers, %s parameters: %s",
+        "DoRA" if lora.use_dora else "LoRA", lora.r, len(layers), f"{trained:,}", first_names(layers),
     )  # fmt: skip
 
 
@@ -260,3 +262,46 @@ def hold_base_in(model: nn.Module, dtype: torch.dtype) -> None:
     for parameter in model.parameters():
         if not parameter.requires_grad and parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
+
+
+@torch.no_grad()
+def merge_adapters(model: nn.Module) -> None:
+    """Replace each adapted layer by one linear layer of the same result, in place. Packed weights are unpacked."""
+    found = adapted(model)
+    assert found is not None, "a model with adapters"
+    for name in found.layers:
+        wrapper: Any = model.get_submodule(name)
+        if isinstance(wrapper.base_layer, QuantizedLinear):
+            wrapper.base_layer = unpacked(wrapper.base_layer)
+        wrapper.merge(safe_merge=True)
+        layer = wrapper.base_layer
+        for hooks in _HOOKS:
+            setattr(layer, hooks, getattr(wrapper, hooks))
+        model.set_submodule(name, layer)
+    for key in ("adapted", "initial_weights", "peft_config"):
+        model.__dict__.pop(key, None)
+
+
+def rounding(model: nn.Module, dtype: torch.dtype) -> float:
+    """The largest relative L2 difference between a matrix and itself in ``dtype``."""
+    found = 0.0
+    for parameter in model.parameters():
+        if parameter.ndim > 1 and (length := float(parameter.norm())):
+            found = max(found, float((parameter.to(dtype).float() - parameter).norm()) / length)
+    return found
+
+
+def write_adapters(model: nn.Module, folder: Path, *, base: Any) -> None:
+    """Write ``adapter_config.json`` and ``adapter_model.safetensors``, which peft loads on the base's own class.
+
+    ``base``: what the config names as the model that they belong to.
+    """
+    peft = _import_peft()
+    found = adapted(model)
+    assert found is not None, "a model with adapters"
+    config = _peft_config(found.lora, found.layers)
+    config.base_model_name_or_path, config.inference_mode = str(base), True
+    config.save_pretrained(str(folder))
+    state = peft.get_peft_model_state_dict(model, adapter_name=ADAPTER)
+    tensors = {f"base_model.model.{name}": tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+    save_safetensors(folder / "adapter_model.safetensors", tensors, {"format": "pt"})

@@ -171,6 +171,14 @@ def _import_bitsandbytes() -> None:
         ) from error
 
 
+def unpacked(layer: QuantizedLinear) -> nn.Linear:
+    """A plain layer, in fp32 and with memory of its own, that has the unpacked weight."""
+    made = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
+    made.weight = nn.Parameter(layer.weight.clone(), requires_grad=False)
+    made.bias = layer.bias
+    return made
+
+
 def plain_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """``model.state_dict()`` under the names of the model that is not quantised: packed weights are unpacked."""
     state = dict(model.state_dict())

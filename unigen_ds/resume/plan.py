@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Literal
 
 from unigen_ds.checkpoint import foreign, store
+from unigen_ds.checkpoint.base_files import Base
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.checkpoint.partial import LoadConfig
 from unigen_ds.checkpoint.settings import LoadSettings
@@ -50,6 +51,8 @@ class ResumePlan:
     """What may differ where weights alone are loaded."""
     seed: int = 0
     """Of the run: the config's; where that is None the checkpoint's on a resume, else one that was drawn."""
+    base: Base | None = None
+    """Of adapters: the files of the base, where they are now."""
 
 
 def plan_resume(

@@ -55,7 +55,7 @@ class EvaluationSubject:
         max_samples, generation: as of ``EvaluateHook``; what is not given is that of the config's hook.
         ema: the average of the weights instead of the weights.
         tag: name of the checkpoint's folder below ``path``.
-        allow_custom_imports: as of ``open_model``.
+        allow_custom_imports, base: as of ``open_model``.
     """
 
     path: Path
@@ -70,6 +70,7 @@ class EvaluationSubject:
     ema: bool = False
     tag: str | None = None
     allow_custom_imports: bool = False
+    base: str | None = None
 
     @cached_property
     def manifest(self) -> Manifest | None:
@@ -159,8 +160,14 @@ class EvaluationSubject:
         averaged = self.published is None and read_source(self.path, tag=self.tag).average is not None
         if self.ema and not averaged:
             raise ConfigError(f"{self.path} has no average of the weights (EMA)", remedy="leave out --ema")
-        options = {"tag": self.tag, "config": self.config, "allow_custom_imports": self.allow_custom_imports}
-        model, _ = open_model(self.path, raw=not self.ema, **options)  # type: ignore[arg-type]
+        model, _ = open_model(
+            self.path,
+            raw=not self.ema,
+            tag=self.tag,
+            config=self.config,
+            allow_custom_imports=self.allow_custom_imports,
+            base=self.base,
+        )
         if averaged and dist.is_main():
             raw = (
                 "the weights themselves; --ema evaluates their average, which tools/generate.py and tools/export.py use"

@@ -27,7 +27,7 @@ from unigen_ds.runner.build import build_hooks
 from unigen_ds.runner.naming import PLACE, Named, name_and_folder
 from unigen_ds.runner.parts import build_engine
 from unigen_ds.runner.settings import Settings
-from unigen_ds.runner.start import check_resume, settled_seed
+from unigen_ds.runner.start import check_resume, settled_seed, with_base
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,8 @@ def inspect_resume(config: Any, *, world_size: int | None = None, verify: bool =
             remedy="name one with --checkpoint, or the folder with --work-dir",
         )
     saved = plan.manifest.geometry.dp_size if plan.manifest else dist.env_world_size()
-    settings = settings.with_seed(settled_seed(settings.randomness.seed, plan))
+    plan = with_base(plan, settings)
+    settings = settings.with_seed(settled_seed(settings.randomness.seed, plan)).with_base(plan.base)
     with _announced(world_size or saved):
         backend, geometry = build_engine(settings)
         build_hooks(settings)

@@ -99,7 +99,7 @@ def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
     dist.launcher_environment(settings.launcher)
     backend, geometry = build_engine(settings)
     settings, plan, start, hooks, findings = _begin(settings, backend, geometry)
-    settings = settings.with_seed(plan.seed)
+    settings = settings.with_seed(plan.seed).with_base(plan.base)
     optimizer_cfg = build_optimizer_config(settings, fused=recorded_fused(settings, start.manifest))
     seed, data, loading = settings.seed, start.data, settings.train_dataloader
     check_same_everywhere(settings, data)
@@ -196,7 +196,7 @@ def _begin(
         found = dist.only_on_main(lambda: begin(settings, backend=backend, geometry=geometry))
     plan: ResumePlan = dist.on_main(lambda: found.plan)  # type: ignore[union-attr]  # rank 0 has found it
     start = found.start if found else None
-    start = start or build_start(settings.with_seed(plan.seed), plan, geometry=geometry)
+    start = start or build_start(settings.with_seed(plan.seed).with_base(plan.base), plan, geometry=geometry)
     return settings, plan, start, hooks, found.findings if found else ()
 
 

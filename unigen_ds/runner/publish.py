@@ -9,7 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.files import new_directory
+from unigen_ds.core.log import logger
 from unigen_ds.families.base import exported_format
+from unigen_ds.models.lora import adapted, merge_adapters, rounding, write_adapters
+from unigen_ds.models.quantized import QuantizedLinear
 from unigen_ds.runner.settings import family_of_model
 from unigen_ds.runner.trained import open_model
 
@@ -37,6 +42,17 @@ def publish(
     found.write(model, processor, out, source=source, dtype=dtype, max_shard_size=max_shard_size)
 
 
+def publish_adapters(model: nn.Module, processor: Any, out: Path, *, base: Any) -> None:
+    """Write the adapters of ``model`` as peft has them, and the tokenizer, into the new folder ``out``: completely, or
+    not at all. Raises as ``publish``.
+    """
+    save_tokenizer = getattr(getattr(processor, "tokenizer", None), "save_pretrained", None)
+    with new_directory(out) as folder:
+        if save_tokenizer is not None:
+            save_tokenizer(str(folder))
+        write_adapters(model, folder, base=base)
+
+
 def export_checkpoint(
     checkpoint: Path,
     out: Path,
@@ -45,16 +61,39 @@ def export_checkpoint(
     tag: str | None = None,
     config: Mapping[str, Any] | None = None,
     allow_custom_imports: bool = False,
+    base: str | None = None,
+    merge: bool = False,
     source: Path | None = None,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
     max_shard_size: str = "5GB",
 ) -> None:
     """Open ``checkpoint`` on the CPU and write it into the new folder ``out``. Not collective.
 
-    The arguments up to ``allow_custom_imports`` are those of ``open_model``, the others those of ``publish``; so are
-    the errors.
+    The arguments up to ``base`` are those of ``open_model``, the others those of ``publish``; so are the errors.
+    ``merge``: of adapters: with their base, as any other model; else they alone are written, as peft has them.
+    ``dtype``: None: fp32, and bf16 where adapters are merged into packed weights.
     """
     model, processor = open_model(
-        checkpoint, raw=raw, tag=tag, config=config, allow_custom_imports=allow_custom_imports
+        checkpoint, raw=raw, tag=tag, config=config, allow_custom_imports=allow_custom_imports, base=base
     )
-    publish(model, processor, out, source=source, dtype=dtype, max_shard_size=max_shard_size)
+    with_adapters = adapted(model) is not None
+    if merge and not with_adapters:
+        raise ConfigError(f"{checkpoint} has no adapters to merge", remedy="leave out --merge")
+    if with_adapters and not merge:
+        if source is not None or dtype is not None:
+            raise ConfigError(
+                "adapters are written as they are, in fp32", remedy="--merge, or neither --source nor --dtype"
+            )
+        publish_adapters(model, processor, out, base=model.base_place)
+        return
+    if with_adapters:
+        packed = any(isinstance(layer, QuantizedLinear) for layer in model.modules())
+        merge_adapters(model)
+        if packed:
+            dtype = dtype or torch.bfloat16
+            logger().info(
+                "Merged into the unpacked weights, on which the adapters were trained, and written in %s: a weight"
+                " differs by at most %.2g of itself, the matrix that differs most by %.2g (relative L2).",
+                str(dtype).removeprefix("torch."), torch.finfo(dtype).eps / 2, rounding(model, dtype),
+            )  # fmt: skip
+    publish(model, processor, out, source=source, dtype=dtype or torch.float32, max_shard_size=max_shard_size)

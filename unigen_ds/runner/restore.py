@@ -18,6 +18,7 @@ from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.checkpoint.partial import DIFFERENCES, REPORT_FILE, FittedReader, fit
 from unigen_ds.core import dist
+from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.files import write_text_atomic
 from unigen_ds.core.log import logger
 from unigen_ds.core.seeding import derive_seed, seed_everything
@@ -63,8 +64,15 @@ def fit_weights(
     every name. ``stored`` is the checkpoint's parameter table, ``sizes`` what no shape shows.
     """
     cfg, report_file = parts.plan.load_cfg, parts.work_dir / REPORT_FILE
-    buffers = {name: buffer.numel() for name, buffer in parts.backend.buffers().items()}
-    found = fit(reader, stored, parameters=parts.parameters, buffers=buffers, cfg=cfg, sizes=sizes)
+    base = parts.backend.left_out
+    if parts.settings.lora is not None and (parts.plan.manifest is None or not parts.plan.manifest.config.get("lora")):
+        raise ConfigError(
+            f"load_from is {parts.plan.checkpoint}, which has no adapters, and lora is set",
+            remedy="adapters need a published directory: tools/export.py CHECKPOINT DIR, then model.pretrained='DIR'",
+        )
+    stored, wanted = ([row for row in rows if row["name"] not in base] for rows in (stored, parts.parameters))
+    buffers = {name: buffer.numel() for name, buffer in parts.backend.buffers().items() if name not in base}
+    found = fit(reader, stored, parameters=wanted, buffers=buffers, cfg=cfg, sizes=sizes)
     report = {"checkpoint": str(parts.plan.checkpoint), **found.state_dict()}
     dist.on_main(lambda: write_text_atomic(report_file, json.dumps(report, indent=1) + "\n"))
     found.check(cfg)
@@ -74,7 +82,7 @@ def fit_weights(
         numbers = len(found.taken), len(found.kept)
         logger().info("Weights: %d tensors are the checkpoint's, %d stay as initialised. What differs: %s.",
                       *numbers, report_file)  # fmt: skip
-    parts.backend.load_tensors(FittedReader(reader, found), weights_only=True, keep=found.kept)
+    parts.backend.load_tensors(FittedReader(reader, found), weights_only=True, keep={*found.kept, *base})
     logger().info("Loaded weights only from %s; progress starts at zero.", parts.plan.checkpoint)
 
 

@@ -9,11 +9,13 @@ from typing import Any
 from torch import Tensor
 
 from unigen_ds.checkpoint import saver, store
+from unigen_ds.checkpoint.base_files import save_base
 from unigen_ds.checkpoint.convert import DTYPES
 from unigen_ds.checkpoint.lock import WorkDirLock
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.core import dist
 from unigen_ds.core.clock import Clock
+from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.files import write_text_atomic
 from unigen_ds.core.log import logger
 from unigen_ds.core.metrics import sample_digest
@@ -210,6 +212,7 @@ class Runner:
             loader={"cursor": self._cursor.state_dict(), "last": self._last.state_dict(), **parts.data_identity},
             parameters=parts.parameters,
             config=parts.plain_config,
+            base=None if parts.plan.base is None else parts.plan.base.state_dict(),
         )
         for hook in self.hooks:
             hook.before_save_checkpoint(self, manifest.metrics)
@@ -228,10 +231,22 @@ class Runner:
         self._call("after_save_checkpoint", path)
         return path
 
+    def save_base(self) -> None:
+        """See ``hooks.base.Run``."""
+        base = self._parts.plan.base
+        if base is None:
+            raise ConfigError(
+                "CheckpointHook has save_base=True, and this run has no adapters on files of a base",
+                remedy="lora=dict(...) and model.pretrained, or save_base=False",
+            )
+        if (copied := dist.on_main(lambda: save_base(base, self.work_dir))) is not None:
+            logger().info("Saved the base in %s.", copied)
+
     def export(self, checkpoint: Path, out: Path, *, raw: bool = False, dtype: str = "fp32") -> None:
         """See ``hooks.base.Run``."""
         config = None if (checkpoint / FILE_NAME).is_file() else self.config  # weights alone have no manifest
-        export_checkpoint(checkpoint, out, raw=raw, config=config, dtype=DTYPES[dtype])
+        adapters = self._parts.settings.lora is not None  # they are written alone, as they are
+        export_checkpoint(checkpoint, out, raw=raw, config=config, dtype=None if adapters else DTYPES[dtype])
 
     def _before_save(self) -> None:
         """On rank 0. Raises ``OSError`` or ``TrainingError``: then the save fails."""

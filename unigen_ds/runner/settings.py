@@ -13,6 +13,7 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from logging import WARNING
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -23,6 +24,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 from unigen_ds.backends import deepspeed as _deepspeed  # noqa: F401 - these register themselves
 from unigen_ds.backends import fsdp as _fsdp  # noqa: F401
 from unigen_ds.backends import single as _single
+from unigen_ds.checkpoint.base_files import Base
 from unigen_ds.checkpoint.settings import LoadSettings
 from unigen_ds.core import config as files
 from unigen_ds.core.batch import DEFAULT_WEIGHT
@@ -164,6 +166,11 @@ class Settings(ModelSettings):
         " that one; `'auto'`: from the newest of the work dir, and where there is none as False. `--resume` is"
         " `'auto'`, `--resume CKPT` a path",
     )
+    base: str | None = Field(
+        default=None,
+        description="with `lora`: the folder of the base's files, in place of `model.pretrained`; on a resume they must"
+        " be those that the manifest records. `--base`",
+    )
     assume: str | None = Field(
         default=None,
         description="`'batch_size=4,accumulative_counts=2,dp_size=8'`: what a checkpoint of plain DeepSpeed or mmengine"
@@ -280,6 +287,15 @@ class Settings(ModelSettings):
         found = self.model_copy(update={"randomness": Randomness(seed=seed)})
         found._run_name = self._run_name
         found._given = {**self._given, "randomness": {**(self._given.get("randomness") or {}), "seed": seed}}
+        return found
+
+    def with_base(self, base: Base | None) -> Settings:
+        """The same, with the files of the base where they are now; None: nothing changes."""
+        if base is None:
+            return self
+        model = replace(self.model, arguments={**self.model.arguments, "pretrained": base.path})
+        found = self.model_copy(update={"model": model})
+        found._run_name, found._given = self._run_name, self._given
         return found
 
     @property

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from unigen_ds.backends.base import Backend
+from unigen_ds.checkpoint.base_files import Base, find_base, read_base
 from unigen_ds.checkpoint.foreign import parse_assume, read_foreign
 from unigen_ds.checkpoint.manifest import Manifest, current_versions
 from unigen_ds.checkpoint.settings import LoadSettings
@@ -80,10 +81,11 @@ class Beginning:
 
 def begin(settings: Settings, *, backend: Backend, geometry: Geometry) -> Beginning:
     """The plan and, on a resume, the checklist. On rank 0, not collective. Raises ``ResumeBlocked`` where it blocks."""
-    plan = plan_run(settings)
+    plan = with_base(plan_run(settings), settings)
     if plan.mode != "resume":
         return Beginning(plan, None)
-    start, findings = check_resume(settings.with_seed(plan.seed), plan, backend=backend, geometry=geometry)
+    settings = settings.with_seed(plan.seed).with_base(plan.base)
+    start, findings = check_resume(settings, plan, backend=backend, geometry=geometry)
     report(findings)
     return Beginning(plan, start, tuple(findings))
 
@@ -103,6 +105,20 @@ def plan_run(settings: Settings) -> ResumePlan:
         passed_over = message.startswith(NOT_RESUMED)  # updates are lost
         logger.log(WARNING if passed_over else INFO, message)
     return replace(plan, seed=settled_seed(settings.randomness.seed, plan))
+
+
+def with_base(plan: ResumePlan, settings: Settings) -> ResumePlan:
+    """The plan with the base of adapters, whose files are read and hashed: on a resume they must be the recorded ones.
+    Not collective. Raises ``ConfigError``, and ``CheckpointError`` where the recorded files are not there.
+    """
+    place = settings.base or settings.model.get("pretrained")
+    if settings.lora is None or not place:
+        return plan
+    if plan.mode == "resume" and plan.manifest is not None and plan.manifest.base is not None:
+        recorded = Base.from_state(plan.manifest.base)
+        found = find_base(recorded, given=settings.base, checkpoint=plan.checkpoint)
+        return replace(plan, base=replace(recorded, path=found))
+    return replace(plan, base=read_base(place))
 
 
 def settled_seed(given: int | None, plan: ResumePlan) -> int:

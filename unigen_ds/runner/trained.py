@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from unigen_ds.checkpoint.base_files import Place, find_base
 from unigen_ds.checkpoint.convert import read_source
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.checkpoint.saver import TOKENIZER
@@ -21,6 +22,7 @@ from unigen_ds.core.log import logger
 from unigen_ds.core.modules import tied_names
 from unigen_ds.core.registry import LAYOUTS
 from unigen_ds.families.directories import formats, published_format
+from unigen_ds.models.lora import base_tensors
 from unigen_ds.resume.edited import BUILT
 from unigen_ds.runner.build import build_model, build_processor
 from unigen_ds.runner.settings import ModelSettings, custom_modules, family_of_model, import_custom
@@ -33,6 +35,7 @@ def open_model(
     tag: str | None = None,
     config: Mapping[str, Any] | None = None,
     allow_custom_imports: bool = False,
+    base: str | None = None,
 ) -> tuple[nn.Module, Any]:
     """The model on the CPU in fp32, and its processor.
 
@@ -43,12 +46,15 @@ def open_model(
         config: of the training; None: the checkpoint's own.
         allow_custom_imports: import the modules that the checkpoint's config names, which executes them. Those of
             this package need no permission.
+        base: of adapters: the folder of the base's files; None: as ``find_base`` finds them.
 
     Raises ``CheckpointError`` where weights are missing, unexpected or of another shape, ``ConfigError`` where modules
     would have to be imported.
     """
     found = published_format(path, complete=config is not None)
     if found is not None and found.pretrained:
+        if base is not None:
+            raise ConfigError(f"--base {base} has no effect: {path} is a published directory", remedy="leave it out")
         settings = ModelSettings.of(found.config(path))
         processor = build_processor(settings, seed=0)
         return build_model(settings, processor, seed=0), processor
@@ -60,12 +66,18 @@ def open_model(
         config = self_contained(config, source.directory)
     else:
         import_custom(config)
+    if source.base is not None:
+        config = on_base(config, find_base(source.base, given=base, checkpoint=source.directory))
+    elif base is not None:
+        raise ConfigError(f"--base {base} has no effect: {source.directory} holds no adapters", remedy="leave it out")
     uncompiled = {key: value for key, value in config["model"].items() if key != "compile"}
     settings, seed = ModelSettings.of({**config, "model": uncompiled}), _seed_of(config)
     processor = build_processor(settings, seed=seed)
     model = build_model(settings, processor, seed=seed)
     ema = source.average is not None and not raw
     _fill(model, source.entries(dtype=torch.float32, ema=ema), where=source.directory)
+    if source.base is not None:
+        model.__dict__["base_place"] = config["model"]["pretrained"]
     model.published = False  # type: ignore[assignment]  # these weights are not those of its config's ``pretrained``
     used = "the average of the weights (EMA)" if ema else "the weights"
     also = ", not their average (EMA), which the checkpoint has as well" if source.average is not None and raw else ""
@@ -93,6 +105,11 @@ def self_contained(config: Mapping[str, Any], checkpoint: Path) -> dict[str, Any
     if (checkpoint / TOKENIZER).is_dir():
         found["tokenizer"] = {**config["tokenizer"], "path": str(checkpoint / TOKENIZER)}
     return found
+
+
+def on_base(config: Mapping[str, Any], place: Place) -> dict[str, Any]:
+    """The config with the files of the base as ``model.pretrained``."""
+    return {**config, "model": {**config["model"], "pretrained": place}}
 
 
 def _seed_of(config: Mapping[str, Any]) -> int:
@@ -155,8 +172,8 @@ def _import_layout(path: Path, tag: str | None, *, config: Mapping[str, Any] | N
 
 @torch.no_grad()
 def _fill(model: nn.Module, entries: list[Entry], *, where: Path) -> None:
-    own = model.state_dict()
-    shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
+    own, base = model.state_dict(), base_tensors(model)
+    shapes = {name: tuple(tensor.shape) for name, tensor in own.items() if name not in base}
     stored = {entry.name: tuple(entry.shape) for entry in entries}
     tied = tied_names(model)
     refuse_misfit(where, misfit(by_first_name(stored, tied), by_first_name(shapes, tied)))

@@ -1,0 +1,176 @@
+"""The files of the base of adapters: where they are, and that they are those that the adapters were trained on.
+
+A checkpoint of adapters lacks the base, so its manifest has a record of the base's files (``Base``): the folders as
+``model.pretrained`` names them, the revision where they are a snapshot of the hub, and size and hash of each file that
+decides a number: weights, and the configs of the model. The hash is computed when a run starts and whenever a
+checkpoint is opened, at the speed of the disk. ``CheckpointHook(save_base=True)`` copies the files into
+``WORK_DIR/base``, once, where a checkpoint of that work dir finds them first.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from unigen_ds.checkpoint.manifest import FileEntry
+from unigen_ds.core.errors import CheckpointError, ConfigError
+from unigen_ds.core.files import file_digest, fsync_path, make_directory, rename_into_place, temporary_beside
+from unigen_ds.core.log import logger
+
+FOLDER = "base"
+"""Of a work dir: the copy."""
+_CONFIGS = ("config.json", "llm_config.json", "vit_config.json")
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
+_LARGE = 64 << 20
+"""Bytes of a further file that is not copied: tokenizers are smaller."""
+
+Place = str | Mapping[str, str]
+"""As ``model.pretrained``: a folder or file, or one for each part of the model."""
+
+
+@dataclass(frozen=True)
+class Base:
+    """The record of a manifest."""
+
+    path: Place
+    revision: str | None
+    """Of a snapshot of the hub."""
+    files: tuple[FileEntry, ...]
+    """Paths below the folder, ``PART/NAME`` where there is one for each part."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values, for a manifest."""
+        return {"path": self.path, "revision": self.revision, "files": [asdict(entry) for entry in self.files]}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Base:
+        """Raises ``CheckpointError`` for a damaged record."""
+        try:
+            files = tuple(FileEntry(**entry) for entry in state["files"])
+            return cls(state["path"], state["revision"], files)
+        except (LookupError, TypeError) as error:
+            raise CheckpointError(f"the manifest's record of the base is damaged: {error!r}") from error
+
+
+def read_base(place: Place) -> Base:
+    """The record of the files that are there now. Reads and hashes all of them. Raises ``ConfigError``."""
+    where: Place = _absolute(place) if isinstance(place, str) else {k: _absolute(v) for k, v in place.items()}
+    found = {name: path for name, path in _files(where).items() if _decides(path)}
+    if not any(path.suffix in _WEIGHTS for path in found.values()):
+        raise ConfigError(f"model.pretrained {place!r} has no files of weights: adapters need a base")
+    entries = [FileEntry(name, path.stat().st_size, file_digest(path)) for name, path in sorted(found.items())]
+    return Base(where, _revision(where), tuple(entries))
+
+
+def find_base(base: Base, *, given: str | None, checkpoint: Path | None) -> Place:
+    """Where the recorded files are: in ``given`` (``--base``), else beside the ``checkpoint``, else where they were.
+
+    Raises ``CheckpointError`` naming the file that differs or is missing, by place.
+    """
+    places: list[Place] = [_inside(base, Path(given))] if given is not None else []
+    if given is None:
+        copy = checkpoint.parent / FOLDER if checkpoint is not None else None
+        places = [*([_inside(base, copy)] if copy is not None and copy.is_dir() else []), base.path]
+    problems = []
+    for place in places:
+        problem = _problem(base, place)
+        if problem is None:
+            return place
+        problems.append(problem)
+    raise CheckpointError(
+        f"the base of the adapters is not there: {'; '.join(problems)}",
+        allowed="the files that the manifest records, with their hashes: the adapters fit no other base",
+        remedy="--base DIR names the folder of that base",
+    )
+
+
+def save_base(base: Base, work_dir: Path) -> Path | None:
+    """Copy the files into ``WORK_DIR/base``, complete or not at all, with others of their folders that are small, as
+    tokenizers are. None: a copy is there. Raises ``OSError``, and ``CheckpointError`` where a file has changed.
+    """
+    out = work_dir / FOLDER
+    if out.exists():
+        return None
+    make_directory(work_dir)
+    staging = temporary_beside(out, "tmp")
+    hashed = {entry.path: entry for entry in base.files}
+    try:
+        for name, path in _files(base.path).items():
+            if name not in hashed and (path.suffix in _WEIGHTS or path.stat().st_size > _LARGE):
+                logger().info("%s is not copied: the base does not need it.", path)
+                continue
+            target = staging / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
+            fsync_path(target)
+            if name in hashed and file_digest(target) != hashed[name].digest:
+                raise CheckpointError(f"{path} has changed since the run began")
+        for folder in {path.parent for path in staging.rglob("*")}:
+            fsync_path(folder)
+        rename_into_place(staging, out)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return out
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().absolute())
+
+
+def _revision(place: Place) -> str | None:
+    """Of ``.../models--OWNER--NAME/snapshots/REVISION``."""
+    found = {}
+    for part, path in _places(place):
+        parts = Path(path).parts
+        if "snapshots" in parts[:-1]:
+            found[part] = parts[parts.index("snapshots") + 1]
+    return ", ".join(f"{part}={revision}" if part else revision for part, revision in found.items()) or None
+
+
+def _places(place: Place) -> Iterator[tuple[str, Path]]:
+    yield from [("", Path(place))] if isinstance(place, str) else [(k, Path(v)) for k, v in place.items()]
+
+
+def _files(place: Place) -> dict[str, Path]:
+    """Every file directly in the folders, by its path in a record."""
+    found = {}
+    for part, path in _places(place):
+        for each in sorted(path.iterdir()) if path.is_dir() else [path]:
+            if each.is_file():
+                found[f"{part}/{each.name}" if part else each.name] = each
+    return found
+
+
+def _decides(path: Path) -> bool:
+    """Whether numbers depend on the file; the tokenizer is in the checkpoint."""
+    return path.suffix in _WEIGHTS or path.name in _CONFIGS
+
+
+def _inside(base: Base, folder: Path) -> Place:
+    """``base.path`` as it is below a folder that has the files as the record names them."""
+    if isinstance(base.path, str):
+        return str(folder)
+    names = {part: Path(path).name for part, path in base.path.items()}
+    single = {entry.path for entry in base.files}
+    return {
+        part: str(folder / part / name if f"{part}/{name}" in single else folder / part) for part, name in names.items()
+    }
+
+
+def _problem(base: Base, place: Place) -> str | None:
+    """The first file that is not as recorded."""
+    found = _files(place)
+    for entry in base.files:
+        path, where = found.get(entry.path), place if isinstance(place, str) else dict(place)
+        if path is None:
+            return f"{where} has no {entry.path}"
+        if path.stat().st_size != entry.size:
+            return f"{path} has {path.stat().st_size:,} bytes, and the base's had {entry.size:,}"
+    for entry in base.files:
+        algorithm = entry.digest.partition(":")[0]
+        if (digest := file_digest(found[entry.path], algorithm)) != entry.digest:
+            return f"{found[entry.path]} has another content ({digest}) than the base's ({entry.digest})"
+    return None
