@@ -73,7 +73,7 @@ def generate() -> ModuleType:
 def test_the_tables_of_keys_are_those_of_the_settings() -> None:
     """``make docs`` writes them."""
     assert generate().updated(CONFIGS) == CONFIGS, "run make docs"
-    assert CONFIGS.count("<!-- keys: ") == 6 and "`train_dataloader.seq_length` | `4096`" in CONFIGS
+    assert CONFIGS.count("<!-- keys: ") == 7 and "`train_dataloader.seq_length` | `4096`" in CONFIGS
 
 
 def test_the_table_of_a_component_is_generated() -> None:

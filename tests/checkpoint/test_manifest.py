@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.support import make_manifest
-from unigen_ds.checkpoint.manifest import FILE_NAME, FORMAT_VERSION, FileEntry, Manifest
+from unigen_ds.checkpoint.manifest import FILE_NAME, WITH_BASE, FileEntry, Manifest
 from unigen_ds.core.errors import CheckpointError
 
 
@@ -66,8 +66,8 @@ def test_a_changed_number_is_noticed(tmp_path):
 
 
 def test_a_newer_format_is_refused_by_its_number(tmp_path):
-    write(tmp_path, format_version=FORMAT_VERSION + 1, something_new=1)
-    with pytest.raises(CheckpointError, match=f"has format {FORMAT_VERSION + 1}.*newer unigen_ds"):
+    write(tmp_path, format_version=WITH_BASE + 1, something_new=1)
+    with pytest.raises(CheckpointError, match=f"has format {WITH_BASE + 1}.*newer unigen_ds"):
         Manifest.read(tmp_path)
 
 

@@ -27,7 +27,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 _LARGE = 64 << 20
 """Bytes of a further file that is not copied: tokenizers are smaller."""
 
-Place = str | Mapping[str, str]
+Folders = str | Mapping[str, str]
 """As ``model.pretrained``: a folder or file, or one for each part of the model."""
 
 
@@ -35,7 +35,7 @@ Place = str | Mapping[str, str]
 class Base:
     """The record of a manifest."""
 
-    path: Place
+    path: Folders
     revision: str | None
     """Of a snapshot of the hub."""
     files: tuple[FileEntry, ...]
@@ -55,30 +55,30 @@ class Base:
             raise CheckpointError(f"the manifest's record of the base is damaged: {error!r}") from error
 
 
-def read_base(place: Place) -> Base:
+def read_base(folders: Folders) -> Base:
     """The record of the files that are there now. Reads and hashes all of them. Raises ``ConfigError``."""
-    where: Place = _absolute(place) if isinstance(place, str) else {k: _absolute(v) for k, v in place.items()}
+    where: Folders = _absolute(folders) if isinstance(folders, str) else {k: _absolute(v) for k, v in folders.items()}
     found = {name: path for name, path in _files(where).items() if _decides(path)}
     if not any(path.suffix in _WEIGHTS for path in found.values()):
-        raise ConfigError(f"model.pretrained {place!r} has no files of weights: adapters need a base")
+        raise ConfigError(f"model.pretrained {folders!r} has no files of weights: adapters need a base")
     entries = [FileEntry(name, path.stat().st_size, file_digest(path)) for name, path in sorted(found.items())]
     return Base(where, _revision(where), tuple(entries))
 
 
-def find_base(base: Base, *, given: str | None, checkpoint: Path | None) -> Place:
+def find_base(base: Base, *, given: str | None, checkpoint: Path | None) -> Folders:
     """Where the recorded files are: in ``given`` (``--base``), else beside the ``checkpoint``, else where they were.
 
-    Raises ``CheckpointError`` naming the file that differs or is missing, by place.
+    Raises ``CheckpointError`` naming the file that differs or is missing, for each of them.
     """
-    places: list[Place] = [_inside(base, Path(given))] if given is not None else []
+    choices: list[Folders] = [_inside(base, Path(given))] if given is not None else []
     if given is None:
         copy = checkpoint.parent / FOLDER if checkpoint is not None else None
-        places = [*([_inside(base, copy)] if copy is not None and copy.is_dir() else []), base.path]
+        choices = [*([_inside(base, copy)] if copy is not None and copy.is_dir() else []), base.path]
     problems = []
-    for place in places:
-        problem = _problem(base, place)
+    for folders in choices:
+        problem = _problem(base, folders)
         if problem is None:
-            return place
+            return folders
         problems.append(problem)
     raise CheckpointError(
         f"the base of the adapters is not there: {'; '.join(problems)}",
@@ -120,24 +120,24 @@ def _absolute(path: str) -> str:
     return str(Path(path).expanduser().absolute())
 
 
-def _revision(place: Place) -> str | None:
+def _revision(folders: Folders) -> str | None:
     """Of ``.../models--OWNER--NAME/snapshots/REVISION``."""
     found = {}
-    for part, path in _places(place):
+    for part, path in _parts(folders):
         parts = Path(path).parts
         if "snapshots" in parts[:-1]:
             found[part] = parts[parts.index("snapshots") + 1]
     return ", ".join(f"{part}={revision}" if part else revision for part, revision in found.items()) or None
 
 
-def _places(place: Place) -> Iterator[tuple[str, Path]]:
-    yield from [("", Path(place))] if isinstance(place, str) else [(k, Path(v)) for k, v in place.items()]
+def _parts(folders: Folders) -> Iterator[tuple[str, Path]]:
+    yield from [("", Path(folders))] if isinstance(folders, str) else [(k, Path(v)) for k, v in folders.items()]
 
 
-def _files(place: Place) -> dict[str, Path]:
+def _files(folders: Folders) -> dict[str, Path]:
     """Every file directly in the folders, by its path in a record."""
     found = {}
-    for part, path in _places(place):
+    for part, path in _parts(folders):
         for each in sorted(path.iterdir()) if path.is_dir() else [path]:
             if each.is_file():
                 found[f"{part}/{each.name}" if part else each.name] = each
@@ -149,7 +149,7 @@ def _decides(path: Path) -> bool:
     return path.suffix in _WEIGHTS or path.name in _CONFIGS
 
 
-def _inside(base: Base, folder: Path) -> Place:
+def _inside(base: Base, folder: Path) -> Folders:
     """``base.path`` as it is below a folder that has the files as the record names them."""
     if isinstance(base.path, str):
         return str(folder)
@@ -160,11 +160,11 @@ def _inside(base: Base, folder: Path) -> Place:
     }
 
 
-def _problem(base: Base, place: Place) -> str | None:
+def _problem(base: Base, folders: Folders) -> str | None:
     """The first file that is not as recorded."""
-    found = _files(place)
+    found = _files(folders)
     for entry in base.files:
-        path, where = found.get(entry.path), place if isinstance(place, str) else dict(place)
+        path, where = found.get(entry.path), folders if isinstance(folders, str) else dict(folders)
         if path is None:
             return f"{where} has no {entry.path}"
         if path.stat().st_size != entry.size:

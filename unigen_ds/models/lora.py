@@ -1,7 +1,7 @@
 """Low-rank adapters on a frozen base: LoRA (Hu et al., 2021), DoRA (Liu et al., 2024), and on packed weights QLoRA
 (Dettmers et al., 2023).
 
-In: a model of any family, whole or on the meta device. Out: the same model, in which peft's layers take the place of
+In: a model of any family, whole or on the meta device. Out: the same model, in which peft's layers replace
 the linear layers that a pattern chooses; each keeps its layer as ``base_layer``. Everything but the adapters is frozen.
 Initial values of adapters are keyed by seed and name, so they are the same under every engine and process count.
 

@@ -84,7 +84,7 @@ def export_checkpoint(
             raise ConfigError(
                 "adapters are written as they are, in fp32", remedy="--merge, or neither --source nor --dtype"
             )
-        publish_adapters(model, processor, out, base=model.base_place)
+        publish_adapters(model, processor, out, base=model.base_folders)
         return
     if with_adapters:
         packed = any(isinstance(layer, QuantizedLinear) for layer in model.modules())

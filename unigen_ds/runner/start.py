@@ -111,14 +111,14 @@ def with_base(plan: ResumePlan, settings: Settings) -> ResumePlan:
     """The plan with the base of adapters, whose files are read and hashed: on a resume they must be the recorded ones.
     Not collective. Raises ``ConfigError``, and ``CheckpointError`` where the recorded files are not there.
     """
-    place = settings.base or settings.model.get("pretrained")
-    if settings.lora is None or not place:
+    given = settings.base or settings.model.get("pretrained")
+    if settings.lora is None or not given:
         return plan
     if plan.mode == "resume" and plan.manifest is not None and plan.manifest.base is not None:
         recorded = Base.from_state(plan.manifest.base)
         found = find_base(recorded, given=settings.base, checkpoint=plan.checkpoint)
         return replace(plan, base=replace(recorded, path=found))
-    return replace(plan, base=read_base(place))
+    return replace(plan, base=read_base(given))
 
 
 def settled_seed(given: int | None, plan: ResumePlan) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from unigen_ds.checkpoint.base_files import Place, find_base
+from unigen_ds.checkpoint.base_files import Folders, find_base
 from unigen_ds.checkpoint.convert import read_source
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.checkpoint.saver import TOKENIZER
@@ -77,7 +77,7 @@ def open_model(
     ema = source.average is not None and not raw
     _fill(model, source.entries(dtype=torch.float32, ema=ema), where=source.directory)
     if source.base is not None:
-        model.__dict__["base_place"] = config["model"]["pretrained"]
+        model.__dict__["base_folders"] = config["model"]["pretrained"]
     model.published = False  # type: ignore[assignment]  # these weights are not those of its config's ``pretrained``
     used = "the average of the weights (EMA)" if ema else "the weights"
     also = ", not their average (EMA), which the checkpoint has as well" if source.average is not None and raw else ""
@@ -107,9 +107,9 @@ def self_contained(config: Mapping[str, Any], checkpoint: Path) -> dict[str, Any
     return found
 
 
-def on_base(config: Mapping[str, Any], place: Place) -> dict[str, Any]:
+def on_base(config: Mapping[str, Any], folders: Folders) -> dict[str, Any]:
     """The config with the files of the base as ``model.pretrained``."""
-    return {**config, "model": {**config["model"], "pretrained": place}}
+    return {**config, "model": {**config["model"], "pretrained": folders}}
 
 
 def _seed_of(config: Mapping[str, Any]) -> int:
