@@ -7,6 +7,7 @@ import pytest
 from tests.engines import lora_cases
 from tests.engines.launch import metric_deviation, tensors, unequal, want, weight_deviation
 
+pytest.importorskip("peft")
 runs = want("lora")
 pytestmark = pytest.mark.timeout(3600)
 LINKS = [(kind, number) for kind, chain in lora_cases.CHAINS.items() for number in range(len(chain))]

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -30,6 +29,7 @@ from unigen_ds.runner import Runner
 from unigen_ds.runner.settings import Settings
 from unigen_ds.runner.trained import open_model
 
+PeftModel = pytest.importorskip("peft").PeftModel
 LLM = {
     "model_type": "llama", "vocab_size": 20, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
