@@ -6,8 +6,13 @@ import gc
 import json
 import logging
 import os
+import signal
+import sys
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -227,6 +232,101 @@ def test_threads_plan_what_one_plans(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert many.digest == alone.digest and np.array_equal(many.records, alone.records)
     assert int((many.counts.touched > 0).sum()) == 450
     assert int(many.counts.unknown.sum()) == 225 + 3 * 450, "what, and the three words of a forged token"
+
+
+def planned_by(monkeypatch: pytest.MonkeyPatch, folder: Path, then: Callable[[], object]) -> None:
+    """Each process that plans a chunk leaves a file with its number in ``folder``, then calls ``then``."""
+    chunk = planning._Plan.chunk
+
+    def noted(self: Any, given: Any) -> Any:
+        (folder / f"{os.getpid()}.pid").touch()
+        then()
+        return chunk(self, given)
+
+    monkeypatch.setattr(planning._Plan, "chunk", noted)
+    monkeypatch.setattr(planning, "_CHUNK", 50)
+    monkeypatch.setattr(planning, "_FORKED_FROM", 200)
+    monkeypatch.setattr(planning, "num_cores", lambda: 2)
+
+
+def pids(folder: Path) -> set[int]:
+    return {int(path.stem) for path in folder.glob("*.pid")}
+
+
+def test_forks_plan_what_threads_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From so many records on, and where no other thread of this process can hold a lock."""
+    words = WordTokenizer(words=["zero", "one", "two"])
+    path = write_jsonl(tmp_path / "t.jsonl", [{"text": words_of(i)} for i in range(400)])
+    monkeypatch.setattr(planning, "_may_fork", lambda: False)
+    planned_by(monkeypatch, tmp_path, lambda: None)
+    alone = Index.build(path, make_processor(tokenizer=words))
+    assert pids(tmp_path) == {os.getpid()}
+    for left in (*caches(tmp_path), tmp_path / f"{os.getpid()}.pid"):
+        os.remove(left)
+    monkeypatch.setattr(planning, "_may_fork", lambda: True)
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    forked = Index.build(path, make_processor(tokenizer=words))
+    assert os.getpid() not in pids(tmp_path) and 1 <= len(pids(tmp_path)) <= 2
+    assert forked.digest == alone.digest and np.array_equal(forked.records, alone.records)
+    assert os.environ.get("TOKENIZERS_PARALLELISM") == before and gc.isenabled()
+    path = write_jsonl(tmp_path / "u.jsonl", [{"text": "x"} if i not in (130, 300) else {} for i in range(400)])
+    with pytest.raises(DataError, match=r"u\.jsonl:131: conversations is missing"):
+        Index.build(path, make_processor(tokenizer=words))
+    few = write_jsonl(tmp_path / "few.jsonl", [{"text": words_of(i)} for i in range(199)])
+    Index.build(few, make_processor(tokenizer=words))
+    assert os.getpid() in pids(tmp_path)
+
+
+def words_of(i: int) -> str:
+    return " ".join(["zero", "one", "<|im_end|>", "what"][: 1 + i % 4])
+
+
+def test_a_process_with_threads_is_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[bool] = []
+    thread = threading.Thread(target=lambda: found.append(planning._may_fork()))
+    thread.start()
+    thread.join()
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
+    assert found == [False] and planning._may_fork() == (sys.platform == "linux")
+    monkeypatch.setattr(threading, "active_count", lambda: 2)
+    assert not planning._may_fork()
+
+
+def test_a_fork_that_is_killed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_jsonl(tmp_path / "t.jsonl", [{"text": "x"}] * 400)
+    monkeypatch.setattr(planning, "_may_fork", lambda: True)
+    planned_by(monkeypatch, tmp_path, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(DataError, match=r"t\.jsonl: a process that plans its records ended"):
+        Index.build(path, make_processor())
+    assert not caches(tmp_path)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="Linux shows other processes")
+def test_forks_end_with_the_process_that_started_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_jsonl(tmp_path / "t.jsonl", [{"text": "x"}] * 400)
+    planned_by(monkeypatch, tmp_path, lambda: time.sleep(60))
+    monkeypatch.setattr("unigen_ds.data.worker_process._PARENT_CHECK_S", 0.1)
+    starter = os.fork()
+    if not starter:
+        try:
+            Index.build(path, make_processor())
+        finally:
+            os._exit(1)
+    deadline = time.monotonic() + 60
+    while len(pids(tmp_path)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    forks = pids(tmp_path)
+    os.kill(starter, signal.SIGKILL)
+    os.waitpid(starter, 0)
+    assert len(forks) == 2 and starter not in forks
+
+    def left() -> list[Path]:
+        stats = [Path(f"/proc/{pid}/stat") for pid in forks]
+        return [stat for stat in stats if stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"]
+
+    while left() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left()
 
 
 def test_threads_name_the_first_malformed_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,7 @@ small block is sent through the pipe itself: a shared-memory file costs a socket
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
-import signal
-import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -38,9 +35,9 @@ from unigen_ds.data.datasets import PlannedDataset
 from unigen_ds.data.packed import with_floats
 from unigen_ds.data.processor import Processor
 from unigen_ds.data.stream import Cursor, Row, SequenceStream
+from unigen_ds.data.worker_process import start_worker
 
 _ALIGN = 64
-_PARENT_CHECK_S = 2.0
 _THREADS = 8
 """Threads of a process that decode images at most."""
 _BY_VALUE = 256 * 1024
@@ -176,7 +173,7 @@ class BatchLoader:
             prefetch_factor=(prefetch_factor or 2) if num_workers else None,
             pin_memory=pinned,
             timeout=timeout if num_workers else 0,
-            worker_init_fn=_start_worker,
+            worker_init_fn=start_worker,
             # without its own generator the loader would draw its base seed from the global one, which dropout uses
             generator=torch.Generator().manual_seed(0),
         )
@@ -335,32 +332,3 @@ def _image_threads(num_workers: int) -> int:
 
 def _unchanged(value: Any) -> Any:
     return value
-
-
-def _start_worker(worker_id: int) -> None:
-    """One thread a worker; and a signal to the job must not end workers before the run has saved its checkpoint.
-
-    Schedulers and launchers signal every process of a job. The main process decides what a signal means; a worker ends
-    when the main process ends it (or has ended itself, which the loader's own watchdog notices).
-    """
-    torch.set_num_threads(1)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    for name in ("SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
-    if hasattr(signal, "sigtimedwait"):
-        parent = os.getppid()
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_end_for, args=(parent,), daemon=True).start()
-
-
-def _end_for(parent: int) -> None:
-    """End on SIGTERM from the main process (the loader ends a worker that hangs so), and from no other process.
-
-    Where the main process has ended (SIGKILL), end at once: a worker may wait for ever to send a batch.
-    """
-    while os.getppid() == parent:
-        received = signal.sigtimedwait({signal.SIGTERM}, _PARENT_CHECK_S)
-        if received is not None and received.si_pid == parent:
-            os._exit(0)
-    os._exit(1)

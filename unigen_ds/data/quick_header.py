@@ -15,7 +15,9 @@ _LARGEST = 1 << 25
 """Pixels above which PIL itself has rules."""
 _JPEG, _PNG = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"
 _START_OF_FRAME = (0xC0, 0xC1, 0xC2)
-_START_OF_SCAN, _QUANTIZATION, _HUFFMAN, _RESTART, _COMMENT = 0xDA, 0xDB, 0xC4, 0xDD, 0xFE
+_START_OF_SCAN, _QUANTIZATION = 0xDA, 0xDB
+_SKIPPED = (0xC4, 0xDD, 0xFE)
+"""Huffman tables, restart interval, comment."""
 _JPEG_MODES = {1: "L", 3: "RGB", 4: "CMYK"}
 _PNG_MODES = {0: "L", 2: "RGB", 4: "LA", 6: "RGBA"}
 _BEFORE_PIXELS = {b"gAMA": 4, b"pHYs": 9, b"sRGB": 1}
@@ -41,18 +43,20 @@ def _jpeg(first: bytes) -> Header | None:
         begin, stop = at + 4, at + 2 + length
         if length < 2 or stop > end:
             return None
-        if marker == _START_OF_SCAN:
+        if marker in _SKIPPED:  # first, because most segments are
+            pass
+        elif marker == _START_OF_SCAN:
             return found
-        if marker in _START_OF_FRAME:
+        elif marker in _START_OF_FRAME:
             if found is not None or length < 8:
                 return None
             found = _frame(first[begin:stop])
             if found is None:
                 return None
         elif marker == _QUANTIZATION:
-            if (length - 2) % 65 or any(first[table] > 15 for table in range(begin, stop, 65)):
+            if (length - 2) % 65 or max(first[begin:stop:65], default=0) > 15:
                 return None
-        elif marker not in (_HUFFMAN, _RESTART, _COMMENT) and not _plain_application(marker, first[begin:stop]):
+        elif not _plain_application(marker, first[begin:stop]):
             return None
         at = stop
     return None
