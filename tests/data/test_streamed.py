@@ -35,7 +35,7 @@ from unigen_ds.data.fast_packing import FastPacking
 from unigen_ds.data.order import GlobalOrder
 from unigen_ds.data.overflow import Overflow
 from unigen_ds.data.shard_order import ShardWalk
-from unigen_ds.data.sources import shard_list, spool
+from unigen_ds.data.sources import spool, transfer
 from unigen_ds.data.sources.iterated import IterableShards, write_records
 from unigen_ds.data.stream import Cursor, SequenceStream
 from unigen_ds.data.streamed import SPAN
@@ -299,7 +299,8 @@ def test_copies_that_exceed_the_limit_are_removed_and_fetched_again(tmp_path: Pa
 def test_an_interrupted_transfer_is_tried_again(
     tmp_path: Path, served: Served, ranges: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shard_list, "_BLOCK", 64)
+    monkeypatch.setattr(transfer, "_BLOCK", 64)
+    monkeypatch.setattr(transfer, "_OVERLAP", 8)
     served.ranges, served.interrupt = ranges, {f"part-{shard}.jsonl": 1 for shard in range(7)}
     trained(config(tmp_path, streamed(urls(served))))
     trained(config(tmp_path / "local", streamed(served.folder)))

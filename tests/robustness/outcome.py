@@ -45,14 +45,20 @@ class Hangs(BaseException):
 
 def ending_of(seed: int, number: int, folder: Path) -> tuple[str, str]:
     """(kind of the case, ``sample``, ``skip`` or ``named``) of one case, in an empty folder."""
-    with _alarm(LONGEST_S), _watched():
+    with watched(folder):
         given = case(seed, number, folder)
-        _UNPICKLED.clear()
         with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
-            found = outcome(given, folder, number)
+            return given.kind, outcome(given, folder, number)
+
+
+@contextlib.contextmanager
+def watched(folder: Path) -> Iterator[None]:
+    """Raises ``Hangs`` after ``LONGEST_S``, and ``AssertionError`` where a file of ``folder`` was unpickled."""
+    with _alarm(LONGEST_S), _watched():
+        _UNPICKLED.clear()
+        yield
         assert not (folder / "unpickled").exists(), "a file was executed"
         assert not _UNPICKLED, f"unpickled: {_UNPICKLED}"
-        return given.kind, found
 
 
 def outcome(given: Case, folder: Path, number: int) -> str:

@@ -144,7 +144,8 @@ class ShardSource(RecordSource):
             if bytes.fromhex(quick_digest(source.origin, blocks=_DIGESTED)) != self._arrays[_DIGEST].tobytes():
                 raise DataError(
                     "its content is not that of its index: the shard changed",
-                    remedy="restore it, then continue with --resume; --on-data-change continues with changed data",
+                    remedy="restore it, then continue with --resume; --on-data-change continues with changed data;"
+                    f" where only the copy {path} is damaged, remove that",
                 )
             source.use({name: array for name, array in self._arrays.items() if name not in (_RECORDS, _DIGEST)})
         return source
@@ -362,11 +363,13 @@ def stream_shards(
 
 def _check_limit(shards: StreamedShards) -> None:
     """Raise ``DataError`` where the shards that are shuffled together, and the next ones, exceed the limit."""
-    largest = sorted((shard.copied for shard in shards.listed.shards), reverse=True)[: 2 * shards.mixed]
+    by_size = sorted(shards.listed.shards, key=lambda shard: shard.copied, reverse=True)
+    largest = [shard.copied for shard in by_size[: 2 * shards.mixed]]
     if sum(largest) > shards.settings.limit:
         raise DataError(
             f"streaming.mixed_shards={shards.settings.mixed_shards} uses {len(largest)} shards at a time (those that"
-            f" are mixed, and the next ones), which have up to {shown(sum(largest))};"
+            f" are mixed, and the next ones), which have up to {shown(sum(largest))}"
+            f" (the largest: {by_size[0].name}, {shown(largest[0])});"
             f" streaming.cache_gib keeps {shown(shards.settings.limit)}",
             remedy="a larger cache_gib, or fewer mixed_shards",
         )

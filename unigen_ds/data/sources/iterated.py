@@ -71,6 +71,8 @@ def _written(value: Any, where: str) -> Any:
     if isinstance(value, Mapping):
         if set(value) == {"bytes", "path"}:
             return value["path"] if value["bytes"] is None else _written(value["bytes"], where)
+        if len({str(key) for key in value}) < len(value) or _BYTES in value:
+            raise DataError(f"{where} has a key twice as text, or the key {_BYTES!r}", allowed="other names of keys")
         return {str(key): _written(one, f"{where}: {key}") for key, one in value.items()}
     if isinstance(value, (list, tuple)):
         return [_written(one, where) for one in value]

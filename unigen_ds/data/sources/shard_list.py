@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
@@ -34,15 +34,11 @@ from unigen_ds.data.sources.huggingface import HuggingFaceSource, chosen_split, 
 from unigen_ds.data.sources.iterated import IterableShards, WrittenRecords, write_records
 from unigen_ds.data.sources.needed import needed
 from unigen_ds.data.sources.spool import DataShard, Missing, attempted
+from unigen_ds.data.sources.transfer import DIGESTED, copy_of, filesystem_of, looked_at
 
 _HUB = "hf://datasets/"
-_BLOCK = 8 << 20
 _LISTED_TOGETHER = 16
-_DIGESTED = 2
-"""MiB of a local shard, at its beginning and its end, by which it is recognised: there may be thousands of shards."""
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
-_SILENCE_S = 60.0
-"""Seconds without a byte after which a transfer over HTTP is interrupted."""
 
 
 class ShardList(Protocol):
@@ -175,7 +171,7 @@ def _format_of_local(path: Path) -> type:
 
 
 def _remote(url: str, options: Mapping[str, Any]) -> list[str]:
-    filesystem, path = _filesystem(url, options)
+    filesystem, path = filesystem_of(url, options)
     if PATTERN.search(path):
         names = filesystem.glob(path)
     elif url.startswith("http") or not filesystem.isdir(path):
@@ -185,22 +181,6 @@ def _remote(url: str, options: Mapping[str, Any]) -> list[str]:
     if not names:
         raise DataError(f"no file matches {url}")
     return [filesystem.unstrip_protocol(name) for name in sorted(names, key=by_numbers)]
-
-
-def _filesystem(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
-    """Of a url, and its path there."""
-    fsspec = needed("fsspec.core", f"the url {url}")
-    given = dict(options)
-    if url.startswith("http"):
-        aiohttp = needed("aiohttp", f"the url {url}")
-        given.setdefault("client_kwargs", {"timeout": aiohttp.ClientTimeout(total=None, sock_read=_SILENCE_S)})
-    try:
-        filesystem, path = fsspec.url_to_fs(url, **given)
-    except (ImportError, ValueError) as error:  # a package of the protocol, or no such protocol
-        raise DataError(
-            f"{url}: {error}", remedy="install the package that it names, or use another protocol"
-        ) from error
-    return filesystem, str(path)
 
 
 class ShardFiles:
@@ -247,12 +227,9 @@ class ShardFiles:
         if "://" not in url:
             if not os.path.isfile(url):
                 raise Missing("it does not exist")
-            return DataShard(name, url, os.path.getsize(url), quick_digest(Path(url), blocks=_DIGESTED))
-        filesystem, path = _filesystem(url, self._storage)
-        info = _refused(lambda: filesystem.info(path))
-        if "file" in _protocols(filesystem):
-            return DataShard(name, url, info["size"], quick_digest(Path(path), blocks=_DIGESTED))
-        return DataShard(name, url, info.get("size"), _version(info))
+            return DataShard(name, url, os.path.getsize(url), quick_digest(Path(url), blocks=DIGESTED))
+        filesystem, path = filesystem_of(url, self._storage)
+        return DataShard(name, url, *looked_at(filesystem, path))
 
     def fetch(self, shard: DataShard, target: Path) -> None:
         """A link to a local file; a copy of any other one, from where an earlier attempt ended."""
@@ -262,21 +239,7 @@ class ShardFiles:
             target.unlink(missing_ok=True)
             target.symlink_to(shard.url)
             return
-        filesystem, path = _filesystem(shard.url, self._storage)
-        begin = target.stat().st_size if target.exists() else 0
-        # from the beginning in one request; later blocks by their range
-        whole = not begin and bool({"http", "https", "hf"} & set(_protocols(filesystem)))
-        with (
-            _refused(lambda: filesystem.open(path, "rb", block_size=0 if whole else _BLOCK)) as stream,
-            target.open("ab") as copy,
-        ):
-            if begin:
-                try:
-                    stream.seek(begin)
-                except (ValueError, OSError):  # the server has no ranges
-                    copy.truncate(0)
-            while block := stream.read(_BLOCK):
-                copy.write(block)
+        copy_of(shard, target, self._storage)
 
     def open(self, path: Path, shard: DataShard) -> RecordSource:
         """As of ``ShardList``."""
@@ -308,38 +271,6 @@ def _one_format(urls: Sequence[str]) -> type:
         )
     cls: type = SOURCES.module_dict[next(iter(kinds.values()))]
     return cls
-
-
-def _protocols(filesystem: Any) -> Sequence[str]:
-    found = filesystem.protocol
-    return (found,) if isinstance(found, str) else tuple(found)
-
-
-def _version(info: Mapping[str, Any]) -> str | None:
-    """What changes with a file's content, of the facts that its server has."""
-    lfs = info.get("lfs")
-    digest = lfs.get("sha256") if isinstance(lfs, Mapping) else getattr(lfs, "sha256", None)
-    names = ("blob_id", "ETag", "etag", "md5Hash", "checksum", "LastModified", "Last-Modified", "mtime")
-    found = next((value for value in (digest, *map(info.get, names)) if value), None)
-    return None if found is None else str(found)
-
-
-def _refused(act: Callable[[], Any]) -> Any:
-    """``act()``. Raises ``Missing`` where the file does not exist or may not be read, so that nothing is tried again.
-
-    The HTTP file system reports a lost connection as a missing file, too; only its cause shows which it is.
-    """
-    try:
-        return act()
-    except Exception as error:
-        cause = error.__cause__ or error
-        response = getattr(cause, "response", None)
-        status = getattr(cause, "status", None) or getattr(response, "status_code", None)
-        if status in (401, 403) or isinstance(error, PermissionError):
-            raise Missing("access is refused") from error
-        if status in (404, 410) or isinstance(cause, FileNotFoundError):
-            raise Missing("it does not exist") from error
-        raise
 
 
 class IteratedShards:

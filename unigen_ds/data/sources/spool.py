@@ -32,6 +32,8 @@ _LONGEST_NAME = 100
 _SPARE = 64 << 20
 """Bytes that are left free on a disk."""
 _LONGEST_WAIT_S = 30.0
+_LONGEST_ASKED_S = 600.0
+"""Wait that a server may ask for."""
 _TOUCHED_S = 1.0
 """A shard that was used less than this ago is not marked as used again."""
 
@@ -115,7 +117,7 @@ class Spool:
         file = self._shards / name / shard.file_name
         while True:
             with self._locked(name, fcntl.LOCK_SH):
-                if file.exists():
+                if _is_whole(file, shard):
                     _mark_used(file.parent)
                     yield file
                     return
@@ -125,11 +127,13 @@ class Spool:
         """Make a copy of a shard where there is none. Raises ``DataError`` where it cannot be fetched."""
         name = _key(shard)
         file = self._shards / name / shard.file_name
-        if file.exists():  # without waiting for those who read it
+        if _is_whole(file, shard):  # without waiting for those who read it
             return
         with self._locked(name, fcntl.LOCK_EX):
-            if file.exists():
+            if _is_whole(file, shard):
                 return
+            if os.path.lexists(file):
+                logger().warning("shard %s: its copy %s is damaged, and is fetched again", shard.name, file)
             shutil.rmtree(file.parent, ignore_errors=True)  # of a process that was killed
             self._make_space(shard)
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -209,6 +213,11 @@ def _key(shard: DataShard) -> str:
     return f"{fingerprint(*facts)[:16]}-{shard.file_name}"
 
 
+def _is_whole(file: Path, shard: DataShard) -> bool:
+    """Whether a copy is there, as far as its size shows it."""
+    return file.is_file() and shard.size in (None, file.stat().st_size)
+
+
 def _copies(folder: Path) -> Iterator[tuple[float, int, Path]]:
     """When each copy was used last, its bytes, and its folder."""
     for path in folder.iterdir():
@@ -242,22 +251,33 @@ def attempted(what: str, attempts: int, act: Callable[[], _T], *, progress: Call
             raise
         except Missing as error:
             raise DataError(f"{what}: {error}", remedy="check its name, and who may read it") from error
-        except Exception as error:  # every protocol has errors of its own
-            if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+        except Exception as found:  # every protocol has errors of its own
+            failure = found
+            if getattr(failure, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            text = str(error).splitlines()
-            problem = (f"{text[0]}" if text else type(error).__name__) + progress()
+            text = str(failure).splitlines()
+            problem = (f"{text[0]}" if text else type(failure).__name__) + progress()
             if attempt == attempts:
                 raise DataError(
                     f"{what} failed in {attempts} attempt{'s' * (attempts > 1)}: {problem}",
                     remedy="check the network and the shard, then continue with --resume: nothing of the run is lost",
-                ) from error
-        wait = min(2.0 ** (attempt - 1), _LONGEST_WAIT_S)
+                ) from failure
+        wait = max(min(2.0 ** (attempt - 1), _LONGEST_WAIT_S), _asked_wait(failure))
         logger().warning(
             "%s: attempt %d of %d failed (%s); the next one follows in %g s", what, attempt, attempts, problem, wait
         )
         time.sleep(wait)
     raise AssertionError("attempts is at least 1")
+
+
+def _asked_wait(error: Exception) -> float:
+    """Seconds that a server asks for (the header Retry-After of HTTP), at most ten minutes; 0: it asks for none."""
+    for one in (error, error.__cause__):
+        headers = getattr(one, "headers", None) or getattr(getattr(one, "response", None), "headers", None) or {}
+        text = str(headers.get("Retry-After", ""))
+        if text.isdecimal():
+            return min(float(text), _LONGEST_ASKED_S)
+    return 0.0
 
 
 def _no_space(shard: DataShard, folder: Path, why: str) -> DataError:
