@@ -113,7 +113,7 @@ def _opened(filesystem: Any, path: str, begin: int) -> Iterator[tuple[Any, int |
     if {"http", "https"} & set(protocols(filesystem)):
         ranged = {"Range": f"bytes={first}-"} if begin else {}
         headers = {**filesystem.kwargs.get("headers", {}), "Accept-Encoding": "identity", **ranged}
-        # in one request, also from the middle: fsspec takes a page of an error for a block of the file
+        # in one request, also from the middle: fsspec would accept a page of an error as a block of the file
         with refused(lambda: filesystem.open(path, "rb", block_size=0, size=1, headers=headers)) as stream:
             response = stream.r
             if response.status not in (200, 206):
