@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.engines.cases import DECODER, Job, Phase, config
+from tests.engines.cases import DECODER, PREVIEWS, Job, Phase, config
 from tests.engines.model_cases import VLM
 
 CHAINS: dict[str, tuple[tuple[str, int], ...]] = {
@@ -27,7 +27,8 @@ _DATA = {"dora": "digits/text.jsonl", "qlora": "talks/mixed.jsonl"}
 def _phase(kind: str, engine: tuple[str, int], last: int, **more: Any) -> Phase:
     adapters = {"lora": {"r": 4, "alpha": 8, "target_modules": LAYERS[kind], "use_dora": kind == "dora"}}
     given = config(*engine, **_CHANGES[kind], **adapters, **more)
-    given["custom_hooks"] = [*given["custom_hooks"], {"type": "SaveAtOnceHook"}]
+    texts = [PREVIEWS["words"]] * (kind == "dora" and engine[0] in ("FULL_SHARD", "zero3"))
+    given["custom_hooks"] = [*given["custom_hooks"], {"type": "SaveAtOnceHook"}, *texts]
     return Phase(engine[1], given, last, data=_DATA[kind])
 
 

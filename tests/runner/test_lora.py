@@ -25,7 +25,9 @@ from unigen_ds.core.metrics import read_lines
 from unigen_ds.data.tokenizers import WordTokenizer
 from unigen_ds.families.decoder_lm.model import DecoderLM
 from unigen_ds.families.decoder_lm.published import write_directory
+from unigen_ds.models.quantized import QuantizedLinear
 from unigen_ds.runner import Runner
+from unigen_ds.runner.publish import export_checkpoint
 from unigen_ds.runner.settings import Settings
 from unigen_ds.runner.trained import open_model
 
@@ -36,6 +38,7 @@ LLM = {
 }  # fmt: skip
 RECORDS = [{"text": words(3 + i % 9, i)} for i in range(60)]
 LORA = {"r": 4, "alpha": 8, "target_modules": [r"self_attn\.(q|v)_proj", "down_proj"]}
+QLORA = {**LORA, "quantize": "nf4"}
 DORA = {**LORA, "use_dora": True, "dropout": 0.1}
 
 
@@ -63,7 +66,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [line for line in read_lines(folder / "run" / "metrics.jsonl") if "loss" in line]
 
 
-@pytest.mark.parametrize("lora", [{}, {"use_dora": True, "dropout": 0.1}], ids=["lora", "dora"])
+@pytest.mark.parametrize("lora", [QLORA, DORA], ids=["qlora", "dora"])
 def test_checkpoints_hold_adapters_alone_and_a_resume_is_exact(
     tmp_path: Path, base: Path, lora: dict[str, Any]
 ) -> None:
@@ -78,6 +81,12 @@ def test_checkpoints_hold_adapters_alone_and_a_resume_is_exact(
         first, second = (load_file(tmp_path / name / "run" / "iter_8.pth" / file) for name in ("whole", "twice"))
         assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
         assert first and all(".lora_" in key for key in first)
+    trained = open_model(tmp_path / "twice" / "run")[0].eval()
+    packed = {name for name, layer in trained.named_modules() if isinstance(layer, QuantizedLinear)}
+    assert len(packed) == (2 * 7 if lora is QLORA else 0)
+    export_checkpoint(tmp_path / "whole" / "run", tmp_path / "merged", merge=True, dtype=torch.float32)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    torch.testing.assert_close(logits(merged), logits(trained), atol=1e-5, rtol=1e-5)
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from unigen_ds.core.log import logger
 
 FOLDER = "base"
 """Of a work dir: the copy."""
-_CONFIGS = ("config.json", "llm_config.json", "vit_config.json")
+_CONFIGS = ("config.json", "llm_config.json", "vit_config.json", "unigen_ds.json")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 _LARGE = 64 << 20
 """Bytes of a further file that is not copied: tokenizers are smaller."""

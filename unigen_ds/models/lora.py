@@ -30,7 +30,7 @@ from unigen_ds.core.modules import persistent_buffers
 from unigen_ds.core.outputs import save_safetensors
 from unigen_ds.core.seeding import generator
 from unigen_ds.core.shards import MASTER, ShardReader
-from unigen_ds.models.quantized import QuantizedLinear, unpacked
+from unigen_ds.models.quantized import QuantizedLinear, pack, unpacked
 from unigen_ds.models.settings import Lora
 
 ADAPTER = "default"
@@ -64,14 +64,16 @@ def add_adapters(model: Any, lora: Lora, *, seed: int) -> None:
     Raises ``ConfigError`` where a pattern matches no layer, or one that shares its weight, and where peft is missing.
     """
     inject = _import_peft().inject_adapter_in_model
+    model.requires_grad_(False)
+    if lora.quantize is not None:
+        pack(model, [name for name in candidates(model) if not _shared(model, [name])], lora.quantize)
     layers = chosen(model, lora.patterns)
     weights = {name: model.get_submodule(name) for name in layers}
     files: frozenset[str] = getattr(model, "from_files", frozenset())
     meta = any(parameter.is_meta for parameter in model.parameters())
-    base = model.initial_weights(seed=seed) if meta else None  # by the names before
+    base = model.initial_weights(seed=seed) if meta and hasattr(model, "initial_weights") else None  # by other names
     with torch.device("meta") if meta else nullcontext():
         inject(_peft_config(lora, layers), model, adapter_name=ADAPTER)
-    model.requires_grad_(False)
     for name, layer in weights.items():
         wrapper = model.get_submodule(name)
         for hooks in _HOOKS:  # they belong to the whole layer: dropout on a branch, say
@@ -82,9 +84,9 @@ def add_adapters(model: Any, lora: Lora, *, seed: int) -> None:
     tensors = (*dict(model.named_parameters()), *persistent_buffers(model))
     model.__dict__["adapted"] = Adapted(lora, layers, frozenset(name for name in tensors if _in_files(name, files)))
     initial = AdapterWeights(model, base, seed=seed)
-    if meta:
+    if base is not None:
         model.__dict__["initial_weights"] = lambda *, seed: initial
-    else:
+    elif not meta:
         initial.fill(model)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     logger().info(
@@ -114,16 +116,19 @@ def chosen(model: nn.Module, patterns: Iterable[str]) -> tuple[str, ...]:
                 remedy="with numbers: " + first_names(list(found)) if found else None,
             )
     names = tuple(name for name in found if any(re.search(pattern, name) for pattern in patterns))
-    owners = Counter(id(p) for layer in model.modules() for p in layer.parameters(recurse=False))
-    shared = [
-        name for name in names if type(found[name]) is nn.Linear and owners[id(found[name].get_parameter("weight"))] > 1
-    ]
-    if shared:
+    if shared := _shared(model, names):
         raise ConfigError(
             f"lora.target_modules chooses {first_names(shared)}, whose weight another module uses as well",
             remedy="a pattern that leaves it out: merged, the adapter would change both",
         )
     return names
+
+
+def _shared(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Those of the named layers whose weight another module has, too."""
+    owners = Counter(id(p) for layer in model.modules() for p in layer.parameters(recurse=False))
+    layers = {name: model.get_submodule(name) for name in names}
+    return [name for name, layer in layers.items() if type(layer) is nn.Linear and owners[id(layer.weight)] > 1]
 
 
 def _families_of_names(names: Iterable[str]) -> str:
@@ -278,6 +283,9 @@ def merge_adapters(model: nn.Module) -> None:
         for hooks in _HOOKS:
             setattr(layer, hooks, getattr(wrapper, hooks))
         model.set_submodule(name, layer)
+    for name, rest in [*model.named_modules()]:
+        if isinstance(rest, QuantizedLinear):
+            model.set_submodule(name, unpacked(rest))
     for key in ("adapted", "initial_weights", "peft_config"):
         model.__dict__.pop(key, None)
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,9 +150,16 @@ def quantize_frozen(parts: Mapping[str, nn.Module], schemes: Mapping[str, str | 
         linears = _linears(parts[part])
         if not linears:
             raise ConfigError(f"model.quantize names {part!r}, which has no linear layer", remedy="leave it out")
-        _import_bitsandbytes()
-        for name, linear in linears.items():
-            parts[part].set_submodule(name, QuantizedLinear(linear, scheme))
+        pack(parts[part], linears, scheme)
+
+
+def pack(part: nn.Module, names: Iterable[str], scheme: str) -> None:
+    """Replace the named linear layers, which are frozen, in place. Raises ``ConfigError`` without bitsandbytes."""
+    _import_bitsandbytes()
+    for name in names:
+        layer = part.get_submodule(name)
+        if isinstance(layer, nn.Linear):  # else it is packed
+            part.set_submodule(name, QuantizedLinear(layer, scheme))
 
 
 def _linears(part: nn.Module) -> dict[str, nn.Linear]:

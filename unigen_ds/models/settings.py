@@ -91,6 +91,11 @@ class Lora(Section):
     )
     use_dora: bool = Field(default=False, description="DoRA: the length of each row of a weight is learned, too")
     use_rslora: bool = Field(default=False, description="`alpha / sqrt(r)` instead of `alpha / r`")
+    quantize: QuantizeScheme | None = Field(
+        default=None,
+        description="QLoRA: `nf4` or `int8` packs every linear layer of the base, except the output head; None: those"
+        " that `model.quantize` names",
+    )
 
     @model_validator(mode="before")
     @classmethod

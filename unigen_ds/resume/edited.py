@@ -9,7 +9,7 @@ BUILT = "built"
 """Key of a stored config: what the config left to ``pretrained`` and to defaults, as the model was built."""
 _SIZES = (
     "model.llm.", "model.vit.", "model.vae.", "model.pixel_shuffle_factor", "model.latent_patch_size",
-    "lora.r", "lora.alpha", "lora.use_",
+    "lora.r", "lora.alpha", "lora.use_", "lora.quantize",
 )  # fmt: skip
 _NOT_SIZES = ("dropout", "initializer_range", "max_position_embeddings")
 _IN_SHAPES = (

@@ -254,7 +254,8 @@ def build_model(settings: ModelSettings, processor: Any, *, seed: int, stream: b
     spec, tokenizer = settings.model.spec, getattr(processor, "tokenizer", None)
     kind = settings.model.cls
     torch.manual_seed(seed)
-    stream = stream and bool(spec.get("pretrained")) and not spec.get("quantize") and hasattr(kind, "initial_weights")
+    packed = spec.get("quantize") or (settings.lora is not None and settings.lora.quantize)
+    stream = stream and bool(spec.get("pretrained")) and not packed and hasattr(kind, "initial_weights")
     with torch.device("meta") if stream else nullcontext():
         model = family_of_model(kind).build(spec, vocab_size=None if tokenizer is None else len(tokenizer))
     if settings.lora is not None:

@@ -225,7 +225,7 @@ def _parameters(
     """Rows and groups of the model: the stored ones where the config's model is the stored one, else those of a model
     on the meta device. The real model is checked again once it is built.
     """
-    same = all(plain.get(key) == manifest.config.get(key) for key in ("model", "tokenizer"))
+    same = all(plain.get(key) == manifest.config.get(key) for key in ("model", "lora", "tokenizer"))
     if same:
         named = [pair for row in manifest.parameters for pair in _without_memory(row)]
     else:

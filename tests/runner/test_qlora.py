@@ -1,0 +1,106 @@
+"""Adapters on a published BAGEL directory, in fp32 and on packed weights: checkpoints, and what an export is."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.golden_files import BAGEL
+from tests.tiny import tiny_config
+from unigen_ds.checkpoint.manifest import Manifest
+from unigen_ds.core import log
+from unigen_ds.data.tokenizers import WordTokenizer
+from unigen_ds.families.bagel.model import UnifiedModel
+from unigen_ds.families.bagel.published import FILES, WEIGHTS
+from unigen_ds.runner import Runner
+from unigen_ds.runner.publish import export_checkpoint
+from unigen_ds.runner.settings import load_config
+from unigen_ds.runner.trained import open_model
+
+pytest.importorskip("bitsandbytes")
+PeftModel = pytest.importorskip("peft").PeftModel
+LORA = {"r": 4, "alpha": 16, "target_modules": [r"language_model.*(q|o)_proj", r"vit_model.*fc1", "connector"]}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("source")
+    for name in FILES:
+        shutil.copyfile(BAGEL / name, folder / name)
+    WordTokenizer(words=load_config("unified_digits").tokenizer["words"]).save_pretrained(str(folder))
+    return folder
+
+
+def trained(folder: Path, source: Path, *, updates: int = 2, **more: Any) -> Runner:
+    config = tiny_config(folder / "run", source.parent / "digits", optim_wrapper__optimizer__lr=0.02)
+    sizes = UnifiedModel.processor_sizes({"pretrained": str(source)})
+    config.model = {"type": "UnifiedModel", "pretrained": str(source), **more}
+    config.lora, config.param_scheduler, config.resume = LORA, [], "auto"
+    config.tokenizer = {"type": "PretrainedTokenizer", "path": str(source)}
+    config.processor = {
+        f"{part}_transform": {"type": "ImageTransform", "max_size": 2 * side, "min_size": side, "stride": side}
+        for part, side in (("vit", sizes["vit_patch_size"]), ("vae", sizes["vae_downsample"]))
+    }
+    runner = Runner.from_cfg(config, max_updates=updates)
+    runner.train()
+    return runner
+
+
+def hidden(runner: Runner, model: Any) -> Tensor:
+    batch = next(iter(runner._parts.loader_at(runner.geometry, runner._parts.cursor)))[0].batch
+    noise = torch.linspace(-1, 1, batch.flow_noise.numel()).view(batch.flow_noise.shape)
+    with torch.no_grad():
+        states, _ = model.eval().hidden_states(batch, noise, torch.full(batch.timesteps.shape, 0.5))
+    return states
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+def test_peft_puts_the_adapters_on_our_own_model(tmp_path: Path, source: Path) -> None:
+    run = trained(tmp_path, source)
+    checkpoint = tmp_path / "run" / "iter_2.pth"
+    stored = load_file(checkpoint / "model.safetensors")
+    assert stored and all(".lora_" in name for name in stored)  # the autoencoder's buffers are in the base's files
+    model = open_model(checkpoint)[0]
+    export_checkpoint(checkpoint, tmp_path / "adapters")
+    theirs = PeftModel.from_pretrained(open_model(source)[0], str(tmp_path / "adapters"))
+    expected = hidden(run, model)
+    assert distance(hidden(run, theirs.base_model.model), expected) < 1e-6
+    assert distance(hidden(run, open_model(source)[0]), expected) > 0.01
+
+
+def test_on_packed_weights(tmp_path: Path, source: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """QLoRA: resumed exactly; merged into the unpacked weights, in bf16, within the tolerance that is logged."""
+    packed: Any = {"freeze": ["vae", "vit", "llm"], "quantize": {"llm": "nf4", "vit": "int8"}}
+    trained(tmp_path / "twice", source, updates=1, **packed)
+    again = trained(tmp_path / "twice", source, **packed)
+    run = trained(tmp_path / "once", source, **packed)
+    checkpoints = [tmp_path / name / "run" / "iter_2.pth" for name in ("once", "twice")]
+    first, second = (load_file(checkpoint / "model.safetensors") for checkpoint in checkpoints)
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    assert all(".lora_" in name for name in first) and again.progress.updates == 2
+    record = Manifest.read(checkpoints[0]).base
+    assert record is not None and {entry["path"] for entry in record["files"]} == set(FILES)
+    model = open_model(checkpoints[0])[0]
+    with caplog.at_level("INFO", logger=log.logger().name):
+        monkeypatch.setattr(log.logger(), "propagate", True)
+        export_checkpoint(checkpoints[0], tmp_path / "merged", merge=True)
+    stated = re.search(r"at most ([\d.e-]+) of itself, .* by ([\d.e-]+) \(relative L2\)", caplog.text)
+    assert stated is not None and float(stated[1]) == pytest.approx(2**-8, rel=0.05) and float(stated[2]) < 2**-8
+    weights = load_file(tmp_path / "merged" / WEIGHTS)
+    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+    expected = hidden(run, model)
+    assert distance(hidden(run, open_model(tmp_path / "merged")[0]), expected) < 0.02
+    plain = UnifiedModel(pretrained=str(source))
+    assert distance(hidden(run, plain), expected) > 0.02  # it is the packed base that was merged into
+    export_checkpoint(checkpoints[0], tmp_path / "exact", merge=True, dtype=torch.float32)
+    assert distance(hidden(run, open_model(tmp_path / "exact")[0]), expected) < 1e-5
