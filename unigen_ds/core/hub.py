@@ -1,4 +1,4 @@
-"""Upload a folder to a repository of the Hugging Face Hub, with huggingface_hub's own functions.
+"""Folders to and from repositories of the Hugging Face Hub, with huggingface_hub's own functions.
 
 It reads the token (``hf auth login`` or ``HF_TOKEN``) and the server (``HF_ENDPOINT``) itself.
 """
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from unigen_ds.core.errors import ConfigError, UploadError
+from unigen_ds.core.paths import download_remedy
 
 LOGIN = "`hf auth login`, or HF_TOKEN in the environment"
 _MISSING = {
@@ -93,6 +94,31 @@ class HubRepo:
                 remedy=f"then upload it: {self.command(folder)}",
             ) from error
         return str(created)
+
+
+_SMALL = ("*.json", "*.jinja", "*.txt", "*.model")
+
+
+def download(name: str, *, where: str, weights: bool) -> Path:
+    """The folder in the hub's cache with the files of a model, downloaded where they are not there yet.
+
+    Args:
+        name: ``OWNER/NAME``.
+        where: begins the error.
+        weights: also its ``*.safetensors``; never another format of weights, and never code.
+
+    Raises ``ConfigError``.
+    """
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=[*_SMALL, *["*.safetensors"] * weights]))
+    except Exception as error:  # of the network, the server, the name: many kinds
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(
+            f"{where} {name!r} is no folder here, and it cannot be loaded from the hub: {first}",
+            remedy=download_remedy(name),
+        ) from error
 
 
 def has_token() -> bool:

@@ -2,12 +2,14 @@
 
 The template is rendered to text (where transformers 4 and 5 agree; with ``tokenize=True`` they return different types,
 and the length of the wrong one masks the wrong tokens), growing by one message at a time: what a message adds
-after its generation prompt is the assistant's, its end token and what follows included. The whole text is tokenised
-once, and a token is the assistant's where it begins inside such a part.
+after its generation prompt is the assistant's, its end token and what follows included. A template may mark these parts
+itself (``{% generation %}``). The whole text is tokenised once, and a token is the assistant's where it begins inside
+such a part.
 """
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from typing import Any
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.samples import IGNORED
 
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Encoded = tuple[list[int], list[int]]
 """Ids of a text, and where in it each begins."""
 
@@ -29,15 +32,20 @@ class RenderedChat:
     """Begin, end, begin, end, ... of the assistant's parts in the text."""
 
     @classmethod
-    def of(cls, tokenizer: Any, messages: Sequence[Mapping[str, str]], *, reply: bool = False) -> RenderedChat:
+    def of(
+        cls, tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, reply: bool = False, marked: bool = False
+    ) -> RenderedChat:
         """By the chat template of a fast tokenizer of transformers.
 
         Args:
             messages: ``{"role": ..., "content": ...}``, as the template accepts them.
             reply: end with the template's generation prompt.
+            marked: the assistant's parts are the template's ``{% generation %}`` blocks, where it has them.
 
         Raises ``DataError`` where the template changes earlier text when a message is added: then no mask is correct.
         """
+        if marked and _GENERATION.search(tokenizer.chat_template):
+            return cls(*_render_marked(tokenizer, messages, reply=reply))
         text = _render(tokenizer, messages, reply=reply)
         bounds: list[int] = []
         for number, message in enumerate(messages):
@@ -82,6 +90,22 @@ def next_token_labels(ids: Sequence[int], from_assistant: Sequence[bool]) -> lis
     ] * bool(ids)
 
 
+def _render_marked(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, reply: bool
+) -> tuple[str, tuple[int, ...]]:
+    """The text, and where its ``{% generation %}`` blocks begin and end."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    rendered, found = render_jinja_template(
+        [[dict(message) for message in messages]],
+        chat_template=tokenizer.chat_template,
+        return_assistant_tokens_mask=True,
+        add_generation_prompt=reply,
+        **tokenizer.special_tokens_map,
+    )
+    return rendered[0], tuple(bound for block in found[0] for bound in block)
+
+
 def _opening(tokenizer: Any, text: str) -> str:
     """The text before the assistant's words in a chat that it begins. Templates render no empty conversation."""
     question = [{"role": "user", "content": "?"}]
@@ -90,7 +114,7 @@ def _opening(tokenizer: Any, text: str) -> str:
     return before + found
 
 
-def _render(tokenizer: Any, messages: Sequence[Mapping[str, str]], *, reply: bool = False) -> str:
+def _render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, reply: bool = False) -> str:
     if not messages and not reply:
         return ""
     return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=reply))

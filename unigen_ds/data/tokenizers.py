@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.hub import download
 from unigen_ds.core.paths import download_remedy, is_hub_name
 from unigen_ds.core.registry import TOKENIZERS
 from unigen_ds.data.special import Special
@@ -196,8 +198,78 @@ class ChatTokenizer(_Tokenizer):
         return self._tokenizer
 
 
+PROCESSOR_FILES = (
+    "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json", "chat_template.json",
+    "generation_config.json",
+)  # fmt: skip
+"""Beside a tokenizer: of its model's processor, and of the ids that end a text."""
+
+
+@TOKENIZERS.register_module()
+class ModelTokenizer(_Tokenizer):
+    """A model's own tokenizer and chat template, unchanged, for ``CausalLM`` and ``ImageTextToText``.
+
+    Args:
+        path: the model's directory, or its name on the hub.
+        chat_template: Jinja text; None: the model's own.
+    """
+
+    def __init__(self, *, path: str, chat_template: str | None = None) -> None:
+        folder = _model_folder(path)
+        tokenizer = _read(str(folder))
+        if not tokenizer.is_fast:
+            raise ConfigError(f"tokenizer.path {path!r} has no fast tokenizer", allowed="one with a tokenizer.json")
+        if tokenizer.eos_token is None:
+            raise ConfigError(f"the tokenizer {path!r} has no end token", remedy="eos_token in tokenizer_config.json")
+        self.files = {name: (folder / name).read_bytes() for name in PROCESSOR_FILES if (folder / name).is_file()}
+        """Those of ``PROCESSOR_FILES`` that there are."""
+        self.name = path
+        own = self._stored("chat_template.json").get("chat_template")
+        template = chat_template or tokenizer.chat_template or own
+        tokenizer.chat_template = template.get("default") if isinstance(template, Mapping) else template
+        super().__init__(tokenizer, (tokenizer.bos_token or tokenizer.eos_token, *(tokenizer.eos_token,) * 3))
+        stated = self._stored("generation_config.json").get("eos_token_id")
+        self.end_ids = frozenset({self.eos_id, *(stated if isinstance(stated, list) else [stated])}) - {None}
+        """Each of them ends an answer."""
+        facts = repr((tokenizer.chat_template, sorted(self.files.items())))
+        self._fingerprint += "/" + hashlib.blake2b(facts.encode(), digest_size=8).hexdigest()
+
+    def _stored(self, name: str) -> dict[str, Any]:
+        try:
+            found = json.loads(self.files.get(name, b"{}"))
+        except ValueError as error:
+            raise ConfigError(f"tokenizer.path {self.name!r}: {name} cannot be read: {error}") from error
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def chat(self) -> Any:
+        """As of ``ChatTokenizer``."""
+        return self._tokenizer
+
+    def save_pretrained(self, directory: str) -> None:
+        """Also the files of the model's processor, as they are."""
+        super().save_pretrained(directory)
+        for name, content in self.files.items():
+            (Path(directory) / name).write_bytes(content)
+
+
+def _model_folder(path: str) -> Path:
+    """The folder of a tokenizer and of its model's processor; of a name on the hub its files are downloaded."""
+    folder = Path(path).expanduser()
+    _check_folder(path, folder)
+    return folder if folder.is_dir() else download(path, where="tokenizer.path", weights=False)
+
+
 def _pretrained(path: str, tokens: Sequence[str]) -> Any:
     """The tokenizer at ``path``; those of ``tokens`` that it lacks are added as special ones. No code of its is run."""
+    tokenizer = _read(path)
+    present = tokenizer.get_vocab()
+    tokenizer.add_special_tokens({"additional_special_tokens": [token for token in tokens if token not in present]})
+    return tokenizer
+
+
+def _read(path: str) -> Any:
+    """The tokenizer at ``path``, as it is."""
     from transformers import AutoTokenizer
 
     folder = Path(path).expanduser()
@@ -212,8 +284,6 @@ def _pretrained(path: str, tokens: Sequence[str]) -> Any:
             f"tokenizer.path {path!r} is no folder here, and it cannot be loaded from the hub: {why}",
             remedy=download_remedy(path),
         ) from error
-    present = tokenizer.get_vocab()
-    tokenizer.add_special_tokens({"additional_special_tokens": [token for token in tokens if token not in present]})
     return tokenizer
 
 

@@ -29,6 +29,8 @@ class PublishedFormat:
     """Whether ``model.pretrained`` of ``config`` reads the weights; otherwise they are read as a checkpoint's."""
     complete: ClassVar[bool] = False
     """Whether the directory has all that a config would have: a config that is passed beside it is not used."""
+    general: ClassVar[bool] = False
+    """Whether it recognises many kinds of models: then it is asked after all others."""
     parts: ClassVar[tuple[str, ...]] = ()
     """Names of files of weights that mean their directory: ``weights`` reads them, as their own names are not ours."""
 

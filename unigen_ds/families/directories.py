@@ -9,16 +9,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from unigen_ds.families.bagel import family as _bagel  # noqa: F401 - these register themselves
+from unigen_ds.families.auto import family as _auto  # noqa: F401 - these register themselves
+from unigen_ds.families.bagel import family as _bagel  # noqa: F401
 from unigen_ds.families.base import PublishedFormat, families
 from unigen_ds.families.decoder_lm import family as _decoder_lm  # noqa: F401
 from unigen_ds.families.nanovlm import family as _nanovlm  # noqa: F401
 
 
 def formats() -> Iterator[PublishedFormat]:
-    """Of every registered family."""
-    for family in sorted(families(), key=lambda each: type(each).__module__.startswith("unigen_ds.")):
-        yield from family.published
+    """Of every registered family; those that recognise many kinds of models are asked last."""
+    of_users_first = sorted(families(), key=lambda each: type(each).__module__.startswith("unigen_ds."))
+    found = [each for family in of_users_first for each in family.published]
+    yield from sorted(found, key=lambda each: each.general)
 
 
 def published_format(folder: Path, *, complete: bool = False) -> PublishedFormat | None:

@@ -49,3 +49,12 @@ def _picture(one: Any, where: str, *, allowed: str) -> Image.Image | Path:
     if isinstance(one, np.ndarray) and one.dtype == np.uint8 and one.size and one.shape[2:] in ((), (3,)):
         return Image.fromarray(one)
     raise ConfigError(f"{where} is {shown(one)}", allowed=allowed)
+
+
+def as_file(picture: Image.Image | Path, path: Path) -> Path:
+    """Where a picture can be read: its own path, or ``path``."""
+    if isinstance(picture, Path):
+        return picture
+    stored = picture if picture.mode in ("1", "L", "LA", "P", "RGB", "RGBA") else picture.convert("RGB")
+    stored.save(path)
+    return path

@@ -49,6 +49,11 @@ class TrainedModel:
         return self._call("forward", *arguments, **options)
 
     @property
+    def in_step(self) -> bool:
+        """Whether all ranks make each forward pass together."""
+        return self._together
+
+    @property
     def shares(self) -> bool:
         """Whether each rank may generate something else."""
         return not self._together or self.idle is not None

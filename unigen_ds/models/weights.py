@@ -58,8 +58,11 @@ class Stored:
         return rows.reshape(-1)[start - first * width : stop - first * width]
 
 
-def stored_tensors(path: Path) -> dict[str, Stored]:
-    """Every tensor of a file, or of a sharded folder's ``*.safetensors``. Raises ``CheckpointError``."""
+def stored_tensors(path: Path, *, linear_patches: bool = True) -> dict[str, Stored]:
+    """Every tensor of a file, or of a sharded folder's ``*.safetensors``. Raises ``CheckpointError``.
+
+    ``linear_patches``: a convolution over patches as the linear map that our vision towers have.
+    """
     _check_here(path)
     paths = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not paths:
@@ -70,7 +73,8 @@ def stored_tensors(path: Path) -> dict[str, Stored]:
             file = safe_open(each, framework="pt")
             for key in file.keys():  # noqa: SIM118 - not a dict
                 shape = tuple(file.get_slice(key).get_shape())
-                if key.endswith(("patch_embedding.weight", "patch_embedding.conv.weight")) and len(shape) == 4:
+                patches = key.endswith(("patch_embedding.weight", "patch_embedding.conv.weight"))
+                if linear_patches and patches and len(shape) == 4:
                     found[key] = Stored(file, key, (shape[0], math.prod(shape[1:])), changed=_as_linear)
                 else:
                     found[key] = Stored(file, key, shape)

@@ -258,6 +258,8 @@ def build_model(settings: ModelSettings, processor: Any, *, seed: int, stream: b
     stream = stream and bool(spec.get("pretrained")) and not packed and hasattr(kind, "initial_weights")
     with torch.device("meta") if stream else nullcontext():
         model = family_of_model(kind).build(spec, vocab_size=None if tokenizer is None else len(tokenizer))
+    if use_processor := getattr(model, "use_processor", None):
+        use_processor(processor)
     if settings.lora is not None:
         add_adapters(model, settings.lora, seed=seed)
     return model

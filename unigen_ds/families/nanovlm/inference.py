@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.registry import checked
 from unigen_ds.data.records import Turn
@@ -17,7 +15,7 @@ from unigen_ds.data.splits import TokenSplit
 from unigen_ds.families.nanovlm.processor import VLMProcessor
 from unigen_ds.inference.continuation import Choose, chooser, continue_prompts, idle_arguments, likeliest
 from unigen_ds.inference.generated import Generated, Request
-from unigen_ds.inference.given import MaxLength, MaxParts, Picture, Size, pictures
+from unigen_ds.inference.given import MaxLength, MaxParts, Picture, Size, as_file, pictures
 from unigen_ds.inference.sampling import Sampling
 
 _LIKELIEST = Sampling()
@@ -63,7 +61,7 @@ class ChatInferencer:
             raise ConfigError(f"{', '.join(unsupported)}: this model answers in text")
         choose = chooser(Sampling(temperature, top_p), [seed])
         with tempfile.TemporaryDirectory() as folder:
-            paths = [_as_file(each, Path(folder) / f"{number}.png") for number, each in enumerate(pictures(images))]
+            paths = [as_file(each, Path(folder) / f"{number}.png") for number, each in enumerate(pictures(images))]
             turns = [*(Turn("user", "image", str(path)) for path in paths), Turn("user", "text", prompt)]
             made = answer(self.model, self.processor, [turns], max_new_tokens=max_length, choose=choose)
         return Generated(made[0], [])
@@ -80,15 +78,6 @@ class ChatInferencer:
     def idle(self, method: str) -> tuple[Any, ...]:
         """As of ``InterleaveInferencer``."""
         return idle_arguments(self.model, self.processor)
-
-
-def _as_file(picture: Image.Image | Path, path: Path) -> Path:
-    """Where a picture can be read: its own path, or ``path``."""
-    if isinstance(picture, Path):
-        return picture
-    stored = picture if picture.mode in ("1", "L", "LA", "P", "RGB", "RGBA") else picture.convert("RGB")
-    stored.save(path)
-    return path
 
 
 def answer(

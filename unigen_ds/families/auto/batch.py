@@ -1,0 +1,162 @@
+"""The batch of a model of transformers: a ``PackedBatch`` with what the model's own image processor makes of images.
+
+Every token is a text token, also those that an image's features replace. Where a micro-batch has no image, a document of
+a plain one without targets is added, so that the vision tower takes part in every micro-batch, as ZeRO and FSDP need.
+
+Shape suffixes: T tokens of the micro-batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from typing_extensions import Self
+
+from unigen_ds.core.batch import PackedBatch
+from unigen_ds.data.packed import PackedBuilder
+from unigen_ds.data.samples import Loaded, Split, Tally
+from unigen_ds.data.splits import count_image, unreadable
+from unigen_ds.data.transforms import ImageContent, UnreadableImage
+
+Inputs = Mapping[str, Tensor]
+"""What an image processor makes of images, by the names of the model's arguments."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelBatch(PackedBatch):
+    image_inputs: Inputs = field(default_factory=dict)
+    """Of all images, in the order of their tokens."""
+    host: Inputs = field(default_factory=dict)
+    """``text_ids``, ``token_types`` ([T], 1 at an image's tokens) and ``image_inputs`` of whole numbers, which stay on the
+    CPU: positions in images are computed of them."""
+    added_tokens: int = 0
+    """At the end: of the image that no record has."""
+
+    @property
+    def num_tokens(self) -> int:
+        return super().num_tokens - self.added_tokens
+
+    @property
+    def num_images(self) -> int:
+        return len(self.vit_lengths)
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = True) -> Self:
+        moved = super().to(device, non_blocking=non_blocking)
+        return moved._with_images(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Self:
+        return super().pin_memory()._with_images(Tensor.pin_memory)
+
+    def _with_images(self, change: Callable[[Tensor], Tensor]) -> Self:
+        return dataclasses.replace(self, image_inputs={name: change(t) for name, t in self.image_inputs.items()})
+
+
+@dataclass(frozen=True)
+class PictureSplit(Split):
+    """An image, not yet decoded, with the tokens that the model's processor puts in its place."""
+
+    path: str
+    ids: tuple[int, ...]
+    labels: tuple[int, ...]
+    size: tuple[int, int]
+    """(width, height) when planned."""
+    error: str = ""
+    """As of ``ImageSplit``."""
+    touched: bool = field(default=False, compare=False, repr=False)
+    content: ImageContent | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.ids)
+
+    @property
+    def num_encoded(self) -> int:
+        return 1
+
+    @property
+    def source(self) -> str:
+        return self.path
+
+    def count(self, tally: Tally) -> None:
+        count_image(tally, self)
+        tally.text_targets += sum(label >= 0 for label in self.labels)
+
+    def load(self, processor: Any, key: tuple[object, ...] | None) -> LoadedPicture:
+        try:
+            image = processor.read_image(self.content or self.path)
+        except UnreadableImage as error:
+            raise unreadable(self.path, error.problem) from error
+        if image.size != self.size:  # a file that was replaced between two readings
+            raise unreadable(self.path, f"image {self.path} has {image.size} pixels, {self.size} when planned")
+        return LoadedPicture(self.ids, self.labels, processor.pictures.inputs(image))
+
+
+@dataclass(frozen=True)
+class LoadedPicture:
+    """The tokens of one image, and the model's inputs for it."""
+
+    ids: tuple[int, ...]
+    labels: tuple[int, ...]
+    inputs: Inputs
+
+    def place(self, builder: ModelBuilder, position: int) -> int:
+        """As of ``Loaded``."""
+        builder.add_tokens(self.ids, self.labels, position)
+        builder.inputs.append(self.inputs)
+        return position + len(self.ids)
+
+
+class ModelBuilder(PackedBuilder):
+    """``PackedBuilder``, and the inputs of the images."""
+
+    def __init__(self, processor: Any) -> None:
+        super().__init__(processor)
+        self.pictures = processor.pictures
+        self.inputs: list[Inputs] = []
+        self.adds_plain = self.pictures is not None
+        """Whether a batch without any image gets one that no record has."""
+
+    def batch(self, num_sequences: int, sample_ids: tuple[str, ...], skipped: tuple[dict[str, str], ...]) -> ModelBatch:
+        """Everything as tensors."""
+        number, before = len(self.inputs), self.num_tokens
+        if self.adds_plain and not number:
+            plain: Sequence[Loaded] = [self.pictures.plain]
+            self.add_document(plain)
+        packed = super().batch(num_sequences, sample_ids, skipped)
+        inputs = {} if self.pictures is None else joined(self.inputs, by_sample=self.pictures.by_sample)
+        return ModelBatch(
+            **{**{f.name: getattr(packed, f.name) for f in dataclasses.fields(packed)}, "vit_lengths": (1,) * number},
+            image_inputs=inputs,
+            host={} if self.pictures is None else self._host(packed.text_ids, inputs),
+            added_tokens=self.num_tokens - before,
+        )
+
+    def _host(self, ids: Tensor, inputs: Inputs) -> dict[str, Tensor]:
+        image = torch.isin(ids, torch.tensor(self.pictures.token_ids))
+        whole = {name: tensor for name, tensor in inputs.items() if not tensor.is_floating_point()}
+        return {"text_ids": ids, "token_types": image.long(), **whole}
+
+
+def joined(inputs: Sequence[Inputs], *, by_sample: bool) -> dict[str, Tensor]:
+    """Those of several images as those of one. What differs in shape is filled up with zeros, as processors do.
+
+    ``by_sample``: ``[1, images, ...]``, one row for a sample; else ``[images, ...]``.
+    """
+    found = {}
+    for name in inputs[0] if inputs else ():
+        parts = [each[name] for each in inputs]
+        along = 1 if by_sample and parts[0].ndim > 1 and len(parts[0]) == 1 else 0
+        largest = [max(sizes) for sizes in zip(*(part.shape for part in parts), strict=True)]
+        filled = []
+        for part in parts:
+            wanted = [size if dim == along else largest[dim] for dim, size in enumerate(part.shape)]
+            missing = [right - size for size, right in zip(part.shape, wanted, strict=True)]
+            filled.append(F.pad(part, [n for size in reversed(missing) for n in (0, size)]) if any(missing) else part)
+        found[name] = torch.cat(filled, along)
+    return found

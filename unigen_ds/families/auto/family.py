@@ -1,0 +1,123 @@
+"""``AutoCausal`` and ``AutoImages``: the families of ``CausalLM`` and ``ImageTextToText``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from unigen_ds.core.errors import CheckpointError, ConfigError
+from unigen_ds.core.files import copy_files, new_directory
+from unigen_ds.core.json_values import stored_object
+from unigen_ds.core.registry import FAMILIES
+from unigen_ds.families.auto.inference import ModelInferencer
+from unigen_ds.families.auto.loading import build, read_config, read_weights
+from unigen_ds.families.auto.model import CausalLM, ImageTextToText, TransformersModel
+from unigen_ds.families.auto.processor import ModelProcessor
+from unigen_ds.families.base import ConversationFamily, Family, PublishedFormat
+from unigen_ds.models.weights import Pretrained
+
+_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
+
+
+class AutoDirectory(PublishedFormat):
+    """``config.json`` of a kind of model that transformers has, safetensors, and its tokenizer and processor."""
+
+    general = True
+    model: ClassVar[type[TransformersModel]]
+
+    def recognises(self, folder: Path) -> bool:
+        """By the class that ``config.json`` names, else by its kind of model."""
+        try:
+            stored = stored_object(folder / "config.json")
+        except CheckpointError:
+            return False
+        return "model_type" in stored and _auto_of(stored) == self.model.auto
+
+    def config(self, folder: Path) -> dict[str, Any]:
+        return {
+            "model": {"type": self.model.__name__, "pretrained": str(folder)},
+            "tokenizer": {"type": "ModelTokenizer", "path": str(folder)},
+        }
+
+    def weights(self, folder: Path) -> Pretrained:
+        settings = read_config(folder, {})
+        return read_weights(
+            folder, build(self.model.auto, settings, attention=None, whole=False), auto=self.model.auto
+        )
+
+    def write(
+        self, model: Any, processor: Any, out: Path, *, source: Path | None, dtype: torch.dtype, max_shard_size: str
+    ) -> None:
+        """By ``save_pretrained`` of transformers, with the tokenizer and the processor that the training began with."""
+        with new_directory(out) as folder:
+            model.to("cpu", dtype).transformers_model.save_pretrained(folder, max_shard_size=max_shard_size)
+            if source is None:
+                processor.tokenizer.save_pretrained(str(folder))
+            else:
+                own = {"config.json", *(path.name for path in folder.iterdir() if path.name.endswith(_WEIGHTS))}
+                copy_files(source, folder, wanted=lambda name: name not in own and not name.endswith(_WEIGHTS))
+
+
+class CausalDirectory(AutoDirectory):
+    name = "a directory of transformers' AutoModelForCausalLM"
+    model = CausalLM
+
+
+class ImagesDirectory(AutoDirectory):
+    name = "a directory of transformers' AutoModelForImageTextToText"
+    model = ImageTextToText
+
+
+def _auto_of(stored: Mapping[str, Any]) -> str | None:
+    """The class of transformers that loads a directory, by its ``config.json``."""
+    from transformers.models.auto import modeling_auto as names
+
+    kinds = {
+        "AutoModelForImageTextToText": names.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        "AutoModelForCausalLM": names.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    }
+    classes = stored.get("architectures") or ()
+    for auto, known in kinds.items():
+        if any(each in known.values() for each in classes) if classes else stored.get("model_type") in known:
+            return auto
+    return None
+
+
+class _OfTransformers(ConversationFamily):
+    """What both have."""
+
+    processor_type = ModelProcessor
+    terms: ClassVar[Mapping[str, str]] = {"text": "weight of the mean cross-entropy per text target"}
+
+    def build(self, spec: Mapping[str, Any], *, vocab_size: int | None) -> nn.Module:
+        model: Any = Family.build(self, spec, vocab_size=vocab_size)
+        if vocab_size is not None and model.vocab_size < vocab_size:
+            raise ConfigError(
+                f"the model has {model.vocab_size} rows in its vocabulary, and the tokenizer {vocab_size} tokens",
+                remedy=f"the model's own tokenizer, or model.config=dict(vocab_size={vocab_size}) (of a model with images"
+                f" dict(text_config=dict(vocab_size={vocab_size}))), which draws new rows",
+            )
+        return model
+
+    def inferencer(self, model: Any, processor: Any) -> ModelInferencer:
+        return ModelInferencer(model, processor)
+
+
+@FAMILIES.register_module()
+class AutoCausal(_OfTransformers):
+    """Texts, read and written, by any language model of transformers."""
+
+    model = CausalLM
+    published = (CausalDirectory(),)
+
+
+@FAMILIES.register_module()
+class AutoImages(_OfTransformers):
+    """Texts and images, read, and texts, written, by any such model of transformers."""
+
+    model = ImageTextToText
+    published = (ImagesDirectory(),)

@@ -1,0 +1,141 @@
+"""Answers of a model of transformers: its chat template, its own keys and values of earlier tokens."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.core.registry import checked
+from unigen_ds.data.records import Turn
+from unigen_ds.data.samples import IGNORED, Loaded
+from unigen_ds.data.splits import TokenSplit
+from unigen_ds.families.auto.batch import ModelBatch
+from unigen_ds.families.auto.model import Cached
+from unigen_ds.families.auto.processor import ModelProcessor
+from unigen_ds.inference.continuation import Choose, chooser, device_of, idle_arguments
+from unigen_ds.inference.generated import Generated, Request
+from unigen_ds.inference.given import MaxLength, MaxParts, Picture, Size, as_file, pictures
+from unigen_ds.inference.sampling import Sampling
+
+_LIKELIEST = Sampling()
+
+
+class ModelInferencer:
+    """A ``CausalLM`` or an ``ImageTextToText`` in evaluation mode with the interface of ``InterleaveInferencer``."""
+
+    answers = ("text",)
+    """What ``complete`` can be asked for."""
+
+    def __init__(self, model: Any, processor: ModelProcessor) -> None:
+        self.model, self.processor = model, processor
+        self.reads_images = processor.pictures is not None
+
+    @checked("unified_generate")
+    def unified_generate(
+        self,
+        prompt: str,
+        *,
+        images: Picture | Sequence[Picture] = (),
+        parts: Sequence[Any] = (),
+        understand: bool = True,
+        think: bool = False,
+        size: Size = None,
+        flow: Any = None,
+        max_length: MaxLength = 1000,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        on_step: Any = None,
+        max_parts: MaxParts = 0,
+    ) -> Generated:
+        """The answer to ``prompt``, with ``images`` shown before it; of a model without a chat template its continuation.
+
+        ``understand``, ``flow`` and ``on_step`` have no effect. Raises ``ConfigError`` for ``parts``, ``think``, ``size``
+        and ``max_parts``, and for ``images`` where the model reads none.
+        """
+        shown = pictures(images)
+        given = {"parts": parts, "think": think, "size": size, "max_parts": max_parts}
+        given |= {} if self.reads_images else {"images": shown}
+        unsupported = [name for name, value in given.items() if value]
+        if unsupported:
+            raise ConfigError(f"{', '.join(unsupported)}: this model answers in text")
+        choose = chooser(Sampling(temperature, top_p), [seed])
+        with tempfile.TemporaryDirectory() as folder:
+            paths = [as_file(each, Path(folder) / f"{number}.png") for number, each in enumerate(shown)]
+            loaded = self._asked([*(Turn("user", "image", str(path)) for path in paths), Turn("user", "text", prompt)])
+        return Generated(self._text(self._write(loaded, 0, max_length, choose)), [])
+
+    def complete(
+        self, requests: Sequence[Request], *, max_new_tokens: int, sampling: Sampling = _LIKELIEST, **_: Any
+    ) -> list[Generated]:
+        """The answer to each of some records. Arguments for drawing have no effect."""
+        choose = chooser(sampling, [each.seed for each in requests])
+        found = []
+        for number, each in enumerate(requests):
+            prompt = [*each.prompt, _unlearned(each.begin)]
+            found.append(Generated(self._text(self._write(prompt, number, max_new_tokens, choose)), []))
+        return found
+
+    def idle(self, method: str) -> tuple[Any, ...]:
+        """As of ``InterleaveInferencer``."""
+        return idle_arguments(self.model, self.processor)
+
+    def _asked(self, turns: Sequence[Turn]) -> list[Loaded]:
+        tokenizer = self.processor.tokenizer
+        if not tokenizer.chat.chat_template:
+            return [_unlearned(tokenizer.chat(turns[-1].value)["input_ids"])]
+        sample = self.processor.plan(turns, reply=True)
+        return [split.load(self.processor, None) for split in sample.splits]
+
+    @torch.no_grad()
+    def _write(self, prompt: Sequence[Loaded], number: int, max_new_tokens: int, choose: Choose) -> list[int]:
+        """The ids that follow a prompt, up to and with the first that ends an answer.
+
+        Where the ranks of a sharding engine make each pass together, every pass is one over the whole document: then it
+        has the same modules on every rank.
+        """
+        in_step = getattr(self.model, "in_step", False)
+        cache = None if in_step else Cached()
+        document, new, written = [*prompt], [*prompt], list[int]()
+        while len(written) < max_new_tokens:
+            batch = self._batch(document if cache is None else new, adds_plain=in_step)
+            if not written:
+                max_new_tokens = min(max_new_tokens, self._left(batch.document_lengths[0]))
+            logits = self.model.next_token_logits(batch.to(device_of(self.model)), cache)
+            if cache is not None and cache.values is None:
+                cache = None  # a model without keys and values
+            token = int(choose(logits[:1], [number])[0])
+            written.append(token)
+            new = [_unlearned([token])]
+            document += new
+            if token in self.processor.tokenizer.end_ids:
+                break
+        return written
+
+    def _batch(self, document: Sequence[Loaded], *, adds_plain: bool) -> ModelBatch:
+        builder = self.processor.builder()
+        builder.adds_plain = builder.adds_plain and adds_plain
+        builder.add_document(document)
+        return builder.batch(1, (), ())
+
+    def _left(self, num_tokens: int) -> int:
+        """Tokens that may follow a prompt: the last one is not read any more. Raises ``DataError`` for none."""
+        limit = self.model.max_document_tokens
+        if limit is not None and num_tokens > limit:
+            raise DataError(
+                f"the prompt has {num_tokens:,} tokens, and the model has {limit:,} positions", remedy="a shorter prompt"
+            )
+        return 1 << 62 if limit is None else limit - num_tokens + 1
+
+    def _text(self, ids: Sequence[int]) -> str:
+        ends = self.processor.tokenizer.end_ids
+        return self.processor.tokenizer.decode([i for i in ids if i not in ends])
+
+
+def _unlearned(ids: Sequence[int]) -> TokenSplit:
+    return TokenSplit(tuple(ids), (IGNORED,) * len(ids))

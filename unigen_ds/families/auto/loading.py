@@ -1,0 +1,208 @@
+"""A model's directory or hub name -> transformers' own model and its weights, tensor by tensor.
+
+The config is transformers' own (``AutoConfig``); no code beside it is ever run. Weights come from safetensors alone. The
+names in published files may be those of an earlier version of transformers, which renames them while it loads; its own
+rules are applied here, so that a process reads the rows of its own shard and never holds the whole model. Where a rule
+also computes (experts that are stored one by one), transformers loads the whole model instead, with a line in the log.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unigen_ds.core.errors import CheckpointError, ConfigError
+from unigen_ds.core.hub import download
+from unigen_ds.core.log import logger
+from unigen_ds.core.paths import is_hub_name
+from unigen_ds.models.weights import Pretrained, Stored, stored_tensors
+
+_VOCABULARY = r"(embed_tokens|lm_head|wte|embed_in|embed_out)\.weight$"
+_NOT_THE_MODELS = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "architectures", "use_cache")
+"""Keys of a config that change no number, in the config and in its parts."""
+
+
+def model_folder(path: str, *, where: str = "model.pretrained") -> Path:
+    """The folder of a model; one of the hub is downloaded into its cache. Raises ``ConfigError``."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if not is_hub_name(path):
+        raise ConfigError(
+            f"{where} is {path!r}, and there is no such folder",
+            allowed="a folder with config.json and *.safetensors, or a name on the hub: organisation/name",
+            remedy=f"check the path; a relative one begins at {Path.cwd()}",
+        )
+    return download(path, where=where, weights=True)
+
+
+def read_config(folder: Path | None, given: Mapping[str, Any]) -> Any:
+    """transformers' config of a folder, with the keys ``given`` (also inside of its parts) over it.
+
+    Raises ``ConfigError`` for a kind of model or a value that cannot work.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    try:
+        if folder is None:
+            stored = {"model_type": given.get("model_type")}
+        else:
+            stored = AutoConfig.from_pretrained(folder, trust_remote_code=False).to_dict()
+        kind = stored["model_type"]
+        if kind not in CONFIG_MAPPING:
+            raise ConfigError(f"model.config.model_type is {kind!r}", allowed="a kind of model that transformers has")
+        config = CONFIG_MAPPING[kind].from_dict(_over(stored, given))
+    except ConfigError:
+        raise
+    except Exception as error:  # strict dataclasses, JSON, the hub: many kinds
+        where = "model.config" if folder is None else f"model.pretrained {folder}"
+        raise ConfigError(f"{where}: {str(error).strip().splitlines()[0]}") from error
+    if getattr(config, "quantization_config", None) is not None:
+        raise ConfigError(f"{folder or 'model.config'} holds quantised weights", remedy="the model's unquantised files")
+    return config
+
+
+def plain_config(config: Any) -> dict[str, Any]:
+    """What makes the same config by ``read_config(None, ...)``, as plain values."""
+    found: dict[str, Any] = _without(json.loads(config.to_json_string(use_diff=False)))
+    return {"model_type": config.model_type, **found}
+
+
+def _without(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without(inner) for key, inner in value.items() if key not in _NOT_THE_MODELS and inner is not None}
+    return value
+
+
+def _over(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(stored)
+    for key, value in given.items():
+        below = stored.get(key)
+        merged[key] = _over(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def build(auto: str, config: Any, *, attention: str | None, whole: bool) -> Any:
+    """transformers' model of a config, in fp32.
+
+    Args:
+        auto: name of the class that chooses the model's own.
+        attention: transformers' name of an attention; None: it chooses.
+        whole: with initial values; otherwise its parameters are on the meta device. Buffers always have their values.
+
+    Raises ``ConfigError`` for a kind of model that ``auto`` does not have.
+    """
+    import transformers
+    from transformers.initialization import no_init_weights
+
+    cls: Any = getattr(transformers, auto)
+    if type(config) not in cls._model_mapping:
+        raise ConfigError(f"{config.model_type!r} is no model of transformers' {auto}", remedy=_other(auto))
+    with torch.device("cpu"):
+        try:
+            if whole:
+                return cls.from_config(config, dtype=torch.float32, attn_implementation=attention)
+            with _parameters_on_meta(), no_init_weights():
+                made = cls.from_config(config, dtype=torch.float32, attn_implementation=attention)
+            made.tie_weights()
+            return made
+        except (ValueError, ImportError) as error:
+            raise ConfigError(f"model: {str(error).strip().splitlines()[0]}") from error
+
+
+def _other(auto: str) -> str:
+    other = "ImageTextToText" if auto == "AutoModelForCausalLM" else "CausalLM"
+    return f"model.type={other!r}, if it is one of those"
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Inside, every parameter loses its memory as soon as it is made. Buffers, which no file may have, keep theirs."""
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def read_weights(folder: Path, model: Any, *, auto: str) -> Pretrained:
+    """The tensors of a folder by the names of ``model``, transformers' own of its config.
+
+    Raises ``CheckpointError``, also for weights in another format than safetensors.
+    """
+    if not any(folder.glob("*.safetensors")):
+        held = ", ".join(sorted(path.name for path in folder.glob("*.bin"))[:3])
+        raise CheckpointError(
+            f"{folder} holds no *.safetensors" + f" (it holds {held})" * bool(held),
+            remedy="save it again with save_pretrained of transformers: other formats can execute code",
+        )
+    tensors = _renamed(stored_tensors(folder, linear_patches=False), model)
+    if tensors is None:
+        tensors = _loaded_whole(folder, model.config, auto)
+    return Pretrained(str(folder), {}, tensors, may_leave=_unused(model), may_grow=_VOCABULARY)
+
+
+def _unused(model: Any) -> str:
+    """Pattern of names in files that transformers ignores, too; older files have the rotary frequencies."""
+    patterns = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"rotary_emb\.inv_freq$"]
+    return "|".join(f"(?:{pattern})" for pattern in patterns)
+
+
+def _renamed(tensors: Mapping[str, Stored], model: Any) -> dict[str, Stored] | None:
+    """By transformers' own rules for older names; None: a rule computes."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, rename_source_key
+
+    own = {name: tensor for name, tensor in model.state_dict().items()}
+    if set(tensors) <= set(own):
+        return dict(tensors)
+    rules = get_model_conversion_mapping(model)
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    renamings = [rule for rule in rules if not isinstance(rule, WeightConverter)]
+    found: dict[str, Stored] = {}
+    for name, stored in tensors.items():
+        ours, converted = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
+        if converted is not None:
+            return None
+        found[ours] = stored
+    return found
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Tensors in memory, read as those of a file are."""
+
+    tensors: Mapping[str, Tensor]
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+    def get_slice(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+
+def _loaded_whole(folder: Path, config: Any, auto: str) -> dict[str, Stored]:
+    import transformers
+
+    with torch.device("cpu"):
+        model = getattr(transformers, auto).from_pretrained(
+            folder, dtype="auto", use_safetensors=True, trust_remote_code=False
+        )
+    held = _Held(model.state_dict())
+    gigabytes = sum(tensor.nbytes for tensor in held.tensors.values()) / 1e9
+    logger().info(f"{folder}: transformers joins stored tensors; each process holds {gigabytes:.1f} GB until all are read.")
+    return {name: Stored(held, name, tuple(tensor.shape)) for name, tensor in held.tensors.items()}

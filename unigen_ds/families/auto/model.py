@@ -1,0 +1,432 @@
+"""A model of transformers by its own class and code, trained on our batches (``CausalLM``, ``ImageTextToText``).
+
+Parameters have transformers' names, so a merged checkpoint is a state dict of the model itself. Documents follow each
+other in one row where the model's attention keeps them apart (positions begin anew at each; transformers makes the mask
+or the lengths of it), else each is a row of its own, filled up. Which of the two is found in the first forward pass: the
+model itself computes two short documents both ways. The head computes the rows of targets alone.
+
+Shape suffixes: T tokens of the micro-batch, D documents, L tokens of the longest, C targets.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Self
+
+from unigen_ds.backends.memory import allocate
+from unigen_ds.core.batch import LossTerms, to_device
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.log import logger
+from unigen_ds.core.modules import persistent_buffers
+from unigen_ds.core.registry import MODELS, checked
+from unigen_ds.core.shards import BUFFER, MASTER
+from unigen_ds.families.auto.batch import ModelBatch
+from unigen_ds.families.auto.freezing import freeze_by_name
+from unigen_ds.families.auto.loading import build, model_folder, plain_config, read_config, read_weights
+from unigen_ds.models.losses import loss_terms, text_losses
+from unigen_ds.models.weights import PretrainedModel, match
+
+_CHECKED_IDS = ((5, 3, 9, 4, 7), (8, 2, 6))
+"""Two short documents, where no processor has others."""
+_OTHER_IDS = (4, 9, 2, 8, 3)
+"""In place of the first one: the second must not notice."""
+_SWAPPED = (_CHECKED_IDS[0], _OTHER_IDS)
+_TOLERANCE = {torch.float32: 1e-3}
+"""Of a hidden state's root mean square, packed against separate."""
+_LOW_TOLERANCE = 0.1
+
+
+class TransformersModel(PretrainedModel):
+    """``forward(ModelBatch) -> LossTerms`` with the term ``text``.
+
+    Args:
+        pretrained: a directory with ``config.json`` and ``*.safetensors``, or a name on the hub: initial weights and all
+            sizes.
+        config: keys of the model's config in transformers, over those of ``pretrained``; without ``pretrained`` with
+            ``model_type``, and the initial weights are transformers' own.
+        freeze: regular expressions; parameters whose names one of them matches anywhere have no gradient and stay
+            bit-identical.
+        packing: whether documents share a row; None: checked at the start, by the model itself.
+        attention: transformers' name of an attention: ``sdpa``, ``flash_attention_2``, ``flex_attention``, ``eager``; None:
+            transformers chooses.
+        activation_checkpointing: compute each layer again in the backward pass: less memory, more time.
+        compile: ``torch.compile`` each layer.
+    """
+
+    auto: ClassVar[str]
+    """transformers' class that chooses the model's own."""
+    reads_images: ClassVar[bool]
+    forward_methods = ("logits", "next_token_logits")
+    """Entry points beside ``forward``; a sharding engine must hook these too."""
+
+    @checked("model")
+    def __init__(
+        self,
+        *,
+        pretrained: str | None = None,
+        config: Mapping[str, Any] | None = None,
+        freeze: Sequence[str] = (),
+        packing: bool | None = None,
+        attention: str | None = None,
+        activation_checkpointing: bool = False,
+        compile: bool = False,
+    ) -> None:
+        super().__init__()
+        if not pretrained and not (config or {}).get("model_type"):
+            raise ConfigError(
+                "model has neither pretrained nor config.model_type", remedy="model.pretrained='DIR' or a name on the hub"
+            )
+        meta = torch.empty(0).is_meta
+        folder = model_folder(pretrained) if pretrained else None
+        settings = read_config(folder, config or {})
+        causal = build(self.auto, settings, attention=attention, whole=folder is None and not meta)
+        # not registered: its modules are registered here, so that parameters have the names that transformers gives them
+        self.__dict__["_causal"] = causal
+        for name, module in causal.named_children():
+            self.add_module(name, module)
+        direct = [name for name, _ in causal.named_parameters(recurse=False)]
+        if direct or causal.get_output_embeddings() is None:
+            what = f"parameters outside of its layers ({', '.join(direct)})" if direct else "no head over a vocabulary"
+            raise ConfigError(f"{type(causal).__name__} of transformers has {what}", remedy=_OWN)
+        self.packing = packing
+        self._pair: Callable[[], tuple[ModelBatch, ModelBatch]] | None = None
+        self._targets: Tensor | None = None
+        causal.get_output_embeddings().register_forward_pre_hook(self._of_targets)
+        self._stored = {}
+        if folder is not None:
+            self._stored = match(self, read_weights(folder, causal, auto=self.auto))
+            if not meta:
+                self._fill()
+        freeze_by_name(self, freeze)
+        if activation_checkpointing:
+            causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if compile:
+            for layer in self.shard_units():
+                layer.compile()
+
+    @torch.no_grad()
+    def _fill(self) -> None:
+        """Memory for the parameters, and what the files hold."""
+        allocate(self, lambda tensor: torch.empty_like(tensor, device="cpu"))
+        reader, parameters = self.initial_weights(seed=0), dict(self.named_parameters())
+        for name, tensor in {**parameters, **persistent_buffers(self)}.items():
+            kind = MASTER if name in parameters else BUFFER
+            tensor.view(-1).copy_(reader.read(kind, name, 0, tensor.numel()))
+
+    @staticmethod
+    def processor_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
+        """Of a data processor."""
+        return {}
+
+    def use_processor(self, processor: Any) -> None:
+        """Called once, with the processor of the data: packing is then checked with images, too."""
+        self._pair = getattr(processor, "two_documents", None)
+
+    @property
+    def transformers_model(self) -> Any:
+        """transformers' own model, whose modules are this one's."""
+        return self.__dict__["_causal"]
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.transformers_model.config.get_text_config().vocab_size)
+
+    @property
+    def max_document_tokens(self) -> int | None:
+        """Tokens of a document at most: the model has no more positions. None: it does not say."""
+        found = getattr(self.transformers_model.config.get_text_config(), "max_position_embeddings", None)
+        return found if isinstance(found, int) and found > 0 else None
+
+    def arguments(self) -> dict[str, Any]:
+        """The config as the argument of the constructor, which then needs no ``pretrained``."""
+        return {"config": plain_config(self.transformers_model.config)}
+
+    def initialise(self, name: str, tensor: Tensor, generator: torch.Generator | None = None) -> None:
+        """New rows of a vocabulary: Normal(0, ``initializer_range``). Everything else is in the files."""
+        buffer = dict(self.named_buffers()).get(name)
+        if buffer is not None:
+            tensor.copy_(buffer)
+            return
+        text = self.transformers_model.config.get_text_config()
+        tensor.normal_(std=getattr(text, "initializer_range", None) or 0.02, generator=generator)
+
+    def shard_units(self) -> list[nn.Module]:
+        """Layers that an engine may shard and wrap one by one: those that transformers never splits over devices, and
+        those that it computes again for activation checkpointing. The root holds the rest.
+        """
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        names = set(self.transformers_model._no_split_modules or ())
+        found: dict[str, nn.Module] = {}
+        for name, module in self.named_modules():
+            inside = any(name.startswith(f"{outer}.") for outer in found)
+            if not inside and (isinstance(module, GradientCheckpointingLayer) or type(module).__name__ in names):
+                found[name] = module
+        return list(found.values())
+
+    def train(self, mode: bool = True) -> Self:
+        self.transformers_model.training = mode
+        return super().train(mode)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """Buffers that no file has (rotary frequencies) keep their precision where a model is cast."""
+        kept = [
+            (module, name, buffer)
+            for module in self.modules()
+            for name, buffer in module._buffers.items()
+            if name in module._non_persistent_buffers_set and buffer is not None and buffer.is_floating_point()
+        ]
+        super()._apply(fn, recurse)
+        for module, name, buffer in kept:
+            now = module._buffers[name]
+            if now is not None and now.dtype != buffer.dtype:
+                module._buffers[name] = buffer.to(now.device)
+        return self
+
+    def forward(self, batch: ModelBatch) -> LossTerms:
+        """The sum of the cross-entropy over the text targets of one micro-batch."""
+        logits = self._compute(batch, batch.text_target_index)
+        text = text_losses(logits, batch.text_target_ids, batch.text_target_weight)
+        return loss_terms({"text": text}, training=self.training)
+
+    def logits(self, batch: ModelBatch) -> Tensor:
+        """``[T, vocabulary]``: for every token what follows it."""
+        return self._compute(batch, torch.arange(batch.position_ids.numel(), device=batch.text_ids.device))
+
+    def next_token_logits(self, batch: ModelBatch, cache: Any = None) -> Tensor:
+        """Logits ``[D, vocabulary]`` of the token that follows each document.
+
+        ``cache``: a ``Cached`` of the tokens before those of ``batch``, which is one document; it is brought up to date.
+        """
+        device = batch.text_ids.device
+        last = to_device(torch.tensor(batch.document_lengths).cumsum(0) - 1, device)
+        if cache is None:
+            return self._compute(batch, last)
+        inputs = {"input_ids": batch.text_ids[None], **self._images(batch), **self._types(batch, None)}
+        inputs |= self._accepted(cache.positions(self, batch))
+        with self._head(last):
+            output = self.transformers_model(**inputs, use_cache=True, past_key_values=cache.values)
+        cache.values = getattr(output, "past_key_values", None)
+        return output.logits.flatten(0, 1)
+
+    def _compute(self, batch: ModelBatch, index: Tensor) -> Tensor:
+        """Logits ``[C, vocabulary]`` at the tokens ``index``."""
+        if self.packing is None:
+            self.packing = self._can_pack(batch.text_ids.device)
+        return self._packed(batch, index) if self.packing else self._rows(batch, index)
+
+    def _packed(self, batch: ModelBatch, index: Tensor) -> Tensor:
+        """All documents in one row."""
+        positions = self._accepted({"position_ids": self.positions(batch)})
+        inputs = {"input_ids": batch.text_ids[None], **positions, **self._images(batch), **self._types(batch, None)}
+        return self._called(inputs, index)
+
+    def _rows(self, batch: ModelBatch, index: Tensor) -> Tensor:
+        """A row for each document, filled up at its end."""
+        rows = Rows.of(batch.document_lengths, batch.text_ids.device)
+        inputs = {"input_ids": rows.filled(batch.text_ids, self._pad_id), "attention_mask": rows.mask}
+        if self._inner_positions is None:
+            inputs |= self._accepted({"position_ids": rows.positions})
+        inputs |= {**self._images(batch), **self._types(batch, rows)}
+        return self._called(inputs, rows.places[index])
+
+    def _called(self, inputs: Mapping[str, Any], index: Tensor) -> Tensor:
+        with self._head(index):
+            return self.transformers_model(**inputs, use_cache=False).logits.flatten(0, 1)
+
+    @contextmanager
+    def _head(self, index: Tensor) -> Iterator[None]:
+        """Inside, the head sees the hidden states at these tokens alone."""
+        self._targets = index
+        try:
+            yield
+        finally:
+            self._targets = None
+
+    def _of_targets(self, head: nn.Module, given: tuple[Any, ...]) -> Any:
+        if self._targets is None:
+            return None
+        return (given[0].flatten(0, -2)[self._targets][None], *given[1:])
+
+    def _accepted(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Those that the model's own forward pass has."""
+        return {name: value for name, value in inputs.items() if value is not None and name in self._parameters_of_forward}
+
+    @cached_property
+    def _parameters_of_forward(self) -> frozenset[str]:
+        return frozenset(inspect.signature(type(self.transformers_model).forward).parameters)
+
+    @cached_property
+    def _pad_id(self) -> int:
+        config = self.transformers_model.config.get_text_config()
+        return next((i for i in (config.pad_token_id, config.eos_token_id) if isinstance(i, int) and i >= 0), 0)
+
+    def _images(self, batch: ModelBatch) -> dict[str, Tensor]:
+        """The model's inputs of images, in the precision of its weights."""
+        dtype = self.transformers_model.get_input_embeddings().weight.dtype
+        found = {n: t.to(dtype) if t.is_floating_point() else t for n, t in batch.image_inputs.items()}
+        return self._accepted(found)
+
+    def _types(self, batch: ModelBatch, rows: Rows | None) -> dict[str, Tensor]:
+        """Which tokens are an image's, for models that read it; ``rows``: of documents."""
+        if not self.reads_images:
+            return {}
+        host = batch.host.get("token_types")
+        if host is None:
+            types = torch.zeros_like(batch.text_ids)
+        else:
+            types = to_device(host, batch.text_ids.device)
+        shaped = types[None] if rows is None else rows.filled(types, 0)
+        return self._accepted({"mm_token_type_ids": shaped, "token_type_ids": shaped})
+
+    @cached_property
+    def _inner_positions(self) -> Any:
+        """The model's own function of positions in images (Qwen2-VL and its successors), where it has one."""
+        inner = getattr(self.transformers_model, "model", None)
+        return getattr(inner, "get_rope_index", None) if self.reads_images else None
+
+    def positions(self, batch: ModelBatch) -> Tensor:
+        """``[1, T]``, from 0 in each document; with positions in images ``[4, 1, T]``: those first, then time, row and
+        column, as transformers accepts them.
+        """
+        flat = batch.position_ids
+        if self._inner_positions is None:
+            return flat[None]
+        ids = batch.host.get("text_ids")
+        if ids is None:
+            return flat.expand(4, 1, -1)
+        # on the CPU, where the batch was made: the function reads numbers, and the device would be waited for
+        rows = Rows.of(batch.document_lengths, torch.device("cpu"))
+        accepted = inspect.signature(self._inner_positions).parameters
+        given = {
+            **{name: tensor for name, tensor in batch.host.items() if name in accepted},
+            "mm_token_type_ids": rows.filled(batch.host["token_types"], 0),
+            "attention_mask": rows.mask,
+        }
+        found, _ = self._inner_positions(rows.filled(ids, self._pad_id), **given)
+        inside = to_device(found.flatten(1)[:, rows.places].contiguous(), flat.device)
+        return torch.cat([flat[None], inside])[:, None]
+
+    def _can_pack(self, device: torch.device) -> bool:
+        """Whether the model keeps documents of one row apart: what it computes, in a short forward pass of its own."""
+        kind = type(self.transformers_model).__name__
+        training = self.training
+        why = "its forward pass has no position_ids"
+        if "position_ids" in self._parameters_of_forward:
+            first, other = self._pair() if self._pair else (text_batch((ids, _CHECKED_IDS[1])) for ids in _SWAPPED)
+            first, other = first.to(device), other.to(device)
+            index = torch.arange(first.position_ids.numel(), device=device)
+            self.eval()
+            with torch.no_grad():
+                packed, alone, changed = self._packed(first, index), self._rows(first, index), self._packed(other, index)
+            self.train(training)
+            second = first.document_lengths[0]
+            error = float((packed - alone).float().abs().max() / alone.float().square().mean().sqrt())
+            tolerance = _TOLERANCE.get(packed.dtype, _LOW_TOLERANCE)
+            if not torch.equal(packed[second:], changed[second:]):
+                why = "a document changes the one after it"
+            elif not error <= tolerance:
+                why = f"packed documents differ from separate ones by {error:.2g} of their size"
+            else:
+                logger().info(f"{kind}: documents of a micro-batch share one row (packed equals separate to {error:.1g}).")
+                return True
+        logger().info(f"{kind}: every document is a row of its own, filled up to the longest: {why}.")
+        return False
+
+
+@MODELS.register_module()
+class CausalLM(TransformersModel):
+    """A language model of transformers, of any kind that ``AutoModelForCausalLM`` has."""
+
+    auto = "AutoModelForCausalLM"
+    reads_images = False
+
+
+@MODELS.register_module()
+class ImageTextToText(TransformersModel):
+    """A model of transformers that reads images and texts, of any kind that ``AutoModelForImageTextToText`` has."""
+
+    auto = "AutoModelForImageTextToText"
+    reads_images = True
+
+    @staticmethod
+    def processor_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
+        return {"reads_images": True}
+
+
+_OWN = "another model, or a family of your own (docs/extending.md)"
+
+
+class Rows:
+    """Documents as rows ``[D, L]``, filled up at their ends."""
+
+    def __init__(self, places: Tensor, shape: tuple[int, int], lengths: Tensor) -> None:
+        self.places, self.shape, self.lengths = places, shape, lengths
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device) -> Rows:
+        sizes, longest = torch.tensor(lengths), max(lengths)
+        row = torch.arange(len(lengths)).repeat_interleave(sizes)
+        column = torch.arange(len(row)) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+        return cls(to_device(row * longest + column, device), (len(lengths), longest), to_device(sizes, device))
+
+    def filled(self, values: Tensor, fill: int) -> Tensor:
+        """``[T]`` -> ``[D, L]``."""
+        whole = torch.full((self.shape[0] * self.shape[1],), fill, dtype=values.dtype, device=values.device)
+        return whole.index_copy(0, self.places, values).view(self.shape)
+
+    @property
+    def positions(self) -> Tensor:
+        return torch.arange(self.shape[1], device=self.places.device).expand(self.shape)
+
+    @property
+    def mask(self) -> Tensor:
+        """1 at tokens of documents."""
+        return (self.positions < self.lengths[:, None]).long()
+
+
+class Cached:
+    """Keys and values of one document so far, as transformers keeps them, and the position of what follows."""
+
+    def __init__(self) -> None:
+        self.values: Any = None
+        self._next: Tensor | None = None
+
+    def positions(self, model: TransformersModel, batch: ModelBatch) -> dict[str, Tensor]:
+        """Of the tokens of ``batch``, which follow those that are cached."""
+        if self._next is None:
+            found = model.positions(batch)
+        else:
+            more = torch.arange(batch.position_ids.numel(), device=batch.position_ids.device)
+            found = self._next[..., None] + more
+        self._next = found[..., -1] + 1 if found.ndim == 2 else _after(found)
+        return {"position_ids": found}
+
+
+def _after(positions: Tensor) -> Tensor:
+    """``[4, 1, T]`` -> ``[4, 1]``: after a document the text's own position, and one beyond every position in images."""
+    inside = positions[1:].amax() + 1
+    return torch.cat([positions[:1, :, -1] + 1, inside.expand(3, 1)])
+
+
+def text_batch(documents: Sequence[Sequence[int]]) -> ModelBatch:
+    """Documents of text ids, without targets."""
+    lengths = tuple(map(len, documents))
+    none, floats = torch.empty(0, dtype=torch.int64), torch.empty(0)
+    number = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    ids = torch.tensor([i for document in documents for i in document])
+    return ModelBatch(
+        document_ids=number, split_ids=number, split_modes=none, position_ids=positions, text_ids=ids,
+        text_index=torch.arange(len(ids)), text_target_ids=none, text_target_index=none,
+        text_target_weight=floats, vit_patches=floats, vit_index=none, vit_position_ids=none, vit_lengths=(),
+        vae_images=floats, vae_noise=floats, latent_shapes=(), latent_index=none, latent_position_ids=none,
+        timesteps=floats, flow_noise=floats, image_target_index=none, document_lengths=lengths,
+    )  # fmt: skip

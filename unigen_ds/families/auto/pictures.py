@@ -1,0 +1,158 @@
+"""A model's own image processor, without torchvision: the tokens and the inputs of an image.
+
+transformers' processor classes join a tokenizer, an image processor and often a video processor. The last needs
+torchvision (transformers 5.23), and so do image processors on their fast backend. Here the tokenizer and the image
+processor (its PIL backend, so that an image has the same pixels on every machine) are loaded each for itself and joined
+by the model's own processor class, whose video part stays empty.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from PIL import Image
+
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.log import notice
+from unigen_ds.data.samples import IGNORED
+from unigen_ds.data.tokenizers import ModelTokenizer
+from unigen_ds.families.auto.batch import Inputs, LoadedPicture
+
+_PLAIN = (32, 32)
+_GREY = (100, 100, 100)
+"""Not what normalising makes zero: some models leave out images of zeros."""
+
+
+class Pictures:
+    """What the processor of a model's directory makes of images.
+
+    Args:
+        tokenizer: of the same directory, with the files of the processor.
+
+    Raises ``ConfigError`` where there is none, or none that names the tokens of an image.
+    """
+
+    def __init__(self, tokenizer: ModelTokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.processor = _processor(tokenizer)
+        kind = type(self.processor).__name__
+        if getattr(self.processor, "image_token", None) is None:
+            raise ConfigError(f"{kind} of transformers has no token for an image", remedy=_OTHER)
+        self.token_ids = [each for each in self.processor.image_token_ids if each is not None]
+        """Of the tokens that an image's features replace."""
+        self._texts: dict[tuple[int, int], str] = {}
+        try:
+            two, _ = self._process([Image.new("RGB", _PLAIN, _GREY)] * 2)
+        except NotImplementedError as error:
+            raise ConfigError(f"{kind} of transformers names no text for an image", remedy=_OTHER) from error
+        pixels = two.get("pixel_values", torch.empty(0))
+        self.by_sample = pixels.ndim > 4 and len(pixels) == 1
+        """Whether images are nested in samples: ``[1, images, ...]``."""
+
+    @property
+    def token(self) -> str:
+        """What stands for an image in the rendered conversation."""
+        return str(self.processor.image_token)
+
+    def text(self, size: tuple[int, int]) -> str:
+        """What replaces ``token`` for an image of (width, height) pixels: it depends on nothing else."""
+        if size not in self._texts:
+            self._texts[size] = self._process([Image.new("RGB", size, _GREY)])[1][0]
+        return self._texts[size]
+
+    def inputs(self, image: Image.Image) -> Inputs:
+        """The model's inputs for one image."""
+        return self._process([image.convert("RGB")])[0]
+
+    @cached_property
+    def plain(self) -> LoadedPicture:
+        """A document of one grey image, without targets."""
+        ids = self.tokenizer.encode_unprotected(self.text(_PLAIN))
+        return LoadedPicture(tuple(ids), (IGNORED,) * len(ids), self.inputs(Image.new("RGB", _PLAIN, _GREY)))
+
+    def _process(self, images: Sequence[Image.Image]) -> tuple[dict[str, Any], list[str]]:
+        """As the processor's own call does it, which would also tokenize."""
+        processor = self.processor
+        nested, *_ = processor.prepare_inputs_layout(images=list(images))
+        options = processor._merge_kwargs(
+            tokenizer_init_kwargs=self.tokenizer.chat.init_kwargs, return_tensors="pt"
+        )["images_kwargs"]
+        inputs, texts = processor._process_images(nested, **options)
+        unused = processor.unused_input_names
+        return {name: torch.as_tensor(value) for name, value in inputs.items() if name not in unused}, texts
+
+
+_OTHER = "another model, or a family of your own (docs/extending.md)"
+
+
+def _processor(tokenizer: ModelTokenizer) -> Any:
+    """The processor of transformers for the files beside the tokenizer, without what is not an image's or a text's."""
+    from transformers import AutoImageProcessor
+    from transformers.models.auto.processing_auto import processor_class_from_name
+
+    where = f"tokenizer.path {tokenizer.name!r}"
+    with _written(tokenizer.files) as folder:
+        try:
+            images = AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False)
+        except (OSError, ValueError, ImportError) as error:
+            raise ConfigError(
+                f"{where} has no image processor: {str(error).strip().splitlines()[0]}",
+                allowed="a directory with preprocessor_config.json or processor_config.json",
+            ) from error
+        name = _class_name(tokenizer.files)
+        kind: Any = processor_class_from_name(name) if name else None
+        if kind is None:
+            raise ConfigError(f"{where} names no processor of transformers (processor_class is {name!r})", remedy=_OTHER)
+        parts = {"tokenizer": tokenizer.chat, "image_processor": images}
+        others = [part for part in kind.get_attributes() if part not in parts]
+        if others:
+            notice(f"{name} is used without its {', '.join(others)}: texts and images need no more.")
+        stored, _ = kind.get_processor_dict(folder)
+        with _without_packages(kind):
+            made = _lenient(kind).from_args_and_dict([parts.get(part) for part in kind.get_attributes()], stored)
+    made.__class__ = kind
+    return made
+
+
+def _class_name(files: Mapping[str, bytes]) -> str | None:
+    for name in ("processor_config.json", "preprocessor_config.json"):
+        if found := json.loads(files.get(name, b"{}")).get("processor_class"):
+            return str(found)
+    return None
+
+
+def _lenient(kind: Any) -> Any:
+    """The class, which accepts None for a part."""
+
+    def check(self: Any, name: str, part: Any) -> Any:
+        return None if part is None else kind.check_argument_for_proper_class(self, name, part)
+
+    return type(kind.__name__, (kind,), {"check_argument_for_proper_class": check})
+
+
+@contextmanager
+def _without_packages(kind: Any) -> Any:
+    """SmolVLM's processor refuses to be made without num2words, which only the text of a video needs."""
+    module = sys.modules[kind.__module__]
+    if getattr(module, "num2words", kind) is not None:
+        yield
+        return
+    with mock.patch.object(module, "num2words", str):
+        yield
+
+
+@contextmanager
+def _written(files: Mapping[str, bytes]) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        for name, content in files.items():
+            (Path(folder) / name).write_bytes(content)
+        yield folder

@@ -1,0 +1,239 @@
+"""Turns of a conversation -> a ``Sample``, by a model's own chat template and, for images, its own image processor.
+
+A conversation is rendered and split into the assistant's parts (``data/chat.py``); each image's token is replaced by the
+text that the model's processor has for an image of that size, and everything is tokenized once. The assistant's parts
+carry loss. A document (text alone, all of it to be learned) is no conversation: it is tokenized as it is and ends with
+the end token. Planning reads image headers alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.core.registry import checked
+from unigen_ds.data.chat import RenderedChat, encode_rendered, next_token_labels
+from unigen_ds.data.processor import ConversationProcessor, is_document
+from unigen_ds.data.records import Turn
+from unigen_ds.data.rules import CURRENT, DataRules
+from unigen_ds.data.samples import IGNORED, Sample, Split
+from unigen_ds.data.splits import TokenSplit
+from unigen_ds.data.tokenizers import ModelTokenizer
+from unigen_ds.data.transforms import ImageHeader
+from unigen_ds.families.auto.batch import ModelBatch, ModelBuilder, PictureSplit
+from unigen_ds.families.auto.pictures import Pictures
+
+_UNREADABLE = (32, 32)
+"""Size of an image whose header cannot be read; its sample is left out."""
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """An image of a conversation, and the part of the text that is its own."""
+
+    path: str
+    header: ImageHeader
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return self.header.size or _UNREADABLE
+
+
+@dataclass(frozen=True)
+class _Chat:
+    """A record whose text is rendered, and not tokenized yet."""
+
+    turns: Sequence[Turn]
+    rendered: RenderedChat
+    signs: Mapping[str, str]
+    """Of ``Special.shield``; empty where no text spells a special token."""
+    images: Sequence[_Placed]
+    spelled: bool
+
+
+class ModelProcessor(ConversationProcessor):
+    """A model's own view of a conversation.
+
+    Args:
+        tokenizer: with a chat template.
+        reads_images: whether the model has a vision tower.
+        ce_reweight: weigh each text target by 1 / sqrt(targets of its text) instead of 1.
+        seed: of the loader; nothing here is random.
+        rules: versions of the rules by which texts and images are read.
+    """
+
+    tokenizer: ModelTokenizer
+    on_white = False
+
+    @checked("processor")
+    def __init__(
+        self,
+        tokenizer: ModelTokenizer,
+        *,
+        reads_images: bool = False,
+        ce_reweight: bool = False,
+        seed: int = 0,
+        rules: DataRules = CURRENT,
+    ) -> None:
+        super().__init__(tokenizer, ce_reweight=ce_reweight, seed=seed, rules=rules)
+        if not isinstance(tokenizer, ModelTokenizer):
+            raise ConfigError(
+                f"tokenizer.type is {type(tokenizer).__name__!r}", allowed="ModelTokenizer, for a model of transformers"
+            )
+        self.pictures = Pictures(tokenizer) if reads_images else None
+
+    @property
+    def fingerprint(self) -> str:
+        """As of ``ConversationProcessor``."""
+        facts = ("model-plan-1", self.tokenizer.fingerprint, self.pictures is not None)
+        return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+
+    def builder(self) -> ModelBuilder:
+        return ModelBuilder(self)
+
+    def two_documents(self) -> tuple[ModelBatch, ModelBatch]:
+        """Two short documents with an image each, where the model reads images; and again with another text in the first:
+        what a model must keep apart.
+        """
+        special = {*self.tokenizer.chat.all_special_ids, *(self.pictures.token_ids if self.pictures else ())}
+        plain = [i for i in range(len(self.tokenizer)) if i not in special][:4] * 4
+        image = [self.pictures.plain] if self.pictures else []
+        made = []
+        for words in (plain[:5], plain[1:6]):
+            builder = self.builder()
+            for text, at in ((words, 3), (plain[2:5], 1)):  # the images at different positions
+                begin, end = (TokenSplit(tuple(ids), (IGNORED,) * len(ids)) for ids in (text[:at], text[at:]))
+                builder.add_document([begin, *image, end])
+            made.append(builder.batch(2, (), ()))
+        return made[0], made[1]
+
+    def touches(self, header: ImageHeader) -> bool:
+        return header.changed or header.transparent
+
+    def plan(
+        self, turns: Sequence[Turn], where: object = "", *, keep_images: bool = False, reply: bool = False
+    ) -> Sample:
+        """The splits of a conversation. ``where`` begins errors; with ``reply`` the next message is the assistant's."""
+        return next(self.plan_many([(turns, where)], keep_images=keep_images, reply=reply))
+
+    def plan_many(
+        self,
+        records: Iterable[tuple[Sequence[Turn], object]],
+        *,
+        keep_images: bool = False,
+        reply: bool = False,
+    ) -> Iterator[Sample]:
+        """``plan`` of each (turns, where); their texts are tokenized together."""
+        chats = [self._rendered(turns, where, keep_images, reply) for turns, where in records]
+        together = iter(encode_rendered(self.tokenizer.chat, [chat.rendered.text for chat in chats if not chat.signs]))
+        for chat in chats:
+            text, signs = chat.rendered.text, chat.signs
+            ids, starts = self.tokenizer.special.encode_shielded(text, signs) if signs else next(together)
+            labels = next_token_labels(ids, chat.rendered.from_assistant(starts))
+            splits = tuple(self._splits(ids, starts, labels, chat.images))
+            yield Sample(splits, plain=is_document(chat.turns), spells_special=chat.spelled)
+
+    def _rendered(self, turns: Sequence[Turn], where: object, keep_images: bool, reply: bool) -> _Chat:
+        texts, signs = [turn.value for turn in turns if turn.kind == "text"], dict[str, str]()
+        spelled = any(map(self.spells_special, texts))
+        if spelled and self.rules.special_tokens:
+            texts, signs = self.tokenizer.special.shield(texts)
+        if is_document(turns) and not reply:
+            rendered = self._document("\n".join(texts))
+            return _Chat(turns, rendered, signs, (), spelled)
+        if not self.tokenizer.chat.chat_template:
+            raise ConfigError(
+                f"tokenizer {self.tokenizer.name!r} has no chat template", remedy="give tokenizer.chat_template"
+            )
+        self._check(turns, where)
+        paths = [turn.value for turn in turns if turn.kind == "image"]
+        try:
+            rendered = RenderedChat.of(self.tokenizer.chat, self._messages(turns, texts), reply=reply, marked=True)
+        except DataError as error:
+            raise error.at(str(where)) from error
+        except Exception as error:  # a template raises what it likes
+            raise DataError(f"{where}: the model's chat template refuses the conversation: {error}") from error
+        rendered, images = self._with_images(rendered, paths, where, keep_images)
+        return _Chat(turns, rendered, signs, images, spelled)
+
+    def _check(self, turns: Sequence[Turn], where: object) -> None:
+        for turn in turns:
+            if turn.kind == "image" and self.pictures is None:
+                raise DataError(f"{where}: it has an image, and the model reads texts alone", remedy="ImageTextToText")
+            if turn.kind == "image" and turn.role == "assistant":
+                raise DataError(
+                    f"{where}: an image is to be generated, but this model only understands images",
+                    remedy="leave such records out, or train a UnifiedModel",
+                )
+
+    def _document(self, text: str) -> RenderedChat:
+        """What the tokenizer puts before a text, which predicts its first token, and the end token after it."""
+        chat = self.tokenizer.chat
+        begin = chat.bos_token or ""
+        begins = bool(begin) and chat("a")["input_ids"][:1] == [chat.bos_token_id]
+        whole = begin * begins + text + chat.eos_token
+        return RenderedChat(whole, (len(begin) * begins, len(whole)))
+
+    def _messages(self, turns: Sequence[Turn], texts: Sequence[str]) -> list[dict[str, Any]]:
+        """Neighbouring turns of a role are one message, whose parts keep their order."""
+        messages: list[dict[str, Any]] = []
+        rest = iter(texts)
+        for turn in turns:
+            part = {"type": "text", "text": next(rest)} if turn.kind == "text" else {"type": "image"}
+            if not messages or messages[-1]["role"] != turn.role:
+                messages.append({"role": turn.role, "content": []})
+            messages[-1]["content"].append(part)
+        if self.pictures is None:
+            return [{**m, "content": "\n".join(part["text"] for part in m["content"])} for m in messages]
+        return messages
+
+    def _with_images(
+        self, rendered: RenderedChat, paths: Sequence[str], where: object, keep: bool
+    ) -> tuple[RenderedChat, list[_Placed]]:
+        """With each image's own text in place of its token."""
+        if self.pictures is None:
+            return rendered, []
+        pieces = rendered.text.split(self.pictures.token)
+        if len(pieces) != len(paths) + 1:
+            raise DataError(
+                f"{where}: the chat template has {len(pieces) - 1} tokens {self.pictures.token} for {len(paths)} images",
+                remedy="a template of the model's own for images, in tokenizer.chat_template",
+            )
+        text, moved, images = pieces[0], [*rendered.bounds], list[_Placed]()
+        for path, piece in zip(paths, pieces[1:], strict=True):
+            header, start = self.header(path, keep=keep), len(text)
+            own = self.pictures.text(header.size or _UNREADABLE)
+            longer = len(own) - len(self.pictures.token)
+            moved = [bound + longer if bound > start else bound for bound in moved]
+            images.append(_Placed(path, header, start, start + len(own)))
+            text += own + piece
+        return RenderedChat(text, tuple(moved)), images
+
+    def _splits(
+        self, ids: Sequence[int], starts: Sequence[int], labels: Sequence[int], images: Sequence[_Placed]
+    ) -> Iterator[Split]:
+        """The ids split at images: a token is the image's where it begins inside of the image's text."""
+        done = 0
+        for image in images:
+            first = next((i for i in range(done, len(ids)) if starts[i] >= image.start), len(ids))
+            last = next((i for i in range(first, len(ids)) if starts[i] >= image.stop), len(ids))
+            if done < first:
+                yield TokenSplit(tuple(ids[done:first]), tuple(labels[done:first]))
+            header = image.header
+            yield PictureSplit(
+                image.path,
+                tuple(ids[first:last]),
+                tuple(labels[first:last]),
+                image.size,
+                header.error,
+                self.touches(header),
+                content=header.content,
+            )
+            done = last
+        if done < len(ids):
+            yield TokenSplit(tuple(ids[done:]), tuple(labels[done:]))
