@@ -22,7 +22,18 @@ SPECIAL = (
     "<start_of_image>", "<end_of_image>", "<image_soft_token>", *(f"<row_{i}_col_{j}>" for i in (1, 2) for j in (1, 2)),
 )  # fmt: skip
 COLOURS = ("red", "green", "blue", "grey")
-WORDS = ("user", "assistant", "system", "what", "colour", "is", "it", *COLOURS, *"abcdefghijklmnopqrstuvwxyz?.:,!", "\n")
+WORDS = (
+    "user",
+    "assistant",
+    "system",
+    "what",
+    "colour",
+    "is",
+    "it",
+    *COLOURS,
+    *"abcdefghijklmnopqrstuvwxyz?.:,!AU[]",
+    "\n",
+)
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
@@ -51,6 +62,7 @@ def tokenizer(*, kind: str = "", template: str | None = None) -> PreTrainedToken
     inner = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
     inner.pre_tokenizer = Split(Regex(r"[a-z]+|."), "isolated")
     inner.decoder = Fuse()
+    inner.add_special_tokens([*SPECIAL])  # type: ignore[arg-type]
     template = CHATML.replace("{image}", _placeholder(kind)) if template is None else template
     fast = PreTrainedTokenizerFast(
         tokenizer_object=inner, pad_token="<pad>", unk_token="<unk>", bos_token="<s>", eos_token="</s>",

@@ -1,1 +1,1 @@
-"""Any model of transformers by its own class, tokenizer, processor and chat template: ``CausalLM``, ``ImageTextToText``."""
+"""Any model of transformers by its own class, tokenizer and chat template: ``CausalLM``, ``ImageTextToText``."""

@@ -1,7 +1,7 @@
 """The batch of a model of transformers: a ``PackedBatch`` with what the model's own image processor makes of images.
 
-Every token is a text token, also those that an image's features replace. Where a micro-batch has no image, a document of
-a plain one without targets is added, so that the vision tower takes part in every micro-batch, as ZeRO and FSDP need.
+Every token is a text token, also those that an image's features replace. Where a micro-batch has no image, a document
+of a plain one without targets is added: so the vision tower takes part in every micro-batch, as ZeRO and FSDP need.
 
 Shape suffixes: T tokens of the micro-batch.
 """
@@ -33,8 +33,8 @@ class ModelBatch(PackedBatch):
     image_inputs: Inputs = field(default_factory=dict)
     """Of all images, in the order of their tokens."""
     host: Inputs = field(default_factory=dict)
-    """``text_ids``, ``token_types`` ([T], 1 at an image's tokens) and ``image_inputs`` of whole numbers, which stay on the
-    CPU: positions in images are computed of them."""
+    """``text_ids``, ``token_types`` ([T], 1 at an image's tokens) and ``image_inputs`` of whole numbers, which stay on
+    the CPU: positions in images are computed of them."""
     added_tokens: int = 0
     """At the end: of the image that no record has."""
 

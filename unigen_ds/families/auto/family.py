@@ -45,9 +45,7 @@ class AutoDirectory(PublishedFormat):
 
     def weights(self, folder: Path) -> Pretrained:
         settings = read_config(folder, {})
-        return read_weights(
-            folder, build(self.model.auto, settings, attention=None, whole=False), auto=self.model.auto
-        )
+        return read_weights(folder, build(self.model.auto, settings, attention=None, whole=False), auto=self.model.auto)
 
     def write(
         self, model: Any, processor: Any, out: Path, *, source: Path | None, dtype: torch.dtype, max_shard_size: str
@@ -98,8 +96,8 @@ class _OfTransformers(ConversationFamily):
         if vocab_size is not None and model.vocab_size < vocab_size:
             raise ConfigError(
                 f"the model has {model.vocab_size} rows in its vocabulary, and the tokenizer {vocab_size} tokens",
-                remedy=f"the model's own tokenizer, or model.config=dict(vocab_size={vocab_size}) (of a model with images"
-                f" dict(text_config=dict(vocab_size={vocab_size}))), which draws new rows",
+                remedy=f"the model's own tokenizer, or model.config=dict(vocab_size={vocab_size}), with images"
+                f" model.config=dict(text_config=dict(vocab_size={vocab_size})), which draws new rows",
             )
         return model
 

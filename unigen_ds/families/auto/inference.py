@@ -53,10 +53,10 @@ class ModelInferencer:
         on_step: Any = None,
         max_parts: MaxParts = 0,
     ) -> Generated:
-        """The answer to ``prompt``, with ``images`` shown before it; of a model without a chat template its continuation.
+        """The answer to ``prompt``, with ``images`` shown before it; without a chat template its continuation.
 
-        ``understand``, ``flow`` and ``on_step`` have no effect. Raises ``ConfigError`` for ``parts``, ``think``, ``size``
-        and ``max_parts``, and for ``images`` where the model reads none.
+        ``understand``, ``flow`` and ``on_step`` have no effect. Raises ``ConfigError`` for ``parts``, ``think``,
+        ``size`` and ``max_parts``, and for ``images`` where the model reads none.
         """
         shown = pictures(images)
         given = {"parts": parts, "think": think, "size": size, "max_parts": max_parts}
@@ -128,7 +128,8 @@ class ModelInferencer:
         limit = self.model.max_document_tokens
         if limit is not None and num_tokens > limit:
             raise DataError(
-                f"the prompt has {num_tokens:,} tokens, and the model has {limit:,} positions", remedy="a shorter prompt"
+                f"the prompt has {num_tokens:,} tokens, and the model has {limit:,} positions",
+                remedy="a shorter prompt",
             )
         return 1 << 62 if limit is None else limit - num_tokens + 1
 

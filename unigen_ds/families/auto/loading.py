@@ -1,9 +1,9 @@
 """A model's directory or hub name -> transformers' own model and its weights, tensor by tensor.
 
-The config is transformers' own (``AutoConfig``); no code beside it is ever run. Weights come from safetensors alone. The
-names in published files may be those of an earlier version of transformers, which renames them while it loads; its own
-rules are applied here, so that a process reads the rows of its own shard and never holds the whole model. Where a rule
-also computes (experts that are stored one by one), transformers loads the whole model instead, with a line in the log.
+The config is transformers' own (``AutoConfig``); no code beside it is ever run. Weights come from safetensors alone.
+The names in published files may be those of an earlier version of transformers, which renames them while it loads; its
+own rules are applied here, so that a process reads the rows of its own shard and never holds the whole model. Where a
+rule also computes (experts that are stored one by one), transformers loads the whole model, with a line in the log.
 """
 
 from __future__ import annotations
@@ -77,7 +77,9 @@ def plain_config(config: Any) -> dict[str, Any]:
 
 def _without(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _without(inner) for key, inner in value.items() if key not in _NOT_THE_MODELS and inner is not None}
+        return {
+            key: _without(inner) for key, inner in value.items() if key not in _NOT_THE_MODELS and inner is not None
+        }
     return value
 
 
@@ -132,11 +134,11 @@ def _parameters_on_meta() -> Iterator[None]:
             parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
         register(module, name, parameter)
 
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+        nn.Module.register_parameter = register  # type: ignore[method-assign,assignment]
 
 
 def read_weights(folder: Path, model: Any, *, auto: str) -> Pretrained:
@@ -204,5 +206,7 @@ def _loaded_whole(folder: Path, config: Any, auto: str) -> dict[str, Stored]:
         )
     held = _Held(model.state_dict())
     gigabytes = sum(tensor.nbytes for tensor in held.tensors.values()) / 1e9
-    logger().info(f"{folder}: transformers joins stored tensors; each process holds {gigabytes:.1f} GB until all are read.")
+    logger().info(
+        f"{folder}: transformers joins stored tensors; each process holds {gigabytes:.1f} GB until all are read."
+    )
     return {name: Stored(held, name, tuple(tensor.shape)) for name, tensor in held.tensors.items()}

@@ -2,8 +2,8 @@
 
 Parameters have transformers' names, so a merged checkpoint is a state dict of the model itself. Documents follow each
 other in one row where the model's attention keeps them apart (positions begin anew at each; transformers makes the mask
-or the lengths of it), else each is a row of its own, filled up. Which of the two is found in the first forward pass: the
-model itself computes two short documents both ways. The head computes the rows of targets alone.
+or the lengths of it), else each is a row of its own, filled up. Which of the two is found in the first forward pass:
+the model itself computes two short documents both ways. The head computes the rows of targets alone.
 
 Shape suffixes: T tokens of the micro-batch, D documents, L tokens of the longest, C targets.
 """
@@ -47,15 +47,15 @@ class TransformersModel(PretrainedModel):
     """``forward(ModelBatch) -> LossTerms`` with the term ``text``.
 
     Args:
-        pretrained: a directory with ``config.json`` and ``*.safetensors``, or a name on the hub: initial weights and all
-            sizes.
+        pretrained: a directory with ``config.json`` and ``*.safetensors``, or a name on the hub: initial weights and
+            all sizes.
         config: keys of the model's config in transformers, over those of ``pretrained``; without ``pretrained`` with
             ``model_type``, and the initial weights are transformers' own.
         freeze: regular expressions; parameters whose names one of them matches anywhere have no gradient and stay
             bit-identical.
         packing: whether documents share a row; None: checked at the start, by the model itself.
-        attention: transformers' name of an attention: ``sdpa``, ``flash_attention_2``, ``flex_attention``, ``eager``; None:
-            transformers chooses.
+        attention: transformers' name of an attention: ``sdpa``, ``flash_attention_2``, ``flex_attention``, ``eager``;
+            None: transformers chooses.
         activation_checkpointing: compute each layer again in the backward pass: less memory, more time.
         compile: ``torch.compile`` each layer.
     """
@@ -81,13 +81,14 @@ class TransformersModel(PretrainedModel):
         super().__init__()
         if not pretrained and not (config or {}).get("model_type"):
             raise ConfigError(
-                "model has neither pretrained nor config.model_type", remedy="model.pretrained='DIR' or a name on the hub"
+                "model has neither pretrained nor config.model_type",
+                remedy="model.pretrained='DIR' or a name on the hub",
             )
         meta = torch.empty(0).is_meta
         folder = model_folder(pretrained) if pretrained else None
         settings = read_config(folder, config or {})
         causal = build(self.auto, settings, attention=attention, whole=folder is None and not meta)
-        # not registered: its modules are registered here, so that parameters have the names that transformers gives them
+        # not registered: its modules are registered here, so that parameters have transformers' names
         self.__dict__["_causal"] = causal
         for name, module in causal.named_children():
             self.add_module(name, module)
@@ -203,7 +204,7 @@ class TransformersModel(PretrainedModel):
     def next_token_logits(self, batch: ModelBatch, cache: Any = None) -> Tensor:
         """Logits ``[D, vocabulary]`` of the token that follows each document.
 
-        ``cache``: a ``Cached`` of the tokens before those of ``batch``, which is one document; it is brought up to date.
+        ``cache``: a ``Cached`` of the tokens before those of ``batch``, which is one document; it is updated.
         """
         device = batch.text_ids.device
         last = to_device(torch.tensor(batch.document_lengths).cumsum(0) - 1, device)
@@ -257,7 +258,9 @@ class TransformersModel(PretrainedModel):
 
     def _accepted(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Those that the model's own forward pass has."""
-        return {name: value for name, value in inputs.items() if value is not None and name in self._parameters_of_forward}
+        return {
+            name: value for name, value in inputs.items() if value is not None and name in self._parameters_of_forward
+        }
 
     @cached_property
     def _parameters_of_forward(self) -> frozenset[str]:
@@ -279,10 +282,7 @@ class TransformersModel(PretrainedModel):
         if not self.reads_images:
             return {}
         host = batch.host.get("token_types")
-        if host is None:
-            types = torch.zeros_like(batch.text_ids)
-        else:
-            types = to_device(host, batch.text_ids.device)
+        types = torch.zeros_like(batch.text_ids) if host is None else to_device(host, batch.text_ids.device)
         shaped = types[None] if rows is None else rows.filled(types, 0)
         return self._accepted({"mm_token_type_ids": shaped, "token_type_ids": shaped})
 
@@ -325,7 +325,11 @@ class TransformersModel(PretrainedModel):
             index = torch.arange(first.position_ids.numel(), device=device)
             self.eval()
             with torch.no_grad():
-                packed, alone, changed = self._packed(first, index), self._rows(first, index), self._packed(other, index)
+                packed, alone, changed = (
+                    self._packed(first, index),
+                    self._rows(first, index),
+                    self._packed(other, index),
+                )
             self.train(training)
             second = first.document_lengths[0]
             error = float((packed - alone).float().abs().max() / alone.float().square().mean().sqrt())
@@ -335,7 +339,7 @@ class TransformersModel(PretrainedModel):
             elif not error <= tolerance:
                 why = f"packed documents differ from separate ones by {error:.2g} of their size"
             else:
-                logger().info(f"{kind}: documents of a micro-batch share one row (packed equals separate to {error:.1g}).")
+                logger().info(f"{kind}: documents share one row (packed equals separate to {error:.1g}).")
                 return True
         logger().info(f"{kind}: every document is a row of its own, filled up to the longest: {why}.")
         return False
@@ -411,7 +415,7 @@ class Cached:
 
 
 def _after(positions: Tensor) -> Tensor:
-    """``[4, 1, T]`` -> ``[4, 1]``: after a document the text's own position, and one beyond every position in images."""
+    """``[4, 1, T]`` -> ``[4, 1]``: the text's own next position, and one beyond every position in images."""
     inside = positions[1:].amax() + 1
     return torch.cat([positions[:1, :, -1] + 1, inside.expand(3, 1)])
 

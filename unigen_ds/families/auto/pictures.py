@@ -83,9 +83,9 @@ class Pictures:
         """As the processor's own call does it, which would also tokenize."""
         processor = self.processor
         nested, *_ = processor.prepare_inputs_layout(images=list(images))
-        options = processor._merge_kwargs(
-            tokenizer_init_kwargs=self.tokenizer.chat.init_kwargs, return_tensors="pt"
-        )["images_kwargs"]
+        options = processor._merge_kwargs(tokenizer_init_kwargs=self.tokenizer.chat.init_kwargs, return_tensors="pt")[
+            "images_kwargs"
+        ]
         inputs, texts = processor._process_images(nested, **options)
         unused = processor.unused_input_names
         return {name: torch.as_tensor(value) for name, value in inputs.items() if name not in unused}, texts
@@ -111,7 +111,9 @@ def _processor(tokenizer: ModelTokenizer) -> Any:
         name = _class_name(tokenizer.files)
         kind: Any = processor_class_from_name(name) if name else None
         if kind is None:
-            raise ConfigError(f"{where} names no processor of transformers (processor_class is {name!r})", remedy=_OTHER)
+            raise ConfigError(
+                f"{where} names no processor of transformers (processor_class is {name!r})", remedy=_OTHER
+            )
         parts = {"tokenizer": tokenizer.chat, "image_processor": images}
         others = [part for part in kind.get_attributes() if part not in parts]
         if others:

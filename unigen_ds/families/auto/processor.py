@@ -1,9 +1,9 @@
 """Turns of a conversation -> a ``Sample``, by a model's own chat template and, for images, its own image processor.
 
-A conversation is rendered and split into the assistant's parts (``data/chat.py``); each image's token is replaced by the
-text that the model's processor has for an image of that size, and everything is tokenized once. The assistant's parts
-carry loss. A document (text alone, all of it to be learned) is no conversation: it is tokenized as it is and ends with
-the end token. Planning reads image headers alone.
+A conversation is rendered and split into the assistant's parts (``data/chat.py``); each image's token is replaced by
+the text that the model's processor has for an image of that size, and everything is tokenized once. The assistant's
+parts carry loss. A document (text alone, all of it to be learned) is no conversation: it is tokenized as it is and ends
+with the end token. Planning reads image headers alone.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class ModelProcessor(ConversationProcessor):
         return ModelBuilder(self)
 
     def two_documents(self) -> tuple[ModelBatch, ModelBatch]:
-        """Two short documents with an image each, where the model reads images; and again with another text in the first:
-        what a model must keep apart.
+        """Two short documents, with an image each where the model reads images; and again with another text in the
+        first: what a model must keep apart.
         """
         special = {*self.tokenizer.chat.all_special_ids, *(self.pictures.token_ids if self.pictures else ())}
         plain = [i for i in range(len(self.tokenizer)) if i not in special][:4] * 4
@@ -201,7 +201,7 @@ class ModelProcessor(ConversationProcessor):
         pieces = rendered.text.split(self.pictures.token)
         if len(pieces) != len(paths) + 1:
             raise DataError(
-                f"{where}: the chat template has {len(pieces) - 1} tokens {self.pictures.token} for {len(paths)} images",
+                f"{where}: the chat template has {len(pieces) - 1} of {self.pictures.token} for {len(paths)} images",
                 remedy="a template of the model's own for images, in tokenizer.chat_template",
             )
         text, moved, images = pieces[0], [*rendered.bounds], list[_Placed]()

@@ -1,0 +1,303 @@
+"""Models of transformers by their own classes: loss and gradient are transformers' own on the same tokens."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from tests.data.support import picture
+from tests.families.tiny_transformers import write_images, write_language
+from unigen_ds.core.errors import CheckpointError, ConfigError
+from unigen_ds.data.collate import pack_documents
+from unigen_ds.data.records import Turn
+from unigen_ds.data.samples import Sample
+from unigen_ds.families.auto.family import CausalDirectory, ImagesDirectory
+from unigen_ds.families.auto.model import CausalLM, Rows
+from unigen_ds.families.directories import published_format
+from unigen_ds.runner.build import build_model, build_processor
+from unigen_ds.runner.settings import ModelSettings
+
+LANGUAGE = ("qwen3", "mistral", "gemma2", "gemma3_text", "llama")
+IMAGES = ("llava", "qwen2_5_vl", "smolvlm", "gemma3")
+APART = {"gemma3"}
+"""Whose own masks of images do not keep packed documents apart (transformers 5.23)."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every directory, and pictures of three sizes."""
+    root = tmp_path_factory.mktemp("models")
+    for kind in LANGUAGE:
+        write_language(root / kind, kind)
+    for kind in IMAGES:
+        write_images(root / kind, kind)
+    for number, size in enumerate(((20, 14), (40, 24), (16, 16))):
+        picture(root / f"{number}.png", *size, seed=number)
+    return root
+
+
+def opened(folder: Path, kind: str, **model: Any) -> tuple[Any, Any]:
+    """The model and its processor, as a run builds them."""
+    found = (ImagesDirectory() if kind in IMAGES else CausalDirectory()).config(folder / kind)
+    settings = ModelSettings.of({**found, "model": {**found["model"], **model}})
+    processor = build_processor(settings, seed=0)
+    return build_model(settings, processor, seed=0), processor
+
+
+def talks(folder: Path, kind: str) -> list[list[Turn]]:
+    """Three conversations, one of two questions; with pictures of other sizes and in other positions."""
+    words = [
+        [("user", "what colour is it"), ("assistant", "red"), ("user", "is it a"), ("assistant", "blue")],
+        [("user", "is it red"), ("assistant", "it is blue")],
+        [("user", "what"), ("assistant", "green")],
+    ]
+    turns = [[Turn(role, "text", text) for role, text in talk] for talk in words]  # type: ignore[arg-type]
+    if kind in IMAGES:
+        turns[0][2:2] = [Turn("user", "image", str(folder / "1.png"))]
+        turns[0][:0] = [Turn("user", "image", str(folder / "0.png"))]
+        turns[1][1:1] = [Turn("user", "image", str(folder / "2.png"))]
+    return turns
+
+
+def batch_of(samples: Sequence[Sample], processor: Any) -> Any:
+    return pack_documents([[split.load(processor, None) for split in s.splits] for s in samples], processor)
+
+
+def tokens(sample: Sample) -> tuple[list[int], list[int]]:
+    splits: Any = sample.splits
+    return [i for s in splits for i in s.ids], [i for s in splits for i in s.labels]
+
+
+def theirs(folder: Path, kind: str) -> Any:
+    auto: Any = AutoModelForImageTextToText if kind in IMAGES else AutoModelForCausalLM
+    return auto.from_pretrained(folder / kind, dtype=torch.float32).eval()
+
+
+def call(model: Any, processor: Any, turns: Sequence[Turn], ids: list[int]) -> torch.Tensor:
+    """transformers' logits of one conversation, from transformers' own processor where there are images."""
+    images = [processor.read_image(turn.value).convert("RGB") for turn in turns if turn.kind == "image"]
+    if processor.pictures is None:
+        return model(input_ids=torch.tensor([ids])).logits[0]
+    their = processor.pictures.processor
+    messages: list[dict[str, Any]] = []
+    for turn in turns:
+        part = {"type": "image"} if turn.kind == "image" else {"type": "text", "text": turn.value}
+        if not messages or messages[-1]["role"] != turn.role:
+            messages.append({"role": turn.role, "content": []})
+        messages[-1]["content"].append(part)
+    text = processor.tokenizer.chat.apply_chat_template(messages, tokenize=False)
+    nested = [images] if processor.pictures.by_sample or "Gemma" in type(their).__name__ else images
+    inputs = their(text=[text], images=nested if images else None, return_tensors="pt")
+    assert inputs["input_ids"][0].tolist() == ids
+    return model(**inputs).logits[0]
+
+
+@pytest.mark.parametrize("kind", [*LANGUAGE, *IMAGES])
+def test_loss_and_gradient_are_transformers_own(folder: Path, kind: str) -> None:
+    """Of each conversation alone in transformers, of all in one batch here; packed where the model can, and in rows."""
+    model, processor = opened(folder, kind)
+    model.eval()  # no model has dropout in evaluation; gradients are the same
+    turns = talks(folder, kind)
+    samples = [processor.plan(each) for each in turns]
+    batch = batch_of(samples, processor)
+    their = theirs(folder, kind)
+    parts = []
+    for talk, sample in zip(turns, samples, strict=True):
+        ids, labels = tokens(sample)
+        logits = call(their, processor, talk, ids)
+        parts.append(F.cross_entropy(logits.float(), torch.tensor(labels), ignore_index=-100, reduction="sum"))
+    expected = torch.stack(parts).sum()
+    expected.backward()
+    wanted = {name: p.grad for name, p in their.named_parameters()}
+    assert batch.target_counts()["text"] == sum(label >= 0 for s in samples for label in tokens(s)[1])
+    for packing in (None, False):
+        model.packing = packing
+        model.zero_grad()
+        loss = model(batch).sums["text"]
+        assert model.packing is (packing is None and kind not in APART)
+        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+        loss.backward()
+        for name, parameter in model.named_parameters():
+            grad, other = parameter.grad, wanted[name]
+            if grad is None or other is None:
+                assert (grad is None or not grad.any()) and (other is None or not other.any()), name
+            else:
+                torch.testing.assert_close(grad, other, rtol=1e-3, atol=1e-4 * float(other.abs().max() + 1), msg=name)
+
+
+def test_parameters_have_transformers_names(folder: Path) -> None:
+    model, _ = opened(folder, "qwen3")
+    their = theirs(folder, "qwen3")
+    assert [*model.state_dict()] == [*their.state_dict()]
+    their.load_state_dict(model.state_dict())
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_a_model_that_cannot_keep_documents_apart_gets_rows(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by what it computes: here its attention ignores where documents begin."""
+    monkeypatch.setattr(logging.getLogger("unigen_ds"), "propagate", True)
+    model, processor = opened(folder, "llama")
+    batch = batch_of([processor.plan(each) for each in talks(folder, "llama")], processor)
+    expected = model(batch).sums["text"]
+    assert model.packing
+    model.packing = None
+    monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", lambda position_ids: None)
+    with caplog.at_level(logging.INFO, logger="unigen_ds"):
+        loss = model(batch).sums["text"]
+    assert not model.packing and "a document changes the one after it" in caplog.text
+    torch.testing.assert_close(loss, expected)
+
+
+def test_positions_must_begin_anew(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Documents that are apart, with wrong positions: a learned position table, say."""
+    model, processor = opened(folder, "qwen3")
+    batch = batch_of([processor.plan(each) for each in talks(folder, "qwen3")], processor)
+    rotary = model.model.rotary_emb
+
+    def spread(module: Any, given: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        found = options.get("position_ids", given[-1])
+        changed = found * 3 if len(found) == 1 else found  # all in one row
+        return (given[0],), {"position_ids": changed}
+
+    handle = rotary.register_forward_pre_hook(spread, with_kwargs=True)
+    model(batch)
+    handle.remove()
+    assert not model.packing
+
+
+def test_text_alone_trains_the_vision_tower_by_nothing(folder: Path) -> None:
+    """A micro-batch without an image still runs the tower: its gradients are zeros, and no token of it counts."""
+    model, processor = opened(folder, "llava")
+    sample = processor.plan([Turn("user", "text", "what"), Turn("assistant", "text", "red")])
+    batch = batch_of([sample], processor)
+    assert batch.num_tokens == sample.num_tokens < batch.position_ids.numel() and batch.num_images == 0
+    loss = model(batch).sums["text"]
+    ids, labels = tokens(sample)
+    logits = theirs(folder, "llava")(input_ids=torch.tensor([ids])).logits[0]
+    torch.testing.assert_close(loss, F.cross_entropy(logits, torch.tensor(labels), reduction="sum"))
+    loss.backward()
+    projector = model.model.multi_modal_projector.linear_1.weight.grad
+    assert projector is not None and not projector.any()
+
+
+def test_older_names_are_renamed_as_transformers_does(folder: Path, tmp_path: Path) -> None:
+    """LLaVA's published files have the names of an earlier version; a model without memory is filled from them."""
+    stored = load_file(folder / "llava" / "model.safetensors")
+    assert any(name.startswith("language_model.model.") for name in stored)
+    model, _ = opened(folder, "llava")
+    for name, tensor in theirs(folder, "llava").state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+
+
+def test_experts_that_are_stored_one_by_one(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch) -> None:
+    """A rule that computes: transformers loads the whole model."""
+    monkeypatch.setattr(logging.getLogger("unigen_ds"), "propagate", True)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+    write_language(tmp_path / "moe", "qwen3_moe", **experts)
+    with caplog.at_level(logging.INFO, logger="unigen_ds"):
+        model, processor = opened(tmp_path, "moe")
+    assert "transformers joins stored tensors" in caplog.text
+    batch = batch_of([processor.plan(each) for each in talks(tmp_path, "moe")], processor)
+    their = theirs(tmp_path, "moe")
+    for name, tensor in their.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+    parts = [their(input_ids=row[None]).logits[0] for row in batch.text_ids.split(batch.document_lengths)]
+    torch.testing.assert_close(model.eval().logits(batch), torch.cat(parts), rtol=1e-4, atol=1e-4)
+
+
+def test_rotary_frequencies_are_never_rounded(folder: Path) -> None:
+    with torch.device("meta"):
+        model = CausalLM(pretrained=str(folder / "llama"))
+    assert all(p.is_meta for p in model.parameters()) and not any(b.is_meta for b in model.buffers())
+    exact = model.model.rotary_emb.inv_freq.clone()
+    assert torch.equal(model.bfloat16().model.rotary_emb.inv_freq, exact)
+    assert model.lm_head.weight.dtype == torch.bfloat16
+
+
+def test_freezing_by_patterns(folder: Path) -> None:
+    model, _ = opened(folder, "llava", freeze=["vision_tower", r"layers\.0\."])
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert "lm_head.weight" in trained and not any("vision_tower" in name or ".layers.0." in name for name in trained)
+    assert any(".layers.1." in name for name in trained)
+    for patterns, match in (
+        (["vit"], "matches no parameter"),
+        (["("], "regular expression"),
+        (["."], "leaves nothing"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            CausalLM(pretrained=str(folder / "llama"), freeze=patterns)
+
+
+def test_activation_checkpointing_changes_nothing(folder: Path) -> None:
+    gradients = []
+    for on in (False, True):
+        model, processor = opened(folder, "smolvlm", activation_checkpointing=on)
+        batch = batch_of([processor.plan(each) for each in talks(folder, "smolvlm")], processor)
+        model.train()(batch).sums["text"].backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_a_larger_vocabulary_must_be_asked_for(folder: Path) -> None:
+    model, _ = opened(folder, "qwen3", config={"vocab_size": 100})
+    stored = load_file(folder / "qwen3" / "model.safetensors")["model.embed_tokens.weight"]
+    assert torch.equal(model.lm_head.weight[:96], stored) and model.lm_head.weight[96:].abs().min() > 0
+    again, _ = opened(folder, "qwen3", config={"vocab_size": 100})
+    assert torch.equal(model.lm_head.weight, again.lm_head.weight)
+    with pytest.raises(CheckpointError, match="reshaped"):
+        opened(folder, "qwen3", config={"vocab_size": 90})
+
+
+def test_what_cannot_work_is_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="neither pretrained nor"):
+        CausalLM()
+    with pytest.raises(ConfigError, match="there is no such folder"):
+        CausalLM(pretrained=str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match=r"'llava' is no model of transformers' AutoModelForCausalLM"):
+        CausalLM(pretrained=str(folder / "llava"))
+    with pytest.raises(ConfigError, match="model_type is 'nothing'"):
+        CausalLM(config={"model_type": "nothing"})
+    (tmp_path / "pickled").mkdir()
+    (tmp_path / "pickled" / "config.json").write_bytes((folder / "llama" / "config.json").read_bytes())
+    (tmp_path / "pickled" / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
+    with pytest.raises(CheckpointError, match=r"no \*\.safetensors \(it holds pytorch_model\.bin\)"):
+        CausalLM(pretrained=str(tmp_path / "pickled"))
+    stored = json.loads((folder / "llama" / "config.json").read_text())
+    own = {
+        **stored,
+        "model_type": "mine",
+        "auto_map": {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Mine"},
+    }
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "config.json").write_text(json.dumps(own))
+    (tmp_path / "own" / "mine.py").write_text("raise AssertionError('executed')")
+    save_file({"a": torch.zeros(1)}, tmp_path / "own" / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"model\.pretrained"):
+        CausalLM(pretrained=str(tmp_path / "own"))
+
+
+def test_which_format_a_folder_has(folder: Path, tmp_path: Path) -> None:
+    """Llama and Qwen2 are a ``DecoderLM``'s, as ever."""
+    names = {kind: type(published_format(folder / kind)).__name__ for kind in (*LANGUAGE, *IMAGES)}
+    assert names["llama"] == "TransformersDirectory"
+    assert {names[kind] for kind in LANGUAGE if kind != "llama"} == {"CausalDirectory"}
+    assert {names[kind] for kind in IMAGES} == {"ImagesDirectory"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "architectures": ["BertForMaskedLM"]}))
+    assert published_format(tmp_path) is None
+
+
+def test_rows_and_places() -> None:
+    rows = Rows.of((2, 3), torch.device("cpu"))
+    assert rows.filled(torch.tensor([5, 6, 7, 8, 9]), 0).tolist() == [[5, 6, 0], [7, 8, 9]]
+    assert rows.mask.tolist() == [[1, 1, 0], [1, 1, 1]] and rows.places.tolist() == [0, 1, 3, 4, 5]
