@@ -1,0 +1,227 @@
+"""Models of transformers through the whole package: trained, stopped, resumed, asked, evaluated, exported."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+
+from tests.data.support import image, talk, text, write_jsonl
+from tests.families.tiny_transformers import write_images, write_language
+from tools.evaluate import main as evaluate
+from tools.export import main as export
+from tools.generate import main as generate
+from tools.zero_to_fp32 import main as merge
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.metrics import read_lines
+from unigen_ds.data.collate import pack_documents
+from unigen_ds.data.records import Turn
+from unigen_ds.runner import Runner
+from unigen_ds.runner.settings import load_config
+from unigen_ds.runner.trained import open_inferencer, open_model
+
+COLOURS = {"red": (230, 20, 20), "green": (20, 200, 20), "blue": (20, 20, 230)}
+CONFIG = """
+model = dict(type={type!r}, pretrained={folder!r})
+tokenizer = dict(type="ModelTokenizer", path={folder!r})
+train_dataloader = dict(batch_size=2, seq_length=96, packing=dict(type="WindowPacking", window=32),
+                        dataset=dict(type="UnifiedGenerationDataset", data_path={data!r}))
+val_dataloader = dict(dataset=dict(type="UnifiedGenerationDataset", data_path={data!r}))
+optim_wrapper = dict(optimizer=dict(type="AdamW", lr=4e-3), accumulative_counts=2)
+train_cfg = dict(max_epochs=40)
+backend = dict(type="single")
+default_hooks = dict(logger=dict(interval=1), checkpoint=dict(interval=-1))
+custom_hooks = [dict(type="EMAHook", momentum=0.5), dict(type="EvaluateHook", interval=1000)]
+randomness = dict(seed=1)
+work_dir = {work_dir!r}
+"""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A language model and one that reads images, with conversations for each; some of the latter without an image."""
+    root = tmp_path_factory.mktemp("auto")
+    write_language(root / "qwen3", "qwen3")
+    write_images(root / "llava", "llava")
+    words = [("is it a", "red"), ("is it b", "blue"), ("what", "green"), ("what colour", "grey")]
+    asked = [talk(text("user", q), text("assistant", a), text("user", "a"), text("assistant", "b")) for q, a in words]
+    write_jsonl(root / "qwen3.jsonl", asked * 6)
+    for name, colour in COLOURS.items():
+        Image.new("RGB", (16, 20), colour).save(root / f"{name}.png")
+    shown = [talk(image("user", f"{n}.png"), text("user", "what colour"), text("assistant", n)) for n in COLOURS]
+    write_jsonl(root / "llava.jsonl", [*shown, talk(text("user", "what"), text("assistant", "a"))] * 6)
+    return root
+
+
+def config(data: Path, kind: str, work_dir: Path, **overrides: Any) -> Any:
+    path = work_dir.with_suffix(".py")
+    type_ = "ImageTextToText" if kind == "llava" else "CausalLM"
+    paths = {"folder": str(data / kind), "data": str(data / f"{kind}.jsonl"), "work_dir": str(work_dir)}
+    path.write_text(CONFIG.format(type=type_, **paths), encoding="utf-8")
+    return load_config(path, {key.replace("__", "."): value for key, value in overrides.items()})
+
+
+def losses(work_dir: Path) -> dict[int, float]:
+    return {line["update"]: line["loss"] for line in read_lines(work_dir / "metrics.jsonl") if "loss" in line}
+
+
+@pytest.fixture(scope="module")
+def finished(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Both, trained to the end."""
+    root = tmp_path_factory.mktemp("finished")
+    for kind in ("qwen3", "llava"):
+        Runner.from_cfg(config(data, kind, root / kind)).train()
+    return {kind: root / kind for kind in ("qwen3", "llava")}
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llava"])
+def test_it_learns_and_goes_on_to_the_bit_where_it_was_stopped(
+    data: Path, finished: dict[str, Path], tmp_path: Path, kind: str
+) -> None:
+    """With a loader process; its images travel between processes."""
+    straight = losses(finished[kind])
+    assert straight[max(straight)] < 0.1 * straight[1]
+    changes = {"train_dataloader__num_workers": 1}
+    Runner.from_cfg(config(data, kind, tmp_path / "run", **changes), max_updates=3).train()
+    Runner.from_cfg(config(data, kind, tmp_path / "run", resume=True, **changes), max_updates=6).train()
+    assert losses(tmp_path / "run") == {update: loss for update, loss in straight.items() if update <= 6}
+
+
+def test_the_loss_does_not_depend_on_how_an_update_is_split(data: Path, tmp_path: Path) -> None:
+    """Neither on the packing, nor on whether documents share a row in the model."""
+    found = []
+    ways: list[dict[str, Any]] = [
+        {"train_dataloader__batch_size": 8, "optim_wrapper__accumulative_counts": 1},
+        {"train_dataloader__batch_size": 2, "optim_wrapper__accumulative_counts": 4},
+        {"train_dataloader__batch_size": 4, "optim_wrapper__accumulative_counts": 2, "model__packing": False},
+    ]
+    for number, way in enumerate(ways):
+        given = config(data, "llava", tmp_path / str(number), train_dataloader__packing=None, **way)
+        Runner.from_cfg(given, max_updates=4).train()
+        found.append([*losses(tmp_path / str(number)).values()])
+    assert len(found[0]) == 4
+    for other in found[1:]:
+        assert other == pytest.approx(found[0], rel=1e-4)
+
+
+def test_the_checkpoint_needs_no_other_folder(data: Path, finished: dict[str, Path], tmp_path: Path) -> None:
+    """It answers without the directory that the training began with."""
+    for kind in ("qwen3", "llava"):
+        shutil.copytree(data / kind, tmp_path / kind)
+        Runner.from_cfg(config(data, kind, tmp_path / f"{kind}-run"), max_updates=2).train()
+    hidden = {kind: (data / kind).rename(tmp_path / f"hidden-{kind}") for kind in ("qwen3", "llava")}
+    try:
+        assert open_inferencer(tmp_path / "qwen3-run").unified_generate("what", max_length=3).text is not None
+        shown = open_inferencer(tmp_path / "llava-run")
+        assert shown.unified_generate("what", images=[str(data / "red.png")], max_length=3).text is not None
+    finally:
+        for kind, path in hidden.items():
+            path.rename(data / kind)
+
+
+def test_it_answers(data: Path, finished: dict[str, Path], tmp_path: Path) -> None:
+    """By the tool, from the work dir: what it has learned, up to the token that ends a turn."""
+    asked = ["--device", "cpu", "--out", str(tmp_path), "--max-length", "8"]
+    for name in COLOURS:
+        assert (
+            generate([str(finished["llava"]), "--prompt", "what colour", "--image", str(data / f"{name}.png"), *asked]) == 0
+        )
+    assert generate([str(finished["qwen3"]), "--prompt", "is it b", *asked]) == 0
+    rows = [json.loads(line)["text"].strip() for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert rows == [*COLOURS, "blue"]
+
+
+def test_cached_and_whole_passes_write_the_same(data: Path, finished: dict[str, Path]) -> None:
+    """``in_step``, as under an engine that shards: every pass is one over the whole document."""
+    inferencer = open_inferencer(finished["llava"])
+    question = {"images": [str(data / "red.png")], "max_length": 12, "temperature": 1.0, "seed": 4}
+    cached = inferencer.unified_generate("what colour is it", **question).text
+    inferencer.model.in_step = True
+    assert inferencer.unified_generate("what colour is it", **question).text == cached
+
+
+def test_it_is_evaluated(finished: dict[str, Path], tmp_path: Path) -> None:
+    for kind in ("qwen3", "llava"):
+        out = tmp_path / f"{kind}.json"
+        given = ["--metrics", "vqa_accuracy", "--max-new-tokens", "6", "--device", "cpu", "--out", str(out)]
+        assert evaluate([str(finished[kind]), *given]) == 0
+        values = json.loads(out.read_text())
+        assert "loss" in json.dumps(values)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llava"])
+def test_transformers_loads_what_is_exported(data: Path, finished: dict[str, Path], tmp_path: Path, kind: str) -> None:
+    """Equal logits, by transformers alone; and the export begins another training."""
+    assert export([str(finished[kind]), str(tmp_path / "out"), "--raw"]) == 0
+    auto: Any = AutoModelForImageTextToText if kind == "llava" else AutoModelForCausalLM
+    theirs = auto.from_pretrained(tmp_path / "out").eval()
+    model, processor = open_model(finished[kind], raw=True)
+    turns = [Turn("user", "text", "what colour"), Turn("assistant", "text", "red")]
+    if kind == "llava":
+        turns.insert(0, Turn("user", "image", str(data / "red.png")))
+    batch: Any = pack_documents([[s.load(processor, None) for s in processor.plan(turns).splits]], processor)
+    with torch.no_grad():
+        expected = theirs(input_ids=batch.text_ids[None], **batch.image_inputs).logits[0]
+        torch.testing.assert_close(model.eval().logits(batch)[: len(expected)], expected, rtol=1e-5, atol=1e-5)
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"} <= names
+    assert theirs.generation_config.eos_token_id == [3, 5]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.chat_template == processor.tokenizer.chat.chat_template
+    again, _ = open_model(tmp_path / "out")
+    assert type(again) is type(model)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+    Runner.from_cfg(
+        config(data, kind, tmp_path / "next", model__pretrained=str(tmp_path / "out")), max_updates=1
+    ).train()
+    first = losses(tmp_path / "next")[1]
+    assert first < 0.5 * losses(finished[kind])[1]
+
+
+def test_a_merged_checkpoint_is_a_state_dict_of_the_model(data: Path, finished: dict[str, Path], tmp_path: Path) -> None:
+    assert merge([str(finished["llava"]), str(tmp_path / "merged.pt")]) == 0
+    theirs = AutoModelForImageTextToText.from_pretrained(data / "llava")
+    theirs.load_state_dict(torch.load(tmp_path / "merged.pt", weights_only=True))
+
+
+def test_weights_of_another_training_of_the_same_model(data: Path, finished: dict[str, Path], tmp_path: Path) -> None:
+    """``load_from`` a published directory of transformers, whose names are those of an earlier version."""
+    given = config(data, "llava", tmp_path / "run", model__pretrained=None, load_from=str(data / "llava"))
+    stored = json.loads((data / "llava" / "config.json").read_text())
+    given["model"]["config"] = stored
+    del given["model"]["pretrained"]
+    Runner.from_cfg(given, max_updates=1).train()
+    assert losses(tmp_path / "run")[1] == losses(finished["llava"])[1]
+
+
+def test_from_the_config_alone(data: Path, tmp_path: Path) -> None:
+    """Initial weights are transformers' own; the same for the same seed."""
+    first = []
+    for name in ("a", "b"):
+        given = config(data, "qwen3", tmp_path / name)
+        llm = {"model_type": "qwen3", "hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 96, "head_dim": 8}
+        given["model"] = {"type": "CausalLM", "config": {**llm, "intermediate_size": 24, "num_attention_heads": 2,
+                                                         "num_key_value_heads": 1}}  # fmt: skip
+        Runner.from_cfg(given, max_updates=1).train()
+        first.append(losses(tmp_path / name)[1])
+    assert first[0] == first[1]
+
+
+def test_refusals(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model has no key 'pretraind' \(CausalLM\)"):
+        Runner.from_cfg(config(data, "qwen3", tmp_path / "a", model__pretraind="x"))
+    with pytest.raises(ConfigError, match="Allowed: ModelTokenizer"):
+        words = {"type": "WordTokenizer", "words": ["a"]}
+        Runner.from_cfg(config(data, "qwen3", tmp_path / "b", tokenizer={"_delete_": True, **words}))
+    with pytest.raises(ConfigError, match=r"the model has 60 rows in its vocabulary, and the tokenizer"):
+        given = config(data, "qwen3", tmp_path / "c")
+        write_language(tmp_path / "small", "qwen3", vocab_size=60)
+        given["model"]["pretrained"] = str(tmp_path / "small")
+        Runner.from_cfg(given)
