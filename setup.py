@@ -29,6 +29,7 @@ RAPIDOCR = "rapidocr-onnxruntime; python_version < '3.13'"  # there is no releas
 LORA = ["peft>=0.21"]
 METRICS = ["nltk", "pycocoevalcap", RAPIDOCR, "rouge-score", "sacrebleu", "torchmetrics"]
 BROWSER = ["playwright"]
+DIFFUSERS = ["diffusers>=0.35"]
 BENCH = ["accelerate", "datasets", "lightning"]
 # fsspec[http]: streaming from http urls. pyarrow below 14 could execute what an Arrow file has (CVE-2023-47248).
 DATA = ["datasets>=3", "fsspec[http]", "pyarrow>=16"]
@@ -69,6 +70,7 @@ setup(
         "metrics": METRICS,
         "bench": BENCH,
         "data": DATA,
+        "diffusers": DIFFUSERS,
         "browser": BROWSER,
         "test": [
             *DEMO,
@@ -78,6 +80,7 @@ setup(
             *LORA,
             *METRICS,
             *DATA,
+            *DIFFUSERS,
             "accelerate",
             "mypy",
             "pre-commit",

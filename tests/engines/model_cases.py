@@ -1,4 +1,4 @@
-"""Jobs of the models with pictures: the vision-language model, and the unified model with FLUX's autoencoder."""
+"""Jobs of models with pictures: two vision-language models, and the unified model with FLUX's autoencoder."""
 
 from __future__ import annotations
 
@@ -52,6 +52,15 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
     "vlm": (VLM, "talks/mixed.jsonl"),
     "flux": (FLUX, "drawings/mixed.jsonl"),
 }
+LLAVA: dict[str, Any] = {
+    "model": {"type": "ImageTextToText", "pretrained": "{data}/models/llava"},
+    "tokenizer": {"type": "ModelTokenizer", "path": "{data}/models/llava"},
+    "processor": None,
+    "train_dataloader__seq_length": 2 * LONGEST,
+    "train_dataloader__overflow": "truncate",
+}
+"""A model of transformers by its own class; no loss has a gradient for the last layer of its vision tower."""
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {"llava": (LLAVA, "talks/mixed.jsonl")}
 PARTS = {
     "vlm": {"vit": "vision_model.", "llm": "language_model.", "connector": "connector."},
     "flux": {"vit": "vit_model.", "llm": "language_model.", "connector": "connector."},
@@ -61,7 +70,7 @@ PARTS = {
 
 def phase(model: str, engine: str, world: int, updates: int = MODEL_UPDATES, **overrides: Any) -> Phase:
     """One run of a model; ``EncodeHook`` writes what the autoencoder makes of one picture."""
-    settings, data = MODELS[model]
+    settings, data = {**MODELS, **OTHERS}[model]
     given = config(engine, world, **{**settings, **overrides})
     if model == "flux":
         given["custom_hooks"] = [*given["custom_hooks"], {"type": "EncodeHook"}]
@@ -69,13 +78,13 @@ def phase(model: str, engine: str, world: int, updates: int = MODEL_UPDATES, **o
 
 
 def models(*, full: bool) -> list[Job]:
-    """Both models under every engine. ``make test`` does without some for ``flux``: ``equivalence`` has them."""
+    """All models under every engine. ``make test`` does without some for two: ``equivalence`` has them for ``flux``."""
     few = [("single", 1), *((engine, 2) for engine in FEW)]
     runs = [("single", 1), *((engine, 2) for engine in ENGINES), ("HYBRID_SHARD", 4)]
     if full:
         few = runs
         runs += [("zero3_offload", 2), ("FULL_SHARD_offload", 2), ("zero2", 4), ("zero3", 4), ("FULL_SHARD", 4)]
-    pairs = [("vlm", run) for run in runs] + [("flux", run) for run in few]
+    pairs = [("vlm", run) for run in runs] + [(m, run) for m in ("flux", *OTHERS) for run in few]
     return [Job(f"{m}/{engine}@{world}", [_answering(phase(m, engine, world))]) for m, (engine, world) in pairs]
 
 
@@ -138,10 +147,10 @@ def models_compiled(*, full: bool) -> list[Job]:
 
 def resume(*, full: bool) -> list[Job]:
     """Killed and resumed at the same topology, as ``cases.resume``."""
-    runs = [("vlm", "zero2"), *((("vlm", "FULL_SHARD"), ("flux", "zero3"), ("flux", "FULL_SHARD")) if full else ())]
+    runs = [("vlm", "zero2"), ("llava", "zero3"), *((("vlm", "FULL_SHARD"), ("flux", "zero3"), ("flux", "FULL_SHARD")) if full else ())]
     jobs = []
     for m, engine in runs:
         given = phase(m, engine, 2, RESUME_UPDATES)
-        previews = [PREVIEWS["talks"]] if m == "vlm" else []
+        previews = [PREVIEWS["talks"]] if m != "flux" else []
         jobs += killed_and_straight(f"resume/{m}-{engine}@2-fp32", given, previews=previews)
     return jobs

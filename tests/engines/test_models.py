@@ -1,7 +1,7 @@
 """The models with pictures under every engine, against one process: to 1e-5 in fp32, and in bf16.
 
 ``vlm`` is the vision-language model with tied embeddings and tiles, ``flux`` the unified model with FLUX's autoencoder
-and images of three sizes. Ranks get micro-batches without any image, and others without any text target.
+and images of three sizes, ``llava`` transformers' own LLaVA. Ranks get micro-batches without any image, and others without any text target.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
 
 from tests.engines import cases, model_cases
 from tests.engines.groups import GROUPS
@@ -37,6 +38,16 @@ def test_losses_norms_and_weights_are_those_of_one_process(name):
     weights = weight_deviation(run.final, single.final)
     assert weights.relative_l2 <= BOUND, weights.where
     assert weights.absolute <= cases.LR * model_cases.MODEL_UPDATES
+
+
+def test_a_model_of_transformers_starts_from_its_files_under_every_engine():
+    """Renamed as transformers does, each process its own shard; merged, it is transformers' own state dict."""
+    theirs = AutoModelForImageTextToText.from_pretrained(runs().out / "data" / "models" / "llava").state_dict()
+    for name in (*(name for name in EVERYBODY if name.startswith("llava")), "llava/single@1"):
+        run = runs().outcome(name)
+        assert unequal({("", k): v for k, v in run.initial.items()}, {("", k): v for k, v in theirs.items()}) == []
+        log = (run.folder / "train.log").read_text(encoding="utf-8")
+        assert "LlavaForConditionalGeneration: documents share one row" in log
 
 
 @pytest.mark.parametrize("model", model_cases.MODELS)

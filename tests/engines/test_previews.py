@@ -23,7 +23,11 @@ runs = want("resume", "models", "decoder")
 pytestmark = pytest.mark.timeout(3600)
 
 NAMES = [job.name for job in cases.resume(full=False) if job.name.endswith("-fp32/straight")]
-VLM = [job.name for job in model_cases.resume(full=False) if "vlm" in job.name and job.name.endswith("straight")]
+VLM = [
+    job.name
+    for job in model_cases.resume(full=False)
+    if ("vlm" in job.name or "llava" in job.name) and job.name.endswith("straight")
+]
 MODELS = [job.name for job in model_cases.models(full=False) if not job.name.endswith("/single@1")]
 DECODERS = [job.name for job in cases.decoder(full=False)]
 

@@ -231,6 +231,7 @@ def main() -> None:
     import torch
 
     from tests.engines import mixture_data, pictures, previews, texts, users  # noqa: F401 - previews registers its hooks
+    from tests.families import tiny_transformers
     from unigen_ds.backends.deepspeed_op import load_shared_memory_op
 
     adapters = ["peft"] * ('"lora"' in Path(sys.argv[1]).read_text(encoding="utf-8"))
@@ -249,6 +250,7 @@ def main() -> None:
         texts.write_documents(out / "data" / "digits" / "text.jsonl")
         mixture_data.write_sources(out / "data" / "mixture")
         texts.write_decoder(out / "data" / "decoder")
+        tiny_transformers.write_images(out / "data" / "models" / "llava", "llava")
         users.write_rows(out / "data" / "rows.txt")
         texts.write_numbers(out / "data" / "numbers.txt")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the tests have ended before the jobs

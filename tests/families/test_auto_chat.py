@@ -64,8 +64,8 @@ def test_of_a_template_that_only_appends(tmp_path: Path) -> None:
 
 def test_of_a_template_that_marks_them(tmp_path: Path) -> None:
     text, targets = learned(processor(tmp_path, MARKED), TALK)
-    assert text == "U: what\nA: red</s>U: is it\nA: blue</s>"
-    assert targets == "red</s>blue</s>"
+    assert text == "U: what\nA: red</s>\nU: is it\nA: blue</s>\n"
+    assert targets == "red</s>blue</s>", "not the line break, which is not marked"
     made = processor(tmp_path, MARKED)
     messages = [{"role": turn.role, "content": turn.value} for turn in TALK]
     theirs = made.tokenizer.chat.apply_chat_template(
@@ -127,7 +127,7 @@ def test_the_ids_that_end_an_answer(tmp_path: Path) -> None:
 
 def test_a_template_of_the_config(tmp_path: Path) -> None:
     made = processor(tmp_path, chat_template=MARKED)
-    assert learned(made, TALK[:2])[0] == "U: what\nA: red</s>"
+    assert learned(made, TALK[:2])[0] == "U: what\nA: red</s>\n"
     bare = processor(tmp_path, template="")
     bare.tokenizer.chat.chat_template = None
     with pytest.raises(ConfigError, match=r"has no chat template"):

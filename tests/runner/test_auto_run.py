@@ -225,3 +225,42 @@ def test_refusals(data: Path, tmp_path: Path) -> None:
         write_language(tmp_path / "small", "qwen3", vocab_size=60)
         given["model"]["pretrained"] = str(tmp_path / "small")
         Runner.from_cfg(given)
+
+
+def test_checkpoints_that_transformers_loads_directly(data: Path, tmp_path: Path) -> None:
+    """Written with each checkpoint, of the average; deleted with it; a failure does not end the run."""
+    hooks = [{"type": "SavePretrainedHook", "raw": True}]
+    saves = {"default_hooks__checkpoint": {"interval": 2, "by_epoch": False, "max_keep_ckpts": 1}}
+    given = config(data, "qwen3", tmp_path / "run", custom_hooks=hooks, **saves)
+    Runner.from_cfg(given, max_updates=3).train()
+    folder = tmp_path / "run" / "pretrained"
+    (last,) = folder.iterdir()
+    (checkpoint,) = (path for path in (tmp_path / "run").glob("iter_*.pth"))
+    assert last.name == checkpoint.stem == "iter_6"
+    model, _ = open_model(checkpoint, raw=True)
+    theirs = AutoModelForCausalLM.from_pretrained(last)
+    for name, tensor in theirs.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+    shutil.rmtree(folder)
+    folder.write_text("in the way")
+    Runner.from_cfg(config(data, "qwen3", tmp_path / "run", custom_hooks=hooks, resume=True, **saves), max_updates=4).train()
+    assert "The checkpoint itself is complete." in (tmp_path / "run" / "train.log").read_text()
+    assert losses(tmp_path / "run").keys() == {1, 2, 3, 4}
+
+
+@pytest.mark.parametrize(("name", "kind"), [("qwen_sft", "qwen3"), ("llava_zero2", "llava")])
+def test_the_recipes_train(data: Path, tmp_path: Path, name: str, kind: str) -> None:
+    """With their own precision, curve and packing, from a tiny directory."""
+    paths = {"model.pretrained": str(data / kind), "tokenizer.path": str(data / kind)}
+    small = {"train_dataloader.batch_size": 1, "train_dataloader.num_workers": 0, "optim_wrapper.accumulative_counts": 2}
+    files = {
+        "train_dataloader.dataset.data_path": str(data / f"{kind}.jsonl"),
+        "train_dataloader.dataset.index_workers": 0,
+        "val_dataloader.split": 0.5,
+        "backend": {"type": "single"},
+        "work_dir": str(tmp_path / "run"),
+        "train_dataloader.seq_length": 64,
+        "default_hooks.logger.interval": 1,
+    }
+    Runner.from_cfg(load_config(name, {**paths, **small, **files}), max_updates=2).train()
+    assert [*losses(tmp_path / "run")] == [1, 2]

@@ -15,6 +15,7 @@ from unigen_ds.hooks import ema as _ema  # noqa: F401
 from unigen_ds.hooks import evaluate as _evaluate  # noqa: F401
 from unigen_ds.hooks import preview as _preview  # noqa: F401
 from unigen_ds.hooks import push_to_hub as _push_to_hub  # noqa: F401
+from unigen_ds.hooks import save_pretrained as _save_pretrained  # noqa: F401
 from unigen_ds.hooks.checkpoint import CheckpointHook
 from unigen_ds.hooks.continuity import ContinuityHook
 from unigen_ds.hooks.logger import LoggerHook

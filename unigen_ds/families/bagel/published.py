@@ -70,13 +70,15 @@ def read_pretrained(given: str | Mapping[str, str], *, vit_select_layer: int | N
     select = vit_select_layer or exported.get("vit_select_layer", VIT_SELECT_LAYER)
     has_vae = (directory / VAE_WEIGHTS).is_file() or "vae" not in exported
     vae = _below(_PREFIX["vae"], directory / VAE_WEIGHTS) if has_vae else {}
+    is_flux = has_vae and exported.get("vae", {}).get("type", "FluxAutoencoder") == "FluxAutoencoder"
     sizes: dict[str, Any] = {
         "llm": _sizes("llm", directory / LLM_CONFIG),
         "vit": _sizes("vit", directory / VIT_CONFIG, select),
-        "vae": {**(_vae_sizes(vae, directory / VAE_WEIGHTS) if has_vae else {}), **exported.get("vae", {})},
+        "vae": {**(_vae_sizes(vae, directory / VAE_WEIGHTS) if is_flux else {}), **exported.get("vae", {})},
     }
     if "vae2llm.weight" in weights:
-        channels = sizes["vae"].get("latent_channels") or sizes["vae"].get("channels", 1)
+        stated = {**sizes["vae"].get("config", {}), **sizes["vae"]}
+        channels = stated.get("latent_channels") or stated.get("channels", 1)
         sizes["latent_patch_size"] = math.isqrt(weights["vae2llm.weight"].shape[1] // channels)
     if "latent_pos_embed.pos_embed" in weights:
         sizes["max_latent_size"] = math.isqrt(weights["latent_pos_embed.pos_embed"].shape[0])

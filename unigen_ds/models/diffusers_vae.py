@@ -1,0 +1,105 @@
+"""An autoencoder of diffusers (``AutoencoderKL``: Stable Diffusion 1 to 3, SDXL, FLUX in diffusers' names). Always frozen.
+
+Weights are read from safetensors alone. A checkpoint has them, and the config as an argument, so it needs no folder.
+
+Shape suffixes: K images, C channels, H and W pixels, z latent channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.json_values import stored_object
+from unigen_ds.core.registry import AUTOENCODERS, checked
+
+_CLASS, _CONFIG, _WEIGHTS = "AutoencoderKL", "config.json", "diffusion_pytorch_model.safetensors"
+EXTRA = "pip install 'unigen_ds[diffusers]'"
+
+
+@AUTOENCODERS.register_module()
+class DiffusersAutoencoder(nn.Module):
+    """``encode`` draws from the posterior; latents are shifted and scaled by what the config states.
+
+    Args:
+        path: its directory: ``config.json`` and ``diffusion_pytorch_model.safetensors``; of a whole pipeline its folder
+            ``vae``.
+        config: its config, instead of ``path``: the weights are then a checkpoint's, or random.
+    """
+
+    @checked("model.vae")
+    def __init__(self, *, path: str | None = None, config: Mapping[str, Any] | None = None) -> None:
+        super().__init__()
+        if (path is None) == (config is None):
+            raise ConfigError("model.vae has both path and config, or none of them", allowed="one of the two")
+        folder = None if path is None else _folder(Path(path).expanduser())
+        stated = dict(config or {}) if folder is None else stored_object(folder / _CONFIG)
+        kind = _autoencoder_class(stated)
+        self.config = {key: value for key, value in stated.items() if key != "_name_or_path"}
+        self.autoencoder: Any
+        if folder is None or torch.empty(0).is_meta:
+            self.autoencoder = kind.from_config(stated)
+        else:
+            self.autoencoder = kind.from_pretrained(folder, use_safetensors=True, torch_dtype=torch.float32)
+        sizes = self.autoencoder.config
+        self.latent_channels: int = sizes.latent_channels
+        self.downsample: int = 2 ** (len(sizes.block_out_channels) - 1)
+        self.scale, self.shift = sizes.scaling_factor, getattr(sizes, "shift_factor", None) or 0.0
+        self.eval()
+
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of the constructor, which then needs no folder."""
+        return {"config": self.config}
+
+    def posterior(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and log-variance ``[K, z, H / downsample, W / downsample]`` of images ``[K, C, H, W]`` in [-1, 1]."""
+        found = self.autoencoder.encode(images.float()).latent_dist
+        return found.mean, found.logvar
+
+    def encode(self, images: Tensor, noise: Tensor) -> Tensor:
+        """Latents sampled with ``noise``, in fp32."""
+        mean, logvar = self.posterior(images)
+        return self.scale * (mean + torch.exp(0.5 * logvar) * noise - self.shift)
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Images in about [-1, 1], in fp32."""
+        with _with_a_parameter(self.autoencoder.decoder.up_blocks, latents.device):
+            return self.autoencoder.decode((latents / self.scale + self.shift).float()).sample.float()
+
+
+@contextmanager
+def _with_a_parameter(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """diffusers reads a precision from a decoder's first parameter, and here they are all buffers (``vae.py``)."""
+    module.register_parameter("precision", nn.Parameter(torch.empty(0, device=device), requires_grad=False))
+    try:
+        yield
+    finally:
+        del module.precision
+
+
+def _folder(path: Path) -> Path:
+    """The folder of the autoencoder itself. Raises ``ConfigError``."""
+    for folder in (path, path / "vae"):
+        if (folder / _CONFIG).is_file() and any(folder.glob("*.safetensors")):
+            return folder
+    raise ConfigError(
+        f"model.vae.path is {str(path)!r}, and it is no autoencoder of diffusers with safetensors",
+        allowed=f"a folder with {_CONFIG} and {_WEIGHTS}, or a pipeline's with vae/",
+    )
+
+
+def _autoencoder_class(stated: Mapping[str, Any]) -> Any:
+    named = stated.get("_class_name", _CLASS)
+    if named != _CLASS:
+        raise ConfigError(f"model.vae is diffusers' {named}", allowed=_CLASS)
+    try:
+        import diffusers
+    except ImportError as error:
+        raise ConfigError("model.vae.type is 'DiffusersAutoencoder', which needs diffusers", remedy=EXTRA) from error
+    return getattr(diffusers, _CLASS)
