@@ -183,3 +183,11 @@ def test_a_directory_without_an_image_processor(tmp_path: Path) -> None:
 def test_another_tokenizer_is_refused() -> None:
     with pytest.raises(ConfigError, match="ModelTokenizer"):
         ModelProcessor(object(), seed=0)  # type: ignore[arg-type]
+
+
+def test_an_end_token_that_is_the_unknown_one(tmp_path: Path) -> None:
+    """As of GPT-2 and its successors."""
+    made = tokenizer()
+    made.unk_token = "</s>"
+    made.save_pretrained(tmp_path)
+    assert ModelTokenizer(path=str(tmp_path)).eos_id == 3

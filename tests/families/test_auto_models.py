@@ -20,6 +20,7 @@ from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.data.collate import pack_documents
 from unigen_ds.data.records import Turn
 from unigen_ds.data.samples import Sample
+from unigen_ds.data.tokenizers import ModelTokenizer
 from unigen_ds.families.auto.family import CausalDirectory, ImagesDirectory
 from unigen_ds.families.auto.model import CausalLM, Rows
 from unigen_ds.families.directories import published_format
@@ -301,3 +302,32 @@ def test_rows_and_places() -> None:
     rows = Rows.of((2, 3), torch.device("cpu"))
     assert rows.filled(torch.tensor([5, 6, 7, 8, 9]), 0).tolist() == [[5, 6, 0], [7, 8, 9]]
     assert rows.mask.tolist() == [[1, 1, 0], [1, 1, 1]] and rows.places.tolist() == [0, 1, 3, 4, 5]
+
+
+def test_a_name_on_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only configs, tokenizer and safetensors are downloaded: neither code nor other weights. Offline it is refused."""
+    asked: dict[str, list[str]] = {}
+
+    def snapshot_download(name: str, *, allow_patterns: list[str]) -> str:
+        asked[name] = allow_patterns
+        if name != "someone/qwen3":
+            raise OSError("offline")
+        return str(folder / "qwen3")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    model = CausalLM(pretrained="someone/qwen3")
+    assert torch.equal(model.lm_head.weight, theirs(folder, "qwen3").lm_head.weight)
+    assert ModelTokenizer(path="someone/qwen3").eos_id == 3
+    patterns = {pattern.rpartition(".")[2] for each in asked.values() for pattern in each}
+    assert patterns <= {"json", "jinja", "txt", "model", "safetensors"}
+    with pytest.raises(ConfigError, match=r"cannot be loaded from the hub: offline.*hf download someone/other"):
+        CausalLM(pretrained="someone/other")
+
+
+def test_a_value_of_none_in_a_config_is_kept(tmp_path: Path) -> None:
+    """A Mistral without a sliding window, whose default has one: the checkpoint's config makes the same model."""
+    write_language(tmp_path / "mistral", "mistral", sliding_window=None)
+    model = CausalLM(pretrained=str(tmp_path / "mistral"))
+    again = CausalLM(**json.loads(json.dumps(model.arguments())))
+    assert again.transformers_model.config.sliding_window is None
+    assert again.arguments() == model.arguments()

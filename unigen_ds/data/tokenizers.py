@@ -26,7 +26,8 @@ class _Tokenizer:
 
     def __init__(self, tokenizer: Any, names: Sequence[str]) -> None:
         ids = tokenizer.convert_tokens_to_ids(list(names))
-        unknown = [n for n, i in zip(names, ids, strict=True) if i is None or i == tokenizer.unk_token_id]
+        unk = (tokenizer.unk_token_id, tokenizer.unk_token)  # which is the end token of some
+        unknown = [n for n, i in zip(names, ids, strict=True) if i is None or (i == unk[0] and n != unk[1])]
         if unknown:
             raise ConfigError(f"the tokenizer has no token {', '.join(unknown)}", remedy="add it as a special token")
         self._tokenizer = tokenizer

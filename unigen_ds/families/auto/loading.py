@@ -22,6 +22,7 @@ from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.hub import download
 from unigen_ds.core.log import logger
 from unigen_ds.core.paths import is_hub_name
+from unigen_ds.core.settings import plain
 from unigen_ds.models.weights import Pretrained, Stored, stored_tensors
 
 _VOCABULARY = r"(embed_tokens|lm_head|wte|embed_in|embed_out)\.weight$"
@@ -54,11 +55,13 @@ def read_config(folder: Path | None, given: Mapping[str, Any]) -> Any:
         if folder is None:
             stored = {"model_type": given.get("model_type")}
         else:
-            stored = AutoConfig.from_pretrained(folder, trust_remote_code=False).to_dict()
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            stored = config.to_dict()
         kind = stored["model_type"]
         if kind not in CONFIG_MAPPING:
             raise ConfigError(f"model.config.model_type is {kind!r}", allowed="a kind of model that transformers has")
-        config = CONFIG_MAPPING[kind].from_dict(_over(stored, given))
+        if given or folder is None:
+            config = CONFIG_MAPPING[kind].from_dict(_over(stored, plain(given)))
     except ConfigError:
         raise
     except Exception as error:  # strict dataclasses, JSON, the hub: many kinds
@@ -77,9 +80,7 @@ def plain_config(config: Any) -> dict[str, Any]:
 
 def _without(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {
-            key: _without(inner) for key, inner in value.items() if key not in _NOT_THE_MODELS and inner is not None
-        }
+        return {key: _without(inner) for key, inner in value.items() if key not in _NOT_THE_MODELS}
     return value
 
 
