@@ -17,6 +17,7 @@ from tests.families.tiny_transformers import write_images, write_language
 from tools.evaluate import main as evaluate
 from tools.export import main as export
 from tools.generate import main as generate
+from tools.inspect_data import main as inspect_data
 from tools.zero_to_fp32 import main as merge
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.metrics import read_lines
@@ -264,3 +265,11 @@ def test_the_recipes_train(data: Path, tmp_path: Path, name: str, kind: str) -> 
     }
     Runner.from_cfg(load_config(name, {**paths, **small, **files}), max_updates=2).train()
     assert [*losses(tmp_path / "run")] == [1, 2]
+
+
+def test_the_data_is_inspected(data: Path, tmp_path: Path) -> None:
+    """Also micro-batches without any image, which have tokens that no record has."""
+    config(data, "llava", tmp_path / "run", train_dataloader__batch_size=1, train_dataloader__packing=None)
+    assert inspect_data([str(tmp_path / "run.py"), "--html", str(tmp_path / "page.html"), "--num", "8"]) == 0
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "colour" in page and "green" in page

@@ -96,14 +96,15 @@ class _Parts:
         self._tokenizer = tokenizer = processor.tokenizer
         self._special = special_ids(tokenizer)
         self._images = [*_vit_images(batch, processor), *_latent_images(batch, processor)]
-        self._owner = np.full(batch.num_tokens, -1)
+        total = batch.position_ids.numel()  # also of tokens that are no record's
+        self._owner = np.full(total, -1)
         """Number of the image of each token; -1: text."""
         for number, (index, _) in enumerate(self._images):
             self._owner[index] = number
-        self._ids = np.full(batch.num_tokens, -1)
+        self._ids = np.full(total, -1)
         self._ids[batch.text_index.numpy()] = batch.text_ids.numpy()
         documents = batch.document_ids.numpy()
-        self._learned = np.zeros(batch.num_tokens, dtype=bool)
+        self._learned = np.zeros(total, dtype=bool)
         self._predicts: dict[int, str] = {}
         for at, target in zip(batch.text_target_index.tolist(), batch.text_target_ids.tolist(), strict=True):
             if at + 1 < len(self._ids) and self._ids[at + 1] == target and documents[at] == documents[at + 1]:

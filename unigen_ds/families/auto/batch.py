@@ -35,6 +35,7 @@ class ModelBatch(PackedBatch):
     host: Inputs = field(default_factory=dict)
     """``text_ids``, ``token_types`` ([T], 1 at an image's tokens) and ``image_inputs`` of whole numbers, which stay on
     the CPU: positions in images are computed of them."""
+    num_pictures: int = 0
     added_tokens: int = 0
     """At the end: of the image that no record has."""
 
@@ -44,7 +45,7 @@ class ModelBatch(PackedBatch):
 
     @property
     def num_images(self) -> int:
-        return len(self.vit_lengths)
+        return self.num_pictures
 
     def to(self, device: torch.device | str, *, non_blocking: bool = True) -> Self:
         moved = super().to(device, non_blocking=non_blocking)
@@ -131,7 +132,8 @@ class ModelBuilder(PackedBuilder):
         packed = super().batch(num_sequences, sample_ids, skipped)
         inputs = {} if self.pictures is None else joined(self.inputs, by_sample=self.pictures.by_sample)
         return ModelBatch(
-            **{**{f.name: getattr(packed, f.name) for f in dataclasses.fields(packed)}, "vit_lengths": (1,) * number},
+            **{f.name: getattr(packed, f.name) for f in dataclasses.fields(packed)},
+            num_pictures=number,
             image_inputs=inputs,
             host={} if self.pictures is None else self._host(packed.text_ids, inputs),
             added_tokens=self.num_tokens - before,
