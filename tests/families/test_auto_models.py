@@ -308,7 +308,7 @@ def test_a_name_on_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     """Only configs, tokenizer and safetensors are downloaded: neither code nor other weights. Offline it is refused."""
     asked: dict[str, list[str]] = {}
 
-    def snapshot_download(name: str, *, allow_patterns: list[str]) -> str:
+    def snapshot_download(name: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
         asked[name] = allow_patterns
         if name != "someone/qwen3":
             raise OSError("offline")
@@ -331,3 +331,17 @@ def test_a_value_of_none_in_a_config_is_kept(tmp_path: Path) -> None:
     again = CausalLM(**json.loads(json.dumps(model.arguments())))
     assert again.transformers_model.config.sliding_window is None
     assert again.arguments() == model.arguments()
+
+
+def test_the_same_weights_once_more_in_a_folder(folder: Path, tmp_path: Path) -> None:
+    """As Mistral's have them, in the names of another program; and a sharded folder that lacks a file."""
+    write_language(tmp_path / "mistral", "mistral")
+    save_file({"tok_embeddings.weight": torch.zeros(2, 2)}, tmp_path / "mistral" / "consolidated.safetensors")
+    model = CausalLM(pretrained=str(tmp_path / "mistral"))
+    assert torch.equal(model.lm_head.weight, theirs(folder, "mistral").lm_head.weight)
+    model.transformers_model.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    again = CausalLM(pretrained=str(tmp_path / "shards"))
+    assert torch.equal(model.lm_head.weight, again.lm_head.weight)
+    next((tmp_path / "shards").glob("*.safetensors")).unlink()
+    with pytest.raises(CheckpointError, match="lacks 1 of its files of weights"):
+        CausalLM(pretrained=str(tmp_path / "shards"))

@@ -111,8 +111,9 @@ def download(name: str, *, where: str, weights: bool) -> Path:
     """
     from huggingface_hub import snapshot_download
 
+    wanted = [*_SMALL, *["*.safetensors"] * weights]
     try:
-        return Path(snapshot_download(name, allow_patterns=[*_SMALL, *["*.safetensors"] * weights]))
+        return Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=["consolidated*", "*/*"]))
     except Exception as error:  # of the network, the server, the name: many kinds
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(

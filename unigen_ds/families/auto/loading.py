@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.hub import download
+from unigen_ds.core.json_values import stored_object
 from unigen_ds.core.log import logger
 from unigen_ds.core.paths import is_hub_name
 from unigen_ds.core.settings import plain
@@ -153,10 +154,27 @@ def read_weights(folder: Path, model: Any, *, auto: str) -> Pretrained:
             f"{folder} holds no *.safetensors" + f" (it holds {held})" * bool(held),
             remedy="save it again with save_pretrained of transformers: other formats can execute code",
         )
-    tensors = _renamed(stored_tensors(folder, linear_patches=False), model)
+    stored: dict[str, Stored] = {}
+    for path in _weight_files(folder):
+        stored |= stored_tensors(path, linear_patches=False)
+    tensors = _renamed(stored, model)
     if tensors is None:
         tensors = _loaded_whole(folder, model.config, auto)
     return Pretrained(str(folder), {}, tensors, may_leave=_unused(model), may_grow=_VOCABULARY)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Those that transformers loads; a folder may have the same weights once more, in the names of another program."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if not index.is_file():
+        return [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+    names = stored_object(index).get("weight_map")
+    if not isinstance(names, dict):
+        raise CheckpointError(f"{index} is damaged", allowed="an object with weight_map, a file for each tensor")
+    missing = [name for name in sorted(set(names.values())) if not (folder / name).is_file()]
+    if missing:
+        raise CheckpointError(f"{folder} lacks {len(missing)} of its files of weights: {', '.join(missing[:3])}")
+    return [folder / name for name in sorted(set(names.values()))]
 
 
 def _unused(model: Any) -> str:

@@ -220,7 +220,7 @@ class TransformersModel(PretrainedModel):
     def _compute(self, batch: ModelBatch, index: Tensor) -> Tensor:
         """Logits ``[C, vocabulary]`` at the tokens ``index``."""
         if self.packing is None:
-            self.packing = self._can_pack(batch.text_ids.device)
+            self.packing, self._pair = self._can_pack(batch.text_ids.device), None
         return self._packed(batch, index) if self.packing else self._rows(batch, index)
 
     def _packed(self, batch: ModelBatch, index: Tensor) -> Tensor:
