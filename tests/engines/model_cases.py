@@ -147,7 +147,11 @@ def models_compiled(*, full: bool) -> list[Job]:
 
 def resume(*, full: bool) -> list[Job]:
     """Killed and resumed at the same topology, as ``cases.resume``."""
-    runs = [("vlm", "zero2"), ("llava", "zero3"), *((("vlm", "FULL_SHARD"), ("flux", "zero3"), ("flux", "FULL_SHARD")) if full else ())]
+    runs = [
+        ("vlm", "zero2"),
+        ("llava", "zero3"),
+        *((("vlm", "FULL_SHARD"), ("flux", "zero3"), ("flux", "FULL_SHARD")) if full else ()),
+    ]
     jobs = []
     for m, engine in runs:
         given = phase(m, engine, 2, RESUME_UPDATES)

@@ -1,7 +1,8 @@
 """The models with pictures under every engine, against one process: to 1e-5 in fp32, and in bf16.
 
 ``vlm`` is the vision-language model with tied embeddings and tiles, ``flux`` the unified model with FLUX's autoencoder
-and images of three sizes, ``llava`` transformers' own LLaVA. Ranks get micro-batches without any image, and others without any text target.
+and images of three sizes, ``llava`` transformers' own LLaVA. Ranks get micro-batches without any image, and others
+without any text target.
 """
 
 from __future__ import annotations

@@ -301,7 +301,7 @@ def test_which_format_a_folder_has(folder: Path, tmp_path: Path) -> None:
 def test_rows_and_places() -> None:
     rows = Rows.of((2, 3), torch.device("cpu"))
     assert rows.filled(torch.tensor([5, 6, 7, 8, 9]), 0).tolist() == [[5, 6, 0], [7, 8, 9]]
-    assert rows.mask.tolist() == [[1, 1, 0], [1, 1, 1]] and rows.places.tolist() == [0, 1, 3, 4, 5]
+    assert rows.mask.tolist() == [[1, 1, 0], [1, 1, 1]] and rows.slots.tolist() == [0, 1, 3, 4, 5]
 
 
 def test_a_name_on_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

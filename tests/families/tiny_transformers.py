@@ -41,7 +41,8 @@ CHATML = (
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 MARKED = (
-    "{% for m in messages %}{% if m.role == 'assistant' %}A: {% generation %}{{ m.content }}</s>{% endgeneration %}{{ '\\n' }}"
+    "{% for m in messages %}{% if m.role == 'assistant' %}A: {% generation %}{{ m.content }}</s>{% endgeneration %}"
+    "{{ '\\n' }}"
     "{% else %}U: {{ m.content }}\n{% endif %}{% endfor %}{% if add_generation_prompt %}A: {% endif %}"
 )
 LANGUAGE: dict[str, Any] = {

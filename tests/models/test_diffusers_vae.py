@@ -56,7 +56,7 @@ def test_its_numbers_are_diffusers_own(folder: Path) -> None:
 
 def config(folder: Path, work_dir: Path, data: Path, **overrides: Any) -> Any:
     changes: dict[str, Any] = {
-        "model__vae": {"_delete_": True, "type": "DiffusersAutoencoder", "path": str(folder)},
+        "model__vae": {"type": "DiffusersAutoencoder", "path": str(folder)},
         "model__vit__image_size": 16, "model__vit__num_channels": 3,
         "processor": {"vit_transform": _TRANSFORM, "vae_transform": _TRANSFORM},
         "train_dataloader__dataset": {"type": "UnifiedGenerationDataset", "data_path": str(data)},

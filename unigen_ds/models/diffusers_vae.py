@@ -1,5 +1,6 @@
-"""An autoencoder of diffusers (``AutoencoderKL``: Stable Diffusion 1 to 3, SDXL, FLUX in diffusers' names). Always frozen.
+"""An autoencoder of diffusers (``AutoencoderKL``: Stable Diffusion 1 to 3, SDXL, FLUX in diffusers' names).
 
+Always frozen.
 Weights are read from safetensors alone. A checkpoint has them, and the config as an argument, so it needs no folder.
 
 Shape suffixes: K images, C channels, H and W pixels, z latent channels.

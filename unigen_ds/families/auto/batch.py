@@ -60,7 +60,7 @@ class ModelBatch(PackedBatch):
 
 @dataclass(frozen=True)
 class PictureSplit(Split):
-    """An image, not yet decoded, with the tokens that the model's processor puts in its place."""
+    """An image, not yet decoded, with the tokens that the model's processor has for it."""
 
     path: str
     ids: tuple[int, ...]

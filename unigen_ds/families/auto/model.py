@@ -36,7 +36,7 @@ from unigen_ds.models.weights import PretrainedModel, match
 _CHECKED_IDS = ((5, 3, 9, 4, 7), (8, 2, 6))
 """Two short documents, where no processor has others."""
 _OTHER_IDS = (4, 9, 2, 8, 3)
-"""In place of the first one: the second must not notice."""
+"""Instead of the first one: the second must not notice."""
 _SWAPPED = (_CHECKED_IDS[0], _OTHER_IDS)
 _TOLERANCE = {torch.float32: 1e-3}
 """Of a hidden state's root mean square, packed against separate."""
@@ -236,7 +236,7 @@ class TransformersModel(PretrainedModel):
         if self._inner_positions is None:
             inputs |= self._accepted({"position_ids": rows.positions})
         inputs |= {**self._images(batch), **self._types(batch, rows)}
-        return self._called(inputs, rows.places[index])
+        return self._called(inputs, rows.slots[index])
 
     def _called(self, inputs: Mapping[str, Any], index: Tensor) -> Tensor:
         with self._head(index):
@@ -311,7 +311,7 @@ class TransformersModel(PretrainedModel):
             "attention_mask": rows.mask,
         }
         found, _ = self._inner_positions(rows.filled(ids, self._pad_id), **given)
-        inside = to_device(found.flatten(1)[:, rows.places].contiguous(), flat.device)
+        inside = to_device(found.flatten(1)[:, rows.slots].contiguous(), flat.device)
         return torch.cat([flat[None], inside])[:, None]
 
     def _can_pack(self, device: torch.device) -> bool:
@@ -371,8 +371,8 @@ _OWN = "another model, or a family of your own (docs/extending.md)"
 class Rows:
     """Documents as rows ``[D, L]``, filled up at their ends."""
 
-    def __init__(self, places: Tensor, shape: tuple[int, int], lengths: Tensor) -> None:
-        self.places, self.shape, self.lengths = places, shape, lengths
+    def __init__(self, slots: Tensor, shape: tuple[int, int], lengths: Tensor) -> None:
+        self.slots, self.shape, self.lengths = slots, shape, lengths
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> Rows:
@@ -384,11 +384,11 @@ class Rows:
     def filled(self, values: Tensor, fill: int) -> Tensor:
         """``[T]`` -> ``[D, L]``."""
         whole = torch.full((self.shape[0] * self.shape[1],), fill, dtype=values.dtype, device=values.device)
-        return whole.index_copy(0, self.places, values).view(self.shape)
+        return whole.index_copy(0, self.slots, values).view(self.shape)
 
     @property
     def positions(self) -> Tensor:
-        return torch.arange(self.shape[1], device=self.places.device).expand(self.shape)
+        return torch.arange(self.shape[1], device=self.slots.device).expand(self.shape)
 
     @property
     def mask(self) -> Tensor:

@@ -60,7 +60,7 @@ class Pictures:
 
     @property
     def token(self) -> str:
-        """What stands for an image in the rendered conversation."""
+        """The text of an image in the rendered conversation."""
         return str(self.processor.image_token)
 
     def text(self, size: tuple[int, int]) -> str:

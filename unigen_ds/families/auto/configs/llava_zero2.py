@@ -9,9 +9,7 @@ update on 8 GPUs, one epoch. ``train.jsonl`` may have LLaVA's own records (``{im
 batch_size, accumulative_counts, seq_length, max_epochs = 4, 4, 2048, 1
 _pretrained = "llava-hf/llava-1.5-7b-hf"
 
-model = dict(
-    type="ImageTextToText", pretrained=_pretrained, freeze=["vision_tower"], activation_checkpointing=True
-)
+model = dict(type="ImageTextToText", pretrained=_pretrained, freeze=["vision_tower"], activation_checkpointing=True)
 tokenizer = dict(type="ModelTokenizer", path=_pretrained)
 train_dataloader = dict(
     batch_size=batch_size,
