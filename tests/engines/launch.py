@@ -247,11 +247,12 @@ def metric_deviation(run: Outcome, oracle: Outcome, *, after: int = 0, updates: 
 
 
 def has_zero_gradient(name: str) -> bool:
-    """A key bias of the ViT: softmax ignores what all keys share, so Adam amplifies pure rounding noise.
+    """A key bias of a vision tower: softmax ignores what all keys share, so Adam amplifies pure rounding noise.
 
     Not so in the language model, where a norm follows the projection.
     """
-    return name.startswith(("vit_model.", "vision_model.")) and name.endswith("k_proj.bias")
+    towers = ("vit_model.", "vision_model.", "model.vision_tower.")
+    return name.startswith(towers) and name.endswith("k_proj.bias")
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ def test_the_last_answer_of_a_kind_is_asked_for() -> None:
 
 def test_ids_with_labels_are_divided_at_the_last_run_of_targets() -> None:
     ids, labels = (3, 4, 5, 6, 7, EOS, 9), (-100, -100, 5, -100, 7, EOS, 9)
-    question = question_of(Sample((SEEN, TokenSplit(ids, labels))), "text", key="a:0", eos_id=EOS)
+    question = question_of(Sample((SEEN, TokenSplit(ids, labels))), "text", key="a:0", end_ids=(EOS,))
     assert question is not None and question.begin == (3, 4, 5, 6, 7) and question.reference_ids == (7,)
 
 

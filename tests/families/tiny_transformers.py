@@ -33,6 +33,10 @@ WORDS = (
     *COLOURS,
     *"abcdefghijklmnopqrstuvwxyz?.:,!AU[]",
     "\n",
+    "and",
+    "dark",
+    "not",
+    "so",
 )
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"

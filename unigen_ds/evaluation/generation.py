@@ -10,7 +10,7 @@ Training is not affected: its generators are restored, and the weights are those
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -160,8 +160,11 @@ class Answers:
         return [answer.key for answer in self.mine]
 
 
-def question_of(sample: Sample, wanted: Kind, *, key: str, eos_id: int | None = None) -> Question | None:
-    """The last answer of that kind in a record, and all before it; None: there is none, or nothing is before it."""
+def question_of(sample: Sample, wanted: Kind, *, key: str, end_ids: Collection[int] = ()) -> Question | None:
+    """The last answer of that kind in a record, and all before it; None: there is none, or nothing is before it.
+
+    ``end_ids``: each of them ends an answer.
+    """
     if wanted == BOTH:
         return _question_of_both(sample, key)
     numbers = [i for i, split in enumerate(sample.splits) if _answers(split, wanted)]
@@ -175,9 +178,8 @@ def question_of(sample: Sample, wanted: Kind, *, key: str, eos_id: int | None = 
         reference = target.ids
     elif isinstance(target, TokenSplit):
         start, stop = _last_targets(target.labels)
+        stop = next((i for i in range(start, stop) if target.labels[i] in end_ids), stop)
         begin, reference = target.ids[: start + 1], target.labels[start:stop]
-        if eos_id in reference:
-            reference = reference[: reference.index(eos_id)]
     shown = before or len(begin) > 1
     return Question(key, wanted, before, target, begin, reference) if shown and not sample.plain else None
 
@@ -386,10 +388,10 @@ def question_at(
 ) -> Question | None:
     """That record's question, as ``question_of``."""
     tokenizer = getattr(processor, "tokenizer", None)
-    eos_id = getattr(tokenizer, "eos_id", None)
+    end_ids = getattr(tokenizer, "end_ids", (getattr(tokenizer, "eos_id", None),))
     numbers = getattr(datasets[source], "numbers", None)  # a part of a file: ids have the numbers of the whole
     key = f"{names[source]}:{index if numbers is None else int(numbers[index])}"
-    question = question_of(datasets[source].sample(index), wanted, key=key, eos_id=eos_id)
+    question = question_of(datasets[source].sample(index), wanted, key=key, end_ids=end_ids)
     if question is not None and isinstance(question.target, TextSplit):
         return Question(**{**vars(question), "begin": (tokenizer.bos_id,)})  # type: ignore[union-attr]
     return question

@@ -34,6 +34,7 @@ class ModelInferencer:
     def __init__(self, model: Any, processor: ModelProcessor) -> None:
         self.model, self.processor = model, processor
         self.reads_images = processor.pictures is not None
+        self._image_ids = [] if processor.pictures is None else processor.pictures.token_ids
 
     @checked("unified_generate")
     def unified_generate(
@@ -109,13 +110,17 @@ class ModelInferencer:
             logits = self.model.next_token_logits(batch.to(device_of(self.model)), cache)
             if cache is not None and cache.values is None:
                 cache = None  # a model without keys and values
-            token = int(choose(logits[:1], [number])[0])
+            token = int(choose(self._of_texts(logits[:1]), [number])[0])
             written.append(token)
             new = [_unlearned([token])]
             document += new
             if token in self.processor.tokenizer.end_ids:
                 break
         return written
+
+    def _of_texts(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits ``[1, vocabulary]`` without the tokens of images: no answer has the features of one."""
+        return logits.index_fill(-1, torch.tensor(self._image_ids, dtype=torch.int64, device=logits.device), -torch.inf)
 
     def _batch(self, document: Sequence[Loaded], *, adds_plain: bool) -> ModelBatch:
         builder = self.processor.builder()
