@@ -388,7 +388,7 @@ def question_at(
 ) -> Question | None:
     """That record's question, as ``question_of``."""
     tokenizer = getattr(processor, "tokenizer", None)
-    end_ids = getattr(tokenizer, "end_ids", (getattr(tokenizer, "eos_id", None),))
+    end_ids: Any = getattr(tokenizer, "end_ids", (getattr(tokenizer, "eos_id", None),))
     numbers = getattr(datasets[source], "numbers", None)  # a part of a file: ids have the numbers of the whole
     key = f"{names[source]}:{index if numbers is None else int(numbers[index])}"
     question = question_of(datasets[source].sample(index), wanted, key=key, end_ids=end_ids)
