@@ -13,6 +13,7 @@ _PANDAS = (
     "python -c \"import pandas; pandas.read_{0}('{{0}}').to_json('converted.jsonl', orient='records', lines=True)\""
 )
 _DATASETS = "python -c \"import datasets; datasets.Dataset.from_file('{0}').to_json('converted.jsonl')\""
+LATIN1 = "iconv -f LATIN1 -t UTF-8 {0} > utf8{1}"
 _READ_AS = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\xff\xff\xff\xff": "arrow"}
 """First bytes -> the format that reads such a file as it is."""
 _MAGIC = {
@@ -22,8 +23,17 @@ _MAGIC = {
     b"\x1f\x8b": ("compressed by gzip", "gunzip -c {0} > converted.jsonl"),
     b"\x28\xb5\x2f\xfd": ("compressed by zstd", "zstd -dc {0} > converted.jsonl"),
     b"PK\x03\x04": ("a zip archive", "python -m zipfile -e {0} converted"),
+    b"BZh91AY&": ("compressed by bzip2", "bunzip2 -c {0} > converted.jsonl"),
+    b"\xfd7zXZ\x00": ("compressed by xz", "xz -dc {0} > converted.jsonl"),
 }
 """First bytes -> what it is, and a command that works whatever the file's name ends in."""
+_EXCEL = ("an Excel workbook", _PANDAS.format("excel"))
+
+
+def no_utf8(path: Path, where: object, byte: int) -> DataError:
+    """The error for a text in another encoding."""
+    remedy = f"convert it: {LATIN1.format(path.name, path.suffix)}"
+    return DataError(f"{where}: byte {byte} is no UTF-8", remedy=remedy)
 
 
 def no_record(path: Path) -> DataError:
@@ -59,6 +69,8 @@ def check_data_file(path: Path) -> None:
         head = stream.read(8)
     for magic, (what, command) in _MAGIC.items():
         if head.startswith(magic):
+            if path.suffix.lower() in (".xlsx", ".xlsm"):
+                what, command = _EXCEL
             convert = command.format(path.name)
             own = f"; format={_READ_AS[magic]!r} reads it as it is" if magic in _READ_AS else ""
             raise DataError(f"data file {path} is {what}", allowed=_ALLOWED + own, remedy=f"convert it: {convert}")

@@ -29,6 +29,7 @@ from unigen_ds.data.records import Captions, Layout, Turn
 from unigen_ds.data.samples import Sample
 from unigen_ds.data.sources.base import FoundRecord
 from unigen_ds.data.sources.find import default_name, open_source
+from unigen_ds.data.sources.huggingface import HuggingFaceSource
 from unigen_ds.data.streamed import StreamedShards, Streaming, stream_shards
 from unigen_ds.data.token_cache import TokenCache
 
@@ -139,7 +140,7 @@ class UnifiedGenerationDataset:
             self.path = self.index.source.path
             self.image_root = self.index.source.root if image_root is None else Path(image_root)
         else:
-            source = open_source(data_path, format=format, cache_dir=cache)
+            source = open_source(data_path, format=format, cache_dir=cache, columns=columns)
             self.path = source.origin
             self.image_root = source.root if image_root is None else Path(image_root)
             self.index = Index.build(
@@ -287,8 +288,22 @@ def check_readable(datasets: Sequence[PlannedDataset], names: Sequence[str]) -> 
         raise DataError(
             f"{title}: none of its {int(dataset.counts().images.sum()):,} images can be read. The first:\n  "
             + "\n  ".join(list(broken.values())[:_SHOWN]),
-            remedy="image paths are files, relative to the data file's folder or to image_root",
+            remedy=_where_images_start(dataset),
         )
+
+
+def _where_images_start(dataset: PlannedDataset) -> str:
+    """How its images can be found."""
+    if not isinstance(dataset, UnifiedGenerationDataset):
+        return "image paths are files, relative to the data file's folder or to image_root"
+    if dataset.shards is not None and dataset.shards.listed.root is None:
+        return (
+            "images as single files beside urls are not fetched: a relative path is a file of this machine, below"
+            " image_root=FOLDER; or have the images inside of the shards (tar, Parquet)"
+        )
+    if isinstance(dataset.index.source, HuggingFaceSource):
+        return f"relative image paths start at {dataset.image_root}: image_root=FOLDER is another one"
+    return "image paths are files, relative to the data file's folder or to image_root"
 
 
 def is_streamed(dataset: PlannedDataset) -> bool:

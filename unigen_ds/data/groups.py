@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import Field
 
-from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.core.errors import ConfigError, DataError, suggestion
 from unigen_ds.core.settings import Section
 from unigen_ds.core.values import Number
 from unigen_ds.data.counts import Array
@@ -57,7 +57,8 @@ def blend(datasets: Sequence[PlannedDataset], sizes: Sequence[int], groups: Mapp
             raise ConfigError(
                 f"the data set {dataset.name} has group={group!r}",
                 allowed=f"a group of {_KEY}: {', '.join(groups)}" if groups else f"{_KEY}, which names the groups",
-                remedy=f"{_KEY}=dict({group or 'name'}=dict(weight=1.0)) in the config",
+                remedy=suggestion(str(group), groups)
+                or f"{_KEY}=dict({group or 'name'}=dict(weight=1.0)) in the config",
             )
     if not groups:
         weights = dataset_weights(datasets)

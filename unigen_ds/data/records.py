@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from unigen_ds.core.errors import DataError
+from unigen_ds.core.errors import DataError, close
 from unigen_ds.data.stored_image import StoredImage
 
 Captions = Literal["generate", "understand"]
@@ -74,7 +74,10 @@ class Layout:
         """``record`` with the keys of the layouts. Raises ``DataError`` where it has none of a given name."""
         missing = [given for given, _ in self.columns if given not in record]
         if missing:
-            raise DataError(f"{where}: columns names {', '.join(missing)}, and the record has: {_names(record)}")
+            raise DataError(
+                f"{where}: columns names {', '.join(missing)}, and the record has: {_names(record)}",
+                remedy=_other_columns(missing, dict(self.columns), record),
+            )
         new = {name: record[given] for given, name in self.columns}
         renamed = {given for given, _ in self.columns}
         return {**{key: value for key, value in record.items() if key not in renamed}, **new}
@@ -154,9 +157,9 @@ def parse_record(
             return list(_llava(record, turns, where, image_root))
         return [_turn(turn, f"conversations[{i}]", where, image_root) for i, turn in enumerate(turns)]
     if "text_prompt" in record or "image_path" in record:
-        prompt = _text(record, "text_prompt", "text_prompt", where)
+        prompt = _text(_having(record, "text_prompt", where), "text_prompt", "text_prompt", where)
         key = "image" if "image_path" not in record and "image" in record else "image_path"
-        return _captioned(prompt, _image_path(record.get(key), key, where, image_root), captions)
+        return _captioned(prompt, _image_path(_having(record, key, where)[key], key, where, image_root), captions)
     if captions is not None and record.get("image") is not None and "text" in record:
         text = _text(record, "text", "text", where)
         return _captioned(text, _image_path(record["image"], "image", where, image_root), captions)
@@ -171,15 +174,60 @@ def parse_record(
     if "instruction" in record and ("output_images" in record or "output_image" in record):
         return _instructed(record, where, image_root)
     if "caption" in record or "captions" in record:
-        image = _image_path(record.get("image"), "image", where, image_root)
+        image = _image_path(_having(record, "image", where)["image"], "image", where, image_root)
         return _captioned(_caption(record, where), image, captions)
+    if "texts" in record:
+        raise _wrong(where, "texts", record["texts"], "nanoVLM's list of {user, assistant}; a document is {text}")
     raise DataError(
         f"{where}: conversations is missing (the record has: {_names(record) or 'nothing'})",
         allowed="{conversations: [...]}, {text_prompt, image_path}, {text}, LLaVA's {image, conversations},"
         " {messages}, {images, texts}, {image, caption}, {image, captions}, {image_list, instruction_list} or"
         " {instruction, input_images, output_images}",
-        remedy="other names: columns={'name in the file': 'text'}",
+        remedy=other_delimiter(list(record))
+        or _renamed(record, _FIRST_KEYS)
+        or "other names: columns={'name in the file': 'text'}",
     )
+
+
+_FIRST_KEYS = (
+    "conversations", "text_prompt", "image_path", "text", "messages", "texts", "caption", "captions", "image_list",
+    "instruction", "output_image", "output_images",
+)  # fmt: skip
+"""Keys by which a layout is recognised."""
+
+
+def _having(record: Mapping[str, Any], key: str, where: object) -> Mapping[str, Any]:
+    """``record``. Raises ``DataError`` with its keys where it has none of that name, or null."""
+    if record.get(key) is None:
+        what = "null" if key in record else "missing"
+        raise DataError(
+            f"{where}: {key} is {what} (the record has: {_names(record)})",
+            allowed="the path of an image" if key.startswith("image") else "a text",
+            remedy=None if key in record else _renamed(record, (key,)),
+        )
+    return record
+
+
+def _renamed(record: Mapping[str, Any], keys: Sequence[str]) -> str | None:
+    """The setting that reads a key of the record as the one of ``keys`` that it is probably meant to be."""
+    pairs = [(str(given), near) for given in record if given not in keys and (near := close(str(given), keys))]
+    return f"did you mean {pairs[0][1]!r}? columns={{{pairs[0][0]!r}: {pairs[0][1]!r}}} reads it so" if pairs else None
+
+
+def _other_columns(missing: Sequence[str], columns: Mapping[str, str], record: Mapping[str, Any]) -> str:
+    """What was probably meant by the names of ``columns`` that a record does not have."""
+    if all(columns[given] in record for given in missing):
+        turned = {name: given for given, name in columns.items()}
+        return f"the name in the file comes first: columns={turned!r}"
+    near = [(given, found) for given in missing if (found := close(given, map(str, record)))]
+    more = f"; did you mean {near[0][1]!r} by {near[0][0]!r}?" if near else ""
+    return f"columns={{'name in the file': 'key of a layout'}}{more}"
+
+
+def other_delimiter(names: Sequence[str]) -> str | None:
+    """The setting for a CSV file whose names are one cell, because something else than a comma is between them."""
+    signs = [sign for sign in (";", "\t", "|") if len(names) == 1 and sign in str(names[0])]
+    return f"format=dict(type='csv', delimiter={signs[0]!r})" if signs else None
 
 
 def _captioned(text: str, image: str, captions: Captions | None) -> list[Turn]:
@@ -421,6 +469,12 @@ def _turn(turn: Any, field: str, where: object, image_root: Path | None) -> Turn
         return Turn(role, "text", _text(turn, "content", f"{field}.content", where))
     if kind == "image":
         return Turn(role, "image", _path(turn, f"{field}.image_path", where, image_root))
+    if kind is None and "content" in turn:
+        raise DataError(
+            f"{where}: {field}.type is missing",
+            allowed="text, image",
+            remedy="turns of role and content alone are OpenAI's: columns={'conversations': 'messages'}",
+        )
     raise _wrong(where, f"{field}.type", kind, "text, image")
 
 
@@ -453,6 +507,8 @@ def _image_path(value: Any, field: str, where: object, image_root: Path | None) 
         raise _wrong(where, field, value, "the path of an image")
     if isinstance(value, StoredImage):
         return value
+    if value.startswith("data:image/"):
+        return _linked_image(value, field, where, image_root)
     return _in_folder(image_root, value) if image_root is not None else value
 
 

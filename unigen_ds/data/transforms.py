@@ -8,6 +8,7 @@ indexed without decoding a single picture. Resizing is PIL's bicubic on uint8, o
 from __future__ import annotations
 
 import os
+import re
 import stat
 import threading
 import warnings
@@ -23,7 +24,7 @@ import numpy as np
 import torch
 from annotated_types import Ge
 from numpy.typing import NDArray
-from PIL import Image, PngImagePlugin
+from PIL import Image, PngImagePlugin, UnidentifiedImageError
 from torch import Tensor
 
 from unigen_ds.core.errors import ConfigError, DataError
@@ -51,6 +52,9 @@ MAX_PIXELS = 178_956_970
 """Pixels of an image at most, checked before any is decoded: a small file may claim a size that fills the memory."""
 _LONG = 400
 """Characters of a path in a message."""
+_UNKNOWN = f" (read are {', '.join(FORMATS)})"
+_IN_TEXT = "; as base64 it is written data:image/png;base64,..."
+_BASE64 = re.compile(r"[A-Za-z0-9+/]{256,}={0,2}\Z")
 _DEEP = ("I;16", "I;16L", "I;16B", "I;16N")
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -233,9 +237,34 @@ def _opened(path: str | Path | ImageContent, what: str, rule: int) -> Iterator[I
     except MemoryError:
         raise
     except Exception as error:  # PIL's readers raise anything on a broken file
-        raise UnreadableImage(
-            f"image {_brief(path)} cannot be {what}: {type(error).__name__}: {_brief(error)}"
-        ) from error
+        raise UnreadableImage(f"image {_shown_path(path)} cannot be {what}: {_why(path, error)}") from error
+
+
+def _why(path: str | Path | ImageContent, error: Exception) -> str:
+    """What is wrong with an image, without its path."""
+    if isinstance(error, UnidentifiedImageError):
+        return f"it is empty: 0 bytes{_UNKNOWN}" if _is_empty(path) else f"its content is none of the formats{_UNKNOWN}"
+    if isinstance(error, OSError) and error.errno is not None and error.strerror:
+        return f"{type(error).__name__}: {error.strerror}{_IN_TEXT if _is_base64(path) else ''}"
+    return f"{type(error).__name__}: {_brief(error)}"
+
+
+def _is_empty(path: str | Path | ImageContent) -> bool:
+    source = path._path if isinstance(path, ImageContent) else path
+    try:
+        return not (source.read() if isinstance(source, StoredImage) else os.path.getsize(source))
+    except (OSError, DataError):
+        return False
+
+
+def _is_base64(path: str | Path | ImageContent) -> bool:
+    """Whether a record has the image itself where its path is expected."""
+    return _BASE64.search(str(path)) is not None
+
+
+def _shown_path(path: str | Path | ImageContent) -> str:
+    shown = str(path)
+    return f"{shown[: _LONG // 8]} ... ({len(shown):,} characters)" if _is_base64(path) else _brief(shown)
 
 
 def _brief(text: object) -> str:

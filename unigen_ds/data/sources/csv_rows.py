@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from unigen_ds.core.errors import DataError
-from unigen_ds.core.registry import SOURCES
+from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.core.registry import SOURCES, checked
 from unigen_ds.data.data_file import check_data_file
-from unigen_ds.data.records import RATINGS
+from unigen_ds.data.records import RATINGS, other_delimiter
 from unigen_ds.data.sources.base import Arrays, FoundRecord, RecordSource, Row
 from unigen_ds.data.sources.json_lines import Place, read_bytes
 
@@ -24,6 +24,7 @@ _NESTED = (
 )  # fmt: skip
 """Columns whose cells are lists, written as JSON."""
 _BOM = b"\xef\xbb\xbf"
+_NO_DELIMITER = '"\r\n\0'
 
 
 @SOURCES.register_module(name="csv")
@@ -36,10 +37,17 @@ class CsvSource(RecordSource):
 
     suffixes = (".csv", ".tsv")
 
+    @checked("format")
     def __init__(
         self, path: Path, *, label: str | None = None, folder: Path | None = None, delimiter: str | None = None
     ) -> None:
         super().__init__(path, label=label, folder=folder)
+        if delimiter is not None and (len(delimiter) != 1 or delimiter in _NO_DELIMITER):
+            raise ConfigError(
+                f"format.delimiter is {delimiter!r}",
+                allowed="one character, that is no quotation mark and no end of a line",
+                remedy="delimiter=';', or delimiter='\\t' for tabs; a file with a longer one must be written again",
+            )
         self.delimiter = delimiter or ("\t" if ".tsv" in self.label.lower() else ",")
         self.offsets = self.lengths = np.empty(0, np.int64)
         check_data_file(self.path)
@@ -113,7 +121,9 @@ class CsvSource(RecordSource):
             raise DataError(f"{position}: no valid CSV: {error}") from error
         if len(cells) != len(self.names):
             raise DataError(
-                f"{position}: the row has {len(cells)} cells", allowed=f"{len(self.names)}, as the first row"
+                f"{position}: the row has {len(cells)} cells",
+                allowed=f"{len(self.names)}, as the first row",
+                remedy=other_delimiter(self.names),
             )
         return Row(
             {name: self._value(name, cell, position) for name, cell in zip(self.names, cells, strict=True)}, position

@@ -12,13 +12,14 @@ from typing import Any
 
 from unigen_ds.core.errors import ConfigError, DataError, nearest
 from unigen_ds.core.log import notice
+from unigen_ds.core.paths import is_hub_name
 from unigen_ds.core.registry import SOURCES, resolve
 from unigen_ds.data.array_cache import cache_folder
 from unigen_ds.data.data_file import instead_of
 from unigen_ds.data.sources import arrow, csv_rows, parquet, texts  # noqa: F401 - registers them
 from unigen_ds.data.sources.base import Joined, RecordSource
 from unigen_ds.data.sources.huggingface import is_saved
-from unigen_ds.data.sources.image_folder import METADATA, is_image_folder
+from unigen_ds.data.sources.image_folder import METADATA, is_image_folder, metadata_below
 from unigen_ds.data.sources.unpacked import COMPRESSED, unpacked_file
 
 DataPath = str | Path | Sequence[str | Path]
@@ -38,15 +39,26 @@ def default_name(data_path: DataPath) -> str:
 
 
 def open_source(
-    data_path: DataPath, *, format: str | Mapping[str, Any] | None = None, cache_dir: Path | None = None
+    data_path: DataPath,
+    *,
+    format: str | Mapping[str, Any] | None = None,
+    cache_dir: Path | None = None,
+    columns: Mapping[str, str] | None = None,
 ) -> RecordSource:
     """The records of ``data_path``. ``cache_dir``: for unpacked copies, where the data's folder cannot be written.
+    ``columns``: for a format that looks for keys itself, as of ``RecordSource``.
 
     Raises ``DataError`` where there are no such files, or files of several formats; ``ConfigError`` for an unknown
     format, or a setting that it does not have.
     """
     spec = {"type": format} if isinstance(format, str) else dict(format or {})
     given = [data_path] if isinstance(data_path, (str, Path)) else list(data_path)
+    if spec.get("type") != "huggingface" and (urls := [str(one) for one in given if "://" in str(one)]):
+        raise ConfigError(
+            f"data_path {urls[0]!r} is a url",
+            allowed="files and folders of this machine; urls with streaming=True",
+            remedy="streaming=True of the data set",
+        )
     if spec and spec.get("type") not in SOURCES.module_dict and isinstance(spec.get("type"), str):
         raise ConfigError(
             f"format is {spec['type']!r}",
@@ -60,6 +72,8 @@ def open_source(
     cls, options = resolve(SOURCES, spec, where="format")
     files = [file for path in paths for file in files_of(path, cls)]
     sources = [open_file(file, cls, options, cache_dir) for file in files]
+    for source in sources:
+        source.columns = columns or {}
     if len(sources) == 1:
         return sources[0]
     return Joined(sources, f"{', '.join(map(str, given))} ({len(sources)} files)")
@@ -126,7 +140,7 @@ def _format(path: Path) -> str:
     if path.is_dir():
         return _format_of_folder(path)
     found = by_suffix().get(suffix_of(path), JSON)
-    if found == TEXT and path.suffix.lower() not in COMPRESSED and path.is_file():
+    if found == TEXT and path.suffix.lower() == ".txt" and path.is_file():  # Markdown may begin with a link
         with path.open("rb") as stream:
             first = stream.read(256).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
         return JSON if first in (b"{", b"[") else TEXT
@@ -141,6 +155,8 @@ def _format_of_folder(folder: Path) -> str:
     known = by_suffix()
     counted = Counter(known[suffix] for path in _inside(folder) if (suffix := suffix_of(path)) in known)
     texts_there = counted.pop(TEXT, 0)
+    if sum(counted.values()) == len(metadata_below(folder)) > 0:
+        return "image_folder"
     if len(counted) > 1:
         shown = ", ".join(f"{number} of {kind}" for kind, number in counted.most_common())
         raise DataError(f"folder {folder} has files of several formats: {shown}",
@@ -175,7 +191,12 @@ def files_of(path: Path, cls: type) -> list[Path]:
         raise DataError(
             f"data file {path} does not exist",
             allowed=f"a file with the suffix {' or '.join(suffixes)}",
-            remedy=instead_of(path, suffixes),
+            remedy=instead_of(path, suffixes)
+            + (
+                f"; format='huggingface' for the data set {path} of the hub"
+                if not path.suffix and is_hub_name(str(path))
+                else ""
+            ),
         )
     if not suffixes or not path.is_dir():
         return [path]

@@ -1,20 +1,24 @@
 """A folder of images with captions: a ``.txt`` beside each image, or ``metadata.csv`` / ``metadata.jsonl`` for all.
 
 The records are those of a JSONL file of paths: ``{image: path, caption: text}``. A row of the metadata has
-``file_name``, and ``caption``, ``text``, ``prompt`` or ``text_prompt``, or any layout of ``records``.
+``file_name``, and ``caption``, ``text``, ``prompt`` or ``text_prompt``, or any layout of ``records``; ``columns`` may
+give them other names. Metadata in folders below, each with names from its own folder, are read where there is none at
+the top.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from unigen_ds.core.errors import DataError
 from unigen_ds.core.registry import SOURCES
+from unigen_ds.data.data_file import no_utf8
 from unigen_ds.data.records import shown_value
-from unigen_ds.data.sources.base import Arrays, FoundRecord, RecordSource, Row
+from unigen_ds.data.sources.base import Arrays, FoundRecord, Joined, RecordSource, Row
 from unigen_ds.data.sources.csv_rows import CsvSource
 from unigen_ds.data.sources.json_lines import JsonSource, read_bytes
 from unigen_ds.data.sources.names import Names
@@ -23,6 +27,9 @@ from unigen_ds.data.sources.webdataset import IMAGES
 METADATA = ("metadata.csv", "metadata.jsonl")
 _CAPTIONS = ("text", "prompt", "text_prompt")
 _LAYOUTS = ("conversations", "messages", "texts", "captions", "caption")
+_FILE_NAME = "file_name"
+_TEXTS = (".txt", ".TXT")
+"""Suffixes of captions: the second where no image has one with the first."""
 
 
 def is_image_folder(folder: Path) -> bool:
@@ -30,10 +37,24 @@ def is_image_folder(folder: Path) -> bool:
     return any((folder / name).is_file() for name in METADATA) or next(_images(folder), None) is not None
 
 
+def metadata_below(folder: Path) -> list[Path]:
+    """Metadata of images in the folders below, by their names and their first line, in order."""
+    found = sorted(path for name in METADATA for path in folder.rglob(name) if not _hidden(path, folder))
+    return [path for path in found if path.parent != folder and _names_files(path)]
+
+
+def _names_files(metadata: Path) -> bool:
+    with metadata.open("rb") as stream:
+        return _FILE_NAME.encode() in stream.readline(1 << 16)
+
+
+def _hidden(path: Path, folder: Path) -> bool:
+    return any(part.startswith(".") for part in path.relative_to(folder).parts)
+
+
 def _images(folder: Path) -> Iterator[Path]:
     for path in folder.rglob("*"):
-        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        if path.suffix[1:].lower() in IMAGES and not hidden and path.is_file():
+        if path.suffix[1:].lower() in IMAGES and not _hidden(path, folder) and path.is_file():
             yield path
 
 
@@ -47,20 +68,33 @@ class ImageFolderSource(RecordSource):
         super().__init__(path, label=label, folder=folder)
         self._rows: RecordSource | None = None
         self._names, self._without = Names.of(()), 0
-        given = [name for name in METADATA if (self.path / name).is_file()]
-        if len(given) > 1:
-            raise DataError(f"folder {self.path} has {' and '.join(given)}", allowed="one of them")
+        given = [path for name in METADATA if (path := self.path / name).is_file()] or metadata_below(self.path)
+        double = [path.parent for path in given if sum(other.parent == path.parent for other in given) > 1]
+        if double:
+            raise DataError(f"folder {double[0]} has {' and '.join(METADATA)}", allowed="one of them")
         if given:
-            kind = CsvSource if given[0].endswith(".csv") else JsonSource
-            self._rows = kind(self.path / given[0], label=f"{self.label}/{given[0]}")
-        self._captions: tuple[Path, ...] = () if given else self._texts()
+            rows = [self._metadata(path) for path in given]
+            self._rows = rows[0] if len(rows) == 1 else Joined(rows, self.label)
+        self._suffix = _TEXTS[0]
+        self._captions: tuple[Path, ...] = ()
+        for suffix in () if given else _TEXTS:
+            if not self._captions:
+                self._suffix, self._captions = suffix, self._texts(suffix)
 
-    def _texts(self) -> tuple[Path, ...]:
+    def _metadata(self, path: Path) -> RecordSource:
+        kind = CsvSource if path.suffix == ".csv" else JsonSource
+        return kind(path, label=f"{self.label}/{path.relative_to(self.path).as_posix()}")
+
+    def _texts(self, suffix: str) -> tuple[Path, ...]:
         """The caption of each image that has one, in the order of their names."""
-        return tuple(sorted(text for image in _images(self.path) if (text := image.with_suffix(".txt")).is_file()))
+        return tuple(sorted(text for image in _images(self.path) if (text := image.with_suffix(suffix)).is_file()))
 
     @property
     def root(self) -> Path:
+        return self.path
+
+    @property
+    def own_root(self) -> Path:
         return self.path
 
     @property
@@ -74,11 +108,12 @@ class ImageFolderSource(RecordSource):
             self._rows.use(arrays)
             named = {self._file_name(entry) for i in range(len(self._rows)) for entry in self._rows.read(i, i + 1)}
             return {**arrays, "without_caption": np.asarray([sum(name not in named for name in images)], np.int64)}
-        found = [name for name in images if (self.path / name).with_suffix(".txt").is_file()]
+        found = [name for name in images if (self.path / name).with_suffix(self._suffix).is_file()]
         if not found:
             raise DataError(
                 f"folder {self.path} has {len(images):,} images and no captions",
                 allowed=f"a .txt file beside each image, or {' or '.join(METADATA)} with file_name and text",
+                remedy="a caption has the name of its image: photos/1.txt beside photos/1.jpg",
             )
         names = Names.of(found)
         left = np.asarray([len(images) - len(found)], np.int64)
@@ -92,7 +127,9 @@ class ImageFolderSource(RecordSource):
             self._names = Names(arrays["image_letters"], arrays["image_name_ends"])
 
     def notes(self) -> Sequence[str]:
-        where = "have no .txt file beside them" if self._rows is None else f"are not in {self._rows.path.name}"
+        where = (
+            f"have no {self._suffix} file beside them" if self._rows is None else f"are not in {self._rows.path.name}"
+        )
         return [f"{self._without:,} images {where}: they are not used"] if self._without else []
 
     def __len__(self) -> int:
@@ -104,27 +141,41 @@ class ImageFolderSource(RecordSource):
         return [self._beside(self._names[i]) for i in range(start, stop)]
 
     def _beside(self, name: str) -> FoundRecord:
-        text = (self.path / name).with_suffix(".txt")
+        text = (self.path / name).with_suffix(self._suffix)
         where = f"{self.label}/{text.relative_to(self.path).as_posix()}"
         try:
             caption = read_bytes(text, 0, -1).decode("utf-8-sig").strip()
         except UnicodeDecodeError as error:
-            raise DataError(f"{where}: byte {error.start} is no UTF-8") from error
+            raise no_utf8(text, where, error.start) from error
         return Row({"image": name, "caption": caption}, where)
 
     def _listed(self, entry: FoundRecord) -> FoundRecord:
-        record = {key: value for key, value in entry.record.items() if key != "file_name"}
+        record = {key: value for key, value in entry.record.items() if key != _FILE_NAME}
         record["image"] = self._file_name(entry)
-        if not any(key in record for key in _LAYOUTS):
+        renamed = {name for given, name in self.columns.items() if given in record}
+        if not renamed.intersection((*_LAYOUTS, "text", "text_prompt")) and not any(key in record for key in _LAYOUTS):
             given = [key for key in _CAPTIONS if key in record]
             if not given:
-                raise DataError(f"{entry.where}: it has no caption", allowed=", ".join(("caption", *_CAPTIONS)))
+                raise DataError(
+                    f"{entry.where}: it has no caption, but {', '.join(map(str, record))}",
+                    allowed=", ".join(("caption", *_CAPTIONS)),
+                    remedy="columns={'name in the file': 'caption'}",
+                )
             record["caption"] = record.pop(given[0])
         return Row(record, entry.where)
 
     def _file_name(self, entry: FoundRecord) -> str:
-        name = entry.record.get("file_name")
+        """From the top folder: in its metadata it begins at theirs."""
+        key = next((given for given, name in self.columns.items() if name == _FILE_NAME), _FILE_NAME)
+        name = entry.record.get(key)
         if not isinstance(name, str) or not name:
             shown = "missing" if name is None else shown_value(name)
-            raise DataError(f"{entry.where}: file_name is {shown}", allowed="the path of an image in the folder")
-        return name
+            raise DataError(
+                f"{entry.where}: {key} is {shown}",
+                allowed="the path of an image in the folder",
+                remedy=f"columns={{'name in the file': '{_FILE_NAME}'}}" if name is None else None,
+            )
+        place: Any = entry.where
+        folder = place.path.parent
+        top = folder == self.path or Path(name).is_absolute()
+        return name if top else (folder / name).relative_to(self.path).as_posix()

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from unigen_ds.core.errors import DataError
 from unigen_ds.core.files import quick_digest
 from unigen_ds.core.registry import SOURCES
-from unigen_ds.data.data_file import check_data_file, no_record
+from unigen_ds.data.data_file import LATIN1, check_data_file, no_record
 from unigen_ds.data.records import Captions, shown_value
 from unigen_ds.data.sources.base import Arrays, FoundRecord, RecordSource
 from unigen_ds.data.stored_image import lost
@@ -131,7 +131,11 @@ def _array_elements(path: Path) -> Iterator[tuple[int, int]]:
                         yield _element(path, data, start, match.start())
                     rest = data[match.end() :].strip()
                     if rest:
-                        raise DataError(f"{Place(path, match.end())}: text after the end of the array: {rest[:40]!r}")
+                        raise DataError(
+                            f"{Place(path, match.end())}: text after the end of the array: {rest[:40]!r}",
+                            allowed="one array alone, or one object a line",
+                            remedy="remove it; if the file is no JSON but plain text: format='text'",
+                        )
                     return
             elif token == b"," and depth == 1:
                 yield _element(path, data, start, match.start())
@@ -177,11 +181,23 @@ def load_record(raw: bytes, location: object) -> dict[str, Any]:
             record = json.loads(raw)
     except (ValueError, RecursionError) as error:  # ValueError: of the JSON, its encoding, or a number of 4,300 digits
         raise DataError(
-            f"{location}: no valid JSON: {error}", allowed="one object a line, or one array of objects"
+            f"{location}: no valid JSON: {error}",
+            allowed="one object a line, or one array of objects",
+            remedy=_mended(raw, error, location),
         ) from error
     if not isinstance(record, dict):
         raise DataError(f"{location}: the record is {shown_value(record)}", allowed="a JSON object")
     return record
+
+
+def _mended(raw: bytes, error: Exception, location: object) -> str:
+    """How a record that is no valid JSON may become one."""
+    if isinstance(error, UnicodeDecodeError):
+        name = Path(getattr(location, "path", "FILE")).name
+        return f"convert it: {LATIN1.format(name, Path(name).suffix)}"
+    if not raw.rstrip().endswith((b"}", b"]")):
+        return "the record ends early: if the file was copied or is still written, copy it again; else mend that line"
+    return "mend that line, or remove it"
 
 
 class JsonText(NamedTuple):

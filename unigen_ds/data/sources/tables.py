@@ -18,6 +18,7 @@ import numpy as np
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.sources.base import Arrays, FoundRecord, RecordSource, Row
 from unigen_ds.data.sources.needed import needed
+from unigen_ds.data.sources.unpacked import AGAIN
 from unigen_ds.data.stored_image import StoredImage
 
 
@@ -140,7 +141,7 @@ class TableSource(RecordSource):
             if isinstance(error, MemoryError) and not isinstance(error, self._arrow.ArrowMemoryError):
                 raise  # Arrow's own is that of a size in the file
             text = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise DataError(f"data file {self.path} cannot be read: {text}") from error
+            raise DataError(f"data file {self.path} cannot be read: {text}", remedy=AGAIN) from error
 
     def _has_bytes(self, kind: Any) -> bool:
         t = self._arrow.types

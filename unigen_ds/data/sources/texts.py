@@ -12,7 +12,7 @@ import numpy as np
 
 from unigen_ds.core.errors import DataError
 from unigen_ds.core.registry import SOURCES, checked
-from unigen_ds.data.data_file import check_data_file
+from unigen_ds.data.data_file import check_data_file, no_utf8
 from unigen_ds.data.sources.base import Arrays, FoundRecord, RecordSource, Row
 from unigen_ds.data.sources.json_lines import Place, line_spans, read_bytes
 
@@ -78,9 +78,6 @@ class TextSource(RecordSource):
             try:
                 text = raw.decode("utf-8-sig" if offset == 0 else "utf-8")
             except UnicodeDecodeError as error:
-                raise DataError(
-                    f"{where}: byte {offset + error.start} is no UTF-8",
-                    remedy=f"convert it: iconv -f LATIN1 -t UTF-8 {self.path.name} > utf8{self.path.suffix}",
-                ) from error
+                raise no_utf8(self.path, where, offset + error.start) from error
             found.append(Row({"text": text.strip() if self.divide != "file" else text}, where))
         return found

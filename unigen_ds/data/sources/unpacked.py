@@ -22,6 +22,7 @@ from unigen_ds.data.content import content_digest
 from unigen_ds.data.sources.needed import needed
 
 COMPRESSED = (".gz", ".zst")
+AGAIN = "copy or write the file again, or name another one"
 _BLOCK = 8 << 20
 _SPARE = 64 << 20
 """Bytes that are left free on a disk."""
@@ -37,11 +38,11 @@ def unpacked_file(path: Path, folder: Path | None) -> Path:
             with _decompressing(path) as stream, target.open("wb") as copy:
                 shutil.copyfileobj(stream, copy, _BLOCK)
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise DataError(f"data file {path} is damaged: {error}") from error
+            raise DataError(f"data file {path} is damaged: {error}", remedy=AGAIN) from error
         except OSError as error:
             if error.errno is not None:
                 raise
-            raise DataError(f"data file {path} is damaged: {error}") from error  # of pyarrow's zstd
+            raise DataError(f"data file {path} is damaged: {error}", remedy=AGAIN) from error  # of pyarrow's zstd
 
     return copy_of(path, folder, suffix=Path(path.stem).suffix, size=_whole_size(path), write=write)
 

@@ -21,6 +21,7 @@ from unigen_ds.core.errors import DataError
 from unigen_ds.core.registry import SOURCES, checked
 from unigen_ds.data.sources.base import Arrays, FoundRecord, RecordSource, Row
 from unigen_ds.data.sources.names import Names
+from unigen_ds.data.sources.unpacked import AGAIN
 from unigen_ds.data.stored_image import Span, StoredImage
 
 IMAGES = frozenset((
@@ -121,7 +122,7 @@ class WebDatasetSource(RecordSource):
                 while (member := tar.next()) is not None:
                     stop = member.offset_data + (member.size if member.isreg() else 0)
                     if member.size < 0 or stop > end:
-                        raise DataError(f"data file {self.path} ends within its member {member.name}")
+                        raise DataError(f"data file {self.path} ends within its member {member.name}", remedy=AGAIN)
                     members.append(member)
                     tar.members = []  # type: ignore[attr-defined]  # it keeps each, and is asked for none again
                 last = tar.offset
@@ -130,7 +131,7 @@ class WebDatasetSource(RecordSource):
         except MemoryError:
             raise
         except Exception as error:  # a damaged header raises anything
-            raise DataError(f"data file {self.path} is no whole tar file: {error}") from error
+            raise DataError(f"data file {self.path} is no whole tar file: {error}", remedy=AGAIN) from error
         self._check_end(last, end)
         return members
 
@@ -198,7 +199,7 @@ class WebDatasetSource(RecordSource):
             record = _resolved(record, named)
         except RecursionError as error:
             raise DataError(f"{where}: its values are nested too deeply") from error
-        for suffix in members.keys() & set(_TEXTS):
+        for suffix in members.keys() & set(_TEXTS) or _in_capitals(members, record):
             record["caption" if images else "text"] = self._text(members[suffix], f"{where}: {suffix}")
         if images and not {"image", "images", "image_path", "image_list", "instruction"} & record.keys():
             listed = list(images.values())
@@ -211,7 +212,8 @@ class WebDatasetSource(RecordSource):
         try:
             return span.read().decode("utf-8-sig").strip()
         except UnicodeDecodeError as error:
-            raise DataError(f"{where}: byte {error.start} is no UTF-8") from error
+            remedy = "write this member as UTF-8, and the tar again"
+            raise DataError(f"{where}: byte {error.start} is no UTF-8", remedy=remedy) from error
 
     def _object(self, span: Span, where: str) -> dict[str, Any]:
         try:
@@ -221,6 +223,11 @@ class WebDatasetSource(RecordSource):
         if not isinstance(found, dict):
             raise DataError(f"{where}: it is a {type(found).__name__}", allowed="a JSON object")
         return found
+
+
+def _in_capitals(members: Mapping[str, Span], record: Mapping[str, Any]) -> list[str]:
+    """Texts with a suffix in capitals, of a sample that has nothing else to learn from."""
+    return [] if record else [suffix for suffix in members if suffix.lower() in _TEXTS]
 
 
 def _resolved(value: Any, images: Mapping[str, StoredImage], named: bool = False) -> Any:

@@ -1,0 +1,161 @@
+"""What is reported about data that cannot be read, by the tool: what was given, what is allowed, and the remedy."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from tests.tiny import tiny_config
+from tools.inspect_data import main as inspect_data
+from unigen_ds.core.config import plain_values
+from unigen_ds.data.transforms import image_header
+
+
+def jsonl(path: Path, *records: Any) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def written(path: Path, content: bytes | str) -> str:
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return str(path)
+
+
+def picture(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("L", (8, 8), 90).save(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("config")
+    found: dict[str, Any] = plain_values(tiny_config(folder / "run", folder))
+    return found
+
+
+@pytest.fixture
+def inspected(plain: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """(exit status, all that is written) of the tool, with that data set."""
+
+    def run(data_path: Any, _processor: Any = None, **more: Any) -> tuple[int, str]:
+        spec = {"type": "UnifiedGenerationDataset", "data_path": data_path, **more}
+        config = {**plain, "train_dataloader": {**plain["train_dataloader"], "dataset": spec}}
+        config["processor"] = {**plain["processor"], **(_processor or {})}
+        file = tmp_path / "config.json"
+        file.write_text(json.dumps(config))
+        status = inspect_data([str(file)])
+        captured = capsys.readouterr()
+        return status, captured.out + captured.err
+
+    return run
+
+
+BROKEN: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
+    "delimiter": (lambda f: written(f / "a.csv", "a;;b\n1;;2\n"), {"format": {"type": "csv", "delimiter": ";;"}},
+                  "format.delimiter is ';;'. Allowed: one character"),
+    "semicolon": (lambda f: written(f / "a.csv", "image;caption\n1.png;a\n"), {},
+                  "Remedy: format=dict(type='csv', delimiter=';')"),
+    "semicolon, other cells": (lambda f: written(f / "a.csv", "image;caption\n1.png;a, b\n"), {},
+                               "Remedy: format=dict(type='csv', delimiter=';')"),
+    "a url": (lambda f: "http://127.0.0.1:1/wds-{0000..0001}.tar", {}, "Remedy: streaming=True"),
+    "a name of the hub": (lambda f: "me/nothing", {}, "format='huggingface' for the data set me/nothing of the hub"),
+    "array in .txt": (lambda f: written(f / "a.txt", "[a] b"), {}, "plain text: format='text'"),
+    "role and content": (lambda f: jsonl(f / "a.jsonl", {"conversations": [{"role": "user", "content": "x"}]}), {},
+                         "columns={'conversations': 'messages'}"),
+    "no type, OpenAI": (lambda f: jsonl(f / "a.jsonl", {"texts": "what?"}), {}, "texts is 'what?'. Allowed: nanoVLM's"),
+    "columns turned": (lambda f: jsonl(f / "a.jsonl", {"prompt": "a", "file": "1.png"}),
+                       {"columns": {"text_prompt": "prompt", "image_path": "file"}},
+                       "columns={'prompt': 'text_prompt', 'file': 'image_path'}"),
+    "columns misspelt": (lambda f: jsonl(f / "a.jsonl", {"prompt": "a", "file": "1.png"}),
+                         {"columns": {"promt": "text_prompt"}}, "did you mean 'prompt' by 'promt'?"),
+    "key misspelt": (lambda f: jsonl(f / "a.jsonl", {"text_promt": "a", "image_path": "1.png"}), {},
+                     "text_prompt is missing (the record has: text_promt, image_path). Allowed: a text. "
+                     "Remedy: did you mean 'text_prompt'? columns={'text_promt': 'text_prompt'}"),
+    "first key misspelt": (lambda f: jsonl(f / "a.jsonl", {"mesages": []}), {}, "did you mean 'messages'?"),
+    "images and caption": (lambda f: jsonl(f / "a.jsonl", {"images": ["1.png"], "caption": "a"}), {},
+                           "image is missing (the record has: images, caption)"),
+    "bzip2": (lambda f: written(f / "a.jsonl.bz2", b"BZh91AY&SY...."), {}, "bunzip2 -c a.jsonl.bz2 > converted.jsonl"),
+    "Excel": (lambda f: written(f / "a.xlsx", b"PK\x03\x04..."), {}, "pandas.read_excel('a.xlsx')"),
+    "last line": (lambda f: written(f / "a.jsonl", '{"text": "a"}\n{"text": "b'), {}, "Remedy: the record ends early"),
+    "Latin-1": (lambda f: written(f / "a.jsonl", b'{"text": "caf\xe9"}\n'), {}, "iconv -f LATIN1 -t UTF-8 a.jsonl"),
+    "gzip": (lambda f: written(f / "a.jsonl.gz", b"\x1f\x8b\x08\x00b"), {}, "Remedy: copy or write the file again"),
+    "tar": (lambda f: written(f / "a.tar", b"x" * 700), {}, "Remedy: copy or write the file again"),
+    "parquet": (lambda f: written(f / "a.parquet", b"PAR1 broken"), {}, "Remedy: copy or write the file again"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_data_that_cannot_be_read(case: str, inspected: Callable[..., Any], tmp_path: Path) -> None:
+    make, more, message = BROKEN[case]
+    status, output = inspected(make(tmp_path), **more)
+    assert status in (1, 2) and message in output and "Traceback" not in output
+
+
+def test_images_that_cannot_be_read(tmp_path: Path) -> None:
+    """The reason is given, without an object of Python's and without a whole image as text."""
+    image = base64.b64encode(bytes(range(256)) * 4).decode()
+    for name, content in (("empty.png", b""), ("drawn.svg", b"<svg></svg>")):
+        (tmp_path / name).write_bytes(content)
+    paths = ["empty.png", "drawn.svg", image, "gone.png"]
+    errors = [image_header(tmp_path / path).error for path in paths]
+    assert "it is empty: 0 bytes (read are JPEG, " in errors[0] and "none of the formats (read are JPEG" in errors[1]
+    assert "as base64 it is written data:image/png;base64,..." in errors[2] and len(errors[2]) < 250
+    assert errors[3].endswith("cannot be read: FileNotFoundError: No such file or directory")
+
+
+def test_an_image_inside_of_a_record(inspected: Callable[..., Any], tmp_path: Path) -> None:
+    content = base64.b64encode(picture(tmp_path / "1.png").read_bytes()).decode()
+    data = jsonl(tmp_path / "a.jsonl", {"image": f"data:image/png;base64,{content}", "caption": "a"})
+    status, output = inspected(data)
+    assert status == 0 and "unreadable" not in output
+
+
+@pytest.mark.parametrize("first", ["[![badge](a.svg)](b)\n\n# Title\n", '{"a": 1}\n', "# Title\n"])
+def test_markdown_is_text_whatever_it_begins_with(first: str, inspected: Callable[..., Any], tmp_path: Path) -> None:
+    for name, text in (("1.md", first), ("2.md", "# Two\n")):
+        (tmp_path / name).write_text(text)
+    assert inspected(str(tmp_path / "*.md"))[0] == inspected(str(tmp_path / "1.md"))[0] == 0
+
+
+def test_metadata_of_image_folders(inspected: Callable[..., Any], tmp_path: Path) -> None:
+    """Other names of its columns, and metadata in the folders below, whose names begin there."""
+    rows = {"a": ["filename,label", "0.png,a circle"], "b": ["filename,label", "1.png,a square"]}
+    for name, lines in rows.items():
+        picture(tmp_path / "top" / name / lines[1].partition(",")[0])
+        (tmp_path / "top" / name / "metadata.csv").write_text("\n".join(lines) + "\n")
+    one, named = str(tmp_path / "top" / "a"), {"filename": "file_name", "label": "caption"}
+    status, output = inspected(one)
+    assert status == 1 and "file_name is missing" in output and "columns={'name in the file': 'file_name'}" in output
+    assert "columns={'name in the file': 'caption'}" in inspected(one, columns={"filename": "file_name"})[1]
+    status, output = inspected(one, columns=named)
+    assert status == 0 and "unreadable" not in output
+    status, output = inspected([one, str(tmp_path / "top" / "b")], columns=named)
+    assert status == 1 and "each of these folders has its own images" in output and "a data set for each" in output
+    for name, lines in rows.items():
+        (tmp_path / "top" / name / "metadata.csv").write_text("file_name,caption\n" + lines[1] + "\n")
+    status, output = inspected(str(tmp_path / "top"))
+    assert status == 0 and "unreadable" not in output and " 2 " in output
+
+
+def test_captions_with_a_suffix_in_capitals(inspected: Callable[..., Any], tmp_path: Path) -> None:
+    picture(tmp_path / "in" / "0.PNG")
+    (tmp_path / "in" / "0.TXT").write_text("a circle")
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for path in sorted((tmp_path / "in").iterdir()):
+            tar.add(path, path.name)
+    for data in (tmp_path / "in", tmp_path / "a.tar"):
+        assert inspected(str(data))[0] == 0
+    shutil.copy(tmp_path / "in" / "0.PNG", tmp_path / "in" / "1.PNG")
+    (tmp_path / "in" / "1.txt").write_text("a square")
+    status, output = inspected(str(tmp_path / "in"))
+    assert status == 0 and "in: 1 records, 1 used" in output
