@@ -42,6 +42,7 @@ PRIORITY = {
     "nan_guard": 20,
     "skipped": 25,
     "ema": 30,
+    "first_update": 35,
     "evaluate": 40,
     "preview": 50,
     "logger": 60,

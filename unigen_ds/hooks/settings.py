@@ -18,6 +18,7 @@ from unigen_ds.hooks import push_to_hub as _push_to_hub  # noqa: F401
 from unigen_ds.hooks import save_pretrained as _save_pretrained  # noqa: F401
 from unigen_ds.hooks.checkpoint import CheckpointHook
 from unigen_ds.hooks.continuity import ContinuityHook
+from unigen_ds.hooks.first_update import FirstUpdateHook
 from unigen_ds.hooks.logger import LoggerHook
 from unigen_ds.hooks.mmengine import adapted
 from unigen_ds.hooks.nan_guard import NanGuardHook
@@ -41,6 +42,9 @@ class DefaultHooks(Section):
     )
     continuity: Annotated[Component | None, Of(HOOKS, default=ContinuityHook, trial=True)] = Field(
         default=None, description="`ContinuityHook`: compares the last losses after a resume"
+    )
+    first_update: Annotated[Component | None, Of(HOOKS, default=FirstUpdateHook, trial=True)] = Field(
+        default=None, description="`FirstUpdateHook`: whether loaded weights compute what they were trained for"
     )
     checkpoint: Annotated[Component | None, Of(HOOKS, default=CheckpointHook, trial=True)] = Field(
         default=None, description="`CheckpointHook`: saves"

@@ -1,0 +1,128 @@
+"""Fine-tunes from good, useless and damaged weights, through ``Runner``: what is said of their first update."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.text_run import text_config, trained, words
+from tools.export import main as export
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.hooks.ema import EMAHook
+from unigen_ds.runner import Runner
+
+RECORDS = [{"text": words(6, i)} for i in range(40)]
+CHANCE = math.log(16)
+"""Ten words, and special tokens."""
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that has learned to count, as a directory that ``model.pretrained`` reads."""
+    folder = tmp_path_factory.mktemp("published")
+    cfg = text_config(
+        folder, RECORDS, train_cfg={"max_epochs": 12}, optim_wrapper__optimizer={"type": "AdamW", "lr": 0.05}
+    )
+    runner, _ = trained(cfg)
+    assert export([str(runner.work_dir), str(folder / "model")]) == 0
+    return folder / "model"
+
+
+def lines(folder: Path, weights: Path, **overrides: Any) -> tuple[list[str], list[str]]:
+    """What the log of a fine-tune of one update says of it: information and warnings."""
+    folder.mkdir(exist_ok=True)
+    cfg = text_config(folder, RECORDS, train_cfg={"max_updates": 1}, **overrides)
+    cfg.model = {"type": "DecoderLM", "pretrained": str(weights)}
+    Runner.from_cfg(cfg).train()
+    found = (folder / "run" / "train.log").read_text().splitlines()
+    return tuple(
+        [x.partition("First update: ")[2] for x in found if f"{kind} First update: " in x]
+        for kind in ("INFO", "WARNING")
+    )
+
+
+def test_good_weights_have_no_warning(published: Path, tmp_path: Path) -> None:
+    ema = {"type": "EMAHook", "momentum": 0.1}
+    said, warned = lines(tmp_path, published, custom_hooks=[ema])
+    number = len(load_file(published / "model.safetensors"))
+    assert warned == [] and said[0] == f"the values of {number} tensors are looked at."
+    assert said[1].startswith("losses text ") and f"chance is text {CHANCE:.4g}." in said[1]
+    assert float(said[1].split("text ")[1].split(";")[0]) < 0.5 * CHANCE
+
+
+def test_useless_weights_are_named_with_their_causes(published: Path, tmp_path: Path) -> None:
+    """The rows of the embedding belong to other tokens, as under another model's tokenizer."""
+    shutil.copytree(published, tmp_path / "model")
+    tensors = load_file(published / "model.safetensors")
+    name = next(name for name in tensors if "embed_tokens" in name)
+    save_file({**tensors, name: tensors[name].roll(5, 0).contiguous()}, tmp_path / "model" / "model.safetensors",
+              metadata={"format": "pt"})  # fmt: skip
+    _, (warned,) = lines(tmp_path, tmp_path / "model")
+    assert "know nothing of this task. Likely causes: names of weights that did not match" in warned
+    assert "the tokenizer or the chat template of another model" in warned and f"chance is {CHANCE:.4g}" in warned
+
+
+def test_a_loss_above_the_expected_one(published: Path, tmp_path: Path) -> None:
+    expected = {"first_update": {"expected": {"text": 0.01, "image": 0.5}, "factor": 2.0}}
+    _, warned = lines(tmp_path, published, default_hooks=expected)
+    assert len(warned) == 2 and "more than 2 times the expected 0.01 (FirstUpdateHook.expected)" in warned[0]
+    assert "expected has image, of which this update had no targets; it had text." in warned[1]
+
+
+@pytest.mark.parametrize(("value", "said"), [(0.0, "are all zeros"), (500.0, "more than 10"), (math.nan, "not finite")])
+def test_tensors_that_cannot_be_right(published: Path, tmp_path: Path, value: float, said: str) -> None:
+    shutil.copytree(published, tmp_path / "model")
+    tensors = load_file(published / "model.safetensors")
+    name = next(name for name in tensors if "gate_proj" in name)
+    save_file({**tensors, name: torch.full_like(tensors[name], value)}, tmp_path / "model" / "model.safetensors",
+              metadata={"format": "pt"})  # fmt: skip
+    _, warned = lines(tmp_path, tmp_path / "model")
+    assert said in warned[0] and "gate_proj.weight" in warned[0] and f"1 of {len(tensors)} tensors" in warned[0]
+
+
+def test_an_average_that_is_not_the_weights(published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where weights are loaded after the average began."""
+    monkeypatch.setattr(EMAHook, "before_train", lambda hook, run: hook.average.shards[0].data.add_(1))
+    _, warned = lines(tmp_path, published, custom_hooks=[{"type": "EMAHook", "momentum": 0.1}])
+    assert warned[0].startswith("1 pieces of the average of the weights (EMA) are not the weights")
+
+
+def test_a_tokenizer_that_changes_texts() -> None:
+    from unigen_ds.hooks.first_update import TEXT, _round_trip
+
+    class Damaged:
+        unk_id = None
+
+        def __len__(self) -> int:
+            return 50_000
+
+        def encode(self, text: str) -> list[int]:
+            return list(text.encode())
+
+        def decode(self, ids: list[int]) -> str:
+            return bytes(ids).decode().replace("1889", "")
+
+    (problem,) = _round_trip(Damaged())
+    assert repr(TEXT) in problem and "0 of" in problem
+
+
+def test_random_weights_and_a_resume_are_not_looked_at(published: Path, tmp_path: Path) -> None:
+    Runner.from_cfg(text_config(tmp_path, RECORDS, train_cfg={"max_updates": 1})).train()
+    log = tmp_path / "run" / "train.log"
+    assert "First update" not in log.read_text()
+    lines(tmp_path / "tuned", published)
+    cfg = text_config(tmp_path / "tuned", RECORDS, train_cfg={"max_updates": 2}, resume=True)
+    cfg.model = {"type": "DecoderLM", "pretrained": str(published)}
+    Runner.from_cfg(cfg).train()
+    assert (tmp_path / "tuned" / "run" / "train.log").read_text().count("tensors are looked at") == 1
+
+
+def test_a_factor_of_one_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"first_update.factor is 1"):
+        Runner.from_cfg(text_config(tmp_path, RECORDS, default_hooks={"first_update": {"factor": 1}}))
