@@ -61,15 +61,15 @@ def write_mixed(folder: Path) -> Path:
     return path
 
 
-def write_parts(folder: Path) -> None:
+def write_parts(folder: Path, *, side: int = 8, patch: int = 4, channels: int = 1) -> None:
     """A language model in two files (fp32 and bf16, tied head) and a vision tower, as others publish them."""
     llm = {
         "vocab_size": 61, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2,
     }  # fmt: skip
     vit = {
-        "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8,
-        "patch_size": 4, "num_channels": 1,
+        "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "image_size": side, "patch_size": patch, "num_channels": channels,
     }  # fmt: skip
     torch.manual_seed(7)
     state = UnifiedModel(llm=llm, vit=vit, vae={"type": "PixelAutoencoder", "channels": 1}).state_dict()
@@ -77,7 +77,7 @@ def write_parts(folder: Path) -> None:
     text = {n: t for n, t in text.items() if "_moe_gen" not in n and "_norm." not in n}
     seen = {n.removeprefix("vit_model."): t for n, t in state.items() if n.startswith("vit_model.")}
     patches = "vision_model.embeddings.patch_embedding.weight"
-    seen[patches] = seen[patches].unflatten(1, (4, 4, 1)).permute(0, 3, 1, 2).contiguous()
+    seen[patches] = seen[patches].unflatten(1, (patch, patch, channels)).permute(0, 3, 1, 2).contiguous()
     seen["vision_model.head.probe"] = torch.ones(3)
     files = {
         "llm/model-00001-of-00002.safetensors": {n: t for n, t in text.items() if "layers.1." not in n},

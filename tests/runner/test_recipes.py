@@ -1,0 +1,100 @@
+"""Shipped recipes for published models, each trained from a tiny published directory through ``Runner``."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engines.pictures import write_drawings, write_talks
+from tests.engines.users import write_parts
+from tests.golden_files import BAGEL, NANOVLM
+from unigen_ds.core.metrics import read_lines
+from unigen_ds.data.tokenizers import WordTokenizer
+from unigen_ds.runner import Runner
+from unigen_ds.runner.settings import Settings, load_config
+
+WORDS = ("zero", "one", "two", "three", "four", "draw", "a", "handwritten", "this", "is")
+SMALL = {
+    "train_dataloader.num_workers": 0,
+    "train_dataloader.dataset.index_workers": 0,
+    "default_hooks.logger.interval": 1,
+    "backend": {"type": "single"},
+}
+BAGEL_RECIPES = ("bagel_7b_fsdp", "bagel_7b_zero3", "bagel_from_parts")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """BAGEL's directory and the parts of such a model, nanoVLM's directory, and records with pictures."""
+    folder = tmp_path_factory.mktemp("recipes")
+    write_drawings(folder / "drawings")
+    write_talks(folder / "talks")
+    shutil.copytree(BAGEL, folder / "bagel")
+    write_parts(folder / "parts", side=28, patch=14, channels=3)
+    (folder / "parts" / "vae").mkdir()
+    shutil.copyfile(BAGEL / "ae.safetensors", folder / "parts" / "vae" / "ae.safetensors")
+    for name in ("bagel", "parts/llm"):
+        WordTokenizer(words=WORDS).save_pretrained(str(folder / name))
+    return folder
+
+
+def trained(name: str, tmp_path: Path, changes: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
+    """Two updates of a recipe: its lines of metrics, and its log."""
+    made = load_config(name, {**SMALL, **changes, "work_dir": str(tmp_path / "run")})
+    Runner.from_cfg(made, max_updates=2).train()
+    lines = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "loss" in line]
+    return lines, (tmp_path / "run" / "train.log").read_text()
+
+
+@pytest.mark.parametrize("name", BAGEL_RECIPES)
+def test_a_recipe_of_bagel_trains(data: Path, tmp_path: Path, name: str) -> None:
+    """With its own precision, curve, packing, average and dropouts, from a tiny directory; images are small."""
+    parts = {"llm": str(data / "parts" / "llm"), "vit": str(data / "parts" / "vit"), "vae": str(data / "parts" / "vae")}
+    from_parts = name == "bagel_from_parts"
+    lines, log = trained(name, tmp_path, {
+        "model.pretrained": parts if from_parts else str(data / "bagel"),
+        "tokenizer.path": str(data / ("parts/llm" if from_parts else "bagel")),
+        "train_dataloader.dataset.data_path": str(data / "drawings" / "mixed.jsonl"),
+        "train_dataloader.seq_length": 200,
+        "processor.vae_transform.max_size": 32, "processor.vae_transform.min_size": 16,
+        "processor.vit_transform.max_size": 28, "processor.vit_transform.min_size": 14,
+    })  # fmt: skip
+    assert [line["update"] for line in lines] == [1, 2]
+    assert all(line["loss/text"] > 0 and line["loss/image"] > 0 for line in lines)
+    assert "First update: losses image" in log
+    assert (tmp_path / "run" / "iter_2.pth" / "ema").is_dir()
+
+
+def test_the_smaller_nanovlm_trains(data: Path, tmp_path: Path) -> None:
+    lines, _ = trained("nanovlm_230m", tmp_path, {
+        "model.pretrained": str(NANOVLM), "model.llm": None, "model.vit": None, "model.pixel_shuffle_factor": None,
+        "tokenizer.path": str(data / "talks" / "tokenizer"),
+        "train_dataloader.dataset.data_path": str(data / "talks" / "mixed.jsonl"),
+        "train_dataloader.dataset.filters": None,
+        "train_dataloader.seq_length": 400, "train_dataloader.batch_size": 1,
+        "processor.max_image_size": 64, "optim_wrapper.accumulative_counts": 1,
+    })  # fmt: skip
+    assert [line["update"] for line in lines] == [1, 2]
+
+
+def test_the_smaller_nanovlm_has_its_size() -> None:
+    settings = Settings.from_config(load_config("nanovlm_230m", {"work_dir": "run"}))
+    with torch.device("meta"):
+        model = settings.model.build()
+    assert sum(p.numel() for p in model.parameters()) == 222_119_616 and model.patches_per_tile == 14 * 14
+
+
+@pytest.mark.parametrize(("name", "engine"), [("bagel_7b_fsdp", "fsdp"), ("bagel_7b_zero3", "deepspeed"),
+                                              ("bagel_from_parts", "fsdp")])  # fmt: skip
+def test_a_recipe_of_bagel_has_its_engine_and_numbers(name: str, engine: str) -> None:
+    """Those of BAGEL's own fine-tuning command; a sequence has room for one edit of its largest images."""
+    made = load_config(name, {"work_dir": "run"})
+    assert made["backend"]["type"] == engine
+    assert made["custom_hooks"] == [{"type": "EMAHook", "momentum": 0.0001}]
+    vae, vit = (made["processor"][f"{kind}_transform"] for kind in ("vae", "vit"))
+    edit = 2 * (vae["max_size"] // vae["stride"]) ** 2 + (vit["max_size"] // vit["stride"]) ** 2
+    assert edit + 500 < made["train_dataloader"]["seq_length"], "two latents and a read image, and the text"
