@@ -65,9 +65,9 @@ def test_every_engine_looks_at_the_same_values_before_the_first_update():
     """Tiny random weights: the losses are those of chance, and nothing else is wrong."""
     for name in NAMES:
         log = (runs().outcome(name).folder / "train.log").read_text().splitlines()
-        said = [line.partition("First update: ")[2] for line in log if "First update: " in line]
-        assert said[0] == f"the values of {len(runs().outcome(SINGLE).initial)} tensors are looked at.", name
-        assert said[1].startswith("losses ") and all("the loss" in problem for problem in said[2:]), (name, said)
+        info = [line.partition("First update: ")[2] for line in log if "First update: " in line]
+        assert info[0] == f"the values of {len(runs().outcome(SINGLE).initial)} tensors are looked at.", name
+        assert info[1].startswith("losses ") and all("the loss" in problem for problem in info[2:]), (name, info)
     for engine in ("zero3", "FULL_SHARD"):
         log = (runs().outcome(f"published/{engine}@2-resumed").folder / "train.log").read_text()
         assert log.count("are looked at") == 1, "a resume is no first update"

@@ -1,4 +1,4 @@
-"""Fine-tunes from good, useless and damaged weights, through ``Runner``: what is said of their first update."""
+"""Fine-tunes from good, useless and damaged weights, through ``Runner``: what is logged of their first update."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def lines(folder: Path, weights: Path, **overrides: Any) -> tuple[list[str], list[str]]:
-    """What the log of a fine-tune of one update says of it: information and warnings."""
+    """What the log of a fine-tune of one update has about it: information and warnings."""
     folder.mkdir(exist_ok=True)
     cfg = text_config(folder, RECORDS, train_cfg={"max_updates": 1}, **overrides)
     cfg.model = {"type": "DecoderLM", "pretrained": str(weights)}
@@ -49,11 +49,11 @@ def lines(folder: Path, weights: Path, **overrides: Any) -> tuple[list[str], lis
 
 def test_good_weights_have_no_warning(published: Path, tmp_path: Path) -> None:
     ema = {"type": "EMAHook", "momentum": 0.1}
-    said, warned = lines(tmp_path, published, custom_hooks=[ema])
+    info, warned = lines(tmp_path, published, custom_hooks=[ema])
     number = len(load_file(published / "model.safetensors"))
-    assert warned == [] and said[0] == f"the values of {number} tensors are looked at."
-    assert said[1].startswith("losses text ") and f"chance is text {CHANCE:.4g}." in said[1]
-    assert float(said[1].split("text ")[1].split(";")[0]) < 0.5 * CHANCE
+    assert warned == [] and info[0] == f"the values of {number} tensors are looked at."
+    assert info[1].startswith("losses text ") and f"chance is text {CHANCE:.4g}." in info[1]
+    assert float(info[1].split("text ")[1].split(";")[0]) < 0.5 * CHANCE
 
 
 def test_useless_weights_are_named_with_their_causes(published: Path, tmp_path: Path) -> None:
@@ -75,15 +75,15 @@ def test_a_loss_above_the_expected_one(published: Path, tmp_path: Path) -> None:
     assert "expected has image, of which this update had no targets; it had text." in warned[1]
 
 
-@pytest.mark.parametrize(("value", "said"), [(0.0, "are all zeros"), (500.0, "more than 10"), (math.nan, "not finite")])
-def test_tensors_that_cannot_be_right(published: Path, tmp_path: Path, value: float, said: str) -> None:
+@pytest.mark.parametrize(("value", "info"), [(0.0, "are all zeros"), (500.0, "more than 10"), (math.nan, "not finite")])
+def test_tensors_that_cannot_be_right(published: Path, tmp_path: Path, value: float, info: str) -> None:
     shutil.copytree(published, tmp_path / "model")
     tensors = load_file(published / "model.safetensors")
     name = next(name for name in tensors if "gate_proj" in name)
     save_file({**tensors, name: torch.full_like(tensors[name], value)}, tmp_path / "model" / "model.safetensors",
               metadata={"format": "pt"})  # fmt: skip
     _, warned = lines(tmp_path, tmp_path / "model")
-    assert said in warned[0] and "gate_proj.weight" in warned[0] and f"1 of {len(tensors)} tensors" in warned[0]
+    assert info in warned[0] and "gate_proj.weight" in warned[0] and f"1 of {len(tensors)} tensors" in warned[0]
 
 
 def test_an_average_that_is_not_the_weights(published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ SMALL = {
     "default_hooks.logger.interval": 1,
     "backend": {"type": "single"},
 }
-BAGEL_RECIPES = ("bagel_7b_fsdp", "bagel_7b_zero3", "bagel_from_parts")
+BAGEL_RECIPES = ("bagel_7b_fsdp", "bagel_7b_zero3", "bagel_from_parts", "bagel_lora")
 
 
 @pytest.fixture(scope="module")

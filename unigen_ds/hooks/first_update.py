@@ -162,7 +162,7 @@ def _tensors(run: Run) -> tuple[int, list[str]]:
 def _complete(config: Mapping[str, Any]) -> bool:
     """Whether all weights were read; otherwise some keep their initial values, which may be zeros."""
     parts = not isinstance((config.get("model") or {}).get("pretrained"), str | None)
-    return not parts and "missing" not in ((config.get("load_cfg") or {}).get("allow") or ())
+    return not parts and not config.get("lora") and "missing" not in ((config.get("load_cfg") or {}).get("allow") or ())
 
 
 def _matrices(model: torch.nn.Module) -> set[str]:

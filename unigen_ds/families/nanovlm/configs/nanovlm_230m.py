@@ -1,7 +1,7 @@
 """``nanovlm_460m`` with the smaller pair of nanoVLM: SigLIP-base-224 and SmolLM2-135M, 222 M parameters.
 
-One image is one tile of 224 pixels, 49 tokens (a pixel shuffle of 2), so more samples have room in a sequence. It trains
-on one device of 16 GB.
+One image is one tile of 224 pixels, 49 tokens (a pixel shuffle of 2), so a sequence has more samples. It trains on
+one device of 16 GB.
 
     python tools/train.py nanovlm_230m --cfg-options train_dataloader.dataset.data_path=my.parquet
 """
