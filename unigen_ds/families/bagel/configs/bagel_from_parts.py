@@ -4,7 +4,7 @@ The expert that draws begins as a copy of the one that reads (``copy_init_moe``)
 velocity begin at their initial values, so the first stage needs more updates and a higher rate than a fine-tune. With
 Qwen2.5-0.5B it trains on one device of 24 GB. Images up to 512 x 512: 1,024 latent patches.
 
-    torchrun --nproc-per-node 8 tools/train.py bagel_from_parts --cfg-options train_dataloader.dataset.data_path=my.jsonl
+    torchrun --nproc-per-node 8 tools/train.py bagel_from_parts --cfg-options train_dataloader.dataset.data_path=my.json
 """
 
 _base_ = "bagel_7b_fsdp.py"
