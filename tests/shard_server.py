@@ -1,7 +1,7 @@
 """A server of files over real HTTP: ranges and ETags, and transfers that it ends early.
 
 The same files are also a data set of the Hugging Face hub, ``org/name``, in the part of the hub's API that listing and
-downloading use.
+downloading use: with revisions, private where it has a token, and with a limit of requests.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 COMMIT = "1" * 40
+NAME = "org/name"
+RESET_S = 3
+"""Seconds that a client is asked to wait which has sent too many requests."""
 
 
 @dataclass
@@ -32,6 +35,12 @@ class Served:
     ranges: bool = True
     etags: bool = True
     asked: list[str] = field(default_factory=list)
+    token: str | None = None
+    """Of the data set of the hub, which is private then."""
+    revisions: dict[str, Path] = field(default_factory=dict)
+    """Of the hub: other folders, by the names of their revisions."""
+    limited: int = 0
+    """Requests to the hub that are still answered by: too many requests."""
     transfers: list[tuple[str, int]] = field(default_factory=list)
     """(name, first byte) of each request for content."""
 
@@ -55,11 +64,15 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, *, body: bool) -> None:
         self.served.asked.append(f"{self.command} {self.path}")
         served, name = self.served, unquote(urlsplit(self.path).path).lstrip("/")
-        if name.startswith("api/datasets/org/name"):
-            return self._answer_of_hub(name.removeprefix("api/datasets/org/name").strip("/"))
-        if name.startswith("datasets/org/name/resolve/"):
-            name = name.removeprefix("datasets/org/name/resolve/").partition("/")[2]
-        path = served.folder / name
+        folder = served.folder
+        if name.startswith((f"api/datasets/{NAME}", f"datasets/{NAME}/resolve/")) and self._refused_by_hub():
+            return
+        if name.startswith(f"api/datasets/{NAME}"):
+            return self._answer_of_hub(name.removeprefix(f"api/datasets/{NAME}").strip("/"))
+        if name.startswith(f"datasets/{NAME}/resolve/"):
+            revision, _, name = name.removeprefix(f"datasets/{NAME}/resolve/").partition("/")
+            folder = self._folder_of(revision) or folder
+        path = folder / name
         if not path.is_file():
             self.send_response(404)
             self.send_header("X-Error-Code", "EntryNotFound")
@@ -98,17 +111,51 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self._answer(body=True)
 
+    def _folder_of(self, revision: str) -> Path | None:
+        """Of a branch, a tag or a commit."""
+        number = {"main": self.served.folder, COMMIT: self.served.folder}
+        for k, (name, folder) in enumerate(self.served.revisions.items(), start=2):
+            number |= {name: folder, str(k) * 40: folder}
+        return number.get(revision)
+
+    def _refused_by_hub(self) -> bool:
+        """As the hub: without the token a private data set is not there."""
+        served, code, more = self.served, 0, {}
+        if served.token is not None and self.headers.get("Authorization") != f"Bearer {served.token}":
+            code, more = 401, {"X-Error-Code": "RepoNotFound"}
+        elif served.limited:
+            served.limited -= 1
+            code, more = 429, {"Retry-After": str(RESET_S)}
+        if not code:
+            return False
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.send_response(code)
+        for key, value in more.items():
+            self.send_header(key, value)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+        return True
+
     def _answer_of_hub(self, asked: str) -> None:
         """What a repository has, and the facts of its files."""
         self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        paths = sorted(path for path in self.served.folder.iterdir() if path.is_file())
+        revision = [*asked.split("/"), "main"][1] if "/" in asked else "main"
+        folder = self._folder_of(revision)
+        if folder is None:
+            self.send_response(404)
+            self.send_header("X-Error-Code", "RevisionNotFound")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        commit = next((one for k in "123456789" if self._folder_of(one := k * 40) == folder), COMMIT)
+        paths = sorted(path for path in folder.iterdir() if path.is_file())
         listed = [
             {"type": "file", "path": path.name, "size": path.stat().st_size, "oid": hashlib.sha1(content).hexdigest()}
             for path in paths
             for content in [path.read_bytes()]
         ]
         found: Any = {
-            "id": "org/name", "sha": COMMIT, "private": False, "tags": [], "downloads": 0, "likes": 0,
+            "id": NAME, "sha": commit, "private": self.served.token is not None, "tags": [], "downloads": 0, "likes": 0,
             "siblings": [{"rfilename": path.name} for path in paths],
         }  # fmt: skip
         if asked.startswith(("tree/", "paths-info/")):

@@ -23,7 +23,7 @@ from tests.data.support import make_processor, write_jsonl
 from tests.data.test_sources import SAMPLES, source, write_parquet
 from tests.data.test_sources import train as train_images
 from tests.runner.test_mixtures import train_and_kill
-from tests.shard_server import Served, serving
+from tests.shard_server import RESET_S, Served, serving
 from tests.text_run import KeepBatches, text_config, trained, words
 from tools import inspect_data
 from unigen_ds.checkpoint.manifest import Manifest
@@ -460,6 +460,33 @@ def test_hugging_face_names_and_every_format_have_the_same_samples(tmp_path: Pat
         assert found["http"] == found["hub"] == found["folder"] == found["file"]
         ids = [one for batch in found["hub"] for one in batch[0]]
         assert exact(ids, (8, 8, 8)) >= 1
+
+
+def hub_files(server: Served, revision: str, token: str | None) -> dict[str, Any]:
+    """By the hub's own client, without names of this process's environment."""
+    options = {"endpoint": server.url, "token": token or False}
+    path = f"hf://datasets/org/name@{revision}/part-*.jsonl"
+    return streamed(path, streaming={**MIXED, "attempts": 3, "storage_options": options})
+
+
+def test_files_of_a_private_data_set_at_a_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wait that the hub asks for is that of its own client, or ours; a wrong token or revision is named."""
+    old, new = write_shards(tmp_path / "old"), write_shards(tmp_path / "new", (5, 3))
+    slept: list[float] = []
+    with serving(new) as server:
+        server.token, server.revisions = "hf_right", {"v1": old}
+        monkeypatch.setattr(spool.time, "sleep", slept.append)
+        for revision, token in (("v1", None), ("v1", "hf_wrong"), ("v2", "hf_right")):
+            with pytest.raises(DataError, match=rf"hf://datasets/org/name@{revision}/part-\*\.jsonl"):
+                trained(config(tmp_path / "refused", hub_files(server, revision, token)))
+        assert not slept, "another attempt is of no use"
+        server.limited = 1
+        _, found = trained(config(tmp_path / "hub", hub_files(server, "v1", "hf_right")))
+        server.limited = 2
+        trained(config(tmp_path / "newer", hub_files(server, "main", "hf_right"), train_cfg=dict(max_updates=2)))
+    assert [second for second in slept if second >= RESET_S] and "streamed from 2 shards" in log(tmp_path / "newer")
+    _, whole = trained(config(tmp_path / "local", streamed(old)))
+    assert [batch.text_ids.tolist() for batch in found.batches] == [b.text_ids.tolist() for b in whole.batches]
 
 
 def test_a_users_iteration_is_exact_too(tmp_path: Path) -> None:

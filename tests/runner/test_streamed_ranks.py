@@ -90,14 +90,21 @@ def test_two_ranks_one_and_four_use_the_same_samples(tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize("there", [True, False])
 def test_a_data_set_of_the_hub(tmp_path: Path, there: bool) -> None:
-    """Of a server that speaks the part of the hub's API that this needs; and of one that is not there."""
+    """Of a server that speaks the part of the hub's API that this needs: a revision of a private data set, by a token,
+    of a hub that asks to wait; and of one that is not there."""
     shards = write_shards(tmp_path / "shards")
     own = write_jsonl(tmp_path / "own.jsonl", [{"text": words(3, i)} for i in range(10)])
-    config = write_config(tmp_path / "run", "hf://datasets/org/name", own=own)
+    config = write_config(tmp_path / "run", "hf://datasets/org/name@v1", own=own)
     command = [sys.executable, "tools/train.py", str(config), "--max-updates", "2"]
     options = ["--cfg-options", "train_dataloader.dataset.0.streaming.attempts=1"]
-    with serving(shards) as served:
-        environment = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}
+    with serving(write_shards(tmp_path / "newer", (3, 2))) as served:
+        served.revisions, served.token, served.limited = {"v1": shards}, "hf_right", 1
+        environment = {
+            "HF_TOKEN": "hf_right",
+            "HF_HOME": str(tmp_path / "home"),
+            "HF_HUB_OFFLINE": "0",
+            "NO_PROXY": "127.0.0.1",
+        }
         url = served.url if there else f"http://127.0.0.1:{free_port()}"
         (ended,) = together(
             [command + options], [{**environment, "HF_ENDPOINT": url, "PYTHONPATH": f"{ROOT}:{config.parent}"}]

@@ -34,9 +34,10 @@ from unigen_ds.data.sources.huggingface import HuggingFaceSource, chosen_split, 
 from unigen_ds.data.sources.iterated import IterableShards, WrittenRecords, write_records
 from unigen_ds.data.sources.needed import needed
 from unigen_ds.data.sources.spool import DataShard, Missing, attempted
-from unigen_ds.data.sources.transfer import DIGESTED, copy_of, filesystem_of, looked_at
+from unigen_ds.data.sources.transfer import DIGESTED, copy_of, filesystem_of, looked_at, refused
 
-_HUB = "hf://datasets/"
+_WHOLE = re.compile(r"hf://datasets/(?P<name>[^/@]+/[^/@]+)(?:@(?P<revision>refs/[^/]+/[^/]+|[^/]+))?/?")
+"""A data set of the hub; a longer path is of files of one."""
 _LISTED_TOGETHER = 16
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 
@@ -89,12 +90,13 @@ def list_shards(
         return IteratedShards(cls(Path(str(given[0])), **options), limit=limit)
     hub, revision = _hub_name(given, cls)
     if hub is not None:
-        asked = {"revision": revision, **options}
+        asked = {"revision": revision, "token": storage_options.get("token"), **options}
         few = min(attempts, 2)  # the package makes several of its own
         urls = attempted(f"listing the data set {hub}", few, lambda: _of_hub(hub, **asked))
         cls, options = None, {}
     else:
-        urls = attempted(f"listing {', '.join(map(str, given))}", attempts, lambda: _urls(given, cls, storage_options))
+        what = f"listing {', '.join(map(str, given))}"
+        urls = attempted(what, attempts, lambda: refused(lambda: _urls(given, cls, storage_options)))
     return ShardFiles(urls, cls, options, storage_options=storage_options, attempts=attempts)
 
 
@@ -106,9 +108,8 @@ def _hub_name(given: Sequence[str | Path], cls: type | None) -> tuple[str | None
             f"{text} is a folder of save_to_disk, whose files are read at random",
             remedy="leave streaming out; or name its files: data_path='FOLDER/*.arrow'",
         )
-    name, _, revision = text.removeprefix(_HUB).partition("@")
-    if text.startswith(_HUB) and name.strip("/").count("/") == 1:
-        return name.strip("/"), revision or None
+    if whole := _WHOLE.fullmatch(text):
+        return whole["name"], whole["revision"]
     return (text, None) if cls is HuggingFaceSource else (None, None)
 
 
