@@ -15,6 +15,9 @@ In: nothing; all files are made in a temporary folder. Out: a table, and ``resul
   compared bit by bit.
 * ``tokens``: records of long texts read a second with ``cache_tokens``, and without.
 * ``memory``: bytes a record that a process has of its own after it has opened an index which another one made.
+* ``streaming``: rows of Parquet shards read a second by streaming, in the first pass of a first run and later, beside
+  the same files as a source with random access, and as an ``IterableDataset`` of ``datasets``, tokenized by the same
+  tokenizer.
 * ``resume``: time from the index to the first sequences, at the end of a synthetic data set of 10^8 records and at its
   beginning, each in new processes.
 
@@ -62,6 +65,7 @@ from shared.data_peers import (
     write_pictures,
 )
 from shared.record import RESULTS, interval, write_result
+from shared.stream_peers import SHARDS, stream_sides
 
 from unigen_ds.core.progress import Geometry
 from unigen_ds.data import array_cache
@@ -74,7 +78,7 @@ from unigen_ds.data.order import GlobalOrder
 from unigen_ds.data.packing import WindowPacking
 from unigen_ds.data.stream import Cursor, SequenceStream
 
-SECTIONS = ("texts", "documents", "headers", "packing", "loader", "tokens", "memory", "resume")
+SECTIONS = ("texts", "documents", "headers", "packing", "loader", "tokens", "memory", "resume", "streaming")
 LIMITS = {
     "texts: a second": 60_000.0,
     "headers: a second": 30_000.0,
@@ -313,6 +317,14 @@ def inside_resume(folder: Path, where: str, number: int) -> dict[str, float]:
     return {"seconds": time.perf_counter() - start, "cpu_seconds": cpu_seconds() - used}
 
 
+def streaming(folder: Path, rounds: int, options: argparse.Namespace) -> dict[str, Any]:
+    number = options.rows - options.rows % (SHARDS * BATCH)
+    folder = folder / "streaming"
+    folder.mkdir()
+    passes = {"first pass": True, "later passes": False}
+    return {name: in_turns(stream_sides(folder, number, cold=cold), number, rounds) for name, cold in passes.items()}
+
+
 def reached(found: dict[str, Any]) -> dict[str, float]:
     """The values that have a limit."""
     values = {}
@@ -340,6 +352,7 @@ def main() -> int:
     parser.add_argument("--packed-by-peer", type=int, default=24_576)
     parser.add_argument("--pictures", type=int, default=800)
     parser.add_argument("--indexed", type=int, default=300_000)
+    parser.add_argument("--rows", type=int, default=20_480)
     parser.add_argument("--records", type=int, default=100_000_000)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result file")
     parser.add_argument("--inside", nargs="+", help=argparse.SUPPRESS)

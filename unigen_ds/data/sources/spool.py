@@ -14,6 +14,7 @@ import fcntl
 import os
 import re
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -215,7 +216,11 @@ def _key(shard: DataShard) -> str:
 
 def _is_whole(file: Path, shard: DataShard) -> bool:
     """Whether a copy is there, as far as its size shows it."""
-    return file.is_file() and shard.size in (None, file.stat().st_size)
+    try:
+        found = file.stat()
+    except OSError:
+        return False
+    return stat.S_ISREG(found.st_mode) and shard.size in (None, found.st_size)
 
 
 def _copies(folder: Path) -> Iterator[tuple[float, int, Path]]:
