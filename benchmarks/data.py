@@ -4,15 +4,16 @@ In: nothing; all files are made in a temporary folder. Out: a table, and ``resul
 
 * ``texts``: short texts (5 to 15 words, as captions have) indexed a second: parse, tokenize, count and digest each
   record; beside ``datasets.map`` (``batched=True``), a plain loop that parses the file and calls the same tokenizer on
-  1,000 texts at a time, and the tokenizer alone, without parsing, one thread per core.
+  1,000 texts at a time, and the tokenizer alone, without parsing, one thread per core. Its time is divided into a fixed
+  part (processes that start) and one for each record, by a file of a tenth of the size.
 * ``documents``: the same with 8 to 30 words of the documentation, about 30 tokens, of which the tokenizer alone does
   about 36,000 a second on two cores.
-* ``headers``: images indexed a second, beside a loop that opens each file with PIL for its size.
+* ``headers``: images indexed a second, beside a loop that opens each file with PIL for its size; divided as texts.
 * ``packing``: samples planned a second, and how full the sequences of 4,096 tokens are, for long-tailed lengths, beside
   ``WindowPacking`` and nanoVLM's packer: the longest sample first, each to the emptiest sequence that has space for
   it, buffer by buffer.
-* ``loader``: images of 256 px loaded a second with 0, 1 and 2 workers, beside torch's ``DataLoader``; pixels are
-  compared bit by bit.
+* ``loader``: images of 256 px loaded a second with 0, 1 and 2 workers, beside torch's ``DataLoader``; each batch
+  is read once, as a training step reads it, and pixels are compared bit by bit. Also the CPU time of each step, alone.
 * ``tokens``: records of long texts read a second with ``cache_tokens``, and without.
 * ``memory``: bytes a record that a process has of its own after it has opened an index which another one made.
 * ``streaming``: rows of Parquet shards read a second by streaming, in the first pass of a first run and later, beside
@@ -42,7 +43,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -50,12 +51,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from shared.data_peers import (
     PATCH,
+    SIDE,
     Pictures,
     Sides,
     emptiest_first,
@@ -67,16 +70,20 @@ from shared.data_peers import (
 from shared.record import RESULTS, interval, write_result
 from shared.stream_peers import SHARDS, stream_sides
 
+from unigen_ds.core.batch import Batch
 from unigen_ds.core.progress import Geometry
 from unigen_ds.data import array_cache
+from unigen_ds.data.collate import collate
 from unigen_ds.data.counts import COLUMNS, Array, Counts
 from unigen_ds.data.datasets import UnifiedGenerationDataset
 from unigen_ds.data.fast_packing import FastPacking
 from unigen_ds.data.index import Index
-from unigen_ds.data.loader import UpdateLoader
-from unigen_ds.data.order import GlobalOrder
+from unigen_ds.data.loader import Packet, UpdateLoader
+from unigen_ds.data.order import Draw, GlobalOrder
+from unigen_ds.data.packed import with_floats
 from unigen_ds.data.packing import WindowPacking
 from unigen_ds.data.stream import Cursor, SequenceStream
+from unigen_ds.data.transforms import patchify, pixel_patches
 
 SECTIONS = ("texts", "documents", "headers", "packing", "loader", "tokens", "memory", "resume", "streaming")
 LIMITS = {
@@ -128,8 +135,25 @@ def in_turns(sides: Sides, number: int | Mapping[str, int], rounds: int, *, same
     return found
 
 
+def divided(few: Callable[[], object], many: Callable[[], object], numbers: tuple[int, int]) -> dict[str, float]:
+    """The CPU time of indexing as a fixed part, in seconds, and one for each record, in microseconds."""
+    times = []
+    for side in (few, many):
+        used = []
+        for _ in range(5):
+            start = cpu_seconds()
+            side()
+            used.append(cpu_seconds() - start)
+        times.append(min(used))
+    each = (times[1] - times[0]) / (numbers[1] - numbers[0])
+    return {"fixed_cpu_seconds": times[0] - each * numbers[0], "cpu_microseconds_a_record": 1e6 * each}
+
+
 def texts(folder: Path, rounds: int, options: argparse.Namespace) -> dict[str, Any]:
-    return in_turns(text_sides(folder, options.texts, short=True), options.texts, rounds)
+    few = options.texts // 10
+    sides, first = (text_sides(folder, number, short=True) for number in (options.texts, few))
+    found = in_turns(sides, options.texts, rounds)
+    return {**found, **divided(first["ours"], sides["ours"], (few, options.texts))}
 
 
 def documents(folder: Path, rounds: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -137,7 +161,10 @@ def documents(folder: Path, rounds: int, options: argparse.Namespace) -> dict[st
 
 
 def headers(folder: Path, rounds: int, options: argparse.Namespace) -> dict[str, Any]:
-    return in_turns(header_sides(folder, options.headers), options.headers, rounds)
+    few = options.headers // 10
+    sides, first = (header_sides(folder, number) for number in (options.headers, few))
+    found = in_turns(sides, options.headers, rounds)
+    return {**found, **divided(first["ours"], sides["ours"], (few, options.headers))}
 
 
 def packing(folder: Path, rounds: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -182,23 +209,76 @@ def loader(folder: Path, rounds: int, options: argparse.Namespace) -> dict[str, 
         seen = 0
         for [micro] in islice(loading, number // BATCH):
             patches = micro.batch.vit_patches.view(BATCH, -1, PATCH * PATCH * 3)
-            seen += len(patches)
+            seen += read(patches)
         if last is not None:
             last |= {int(name.split(":")[1]): patches[i] for i, name in enumerate(micro.batch.sample_ids)}
         loading.close()
         return seen
 
     def theirs(workers: int) -> int:
-        return sum(map(len, DataLoader(Pictures(paths), batch_size=BATCH, shuffle=True, num_workers=workers)))
+        return sum(map(read, DataLoader(Pictures(paths), batch_size=BATCH, shuffle=True, num_workers=workers)))
 
     pixels: dict[int, torch.Tensor] = {}
     ours(0, pixels)
     for index, patches in pixels.items():
         assert torch.equal(patches, Pictures(paths)[index]), f"other pixels of picture {index}"
-    found = {}
+    found: dict[str, Any] = {"steps_cpu_microseconds": loader_steps(paths, data, processor)}
     for workers in (0, 1, 2):
         sides: Sides = {"ours": partial(ours, workers), "torch's DataLoader": partial(theirs, workers)}
         found[f"{workers} workers"] = in_turns(sides, number, rounds)
+    return found
+
+
+def read(patches: torch.Tensor) -> int:
+    """As a training step does: memory that another process has filled is mapped then."""
+    assert patches.sum().isfinite()
+    return len(patches)
+
+
+def loader_steps(paths: list[Path], data: UnifiedGenerationDataset, processor: Any) -> dict[str, float]:
+    """CPU microseconds an image of each step of both sides, alone: the least of some measurements.
+
+    On a busy machine they are less than their sum in a loader, whose processes share caches.
+    """
+    paths = paths[: 8 * BATCH]
+    opened = [Image.open(path) for path in paths]
+    for image in opened:
+        image.load()
+    resized = [image.resize((SIDE, SIDE), Image.Resampling.BICUBIC) for image in opened]
+    pixels = [np.asarray(image) for image in resized]
+    numbers = range(0, len(paths), BATCH)
+
+    def batches() -> list[Batch]:
+        rows = ([(Draw(0, i, 0),) for i in range(first, first + BATCH)] for first in numbers)
+        return [collate(one, [data], processor, seq_length=4096, keep_bytes=True) for one in rows]
+
+    made = batches()
+    theirs = torch.stack([Pictures(paths)[i] for i in range(BATCH)])
+    steps: dict[str, Callable[[], object]] = {
+        "both: open and decode": lambda: [Image.open(path).load() for path in paths],
+        "both: resize": lambda: [image.resize((SIDE, SIDE), Image.Resampling.BICUBIC) for image in opened],
+        "both: pixels as an array": lambda: [np.asarray(image) for image in resized],
+        "theirs: convert('RGB'), a copy": lambda: [image.convert("RGB") for image in opened],
+        "theirs: floats and patches": lambda: [
+            patchify(torch.from_numpy(one.copy()).permute(2, 0, 1).float().div(255).sub(0.5).div(0.5), PATCH)
+            for one in pixels
+        ],
+        "theirs: batch in shared memory": lambda: [theirs.clone().share_memory_() for _ in numbers],
+        "ours: record, digest, plan": lambda: [data.sample(i) for i in range(len(paths))],
+        "ours: patches of bytes": lambda: [pixel_patches(one, PATCH) for one in pixels],
+        "ours: batch in shared memory": lambda: [Packet.packed(one, shared=True) for one in made],
+        "ours: floats, in the main process": lambda: [with_floats(one) for one in made],
+        "ours: all that a worker does": batches,
+        "theirs: all that a worker does for a picture": lambda: [Pictures(paths)[i] for i in range(len(paths))],
+    }
+    found = {}
+    for name, step in steps.items():
+        times = []
+        for _ in range(15):
+            start = time.process_time()
+            step()
+            times.append(time.process_time() - start)
+        found[name] = 1e6 * min(times) / len(paths)
     return found
 
 
@@ -334,6 +414,8 @@ def reached(found: dict[str, Any]) -> dict[str, float]:
     if "packing" in found:
         values["packing: full"] = found["packing"]["full"]["ours"]
     for workers, part in found.get("loader", {}).items():
+        if not workers.endswith("workers"):
+            continue
         values[f"loader, {workers}: ratio"] = part["ours_to"]["torch's DataLoader"]["median"]
     if "memory" in found:
         values["memory: bytes a record"] = found["memory"]["bytes_a_record"]
@@ -346,11 +428,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--texts", type=int, default=40_000)
-    parser.add_argument("--headers", type=int, default=10_000)
+    parser.add_argument("--texts", type=int, default=200_000)
+    parser.add_argument("--headers", type=int, default=50_000)
     parser.add_argument("--packed", type=int, default=409_600)
     parser.add_argument("--packed-by-peer", type=int, default=24_576)
-    parser.add_argument("--pictures", type=int, default=800)
+    parser.add_argument("--pictures", type=int, default=2_400)
     parser.add_argument("--indexed", type=int, default=300_000)
     parser.add_argument("--rows", type=int, default=20_480)
     parser.add_argument("--records", type=int, default=100_000_000)

@@ -65,7 +65,7 @@ def text_sides(folder: Path, number: int, *, short: bool) -> Sides:
     words, limits = (list(filter(str.isalpha, words)), (5, 15)) if short else (words, (8, 30))
     draw = random.Random(1)
     texts = [" ".join(draw.choices(words, k=draw.randint(*limits))) for _ in range(number)]
-    path = folder / ("short.jsonl" if short else "documents.jsonl")
+    path = folder / f"{'short' if short else 'documents'}-{number}.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
     def read() -> list[str]:
@@ -130,7 +130,7 @@ def _mapped(path: Path, folder: Path, plain: Any) -> Sides:
 
 def header_sides(folder: Path, number: int) -> Sides:
     """Images of a JSONL file of captions."""
-    folder = folder / "headers"
+    folder = folder / f"headers-{number}"
     folder.mkdir()
     draw, names = np.random.default_rng(0), [f"{i}.jpg" for i in range(number)]
     kinds = [_picture(draw, side) for side in (256, 384, 512)]

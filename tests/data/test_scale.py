@@ -58,7 +58,14 @@ from unigen_ds.data.quick_header import quick_header
 from unigen_ds.data.splits import ImageSplit
 from unigen_ds.data.stream import Cursor, SequenceStream
 from unigen_ds.data.tokenizers import ChatTokenizer
-from unigen_ds.data.transforms import ImageTransform, image_header, open_image, patchify, pixel_patches
+from unigen_ds.data.transforms import (
+    ImageTransform,
+    image_header,
+    normalised_,
+    open_image,
+    patchify,
+    pixel_patches,
+)
 from unigen_ds.families.nanovlm.processor import VLMProcessor
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -417,6 +424,12 @@ def test_bytes_become_the_same_patches(tmp_path: Path) -> None:
         image = open_image(picture(tmp_path / f"{seed}.png", *size, seed=seed))
         as_bytes = torch.from_numpy(pixel_patches(transform.pixels(image), 4)).to(torch.float32)
         assert torch.equal(as_bytes.div_(255).sub_(0.5).div_(0.5), patchify(transform(image), 4))
+
+
+def test_every_byte_is_normalised_to_the_bit() -> None:
+    """In two passes, the numbers of the three of the public code."""
+    values = torch.arange(256, dtype=torch.float32)
+    assert torch.equal(normalised_(values.clone()), values.div(255).sub(0.5).div(0.5))
 
 
 class Doubled(ImageTransform):

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -212,7 +213,9 @@ def _integers(values: Sequence[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int64)
 
 
+@lru_cache(maxsize=64)
 def _grid_positions(grid: tuple[int, int], table: int) -> Tensor:
+    """Read only: the same tensor for each image of that grid."""
     rows, columns = torch.arange(grid[0]), torch.arange(grid[1])
     return (rows[:, None] * table + columns).flatten()
 
