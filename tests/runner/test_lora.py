@@ -34,7 +34,7 @@ from unigen_ds.runner.trained import open_model
 PeftModel = pytest.importorskip("peft").PeftModel
 LLM = {
     "model_type": "llama", "vocab_size": 20, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": True,
 }  # fmt: skip
 RECORDS = [{"text": words(3 + i % 9, i)} for i in range(60)]
 LORA = {"r": 4, "alpha": 8, "target_modules": [r"self_attn\.(q|v)_proj", "down_proj"]}

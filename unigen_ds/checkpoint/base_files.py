@@ -18,7 +18,9 @@ from typing import Any
 from unigen_ds.checkpoint.manifest import FileEntry
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.files import file_digest, fsync_path, make_directory, rename_into_place, temporary_beside
+from unigen_ds.core.hub import download
 from unigen_ds.core.log import logger
+from unigen_ds.core.paths import is_hub_name
 
 FOLDER = "base"
 """Of a work dir: the copy."""
@@ -117,7 +119,11 @@ def save_base(base: Base, work_dir: Path) -> Path | None:
 
 
 def _absolute(path: str) -> str:
-    return str(Path(path).expanduser().absolute())
+    """A folder, also of a name on the hub."""
+    found = Path(path).expanduser()
+    if not found.exists() and is_hub_name(path):
+        found = download(path, where="model.pretrained", weights=True)
+    return str(found.absolute())
 
 
 def _revision(folders: Folders) -> str | None:

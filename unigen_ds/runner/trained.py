@@ -172,10 +172,9 @@ def _import_layout(path: Path, tag: str | None, *, config: Mapping[str, Any] | N
 
 @torch.no_grad()
 def _fill(model: nn.Module, entries: list[Entry], *, where: Path) -> None:
-    own, base = model.state_dict(), base_tensors(model)
-    shapes = {name: tuple(tensor.shape) for name, tensor in own.items() if name not in base}
+    own, base, tied = model.state_dict(), base_tensors(model), tied_names(model)
+    shapes = {name: tuple(tensor.shape) for name, tensor in own.items() if tied.get(name, name) not in base}
     stored = {entry.name: tuple(entry.shape) for entry in entries}
-    tied = tied_names(model)
     refuse_misfit(where, misfit(by_first_name(stored, tied), by_first_name(shapes, tied)))
     for entry in entries:
         flat, at = own[entry.name].view(-1), 0
