@@ -8,20 +8,23 @@ from tests.engines.cases import DECODER, PREVIEWS, Job, Phase, config
 from tests.engines.model_cases import VLM
 
 CHAINS: dict[str, tuple[tuple[str, int], ...]] = {
-    "dora": (("zero2", 2), ("FULL_SHARD", 2), ("zero3", 2), ("zero1", 2), ("single", 1)),
-    "qlora": (("zero3", 2), ("FULL_SHARD", 2), ("zero2", 2)),
+    "dora": (("zero2", 2), ("FULL_SHARD", 2), ("zero3", 2), ("zero1", 2)),
+    "bf16": (("zero3", 2), ("FULL_SHARD", 2)),
+    "qlora": (("zero3", 2), ("FULL_SHARD", 2)),
 }
 """Engines and processes of a run."""
 LINK = 2
 """Updates of an engine."""
-LAYERS = {"dora": r"self_attn\.(q|v)_proj|down_proj", "qlora": r"language_model.*(q|v)_proj|connector"}
+_DECODER = r"self_attn\.(q|v)_proj|down_proj"
+LAYERS = {"dora": _DECODER, "bf16": _DECODER, "qlora": r"language_model.*(q|v)_proj|connector"}
 _CHANGES: dict[str, dict[str, Any]] = {
     "dora": {"model": DECODER, "processor": None},
+    "bf16": {"model": DECODER, "processor": None, "optim_wrapper__precision": "bf16"},
     "qlora": {
         **VLM, "model__freeze": ["llm", "vit"], "model__quantize": {"llm": "nf4"}, "optim_wrapper__precision": "bf16",
     },
 }  # fmt: skip
-_DATA = {"dora": "digits/text.jsonl", "qlora": "talks/mixed.jsonl"}
+_DATA = {"dora": "digits/text.jsonl", "bf16": "digits/text.jsonl", "qlora": "talks/mixed.jsonl"}
 
 
 def _phase(kind: str, engine: tuple[str, int], last: int, **more: Any) -> Phase:

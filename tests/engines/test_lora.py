@@ -1,4 +1,6 @@
-"""Adapters under the engines: DoRA on files of a published directory in fp32, and LoRA on packed weights in bf16."""
+"""Adapters under the engines: on files of a published directory DoRA in fp32 and LoRA in bf16, and LoRA on packed
+weights in bf16.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ def test_training_is_that_of_one_process(kind, number):
 def test_every_tensor_arrives_bit_equal(kind, number):
     saved = runs().outcome(lora_cases.link(kind, number - 1)).final
     loaded = tensors(runs().outcome(lora_cases.link(kind, number)).folder / "loaded.pth")
-    assert [key for key in unequal(saved, loaded) if ".lora_" in key or kind == "dora"] == []
+    different = unequal(saved, loaded)
+    assert [key for key in different if ".lora_" in key or kind == "dora"] == []  # else frozen parameters are rounded
     kept = {name for which, name in loaded if which in ("exp_avg", "exp_avg_sq", "step", "ema")}
     assert kept and all(".lora_" in name for name in kept)
 

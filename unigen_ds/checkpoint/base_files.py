@@ -43,6 +43,11 @@ class Base:
     files: tuple[FileEntry, ...]
     """Paths below the folder, ``PART/NAME`` where there is one for each part."""
 
+    @property
+    def is_here(self) -> bool:
+        """Whether the folders exist on this machine."""
+        return all(path.exists() for _, path in _parts(self.path))
+
     def state_dict(self) -> dict[str, Any]:
         """Plain values, for a manifest."""
         return {"path": self.path, "revision": self.revision, "files": [asdict(entry) for entry in self.files]}

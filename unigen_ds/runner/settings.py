@@ -290,8 +290,10 @@ class Settings(ModelSettings):
         return found
 
     def with_base(self, base: Base | None) -> Settings:
-        """The same, with the files of the base where they are now; None: nothing changes."""
-        if base is None:
+        """The same, with the files of the base where rank 0 has found them. None: nothing changes; nor where this
+        machine does not have them there (a cache of the hub).
+        """
+        if base is None or not base.is_here:
             return self
         model = replace(self.model, arguments={**self.model.arguments, "pretrained": base.path})
         found = self.model_copy(update={"model": model})
