@@ -12,6 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tests.data.support import picture
@@ -29,6 +31,7 @@ from unigen_ds.runner.settings import ModelSettings
 
 LANGUAGE = ("qwen3", "mistral", "gemma2", "gemma3_text", "llama")
 IMAGES = ("llava", "qwen2_5_vl", "smolvlm", "gemma3")
+WINDOWS: dict[str, Any] = {"gemma2": {"sliding_window": 999}, "gemma3": {"text_config": {"sliding_window": 999}}}
 APART = {"gemma3"}
 """Whose own masks of images do not keep packed documents apart (transformers 5.23)."""
 
@@ -133,6 +136,39 @@ def test_loss_and_gradient_are_transformers_own(folder: Path, kind: str) -> None
                 assert (grad is None or not grad.any()) and (other is None or not other.any()), name
             else:
                 torch.testing.assert_close(grad, other, rtol=1e-3, atol=1e-4 * float(other.abs().max() + 1), msg=name)
+
+
+@pytest.mark.parametrize(
+    "freeze", [(), ("vision|visual|projector|connector",), (r"^(?!.*(text|language)_model)",)], ids=str
+)
+@pytest.mark.parametrize("kind", ["qwen3", "gemma2", "qwen3_moe", *IMAGES])
+def test_operations_are_those_of_torchs_counter(
+    folder: Path, tmp_path: Path, kind: str, freeze: tuple[str, ...]
+) -> None:
+    """Within 3 %: of one document, so that nothing is filled up; without windows, which the counter does not see."""
+    if kind not in IMAGES and freeze:
+        return
+    root: Path = folder
+    given: dict[str, Any] = {"freeze": freeze} if freeze else {}
+    if kind == "qwen3_moe":
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        root = write_language(tmp_path / kind, kind, **experts).parent
+    if kind in WINDOWS:
+        given["config"] = WINDOWS[kind]
+    model, processor = opened(root, kind, **given)
+    model.transformers_model.set_experts_implementation("eager")  # the counter does not know grouped products
+    words = "is it red or blue " * 30
+    turns = [Turn("user", "text", words), Turn("assistant", "text", words)]
+    if kind in IMAGES:
+        turns.insert(0, Turn("user", "image", str(folder / "1.png")))
+    batch = batch_of([processor.plan(turns)], processor)
+    model(batch)  # the check of packing
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model.train()(batch).sums["text"].backward()
+    assert model.flops(batch) == pytest.approx(counter.get_total_flops(), rel=0.03)
+    for parameter in model.parameters():
+        parameter.data = torch.empty(0)
+    assert model.flops(batch) > 0
 
 
 def test_parameters_have_transformers_names(folder: Path) -> None:

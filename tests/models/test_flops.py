@@ -20,6 +20,8 @@ from unigen_ds.families.bagel.model import UnifiedModel
 from unigen_ds.families.nanovlm.model import VLM
 from unigen_ds.families.nanovlm.processor import VLMProcessor
 from unigen_ds.families.nanovlm.splits import LoadedTiles, TiledSplit
+from unigen_ds.models.lora import add_adapters
+from unigen_ds.models.settings import Lora
 
 WITHIN = 0.03
 """The counter also counts padding between documents of different lengths."""
@@ -73,6 +75,15 @@ def test_unified(tmp_path: Path, freeze: Sequence[str]) -> None:
     batch = collate(rows, [data], processor, seq_length=256)
     assert len(set(batch.latent_shapes)) > 1 and batch.vit_lengths
     assert_counted(model, batch)
+
+
+def test_adapters() -> None:
+    """An adapted layer has its base layer inside, which counts once."""
+    pytest.importorskip("peft")
+    model = VLM(llm=LLM, vit=VIT, pixel_shuffle_factor=2)
+    add_adapters(model, Lora(r=2, target_modules="k_proj"), seed=0)
+    processor = VLMProcessor(ByteTokenizer(), tile_size=16, vit_patch_size=4, pixel_shuffle_factor=2)  # type: ignore[arg-type]
+    assert_counted(model, pack_documents([[TokenSplit(tuple(range(40)), tuple(range(40)))]], processor))
 
 
 def test_what_an_engine_shards_away_still_counts() -> None:

@@ -34,7 +34,7 @@ def linear_flops(module: nn.Module, *, input_grad: bool) -> float:
     total = 0.0
     for each in module.modules():
         rows, columns = (getattr(each, name, None) for name in ("out_features", "in_features"))
-        if isinstance(rows, int) and isinstance(columns, int):
+        if isinstance(rows, int) and isinstance(columns, int) and not hasattr(each, "base_layer"):  # its parts count
             total += 2.0 * rows * columns * (1 + input_grad + trains(each))
             input_grad = input_grad or trains(each)
     return total

@@ -28,6 +28,7 @@ from unigen_ds.core.modules import persistent_buffers
 from unigen_ds.core.registry import MODELS, checked
 from unigen_ds.core.shards import BUFFER, MASTER
 from unigen_ds.families.auto.batch import ModelBatch
+from unigen_ds.families.auto.cost import Cost
 from unigen_ds.families.auto.freezing import freeze_by_name
 from unigen_ds.families.auto.loading import build, model_folder, plain_config, read_config, read_weights
 from unigen_ds.models.losses import loss_terms, text_losses
@@ -105,6 +106,7 @@ class TransformersModel(PretrainedModel):
             self._stored = match(self, read_weights(folder, causal, auto=self.auto))
             if not meta:
                 self._fill()
+        self._cost = Cost(causal, self.shard_units())
         freeze_by_name(self, freeze)
         if activation_checkpointing:
             causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -196,6 +198,10 @@ class TransformersModel(PretrainedModel):
         logits = self._compute(batch, batch.text_target_index)
         text = text_losses(logits, batch.text_target_ids, batch.text_target_weight)
         return loss_terms({"text": text}, training=self.training)
+
+    def flops(self, batch: ModelBatch) -> float:
+        """Floating point operations of forward and backward on this micro-batch (``cost.py``)."""
+        return self._cost.of(batch)
 
     def logits(self, batch: ModelBatch) -> Tensor:
         """``[T, vocabulary]``: for every token what follows it."""
