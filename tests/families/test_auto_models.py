@@ -145,7 +145,7 @@ def test_loss_and_gradient_are_transformers_own(folder: Path, kind: str) -> None
 def test_operations_are_those_of_torchs_counter(
     folder: Path, tmp_path: Path, kind: str, freeze: tuple[str, ...]
 ) -> None:
-    """Within 3 %: of one document, so that nothing is filled up; without windows, which the counter does not see."""
+    """Within 1.5 %: of one document, so that nothing is filled up; without windows, which the counter does not see."""
     if kind not in IMAGES and freeze:
         return
     root: Path = folder
@@ -157,7 +157,7 @@ def test_operations_are_those_of_torchs_counter(
         given["config"] = WINDOWS[kind]
     model, processor = opened(root, kind, **given)
     model.transformers_model.set_experts_implementation("eager")  # the counter does not know grouped products
-    words = "is it red or blue " * 30
+    words = "is it red or blue " * 5
     turns = [Turn("user", "text", words), Turn("assistant", "text", words)]
     if kind in IMAGES:
         turns.insert(0, Turn("user", "image", str(folder / "1.png")))
@@ -165,7 +165,7 @@ def test_operations_are_those_of_torchs_counter(
     model(batch)  # the check of packing
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model.train()(batch).sums["text"].backward()
-    assert model.flops(batch) == pytest.approx(counter.get_total_flops(), rel=0.03)
+    assert model.flops(batch) == pytest.approx(counter.get_total_flops(), rel=0.015)
     for parameter in model.parameters():
         parameter.data = torch.empty(0)
     assert model.flops(batch) > 0

@@ -26,11 +26,12 @@ class Cost:
         head = model.get_output_embeddings()
         self._text = model.config.get_text_config()
         self._layers = [unit for unit in units if unit in decoder]
-        self._tower = [unit for unit in units if unit not in decoder]
-        inside = {module for unit in units for module in unit.modules()} | decoder | {head}
-        outside = [(name, module) for name, module in model.named_modules() if module not in inside]
-        self._patches = next((m for _, m in outside if hasattr(m, "kernel_size") and hasattr(m, "in_channels")), None)
-        self._between = [m for name, m in outside if ".head" not in name and _is_linear(m)]
+        seen = {module: name for name, module in model.named_modules() if module not in decoder and module is not head}
+        self._patches = next((m for m in seen if hasattr(m, "kernel_size") and hasattr(m, "in_channels")), None)
+        pooling = {module for module, name in seen.items() if ".head" in name}
+        self._tower = [u for u in units if u in seen and u not in pooling and self._patches not in set(u.modules())]
+        inside = {module for unit in self._tower for module in unit.modules()} | pooling
+        self._between = [module for module in seen if module not in inside and _is_linear(module)]
         self._vision = getattr(model.config, "vision_config", None)
         self._head, self._embeddings = head, model.get_input_embeddings()
         self._experts = [found for layer in self._layers for found in self._experts_of(layer)]
