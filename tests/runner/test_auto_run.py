@@ -259,7 +259,9 @@ def test_checkpoints_that_transformers_loads_directly(data: Path, tmp_path: Path
     assert losses(tmp_path / "run").keys() == {1, 2, 3, 4}
 
 
-@pytest.mark.parametrize(("name", "kind"), [("qwen_sft", "qwen3"), ("llava_zero2", "llava")])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("qwen_sft", "qwen3"), ("llava_zero2", "llava"), ("frozen_vlm_zero2", "llava")]
+)
 def test_the_recipes_train(data: Path, tmp_path: Path, name: str, kind: str) -> None:
     """With their own precision, curve and packing, from a tiny directory."""
     changes = {
@@ -270,7 +272,7 @@ def test_the_recipes_train(data: Path, tmp_path: Path, name: str, kind: str) -> 
         "optim_wrapper.accumulative_counts": 2,
         "train_dataloader.dataset.data_path": str(data / f"{kind}.jsonl"),
         "train_dataloader.dataset.index_workers": 0,
-        "val_dataloader.split": 0.3,
+        "val_dataloader.split": 0.5,
         "backend": {"type": "single"},
         "work_dir": str(tmp_path / "run"),
         "train_dataloader.seq_length": 64,

@@ -9,8 +9,8 @@ BATCH_CHOICES = ("refuse", "keep-lr", "linear", "sqrt")
 DATA_CHOICES = ("refuse", "append", "restart")
 """``on_data_change``: what a resume does with changed data."""
 SHIPPED = (
-    "bagel_7b_fsdp, bagel_7b_zero3, bagel_from_parts, bagel_lora, decoder_lm_300m, decoder_lm_90m, llava_zero2,"
-    " nanovlm_230m, nanovlm_460m, qwen_sft, unified_digits or unified_emoji"
+    "bagel_7b_fsdp, bagel_7b_zero3, bagel_from_parts, bagel_lora, decoder_lm_300m, decoder_lm_90m,"
+    " frozen_vlm_zero2, llava_zero2, nanovlm_230m, nanovlm_460m, qwen_sft, unified_digits or unified_emoji"
 )
 """Names of the configs of the package (``config_file.shipped``)."""
 DTYPE_NAMES = ("fp32", "bf16", "fp16")
