@@ -272,7 +272,7 @@ def test_the_recipes_train(data: Path, tmp_path: Path, name: str, kind: str) -> 
         "optim_wrapper.accumulative_counts": 2,
         "train_dataloader.dataset.data_path": str(data / f"{kind}.jsonl"),
         "train_dataloader.dataset.index_workers": 0,
-        "val_dataloader.split": 0.5,
+        "val_dataloader.split": 0.3,
         "backend": {"type": "single"},
         "work_dir": str(tmp_path / "run"),
         "train_dataloader.seq_length": 64,

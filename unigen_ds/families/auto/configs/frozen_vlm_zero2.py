@@ -52,5 +52,4 @@ default_hooks = dict(
     logger=dict(type="LoggerHook", interval=10),
     checkpoint=dict(type="CheckpointHook", by_epoch=False, interval=save_steps, max_keep_ckpts=save_total_limit),
 )
-randomness = dict(seed=42)
 work_dir = "work_dirs/frozen_vlm_zero2"
