@@ -268,6 +268,7 @@ def _statistics_lines(report: Mapping[str, Any]) -> Iterator[str]:
     from unigen_ds.data.filtered import removal_line
     from unigen_ds.data.overflow import overflow_line
     from unigen_ds.data.statistics import group_line, over_tiles_line, special_line
+    from unigen_ds.data.unused import UnusedKey, unused_line
 
     for name, source in report["sources"].items():
         records = source["records"]
@@ -281,6 +282,8 @@ def _statistics_lines(report: Mapping[str, Any]) -> Iterator[str]:
             yield f"  num_used_data: the first {first['used']:,} of {first['records']:,} records"
         if "filters" in source:
             yield "  " + removal_line(source["filters"])
+        if source["unused_keys"]:
+            yield "  " + unused_line([UnusedKey(**one) for one in source["unused_keys"]])
         yield _row("with images", source["records_with_images"], records)
         yield _row("text only", source["records_text_only"], records)
         if source["records_unreadable"]:

@@ -4,7 +4,7 @@ What packing, truncation and statistics need of a record without reading it agai
 ``.unigen_index/`` beside the data file (or in ``cache_dir`` where that folder cannot be written), named after a
 fingerprint of data file, processor and format, and mapped into the memory of every process (``array_cache.py``).
 Trade-off: the first start plans every record (two cores do about 40,000 texts of 20 words a second; an image costs one
-header read) and writes at most 136 bytes a record; a later start maps them.
+header read) and writes at most 144 bytes a record; a later start maps them.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from unigen_ds.core.errors import DataError
 from unigen_ds.core.log import logger, notice
 from unigen_ds.data.array_cache import SUFFIX, NewArrays, filled, fingerprint
 from unigen_ds.data.counts import COLUMNS, NUM_DIGESTED, Array, Counts, record_digest
-from unigen_ds.data.planning import FILLED, UNUSED, plan_all
+from unigen_ds.data.planning import FILLED, UNUSED, UNUSED_KEYS, plan_all
 from unigen_ds.data.processor import ConversationProcessor
 from unigen_ds.data.records import Layout
 from unigen_ds.data.rules import DataRules
 from unigen_ds.data.sources.base import FoundRecord, RecordSource
 from unigen_ds.data.sources.json_lines import JsonSource
+from unigen_ds.data.unused import unused_line, unused_of
 
 _FORMAT = "unigen-index-1"
 """Of the digest that checkpoints keep."""
-_CACHE_FORMAT = "unigen-index-7"
+_CACHE_FORMAT = "unigen-index-8"
 _CONTENT_FORMAT = "unigen-content-1"
 _FORMER = ".npz"
 """Suffix of the caches of earlier versions."""
@@ -58,6 +59,8 @@ class Index:
     """Of ``records``."""
     content: str
     """Digest of the data files."""
+    unused: Array
+    """``unused_keys`` of each record."""
 
     def __len__(self) -> int:
         return len(self.records)
@@ -138,11 +141,12 @@ class Index:
         if cache is not None and counts.no_image_readable:  # a wrong folder, most likely: look again next time
             cache.unlink(missing_ok=True)
         if report:
-            _report(source, counts, cache, arrays[UNUSED])
+            _report(source, counts, cache, arrays[UNUSED], arrays[UNUSED_KEYS])
         # not of the key: the same data in another folder is the same data, and so is what no rule changes
         marks = rules.marks(counts.all_touched)
         facts = (*source.identity(content), processor.fingerprint, _FORMAT, of_counts, *marks, *layout.facts)
-        return cls(source, arrays["records"], counts, fingerprint(*facts), folder, layout, of_records, content)
+        digest = fingerprint(*facts)
+        return cls(source, arrays["records"], counts, digest, folder, layout, of_records, content, arrays[UNUSED_KEYS])
 
 
 def prefix_digest(records: Array, number: int, *facts: object, known: str | None = None) -> str:
@@ -173,13 +177,15 @@ def _report_former(source: RecordSource, folder: Path) -> None:
         notice(f"{source.title}: the index {found[-1]} is of an earlier version and is built again, once; delete it.")
 
 
-def _report(source: RecordSource, counts: Counts, cache: Path | None, unused: Array) -> None:
+def _report(source: RecordSource, counts: Counts, cache: Path | None, unused: Array, keys: Array) -> None:
     """How much of the data will not be learned as intended."""
     if dist.env_rank() != 0:
         return
     path = source.title
     for note in source.notes():
         logger().warning("%s: %s", path, note)
+    if keys.any():
+        logger().warning("%s: %s", path, unused_line(unused_of(keys)))
     if unused.any():
         logger().warning(
             "%d records of %s have several texts to choose from; one of each is used, always the same, and %d are not",

@@ -20,6 +20,7 @@ from unigen_ds.data.held_out import Part, record_number, whole_of
 from unigen_ds.data.overflow import ACTIONS, Action, Fitted
 from unigen_ds.data.stream import SequenceStream
 from unigen_ds.data.streamed_units import ShardRecords
+from unigen_ds.data.unused import unused_of, with_unused
 from unigen_ds.data.used import FirstRecords
 
 NUM_EXAMPLES = 3
@@ -83,6 +84,11 @@ class _Source:
             yield self._reason(text, found, total, action in ("split", "truncate"), "{:,} tokens", lengths)
         yield self._reason("an image that cannot be read: padding in their position", np.flatnonzero(counts.unreadable),
                            total, False, "", None)  # fmt: skip
+        if isinstance(self.whole, UnifiedGenerationDataset):
+            codes = self.whole.index.unused
+            for one in unused_of(codes):
+                examples = tuple(self._example(i, "") for i in with_unused(codes, one)[:NUM_EXAMPLES].tolist())
+                yield Reason(self.title, one.text, one.records, len(codes), True, examples)
         empty = np.flatnonzero(counts.empty_texts)
         yield self._reason("an empty text", empty, total, True, "", None)
         if self.max_tiles is not None:

@@ -27,6 +27,7 @@ from unigen_ds.data.counts import COLUMNS, count, record_digest
 from unigen_ds.data.processor import ConversationProcessor
 from unigen_ds.data.records import Layout, Turn, unused_texts
 from unigen_ds.data.sources.base import FoundRecord, RecordSource
+from unigen_ds.data.unused import unused_keys
 from unigen_ds.data.worker_process import start_worker
 
 _CHUNK = 1024
@@ -37,11 +38,13 @@ _PROCESSES = 8
 _FORKED_FROM = 8192
 """Records from which on forks plan them: they plan twice as many a second on two cores, and need 0.05 s to start."""
 _TOUCHED = COLUMNS.index("touched")
+UNUSED_KEYS = "unused_keys"
+"""An array of the index: what a record has of other layouts (``unused.unused_keys``)."""
 UNUSED = "unused_texts"
 """An array of the index: texts of a record that it has as alternatives to the one that is used; where there are any."""
 Chunk = tuple[int, int]
 """First record, and the one after the last."""
-FILLED = (*COLUMNS, "records", UNUSED)
+FILLED = (*COLUMNS, "records", UNUSED, UNUSED_KEYS)
 """Arrays of one value a record that planning fills."""
 
 
@@ -222,8 +225,10 @@ class _Plan:
                     empty += 1
             row = count(sample, unk_id=unk_id, empty_texts=empty)
             digest = record_digest(entry.content, row, marks(row[_TOUCHED]))
-            unused = unused_texts(record) if "captions" in record or "instruction_list" in record else 0
-            yield *row, digest, unused
+            if self.layout.columns:
+                record = self.layout.named(record, entry.where)
+            texts = unused_texts(record) if "captions" in record or "instruction_list" in record else 0
+            yield *row, digest, texts, unused_keys(record, self.layout, getattr(entry, "unused", ()))
 
 
 def batches(source: RecordSource, chunk: Chunk) -> Iterator[Sequence[FoundRecord]]:

@@ -149,31 +149,32 @@ def parse_record(
     ``captions``: what an image with a text teaches: ``generate`` (text, then the image; also None) or ``understand``.
     None: ``{image, text}`` is a document, as it always was in JSON.
     """
-    if "conversations" in record:
+    layout = layout_of(record, captions)
+    if layout == "document":
+        return [Turn("assistant", "text", _text(record, "text", "text", where))]
+    if layout == "conversations":
         turns = record["conversations"]
         if not isinstance(turns, list) or not turns:
             raise _wrong(where, "conversations", turns, "a list of at least one turn")
-        if isinstance(turns[0], Mapping) and "from" in turns[0] and "role" not in turns[0]:
+        if _is_llava(turns):
             return list(_llava(record, turns, where, image_root))
         return [_turn(turn, f"conversations[{i}]", where, image_root) for i, turn in enumerate(turns)]
-    if "text_prompt" in record or "image_path" in record:
+    if layout == "text_prompt":
         prompt = _text(_having(record, "text_prompt", where), "text_prompt", "text_prompt", where)
-        key = "image" if "image_path" not in record and "image" in record else "image_path"
+        key = drawn_key(record)
         return _captioned(prompt, _image_path(_having(record, key, where)[key], key, where, image_root), captions)
-    if captions is not None and record.get("image") is not None and "text" in record:
+    if layout == "text":
         text = _text(record, "text", "text", where)
         return _captioned(text, _image_path(record["image"], "image", where, image_root), captions)
-    if "text" in record:
-        return [Turn("assistant", "text", _text(record, "text", "text", where))]
-    if "messages" in record:
+    if layout == "messages":
         return _openai(record, where, image_root)
-    if isinstance(record.get("texts"), list):
+    if layout == "texts":
         return _nanovlm(record, where, image_root)
-    if "image_list" in record:
+    if layout == "image_list":
         return _edits(record, where, image_root)
-    if "instruction" in record and ("output_images" in record or "output_image" in record):
+    if layout == "instruction":
         return _instructed(record, where, image_root)
-    if "caption" in record or "captions" in record:
+    if layout == "caption":
         image = _image_path(_having(record, "image", where)["image"], "image", where, image_root)
         return _captioned(_caption(record, where), image, captions)
     if "texts" in record:
@@ -228,6 +229,48 @@ def other_delimiter(names: Sequence[str]) -> str | None:
     """The setting for a CSV file whose names are one cell, because something else than a comma is between them."""
     signs = [sign for sign in (";", "\t", "|") if len(names) == 1 and sign in str(names[0])]
     return f"format=dict(type='csv', delimiter={signs[0]!r})" if signs else None
+
+
+def layout_of(record: Mapping[str, Any], captions: Captions | None) -> str:
+    """The layout by which a record is read: the first that it has, in this order. '' where it has none.
+
+    ``captions``: as of ``parse_record``.
+    """
+    if "conversations" in record:
+        return "conversations"
+    if "text_prompt" in record or "image_path" in record:
+        return "text_prompt"
+    if "text" in record:
+        return "text" if captions is not None and record.get("image") is not None else "document"
+    if "messages" in record:
+        return "messages"
+    if isinstance(record.get("texts"), list):
+        return "texts"
+    if "image_list" in record:
+        return "image_list"
+    if "instruction" in record and ("output_images" in record or "output_image" in record):
+        return "instruction"
+    return "caption" if "caption" in record or "captions" in record else ""
+
+
+def _is_llava(turns: Any) -> bool:
+    """Whether turns have ``from`` and ``value``."""
+    return isinstance(turns[0], Mapping) and "from" in turns[0] and "role" not in turns[0]
+
+
+def drawn_key(record: Mapping[str, Any]) -> str:
+    """Of the image that is drawn from a ``text_prompt``."""
+    return "image" if "image_path" not in record and "image" in record else "image_path"
+
+
+def image_key(record: Mapping[str, Any]) -> str:
+    """Of the images of LLaVA's, OpenAI's and nanoVLM's records."""
+    return "image" if record.get("image") is not None else "images"
+
+
+def several(record: Mapping[str, Any], key: str) -> str:
+    """``key`` with an s where the record has that: ``output_images`` before ``output_image``."""
+    return f"{key}s" if f"{key}s" in record else key
 
 
 def _captioned(text: str, image: str, captions: Captions | None) -> list[Turn]:
@@ -301,8 +344,7 @@ def _instructed(record: Mapping[str, Any], where: object, image_root: Path | Non
     they come first.
     """
     inputs, outputs = (
-        _listed_images(record, f"{key}s" if f"{key}s" in record else key, where, image_root)
-        for key in ("input_image", "output_image")
+        _listed_images(record, several(record, key), where, image_root) for key in ("input_image", "output_image")
     )
     if not outputs:
         raise _wrong(where, "output_images", record.get("output_images"), "the path of an image, or a list of them")
@@ -347,7 +389,7 @@ def _nanovlm(record: Mapping[str, Any], where: object, image_root: Path | None) 
 
 def _images(record: Mapping[str, Any], where: object, image_root: Path | None) -> list[str]:
     """Those of ``image`` or ``images``: one, or a list; none where both are missing."""
-    return _listed_images(record, "image" if record.get("image") is not None else "images", where, image_root)
+    return _listed_images(record, image_key(record), where, image_root)
 
 
 _OPENAI_ROLES: dict[str, Role] = {
@@ -370,6 +412,7 @@ def _openai(record: Mapping[str, Any], where: object, image_root: Path | None) -
         if not isinstance(given, str) or given not in _OPENAI_ROLES:
             raise _wrong(where, f"{field}.role", given, ", ".join(_OPENAI_ROLES))
         role, content = _OPENAI_ROLES[given], message.get("content")
+        _check_weight(message, role, field, where)
         parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
         for k, part in enumerate(parts):
             name = f"{field}.content[{k}]" if isinstance(content, list) else f"{field}.content"
@@ -385,6 +428,16 @@ def _openai(record: Mapping[str, Any], where: object, image_root: Path | None) -
             allowed=f"one {PLACEHOLDER}, or one part {{type: image}}, for each image",
         )
     return turns
+
+
+def _check_weight(message: Mapping[str, Any], role: Role, field: str, where: object) -> None:
+    """Raise ``DataError`` for an assistant message that is not to be learned as any other: OpenAI's ``weight`` of 0."""
+    if role == "assistant" and message.get("weight") not in (None, 1):
+        raise DataError(
+            f"{where}: {field}.weight is {shown_value(message['weight'])}",
+            allowed="1: every assistant message is learned",
+            remedy="end the conversation before that message, or remove its weight to learn it",
+        )
 
 
 def _part(
@@ -445,6 +498,7 @@ def _llava(record: Mapping[str, Any], turns: Sequence[Any], where: object, image
         if not isinstance(turn, Mapping):
             raise _wrong(where, field, turn, "an object {from, value}")
         role, value = _role(turn.get("from"), f"{field}.from", where), _text(turn, "value", f"{field}.value", where)
+        _check_weight(turn, role, field, where)
         parts = value.split(PLACEHOLDER) if role == "user" else [value]
         for number, part in enumerate(parts):
             if number:

@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 
 from unigen_ds.data.counts import Counts
-from unigen_ds.data.datasets import PlannedDataset, planned_tokens
+from unigen_ds.data.datasets import PlannedDataset, UnifiedGenerationDataset, planned_tokens
 from unigen_ds.data.filtered import filters_of, removal_line
+from unigen_ds.data.held_out import whole_of
 from unigen_ds.data.overflow import overflow_line, unit_tokens
 from unigen_ds.data.stream import Cursor, Row, SequenceStream
 from unigen_ds.data.streamed_units import StreamedFitted, streamed_lines, streamed_report
+from unigen_ds.data.unused import UnusedKey, unused_of
 from unigen_ds.data.used import used_line, used_of
 
 _PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
@@ -193,6 +195,12 @@ def _balance(counts: np.ndarray) -> str:
     )
 
 
+def unused_in(dataset: PlannedDataset) -> list[UnusedKey]:
+    """What the records of a source have and do not use; of one with filters or ``num_used_data`` those of all of it."""
+    whole = whole_of(dataset)
+    return unused_of(whole.index.unused) if isinstance(whole, UnifiedGenerationDataset) else []
+
+
 def special_line(spelled: int, *, records: int) -> str:
     """How many records spell a special token."""
     return f"{spelled:,} of {records:,} records spell a special token, which is read as ordinary text"
@@ -211,6 +219,7 @@ def _describe_dataset(dataset: PlannedDataset, counts: Counts) -> dict[str, Any]
         "records_with_empty_text": int((counts.empty_texts > 0).sum()),
         "unknown_tokens": int(whole.unknown.sum()),
         "unknown_token_share": int(whole.unknown.sum()) / max(int((whole.tokens - whole.image_tokens).sum()), 1),
+        "unused_keys": [one._asdict() for one in unused_in(dataset)],
         "records_special_tokens": int(counts.touched_by("special_tokens").sum()),
         "tokens": tokens,
         "text_tokens": tokens - image_tokens,

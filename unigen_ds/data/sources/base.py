@@ -54,12 +54,15 @@ class FoundRecord(Protocol):
 
 
 class Row:
-    """A record whose values are known: the entry of every format but JSON."""
+    """A record whose values are known: the entry of every format but JSON.
 
-    __slots__ = ("record", "where")
+    ``unused``: what of the files is not in ``record``, by the names of ``unused.py``.
+    """
 
-    def __init__(self, record: Mapping[str, Any], where: object) -> None:
-        self.record, self.where = record, where
+    __slots__ = ("record", "unused", "where")
+
+    def __init__(self, record: Mapping[str, Any], where: object, unused: Sequence[str] = ()) -> None:
+        self.record, self.where, self.unused = record, where, unused
 
     @property
     def content(self) -> bytes:

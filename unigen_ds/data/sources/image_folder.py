@@ -8,7 +8,8 @@ the top.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +54,27 @@ def _hidden(path: Path, folder: Path) -> bool:
 
 
 def _images(folder: Path) -> Iterator[Path]:
-    for path in folder.rglob("*"):
-        if path.suffix[1:].lower() in IMAGES and not _hidden(path, folder) and path.is_file():
+    for path in _visible(folder):
+        if path.suffix[1:].lower() in IMAGES and path.is_file():
             yield path
+
+
+def _visible(folder: Path) -> Iterator[Path]:
+    for path in folder.rglob("*"):
+        if not _hidden(path, folder):
+            yield path
+
+
+def _others(folder: Path, used: Collection[str]) -> Counter[str]:
+    """Files that are neither images nor ``used``, by their kind; links that lead nowhere, too."""
+    found: Counter[str] = Counter()
+    for path in _visible(folder):
+        if path.is_file() and path.suffix[1:].lower() not in IMAGES:
+            if path.relative_to(folder).as_posix() not in used:
+                found[path.suffix.lower() or "without a suffix"] += 1
+        elif path.is_symlink() and not path.exists():
+            found[f"{path.suffix.lower()} (a link to a file that is not there)".lstrip()] += 1
+    return found
 
 
 @SOURCES.register_module(name="image_folder")
@@ -68,6 +87,7 @@ class ImageFolderSource(RecordSource):
         super().__init__(path, label=label, folder=folder)
         self._rows: RecordSource | None = None
         self._names, self._without = Names.of(()), 0
+        self._not_read_of: dict[str, int] = {}
         given = [path for name in METADATA if (path := self.path / name).is_file()] or metadata_below(self.path)
         double = [path.parent for path in given if sum(other.parent == path.parent for other in given) > 1]
         if double:
@@ -107,7 +127,9 @@ class ImageFolderSource(RecordSource):
             arrays = self._rows.scan()
             self._rows.use(arrays)
             named = {self._file_name(entry) for i in range(len(self._rows)) for entry in self._rows.read(i, i + 1)}
-            return {**arrays, "without_caption": np.asarray([sum(name not in named for name in images)], np.int64)}
+            without = np.asarray([sum(name not in named for name in images)], np.int64)
+            used = {path.relative_to(self.path).as_posix() for path in self._rows.files}
+            return {**arrays, "without_caption": without, **self._not_read(named | used)}
         found = [name for name in images if (self.path / name).with_suffix(self._suffix).is_file()]
         if not found:
             raise DataError(
@@ -117,9 +139,19 @@ class ImageFolderSource(RecordSource):
             )
         names = Names.of(found)
         left = np.asarray([len(images) - len(found)], np.int64)
-        return {"image_letters": names.letters, "image_name_ends": names.ends, "without_caption": left}
+        others = self._not_read({Path(name).with_suffix(self._suffix).as_posix() for name in found})
+        return {"image_letters": names.letters, "image_name_ends": names.ends, "without_caption": left, **others}
+
+    def _not_read(self, used: Collection[str]) -> Arrays:
+        """Numbers and kinds of the files that are neither images nor ``used``."""
+        found = _others(self.path, used)
+        kinds = Names.of(list(found))
+        numbers = np.asarray(list(found.values()), np.int64)
+        return {"not_read": numbers, "not_read_letters": kinds.letters, "not_read_name_ends": kinds.ends}
 
     def use(self, arrays: Arrays) -> None:
+        kinds = Names(arrays["not_read_letters"], arrays["not_read_name_ends"])
+        self._not_read_of = {kinds[i]: number for i, number in enumerate(arrays["not_read"].tolist())}
         self._without = int(arrays["without_caption"].sum())
         if self._rows is not None:
             self._rows.use(arrays)
@@ -130,7 +162,9 @@ class ImageFolderSource(RecordSource):
         where = (
             f"have no {self._suffix} file beside them" if self._rows is None else f"are not in {self._rows.path.name}"
         )
-        return [f"{self._without:,} images {where}: they are not used"] if self._without else []
+        notes = [f"{self._without:,} images {where}: they are not used"] if self._without else []
+        others = ", ".join(f"{number:,} {kind}" for kind, number in self._not_read_of.items())
+        return [*notes, f"files that are not read: {others}"] if others else notes
 
     def __len__(self) -> int:
         return len(self._names) if self._rows is None else len(self._rows)

@@ -23,6 +23,7 @@ from unigen_ds.data.sources.base import Arrays, FoundRecord, RecordSource, Row
 from unigen_ds.data.sources.names import Names
 from unigen_ds.data.sources.unpacked import AGAIN
 from unigen_ds.data.stored_image import Span, StoredImage
+from unigen_ds.data.unused import BESIDE_JSON, SECOND_TEXT
 
 IMAGES = frozenset((
     "jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm", "jp2", "avif", "ico", "tga", "pcx", "qoi",
@@ -199,14 +200,21 @@ class WebDatasetSource(RecordSource):
             record = _resolved(record, named)
         except RecursionError as error:
             raise DataError(f"{where}: its values are nested too deeply") from error
-        for suffix in members.keys() & set(_TEXTS) or _in_capitals(members, record):
+        texts = [suffix for suffix in members if suffix.lower() in _TEXTS]
+        read = sorted(members.keys() & set(_TEXTS) or _in_capitals(members, record), key=_before)[:1]
+        of_json = {key: record[key] for key in ("caption", "text") if isinstance(record.get(key), str)}
+        for suffix in read:
             record["caption" if images else "text"] = self._text(members[suffix], f"{where}: {suffix}")
         if images and not {"image", "images", "image_path", "image_list", "instruction"} & record.keys():
             listed = list(images.values())
             record |= {"image": listed[0]} if len(listed) == 1 else {"images": listed}
         if "caption" in record and "text" in record and images:
             del record["text"]  # of the .json: the .txt has the caption
-        return Row(record, where)
+        unused = [SECOND_TEXT] if len(texts) > len(read) else []
+        own = record.get("caption" if images else "text")
+        if any(text != record.get(key) and text.strip() not in ("", own) for key, text in of_json.items()):
+            unused.append(BESIDE_JSON)
+        return Row(record, where, unused)
 
     def _text(self, span: Span, where: str) -> str:
         try:
@@ -228,6 +236,11 @@ class WebDatasetSource(RecordSource):
 def _in_capitals(members: Mapping[str, Span], record: Mapping[str, Any]) -> list[str]:
     """Texts with a suffix in capitals, of a sample that has nothing else to learn from."""
     return [] if record else [suffix for suffix in members if suffix.lower() in _TEXTS]
+
+
+def _before(suffix: str) -> tuple[int, str]:
+    """The order in which the texts of a record are looked for: the first one is read."""
+    return _TEXTS.index(suffix.lower()), suffix
 
 
 def _resolved(value: Any, images: Mapping[str, StoredImage], named: bool = False) -> Any:

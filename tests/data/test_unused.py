@@ -1,0 +1,129 @@
+"""What a file has and no record is made of is counted: keys of other layouts, members of a tar, files of a folder."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.data.support import make_processor, picture, write_jsonl
+from tests.tiny import tiny_config
+from tools.inspect_data import main as inspect_data
+from unigen_ds.core.config import plain_values
+from unigen_ds.core.errors import DataError
+from unigen_ds.data.datasets import UnifiedGenerationDataset
+from unigen_ds.data.unused import unused_of
+from unigen_ds.runner import Runner
+
+TALK = [{"from": "human", "value": "this is"}, {"from": "gpt", "value": "two"}]
+MESSAGES = [{"role": "user", "content": "this is"}, {"role": "assistant", "content": "two"}]
+RECORDS: list[tuple[dict[str, Any], list[tuple[str, str]]]] = [
+    ({"image": "1.png", "caption": "one", "text": "this is two"}, [("document", "image"), ("document", "caption")]),
+    ({"text": "this is one", "messages": MESSAGES}, [("document", "messages")]),
+    ({"file_name": "1.png", "text": "this is two"}, [("document", "file_name")]),
+    ({"conversations": TALK, "system": "this is", "id": 7, "image": None}, [("conversations", "system")]),
+    ({"conversations": TALK, "messages": MESSAGES, "images": []}, [("conversations", "messages")]),
+    ({"instruction": "this", "input_image": "1.png", "input_images": ["1.png", "1.png"], "output_image": "1.png"},
+     [("instruction", "input_image")]),
+    ({"image": "1.png", "caption": "one", "captions": ["two"]}, [("caption", "caption")]),
+    ({"text_prompt": "one", "image_path": "1.png", "image": "1.png"}, [("text_prompt", "image")]),
+    ({"text": "this is one", "system": "linux", "id": 1}, []),
+]  # fmt: skip
+
+
+def config(work_dir: Path, data: Path, **more: Any) -> Any:
+    made = tiny_config(work_dir, work_dir, train_dataloader__batch_size=1, train_dataloader__packing__window=8)
+    made["train_dataloader"]["dataset"] = {"type": "UnifiedGenerationDataset", "data_path": str(data), **more}
+    return made
+
+
+def inspected(made: Any, folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str]:
+    """Exit status and what the tool prints."""
+    (folder / "config.json").write_text(json.dumps(plain_values(made)))
+    capsys.readouterr()
+    return inspect_data([str(folder / "config.json"), *options]), capsys.readouterr().out
+
+
+def found(dataset: UnifiedGenerationDataset) -> dict[tuple[str, str], int]:
+    return {(layout, key): records for layout, key, records in unused_of(dataset.index.unused)}
+
+
+def test_keys_of_another_layout_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture(tmp_path / "1.png", 8, 8)
+    data = write_jsonl(tmp_path / "rows.jsonl", [record for record, _ in RECORDS for _ in range(2)])
+    made = config(tmp_path / "run", data)
+    Runner.from_cfg(made, max_updates=1).train()
+    (logged,) = [one for one in (tmp_path / "run" / "train.log").read_text().splitlines() if "does not use" in one]
+    assert all(f"2 records have `{key}`, which" in logged for _, keys in RECORDS for _, key in keys), logged
+    status, out = inspected(made, tmp_path, capsys)
+    assert status == 0 and "2 records have `system`, which a record of `conversations` does not use" in out
+    report = json.loads(inspected(made, tmp_path, capsys, "--json")[1])
+    expected = [{"layout": layout, "key": key, "records": 2} for _, keys in RECORDS for layout, key in keys]
+    assert sorted(report["sources"]["rows"]["unused_keys"], key=str) == sorted(expected, key=str)
+    status, _ = inspected(made, tmp_path, capsys, "--html", str(tmp_path / "page.html"))
+    assert "which a document of `text` does not use" in (tmp_path / "page.html").read_text()
+
+
+def test_a_renamed_key_and_captions_decide_what_is_used(tmp_path: Path) -> None:
+    picture(tmp_path / "1.png", 8, 8)
+    record = {"image": "1.png", "caption": "one", "text": "this is two"}
+    data = write_jsonl(tmp_path / "rows.jsonl", [record])
+    pq.write_table(pa.Table.from_pylist([record, {"text": "alone"}]), tmp_path / "rows.parquet")
+    drawn = UnifiedGenerationDataset(data, make_processor(), captions="generate")
+    assert found(drawn) == {("text", "caption"): 1}
+    assert found(UnifiedGenerationDataset(tmp_path / "rows.parquet", make_processor())) == found(drawn)
+    renamed = UnifiedGenerationDataset(data, make_processor(), columns={"text": "long"})
+    assert not found(renamed) and renamed.turns(0)[0].value == "one"
+
+
+@pytest.mark.parametrize(
+    "record",
+    [{"messages": [*MESSAGES[:1], {**MESSAGES[1], "weight": 0}]},
+     {"conversations": [*TALK[:1], {**TALK[1], "weight": 0}]}],
+)  # fmt: skip
+def test_a_turn_that_is_not_to_be_learned_is_refused(record: dict[str, Any], tmp_path: Path) -> None:
+    data = write_jsonl(tmp_path / "rows.jsonl", [record])
+    with pytest.raises(DataError, match=r"rows.jsonl:1: (messages|conversations)\[1\].weight is 0. Allowed: 1"):
+        Runner.from_cfg(config(tmp_path / "run", data), max_updates=1)
+    key = next(iter(record))
+    data = write_jsonl(tmp_path / "weighted.jsonl", [{key: [{**turn, "weight": 1} for turn in record[key]]}])
+    assert UnifiedGenerationDataset(data, make_processor()).turns(0)[-1].value == "two"
+
+
+def test_texts_of_a_sample_of_a_tar_that_are_not_read(tmp_path: Path) -> None:
+    image = picture(tmp_path / "1.png", 8, 8).read_bytes()
+    members = {
+        "a.png": image, "a.txt": b"one", "a.json": b'{"caption": "two"}',
+        "b.png": image, "b.txt": b"one", "b.caption": b"two",
+        "c.png": image, "c.txt": b"one", "c.json": b'{"caption": " one", "url": "x"}',
+    }  # fmt: skip
+    with tarfile.open(tmp_path / "some.tar", "w") as tar:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    dataset = UnifiedGenerationDataset(tmp_path / "some.tar", make_processor())
+    assert [dataset.turns(i)[0].value for i in range(3)] == ["one"] * 3
+    assert sorted((key.split()[0], number) for (_, key), number in found(dataset).items()) == [("a", 1), ("another", 1)]
+
+
+def test_files_of_an_image_folder_that_are_not_read(tmp_path: Path) -> None:
+    folder = tmp_path / "images"
+    picture(folder / "x.png", 8, 8)
+    (folder / "y.heic").write_bytes(b"heic")
+    (folder / "z.png").symlink_to(folder / "none.png")
+    for name in "xyz":
+        (folder / f"{name}.txt").write_text(name)
+    made = config(tmp_path / "run", folder)
+    Runner.from_cfg(made, max_updates=1).train()
+    log = (tmp_path / "run" / "train.log").read_text()
+    (line,) = [one for one in log.splitlines() if "files that are not read: " in one]
+    assert set(line.rpartition("read: ")[2].split(", ")) == {
+        "1 .heic", "2 .txt", "1 .png (a link to a file that is not there)",
+    }  # fmt: skip
