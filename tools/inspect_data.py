@@ -5,7 +5,8 @@ Without options it prints statistics; ``--sequences A:B`` lists the samples of a
 ``--html OUT.html`` writes one page that needs no network: lengths, balance of texts and images, packing, what is left
 out, and the first sequences as the model has them. Neither a GPU nor several processes are needed.
 
-Exit status: 0 done (the ledger agrees), 1 the ledger disagrees or the data cannot be read, 2 wrong usage or config.
+Exit status: 0 done (the ledger agrees), 1 the ledger disagrees, or the data cannot be read or would be refused by a
+start, 2 wrong usage or config.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,11 +86,12 @@ def main(argv: list[str] | None = None) -> int:
             report = list_samples(stream, *arguments.sequences)
         else:
             report = {**describe(stream), "skipped_sources": [asdict(one) for one in data.skipped]}
+            report["refused"] = refused(data)
     except UnigenError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_status
     print(json.dumps(report) if arguments.json else "\n".join(lines_of(report)))
-    return 0 if report.get("agrees", True) else 1
+    return 0 if report.get("agrees", True) and not report.get("refused") else 1
 
 
 def _range(text: str) -> tuple[int, int]:
@@ -237,6 +240,22 @@ def _check_line(
     return None, len(ids)
 
 
+def refused(data: Data) -> list[str]:
+    """Why a start would not use the data; empty: it would."""
+    from unigen_ds.data.datasets import check_readable
+    from unigen_ds.data.overflow import check_overflow
+
+    parts = [part for part in (data.stream, data.validation) if part is not None]
+    found = []
+    for part in parts:
+        for check in (partial(check_readable, part.datasets), partial(check_overflow, part.fitted)):
+            try:
+                check(part.names)
+            except DataError as error:
+                found.append(str(error))
+    return found
+
+
 def lines_of(report: Mapping[str, Any]) -> Iterator[str]:
     """A report as readable text."""
     if "html" in report:
@@ -288,6 +307,7 @@ def _statistics_lines(report: Mapping[str, Any]) -> Iterator[str]:
         yield _row("text only", source["records_text_only"], records)
         if source["records_unreadable"]:
             yield _row("unreadable image", source["records_unreadable"], records)
+            yield f"    the first: {source['first_unreadable']}"
         if source["records_with_empty_text"]:
             yield _row("empty text", source["records_with_empty_text"], records)
         yield _row("text tokens", source["text_tokens"], source["tokens"])
@@ -315,6 +335,7 @@ def _statistics_lines(report: Mapping[str, Any]) -> Iterator[str]:
     how = "packed" if report["packed"] else "not packed"
     yield f"{how}: {report['samples_per_sequence']:.2f} samples per sequence, {report['utilisation']:.1%} used"
     yield f"fingerprint: {report['fingerprint']}"
+    yield from (f"A start is refused: {why}" for why in report["refused"])
 
 
 def _measured(source: Mapping[str, Any]) -> tuple[str, str]:

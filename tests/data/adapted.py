@@ -61,3 +61,28 @@ class Edits:
     def _lengths(self) -> list[Any]:
         sides = [4 * (1 + index % 2) for index in range(6)]
         return [(3, [(8, side, "target"), (8, side, "edited"), (8, 8, "condition")]) for side in sides]
+
+
+class Wrong(Items):
+    """Items of which number 3 is changed; ``every``: all are. ``change``: values of keys, or what is done."""
+
+    def __init__(self, reads: str, change: Any, every: bool = False, number: int = NUMBER) -> None:
+        super().__init__(reads)
+        self.change, self.every, self.number = change, every, number
+
+    def __len__(self) -> int:
+        return self.number
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        item = super().__getitem__(index)
+        if index != 3 and not self.every:
+            return item
+        if self.change == "raise":
+            raise ValueError("no such file")
+        if self.change == "uint8":
+            return {**item, "padded_images": torch.full((1, 8, 8), 200, dtype=torch.uint8)}
+        if self.change == "bytes":
+            return {**item, "padded_images": torch.full((1, 8, 8), 200.0)}
+        if self.change == "unlearned":
+            return {**item, "labels": [-100] * len(item["labels"])}
+        return {**item, **self.change}

@@ -132,3 +132,34 @@ def test_malformed_lengths_are_named(lengths: Any, message: str) -> None:
 
     with pytest.raises(DataError, match=message):
         DatasetAdapter(Own([1, 2]), make_processor()).lengths()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"padded_image": None},
+            r"own\[3\] has the key 'padded_image', which.*did you mean 'padded_images'",
+        ),
+        ({"input_ids": [3.7, 1.0], "labels": [1, 2]}, r"own\[3\].input_ids\[0\] is 3.7. Allowed: whole numbers"),
+        ({"input_ids": [1, 5000], "labels": [1, 2]}, r"own\[3\].input_ids\[1\] is 5000. Allowed: 0 to \d+, the ids of"),
+        ({"input_ids": [1, -3], "labels": [1, 2]}, r"own\[3\].input_ids\[1\] is -3"),
+        ({"input_ids": [1, 2], "labels": [1, 5000]}, r"own\[3\].labels\[1\] is 5000"),
+        ("uint8", r"own\[3\].padded_images\[0\] is a tensor of torch.uint8.*Allowed: floating point values from -1"),
+        ("bytes", r"own\[3\].padded_images\[0\] is a tensor with values from 200 to 200"),
+        ("raise", r"own\[3\] cannot be read: ValueError: no such file \(adapted.py, line \d+\)"),
+    ],
+)
+def test_a_wrong_item_is_named(change: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=f"(?s){message}"):
+        Runner.from_cfg(config(tmp_path, "Wrong", reads=str(tmp_path / "reads"), change=change))
+
+
+def test_data_without_an_item_or_a_target_stops_the_start(tmp_path: Path) -> None:
+    given = {"reads": str(tmp_path / "reads"), "change": "unlearned", "every": True}
+    with pytest.raises(DataError, match="own: none of its 40 items has a target: labels are -100"):
+        Runner.from_cfg(config(tmp_path, "Wrong", **given))
+    with pytest.raises(DataError, match="own: the data set has no item"):
+        Runner.from_cfg(config(tmp_path, "Wrong", number=0, **given))
+    masked = {"input_ids": [5000, 1, 2], "labels": [5000, 1, 2], "attention_mask": [0.0, 1.0, 1.0]}
+    Runner.from_cfg(config(tmp_path, "Wrong", reads=given["reads"], change=masked), max_updates=1).train()

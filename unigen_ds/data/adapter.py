@@ -10,6 +10,7 @@ import hashlib
 import importlib
 import json
 import random
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ import torch
 from annotated_types import Ge
 from torch import Tensor
 
-from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.core.errors import ConfigError, DataError, UnigenError, suggestion
 from unigen_ds.core.registry import DATASETS, check_arguments, checked
 from unigen_ds.core.seeding import derive_seed
 from unigen_ds.data.array_cache import SUFFIX, cached, fingerprint, launch, left_by_others, shared_by_node
@@ -38,8 +39,9 @@ class DatasetAdapter(ScannedDataset):
     """A user's map-style data set of ``dict(input_ids, attention_mask, labels, padded_images)``.
 
     ``labels`` follow the Hugging Face convention: aligned with ``input_ids``, -100 ignored, shifted here. Positions
-    where ``attention_mask`` is 0 are dropped. ``padded_images``: None, [C, H, W] or [n, C, H, W] in [-1, 1]. The data
-    set's own random numbers are keyed by (index, pass), so they depend on no worker.
+    where ``attention_mask`` is 0 are dropped. ``padded_images``: None, [C, H, W] or [n, C, H, W], floating point
+    from -1 (black) to 1 (white). Other keys are refused. The data set's own random numbers are keyed by (index, pass),
+    so they depend on no worker.
 
     Items with several images may have ``image_roles``, one for each: ``'target'`` is drawn, after the text;
     ``'condition'`` (seen by the vision tower) and ``'edited'`` (encoded by the VAE) are before it.
@@ -80,6 +82,8 @@ class DatasetAdapter(ScannedDataset):
         self.processor, self.images, self.weight = processor, images, weight
         self.group, self.num_used_data = group, num_used_data
         self.name = name or type(self.dataset).__name__
+        if not len(self.dataset):
+            raise DataError(f"{self.name}: the data set has no item (its __len__ is 0)")
         self.unk_id = getattr(processor.tokenizer, "unk_id", None)
         self.own_fingerprint: str | None = getattr(self.dataset, "fingerprint", None)
         if cache_dir is not None:
@@ -128,7 +132,13 @@ class DatasetAdapter(ScannedDataset):
 
         found = cached(folder and folder / f"adapter-{key[:16]}{SUFFIX}", key, make)
         digest = np.ascontiguousarray(found["digest"], dtype="<i8").tobytes().hex()
-        return Counts(*(found[name] for name in COLUMNS)), found["records"], digest
+        counts = Counts(*(found[name] for name in COLUMNS))
+        if not counts.targets.any():
+            raise DataError(
+                f"{self.name}: none of its {len(self):,} items has a target: labels are -100, and no image is drawn",
+                allowed="labels aligned with input_ids; the first one is not used",
+            )
+        return counts, found["records"], digest
 
     def _of_lengths(self) -> tuple[Counts, Array, str]:
         """``_scanned`` of the data set's own ``lengths()``. Every token but the first counts as a target."""
@@ -166,11 +176,8 @@ class DatasetAdapter(ScannedDataset):
     def sample(self, index: int, *, pass_number: int = 0) -> Sample:
         """The item as splits. Raises ``DataError`` naming data set, index and field where it is malformed."""
         where = f"{self.name}[{index}]"
-        with _keyed_random(derive_seed("adapter", index, pass_number)):
-            item = self.dataset[index]
-        if not isinstance(item, Mapping):
-            raise DataError(f"{where} is a {type(item).__name__}", allowed="a dict with input_ids and labels")
-        tokens = _token_split(item, where)
+        item = self._item(index, pass_number, where)
+        tokens = _token_split(item, where, getattr(self.processor, "vocab_size", None))
         given, roles = _images(item, where), item.get("image_roles")
         if roles is not None and (not isinstance(roles, (list, tuple)) or len(roles) != len(given)):
             raise DataError(f"{where}.image_roles is {roles!r}", allowed=f"a list of {len(given)}, one for each image")
@@ -184,8 +191,32 @@ class DatasetAdapter(ScannedDataset):
         document = not images and all(label >= 0 for label in tokens.labels[:-1])
         return Sample(tuple(splits), plain=document)
 
+    def _item(self, index: int, pass_number: int, where: str) -> Mapping[str, Any]:
+        """As the data set returns it. Raises ``DataError`` where that fails, or is no dict of known keys."""
+        try:
+            with _keyed_random(derive_seed("adapter", index, pass_number)):
+                item = self.dataset[index]
+        except (UnigenError, MemoryError):
+            raise
+        except Exception as error:  # foreign code raises anything
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            line = f"{Path(last.filename).name}, line {last.lineno}"
+            raise DataError(f"{where} cannot be read: {type(error).__name__}: {error} ({line})") from error
+        if not isinstance(item, Mapping):
+            raise DataError(f"{where} is a {type(item).__name__}", allowed="a dict with input_ids and labels")
+        if unknown := [str(key) for key in item if key not in _KEYS]:
+            raise DataError(
+                f"{where} has the key {unknown[0]!r}, which is not used",
+                allowed=", ".join(_KEYS),
+                remedy=suggestion(unknown[0], _KEYS) or "leave it out",
+            )
+        return item
+
 
 _ADAPTER = "unigen-adapter-1"
+_KEYS = ("input_ids", "attention_mask", "labels", "padded_images", "image_roles")
+_LARGEST = 16.0
+"""Largest absolute value of a pixel: with published means and deviations it is below 5."""
 _ROLES: dict[str, ImageKind] = {"target": "noise", "condition": "vit", "edited": "vae"}
 """Of an image of a user's own data set -> how it is encoded."""
 
@@ -248,7 +279,8 @@ def _keyed_random(seed: int) -> Iterator[None]:
             np.random.set_state(numpy)
 
 
-def _token_split(item: Mapping[str, Any], where: str) -> TokenSplit:
+def _token_split(item: Mapping[str, Any], where: str, vocab_size: int | None) -> TokenSplit:
+    """``vocab_size``: ids that the model has; None: not known."""
     ids = _numbers(item, "input_ids", where)
     labels = _numbers(item, "labels", where)
     mask = _numbers(item, "attention_mask", where) if item.get("attention_mask") is not None else [1] * len(ids)
@@ -258,8 +290,18 @@ def _token_split(item: Mapping[str, Any], where: str) -> TokenSplit:
             allowed="the same length",
         )
     kept = [i for i, seen in enumerate(mask) if seen]
+    _check_ids(ids, kept, f"{where}.input_ids", vocab_size, lowest=0)
+    _check_ids(labels, kept[1:], f"{where}.labels", vocab_size, lowest=None)
     shifted = [labels[i] for i in kept[1:]] + [-100] * bool(kept)
     return TokenSplit(tuple(ids[i] for i in kept), tuple(label if label >= 0 else -100 for label in shifted))
+
+
+def _check_ids(values: Sequence[int], used: Sequence[int], where: str, size: int | None, *, lowest: int | None) -> None:
+    """Raise ``DataError`` for the first id at the positions ``used`` that a model of ``size`` ids does not have."""
+    for i in used:
+        if (lowest is not None and values[i] < lowest) or (size is not None and values[i] >= size):
+            ids = "0 or more" if size is None else f"0 to {size - 1:,}, the ids of the model"
+            raise DataError(f"{where}[{i}] is {values[i]}", allowed=ids + ", and -100" * (lowest is None))
 
 
 def _numbers(item: Mapping[str, Any], key: str, where: str) -> list[int]:
@@ -272,10 +314,29 @@ def _numbers(item: Mapping[str, Any], key: str, where: str) -> list[int]:
         raise DataError(
             f"{where}.{key} is {'missing' if value is None else type(value).__name__}", allowed="[T] numbers"
         )
+    for i, v in enumerate(value):
+        if isinstance(v, float) and not v.is_integer():
+            raise DataError(f"{where}.{key}[{i}] is {v}", allowed="whole numbers")
     return [int(v) for v in value]
 
 
 def _images(item: Mapping[str, Any], where: str) -> Sequence[Tensor]:
+    """Those of an item. Raises ``DataError`` for what is no image, or has values that no normalised image has."""
+    found = _tensors(item, where)
+    for i, image in enumerate(found):
+        given = "" if image.is_floating_point() else f"of {image.dtype}"
+        if not given and image.numel() and not float(image.abs().max()) <= _LARGEST:
+            given = f"with values from {float(image.min()):g} to {float(image.max()):g}"
+        if given:
+            raise DataError(
+                f"{where}.padded_images[{i}] is a tensor {given}",
+                allowed="floating point values from -1 (black) to 1 (white)",
+                remedy="of pixels from 0 to 255: pixels.float() / 127.5 - 1",
+            )
+    return found
+
+
+def _tensors(item: Mapping[str, Any], where: str) -> Sequence[Tensor]:
     images = item.get("padded_images")
     if images is None:
         return ()

@@ -89,7 +89,8 @@ class UnifiedGenerationDataset:
         filters: list of components: filters that leave records out, counted.
         streaming: read shard after shard, each through a local copy, without reading all of the data first;
             ``data_path`` may then have urls, and names of the hub. ``dict(...)`` has its settings (``docs/data.md``).
-        on_error: ``'skip'``: if it cannot be opened or indexed, the run continues without it, with a warning.
+        on_error: ``'skip'``: if it cannot be opened or indexed, or none of its images can be read, the run continues
+            without it, with a warning.
     """
 
     def __init__(
@@ -279,15 +280,10 @@ def check_readable(datasets: Sequence[PlannedDataset], names: Sequence[str]) -> 
     for name, dataset in zip(names, datasets, strict=True):
         if not dataset.counts().no_image_readable:
             continue
-        broken: dict[str, str] = {}
-        for index in np.flatnonzero(dataset.counts().unreadable).tolist():
-            broken |= {split.source: split.error for split in dataset.sample(index).splits if split.error}
-            if len(broken) >= _SHOWN:
-                break
         title = name if (shards := getattr(dataset, "shards", None)) is None else shards.titled(name)
         raise DataError(
             f"{title}: none of its {int(dataset.counts().images.sum()):,} images can be read. The first:\n  "
-            + "\n  ".join(list(broken.values())[:_SHOWN]),
+            + "\n  ".join(unreadable(dataset)),
             remedy=_where_images_start(dataset),
         )
 
@@ -304,6 +300,16 @@ def _where_images_start(dataset: PlannedDataset) -> str:
     if isinstance(dataset.index.source, HuggingFaceSource):
         return f"relative image paths start at {dataset.image_root}: image_root=FOLDER is another one"
     return "image paths are files, relative to the data file's folder or to image_root"
+
+
+def unreadable(dataset: PlannedDataset, *, most: int = _SHOWN) -> list[str]:
+    """Why the first images that cannot be read cannot: a sentence for each, with its path."""
+    broken: dict[str, str] = {}
+    for index in np.flatnonzero(dataset.counts().unreadable).tolist():
+        broken |= {split.source: split.error for split in dataset.sample(index).splits if split.error}
+        if len(broken) >= most:
+            break
+    return list(broken.values())[:most]
 
 
 def is_streamed(dataset: PlannedDataset) -> bool:

@@ -161,4 +161,6 @@ def removal_line(report: Mapping[str, Any]) -> str:
         questions = report["questions_removed"]
         by_rule = ", ".join(f"{rule} {number:,}" for rule, number in questions.items())
         line += f"; {sum(questions.values()):,} of {report['questions_rated']:,} questions by their ratings: {by_rule}"
+        if not report["questions_rated"]:
+            line += ". RatingFilter does nothing: no record has ratings"
     return line

@@ -49,8 +49,17 @@ class Blend:
     """For the manifest: groups and sources as given; None: there are no groups."""
 
 
-def blend(datasets: Sequence[PlannedDataset], sizes: Sequence[int], groups: Mapping[str, DataGroup]) -> Blend:
-    """``sizes``: samples of each source. Raises ``ConfigError`` where sources and groups do not fit each other."""
+def blend(
+    datasets: Sequence[PlannedDataset],
+    sizes: Sequence[int],
+    groups: Mapping[str, DataGroup],
+    *,
+    skipped: Sequence[tuple[str, str | None]] = (),
+) -> Blend:
+    """``sizes``: samples of each source; ``skipped``: name and group of each that is left out (``on_error='skip'``).
+    Raises ``ConfigError`` where sources and groups do not fit each other, ``DataError`` where all of a group are
+    skipped.
+    """
     of_sources = [getattr(dataset, "group", None) for dataset in datasets]
     for dataset, group in zip(datasets, of_sources, strict=True):
         if group not in groups and (group is not None or groups):
@@ -67,6 +76,11 @@ def blend(datasets: Sequence[PlannedDataset], sizes: Sequence[int], groups: Mapp
         return Blend(None if weights is None else tuple(weights))
     members = {name: [k for k, group in enumerate(of_sources) if group == name] for name in groups}
     if empty := [name for name, sources in members.items() if not sources]:
+        if left := [name for name, group in skipped if group == empty[0]]:
+            raise DataError(
+                f"{_KEY}: every data set of the group {empty[0]} is skipped (on_error='skip'): {', '.join(left)}",
+                remedy="see the warnings above; without its data the group has to be removed from the config",
+            )
         raise ConfigError(f"{_KEY}: no data set has group={empty[0]!r}", remedy="remove the group, or name it")
     total = sum((exact(group.weight) for group in groups.values()), Fraction(0))
     found: list[Weight] = [0.0] * len(datasets)

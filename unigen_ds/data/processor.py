@@ -67,6 +67,8 @@ class ConversationProcessor:
     on_white: ClassVar[bool] = True
     """Transparent parts become white, as in BAGEL; else the colours under them are visible."""
     dropout: Mapping[str, float] = {}
+    vocab_size: int | None = None
+    """Ids that the model has; None: not known, since its files decide and were not read yet."""
     vit_transform: Any = None
     vae_transform: ImageTransform | None = None
     augment: Sequence[Augment] = ()

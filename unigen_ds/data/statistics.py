@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from unigen_ds.data.counts import Counts
-from unigen_ds.data.datasets import PlannedDataset, UnifiedGenerationDataset, planned_tokens
+from unigen_ds.data.datasets import PlannedDataset, UnifiedGenerationDataset, planned_tokens, unreadable
 from unigen_ds.data.filtered import filters_of, removal_line
 from unigen_ds.data.held_out import whole_of
 from unigen_ds.data.overflow import overflow_line, unit_tokens
@@ -148,8 +148,7 @@ def filter_lines(name: str, dataset: PlannedDataset) -> Iterator[tuple[bool, str
     """What the filters of a source remove; nothing where it has none."""
     if (found := filters_of(dataset)) is not None:
         unrated = found.report.get("questions_rated") == 0
-        without = " RatingFilter does nothing: no record has ratings." if unrated else ""
-        yield unrated, f"Data, {name}: {removal_line(found.report)}.{without}"
+        yield unrated, f"Data, {name}: {removal_line(found.report)}."
 
 
 def balance_lines(stream: SequenceStream) -> Iterator[tuple[bool, str]]:
@@ -216,6 +215,7 @@ def _describe_dataset(dataset: PlannedDataset, counts: Counts) -> dict[str, Any]
         "records_with_images": int(with_image.sum()),
         "records_text_only": int((~with_image).sum()),
         "records_unreadable": int((counts.unreadable > 0).sum()),
+        "first_unreadable": next(iter(unreadable(dataset, most=1)), None) if counts.unreadable.any() else None,
         "records_with_empty_text": int((counts.empty_texts > 0).sum()),
         "unknown_tokens": int(whole.unknown.sum()),
         "unknown_token_share": int(whole.unknown.sum()) / max(int((whole.tokens - whole.image_tokens).sum()), 1),

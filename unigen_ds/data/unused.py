@@ -8,6 +8,7 @@ values that are null or empty. What a record has is one number: the layout, and 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,7 +61,7 @@ def unused_keys(record: Mapping[str, Any], layout: Layout, beside: Sequence[str]
     """0 where all is used. ``record``: with the names of the layouts; ``beside``: of ``_KEYS``, what its source left
     out of it.
     """
-    if len(record) < 2 and not beside:
+    if not beside and _complete(tuple(record)):
         return 0
     name = layout_of(record, layout.captions)
     left = _ALL.intersection(record).difference(_used(record, name))
@@ -68,6 +69,19 @@ def unused_keys(record: Mapping[str, Any], layout: Layout, beside: Sequence[str]
     if not (found or beside) or not name:
         return 0
     return 1 + _LAYOUTS.index(name) + sum(1 << _SHIFT + _KEYS.index(key) for key in (*found, *beside))
+
+
+_COMPLETE = frozenset(map(frozenset, (
+    {"conversations"}, {"text"}, {"messages"}, {"messages", "images"}, {"texts", "images"},
+    {"text_prompt", "image_path"}, {"image", "caption"}, {"image", "captions"},
+    {"image_list", "instruction_list"}, {"instruction", "input_images", "output_images"},
+)))  # fmt: skip
+
+
+@lru_cache(4096)
+def _complete(keys: tuple[str, ...]) -> bool:
+    """Whether a record of these keys uses all of them, whatever their values: those of most data sets."""
+    return _ALL.intersection(keys) in _COMPLETE
 
 
 def _used(record: Mapping[str, Any], layout: str) -> tuple[str, ...]:

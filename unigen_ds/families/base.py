@@ -168,7 +168,19 @@ class ConversationFamily(Family):
     def processor(
         self, spec: Mapping[str, Any], given: Mapping[str, Any], *, tokenizer: Any, seed: int, rules: DataRules
     ) -> Processor:
-        return super().processor(spec, {**given, **_transforms(given)}, tokenizer=tokenizer, seed=seed, rules=rules)
+        whole = {**given, **_transforms(given)}
+        made: Any = super().processor(spec, whole, tokenizer=tokenizer, seed=seed, rules=rules)
+        made.vocab_size = _vocab_size(spec, tokenizer)
+        return made
+
+
+def _vocab_size(spec: Mapping[str, Any], tokenizer: Any) -> int | None:
+    """Ids that the model of the section ``model`` will have; None: its files decide."""
+    llm = spec.get("llm")
+    if isinstance(llm, Mapping) and isinstance(llm.get("vocab_size"), int):
+        return int(llm["vocab_size"])
+    known = _left_out(llm, "vocab_size") and not spec.get("pretrained") and hasattr(tokenizer, "__len__")
+    return len(tokenizer) if known else None
 
 
 def _left_out(section: Any, key: str) -> bool:

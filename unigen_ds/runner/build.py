@@ -26,7 +26,7 @@ from unigen_ds.core.optim import (
 from unigen_ds.core.optimizer_state import state_of
 from unigen_ds.core.progress import Duration, Geometry, Ruler, split_global_batch
 from unigen_ds.core.settings import Component
-from unigen_ds.data.datasets import is_streamed, source_names
+from unigen_ds.data.datasets import check_readable, is_streamed, source_names
 from unigen_ds.data.fast_packing import FastPacking as FastPacking  # registers it
 from unigen_ds.data.filtered import filtered
 from unigen_ds.data.groups import blend
@@ -73,22 +73,26 @@ class Skipped:
     name: str
     """Its name, or the path that the config has."""
     why: str
+    group: str | None = None
 
 
 def build_sources(components: Sequence[Component], processor: Any) -> tuple[list[Any], list[Skipped]]:
-    """The data sets, and what is left out: one with ``on_error='skip'`` that cannot be opened, with a warning. The
-    others are the data then, also for the fingerprint: a source that comes back is a change. Raises ``DataError`` where
-    none is left.
+    """The data sets, and what is left out: one with ``on_error='skip'`` that cannot be opened, or of whose images none
+    can be read, with a warning. The others are the data then, also for the fingerprint: a source that comes back is a
+    change. Raises ``DataError`` where none is left.
     """
     found, skipped = [], list[Skipped]()
     for component in components:
         try:
-            found.append(filtered(used(component.build(processor=processor))))
+            made = filtered(used(component.build(processor=processor)))
+            if component.arguments.get("on_error") == "skip":
+                check_readable([made], [made.name])
+            found.append(made)
         except DataError as error:
             if component.arguments.get("on_error") != "skip":
                 raise
             name = component.arguments.get("name") or component.arguments.get("data_path")
-            skipped.append(Skipped(str(name), str(error)))
+            skipped.append(Skipped(str(name), str(error), component.arguments.get("group")))
             logger().warning("data set %s is skipped (on_error='skip'): %s", name, error)
     if len(found) < len(components):
         left = len(components) - len(found)
@@ -157,7 +161,7 @@ def build_data(settings: Settings, *, geometry: Geometry, ruler: Ruler | None, r
     if packer is not None:
         check_packer(packer)
     sizes = [len(source) for source in sources]
-    blended = blend(datasets, sizes, loader.groups)
+    blended = blend(datasets, sizes, loader.groups, skipped=[(one.name, one.group) for one in skipped])
     stream = SequenceStream(
         datasets,
         GlobalOrder(sizes, blended.weights, seed=seed, version=rules.mixture, mandatory=blended.mandatory),
@@ -258,6 +262,8 @@ def build_model(settings: ModelSettings, processor: Any, *, seed: int, stream: b
     stream = stream and bool(spec.get("pretrained")) and not packed and hasattr(kind, "initial_weights")
     with torch.device("meta") if stream else nullcontext():
         model = family_of_model(kind).build(spec, vocab_size=None if tokenizer is None else len(tokenizer))
+    if getattr(processor, "vocab_size", 0) is None:
+        processor.vocab_size = getattr(model, "vocab_size", None)
     if use_processor := getattr(model, "use_processor", None):
         use_processor(processor)
     if settings.lora is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from unigen_ds.core.log import logger
+from unigen_ds.hooks.skipped import SkippedSamplesHook
 from unigen_ds.runner.runner import Runner
 
 
@@ -18,10 +19,12 @@ def train_config(config: Any, *, max_updates: int | None = None) -> str | None:
     progress = runner.train()
     state = "complete" if runner.finished else f"stopped ({runner.stop_reason})" if runner.stop_reason else "stopped"
     logger().info(
-        "Training %s after %d updates (%d skipped), %d sequences, epoch %.2f.",
+        "Training %s after %d updates (%d updates skipped), %d samples (%d samples skipped), %d sequences, epoch %.2f.",
         state,
         progress.updates,
         progress.skipped_updates,
+        progress.samples,
+        sum(hook.num_skipped for hook in runner.hooks if isinstance(hook, SkippedSamplesHook)),
         progress.sequences,
         progress.sequences / runner.ruler.sequences_per_epoch,
     )
