@@ -19,7 +19,7 @@ from unigen_ds.core.config import plain_values
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.datasets import UnifiedGenerationDataset
 from unigen_ds.data.unused import unused_of
-from unigen_ds.runner import Runner
+from unigen_ds.runner import Runner, train_config
 
 TALK = [{"from": "human", "value": "this is"}, {"from": "gpt", "value": "two"}]
 MESSAGES = [{"role": "user", "content": "this is"}, {"role": "assistant", "content": "two"}]
@@ -127,3 +127,49 @@ def test_files_of_an_image_folder_that_are_not_read(tmp_path: Path) -> None:
     assert set(line.rpartition("read: ")[2].split(", ")) == {
         "1 .heic", "2 .txt", "1 .png (a link to a file that is not there)",
     }  # fmt: skip
+
+
+# --- what a run leaves out, and what it would refuse --------------------------------------------------------------
+
+
+def missing(folder: Path, *names: str) -> Path:
+    """Images with captions, of which those with the given names are there."""
+    for name in names:
+        picture(folder / name, 8, 8)
+    records = [{"image": name, "caption": "one"} for name in ("gone.png", "1.png", "2.png", "3.png")]
+    return write_jsonl(folder / "rows.jsonl", records)
+
+
+def test_the_last_line_counts_updates_and_samples(tmp_path: Path) -> None:
+    made = config(tmp_path / "run", missing(tmp_path, "1.png", "2.png", "3.png"))
+    made["train_dataloader"] |= {"max_skipped_fraction": 1.0, "packing": None, "batch_size": 1}
+    train_config(made, max_updates=8)
+    (line,) = [one for one in (tmp_path / "run" / "train.log").read_text().splitlines() if " updates skipped)" in one]
+    assert "after 8 updates (0 updates skipped), 8 samples (2 samples skipped), 8 sequences" in line
+
+
+def test_what_a_start_refuses_is_in_the_tool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = missing(tmp_path, "1.png")
+    rated = {"filters": [{"type": "RatingFilter", "relevance_min_rating": 3}]}
+    status, out = inspected(config(tmp_path / "run", data, **rated), tmp_path, capsys)
+    assert status == 0 and "the first: image " in out and "gone.png" in out and "A start is refused" not in out
+    assert "RatingFilter does nothing: no record has ratings" in out
+    (tmp_path / "1.png").unlink()
+    status, out = inspected(config(tmp_path / "run", data), tmp_path, capsys)
+    assert status == 1 and "A start is refused: rows: none of its 4 images can be read" in out and "gone.png" in out
+    with pytest.raises(DataError, match="none of its 4 images can be read"):
+        Runner.from_cfg(config(tmp_path / "run", data))
+
+
+def test_a_source_without_a_readable_image_is_skipped_and_its_group_named(tmp_path: Path) -> None:
+    made = config(tmp_path / "run", missing(tmp_path), name="drawn", on_error="skip")
+    texts = write_jsonl(tmp_path / "texts.jsonl", [{"text": "this is one"}] * 4)
+    dataset = [made["train_dataloader"]["dataset"], {"type": "UnifiedGenerationDataset", "data_path": str(texts)}]
+    made["train_dataloader"]["dataset"] = dataset
+    assert Runner.from_cfg(made)._parts.source_names == ("texts",)
+    log = (tmp_path / "run" / "train.log").read_text()
+    assert "data set drawn is skipped (on_error='skip'): drawn: none of its 4 images can be read" in log
+    made["train_dataloader"]["dataset"] = [{**one, "group": group} for one, group in zip(dataset, "ab", strict=True)]
+    made["train_dataloader"]["groups"] = {"a": {"weight": 1.0}, "b": {"weight": 1.0}}
+    with pytest.raises(DataError, match=r"every data set of the group a is skipped \(on_error='skip'\): drawn"):
+        Runner.from_cfg(made)
