@@ -20,7 +20,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = {
     "core": 1,
-    "backends": 2, "models": 2, "data": 2, "schedule": 2, "optim": 2, "tracking": 2,
+    "backends": 2, "models": 2, "data": 2, "schedule": 2, "optim": 2, "tracking": 2, "migration": 2,
     "inference": 3,
     "families": 4,
     "checkpoint": 5,

@@ -15,3 +15,11 @@ SHIPPED = (
 """Names of the configs of the package (``config_file.shipped``)."""
 DTYPE_NAMES = ("fp32", "bf16", "fp16")
 """Of floating-point tensors in files and in a model that draws or reads."""
+GUIDES = {
+    "unified_fsdp": "exported variables of BAGEL's FSDP trainer (train_unified_fsdp.sh)",
+    "unified_generation": "flags of train_unified_generation.py",
+    "decoder_fsdp": "train_fsdp.py CONFIG.yaml, the FSDP trainer of decoder LMs",
+    "xtuner": "a config of xtuner, F-LMM or mmengine in Python",
+    "nanovlm": "flags of nanoVLM's train.py, or a YAML file of its two configs",
+}
+"""Trainers whose settings ``tools/migrate.py`` translates."""

@@ -316,6 +316,14 @@ class Settings(ModelSettings):
         return Path(self.work_dir)
 
 
+def problems_of(config: Mapping[str, Any]) -> list[ConfigError]:
+    """What is wrong with a whole config, one error each. It is not changed."""
+    schema = known_keys()
+    known = {key: files.plain_values(value) for key, value in config.items() if key in schema}
+    unknown = files.top_problems({key: value for key, value in config.items() if key not in schema}, schema)
+    return [*unknown, *Settings._of_given(known, whole=True)[1]]
+
+
 def known_keys() -> dict[str, Any]:
     """Every key of a config: those of a section as a mapping, else None."""
     of_family = {"processor": PROCESSOR_KEYS, "loss_weights": Bagel.terms}

@@ -1,0 +1,71 @@
+"""Settings of another trainer -> a config: ``python tools/migrate.py GUIDE -- --model_path ...``; installed as
+``unigen-migrate``.
+
+After ``--``: the command line of the old trainer, its launcher included; or settings, ``NAME=VALUE``; or one file: a
+shell script of exported variables, a YAML file, a config of xtuner or mmengine. Nothing of it is executed, and a Python
+config is read from its syntax tree, so xtuner need not be installed.
+
+The config is complete and checked. Each value has what it was made of beside it; whatever has no counterpart is a
+comment with the reason, and their number is printed at the end. docs/migrating.md explains every name.
+
+Exit status: 0 written, 1 a file cannot be read, 2 wrong usage, or a value that no config may have.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+if not __package__:
+    import _path  # noqa: F401 - a script runs from a checkout without installation
+
+from unigen_ds.core.choices import GUIDES
+from unigen_ds.core.errors import ConfigError, UnigenError
+
+
+def parser() -> argparse.ArgumentParser:
+    guides = "\n".join(f"  {name:<20}{meaning}" for name, meaning in GUIDES.items())
+    p = argparse.ArgumentParser(
+        prog="unigen-migrate", description=__doc__, epilog=f"guides:\n{guides}",
+        formatter_class=argparse.RawTextHelpFormatter,
+    )  # fmt: skip
+    p.add_argument("guide", choices=GUIDES, metavar="GUIDE", help="the trainer that the settings are of: see below")
+    p.add_argument("given", nargs="+", metavar="WORD", help="after --: a command line, settings, or a file")
+    p.add_argument("--out", type=Path, metavar="OUT.py", help="write the config there (default: print it)")
+    p.add_argument("--force", action="store_true", help="replace a file that exists")
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parser().parse_args(argv)
+    from unigen_ds.migration.guides import migrate  # after parsing: --help does not wait for torch
+    from unigen_ds.runner.settings import problems_of
+
+    try:
+        out = arguments.out
+        if out is not None and out.suffix != ".py":
+            raise ConfigError(f"--out {out}", allowed="a name that ends with .py")
+        if out is not None and out.exists() and not arguments.force:
+            raise ConfigError(f"--out {out} exists", remedy="another name, or --force")
+        name = str(out) if out is not None else "CONFIG.py"
+        found = migrate(arguments.guide, arguments.given, problems=problems_of, name=name)
+        if out is None:
+            print(found.text, end="")
+        else:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text(found.text, encoding="utf-8")
+    except UnigenError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    where = f"Written: {out}. " if out is not None else ""
+    counts = f"Of {found.num_given} settings given, {len(found.left)} could not be carried over"
+    print(f"{where}{counts}; each is a comment at the top of the config. {len(found.notes)} notes.", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
