@@ -13,6 +13,7 @@ import gzip
 import io
 import os
 import random
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,7 +45,7 @@ from tests.robustness.cases import (
     write_tar,
 )  # fmt: skip
 from tests.robustness.faulty_server import FAULTS, STATUSES, Fault, File, server
-from tests.robustness.outcome import watched
+from tests.robustness.outcome import LONGEST_S, watched
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.registry import SOURCES
 from unigen_ds.data.collate import collate
@@ -402,6 +403,9 @@ def stream_ending_of(seed: int, number: int, folder: Path) -> tuple[str, str]:
             with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
                 return given.kind, ending(given, folder)
     finally:
+        for thread in threading.enumerate():  # what fetches ahead writes into the folder
+            if thread.name == "streamed-shards":
+                thread.join(LONGEST_S)
         files = server()[1]
         for path in [path for path in files if path.startswith(f"/{folder.name}/")]:
             del files[path]
