@@ -24,6 +24,7 @@ if not __package__:
     import _path  # noqa: F401 - a script runs from a checkout without installation
 
 from unigen_ds.core.errors import ConfigError, UnigenError
+from unigen_ds.core.pipes import ends_quietly
 
 
 def parser() -> argparse.ArgumentParser:
@@ -64,6 +65,7 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+@ends_quietly
 def main(argv: list[str] | None = None) -> int:
     p = parser()
     arguments = p.parse_args(argv)

@@ -30,6 +30,7 @@ from unigen_ds.core import log
 from unigen_ds.core.choices import DTYPE_NAMES
 from unigen_ds.core.errors import ConfigError, UnigenError
 from unigen_ds.core.hub import HubRepo
+from unigen_ds.core.pipes import ends_quietly
 
 
 def parser() -> argparse.ArgumentParser:
@@ -64,6 +65,7 @@ def hub_repo(arguments: argparse.Namespace) -> HubRepo | None:
     return None
 
 
+@ends_quietly
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     try:

@@ -29,6 +29,7 @@ from unigen_ds.core import log
 from unigen_ds.core.choices import DTYPE_NAMES
 from unigen_ds.core.errors import ConfigError, UnigenError
 from unigen_ds.core.files import write_atomic
+from unigen_ds.core.pipes import ends_quietly
 from unigen_ds.families.bagel.flow_settings import BAGEL_FLOW, RENORMS, FlowSettings, flow_for
 from unigen_ds.inference.prompts import Prompt, read_prompts
 from unigen_ds.inference.sampling import Sampling
@@ -298,6 +299,7 @@ def cell_of(processor: Any, request: Prompt, made: Generated) -> Cell:
     return Cell([*shown, *made.images], text)
 
 
+@ends_quietly
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     log.setup(rank=0)

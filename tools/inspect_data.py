@@ -29,6 +29,7 @@ from unigen_ds.checkpoint.store import list_checkpoints
 from unigen_ds.core.choices import SHIPPED
 from unigen_ds.core.errors import ConfigError, DataError, UnigenError
 from unigen_ds.core.metrics import read_lines, sample_digest
+from unigen_ds.core.pipes import ends_quietly
 
 if TYPE_CHECKING:
     from unigen_ds.data.stream import Cursor, SequenceStream
@@ -61,6 +62,7 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+@ends_quietly
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     if problem := _misused(arguments):

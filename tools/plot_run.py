@@ -18,6 +18,7 @@ if not __package__:
 
 from unigen_ds.core.errors import ConfigError, UnigenError
 from unigen_ds.core.metrics import METRICS_FILE
+from unigen_ds.core.pipes import ends_quietly
 
 FORMATS = (".png", ".pdf", ".svg")
 
@@ -33,6 +34,7 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+@ends_quietly
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     from unigen_ds.evaluation.report.reading import run_names  # after parsing: --help does not wait for torch

@@ -17,6 +17,7 @@ if not __package__:
     import _path  # noqa: F401 - a script runs from a checkout without installation
 
 from unigen_ds.core.errors import UnigenError
+from unigen_ds.core.pipes import ends_quietly
 
 
 def parser() -> argparse.ArgumentParser:
@@ -33,6 +34,7 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+@ends_quietly
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     from unigen_ds.evaluation.report import write_report  # after parsing: --help does not wait for torch

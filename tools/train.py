@@ -17,6 +17,7 @@ if not __package__:
 from unigen_ds.core.choices import AUTO, BATCH_CHOICES, DATA_CHOICES, LAUNCHERS, SHIPPED
 from unigen_ds.core.errors import ConfigError, UnigenError
 from unigen_ds.core.log import logger, quiet_libraries
+from unigen_ds.core.pipes import ends_quietly
 
 STOPPED_BY_SIGNAL = 143
 
@@ -55,6 +56,7 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+@ends_quietly
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     quiet_libraries(int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))))

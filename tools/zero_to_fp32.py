@@ -27,6 +27,7 @@ if not __package__:
 
 from unigen_ds.core.choices import DTYPE_NAMES
 from unigen_ds.core.errors import UnigenError
+from unigen_ds.core.pipes import ends_quietly
 
 if TYPE_CHECKING:
     from unigen_ds.checkpoint.convert import OnProgress
@@ -53,6 +54,7 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+@ends_quietly
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     started = time.perf_counter()

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import shutil
+import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
 
+from tests.processes import ROOT
 from tests.tiny import tiny_config
 from tools.inspect_data import main as inspect_data
 from unigen_ds.core.config import plain_values
+from unigen_ds.core.errors import DataError
+from unigen_ds.core.pipes import READER_GONE, ends_quietly
 from unigen_ds.data.transforms import image_header
+from unigen_ds.families.nanovlm.processor import VLMProcessor
 
 
 def jsonl(path: Path, *records: Any) -> str:
@@ -47,8 +54,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def inspected(plain: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
     """(exit status, all that is written) of the tool, with that data set."""
 
-    def run(data_path: Any, _processor: Any = None, **more: Any) -> tuple[int, str]:
-        spec = {"type": "UnifiedGenerationDataset", "data_path": data_path, **more}
+    def run(data_path: Any = None, _processor: Any = None, **more: Any) -> tuple[int, str]:
+        spec = {"type": "UnifiedGenerationDataset", **({"data_path": data_path} if data_path else {}), **more}
         config = {**plain, "train_dataloader": {**plain["train_dataloader"], "dataset": spec}}
         config["processor"] = {**plain["processor"], **(_processor or {})}
         file = tmp_path / "config.json"
@@ -159,3 +166,67 @@ def test_captions_with_a_suffix_in_capitals(inspected: Callable[..., Any], tmp_p
     (tmp_path / "in" / "1.txt").write_text("a square")
     status, output = inspected(str(tmp_path / "in"))
     assert status == 0 and "in: 1 records, 1 used" in output
+
+
+SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "a size as a change": ({"augment": [{"type": "CenterCrop", "side": 8, "stride": 4}]}, {},
+                           "processor.augment[0].type is CenterCrop, which sets the size of an image. Allowed: "),
+    "a change as a size": ({"vae_transform": {"type": "RandomFlip"}}, {},
+                           "processor.vae_transform.type is RandomFlip, which changes images at random"),
+    "side": ({"vit_transform": {"type": "CenterCrop", "side": 64, "stride": 4, "mode": "L"}}, {},
+             "vit_transform.side 64 allows up to 16 patches a side"),
+    "two sides": ({"vae_transform": {"type": "FixedSize", "width": 64, "height": 8, "stride": 2, "mode": "L"}}, {},
+                         "Remedy: width and height of at most "),
+    "keys of a base": ({}, {"type": "DatasetAdapter", "data_path": "x.jsonl", "dataset": {"type": "a.B"}},
+                       "it is a key of UnifiedGenerationDataset: where a _base_ of the config has set it, replace that "
+                       "section: dict(_delete_=True, type='DatasetAdapter', ...)"),
+    "a path of a class": ({}, {"type": "DatasetAdapter", "dataset": "my.Data"}, "Remedy: dataset=dict(type='my.Data')"),
+    "the name of a filter": ({}, {"data_path": "x.jsonl", "filters": "ImageSizeFilter"},
+                             "Allowed: a list of dict(type='...', ...), or one of them. "
+                             "Remedy: filters=dict(type='ImageSizeFilter', ...)"),
+    "limits": ({}, {"data_path": "x.jsonl", "filters": {"type": "ImageSizeFilter", "min_side": 9, "max_side": 8}},
+                      "min_side=9 and max_side=8: it keeps nothing"),
+    "processes": ({}, {"data_path": "x.jsonl", "index_workers": -1}, "index_workers is -1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_settings_that_cannot_work(case: str, inspected: Callable[..., Any]) -> None:
+    processor, data, message = SETTINGS[case]
+    status, output = inspected(_processor=processor, **(data or {"data_path": "x.jsonl"}))
+    assert status == 2 and message in output and "Traceback" not in output
+    assert "valid: " not in output or "processor" not in output.partition("valid: ")[2]
+
+
+def test_one_change_alone_is_a_list_of_one(inspected: Callable[..., Any], tmp_path: Path) -> None:
+    data = jsonl(tmp_path / "a.jsonl", {"text": "a b"})
+    assert inspected(data, _processor={"augment": {"type": "RandomFlip"}})[0] == 0
+
+
+def test_a_reader_that_ends_first(plain: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``| head``: no traceback, in any tool; a broken pipe to something else remains an error."""
+    data = jsonl(tmp_path / "a.jsonl", {"text": "a b"})
+    spec = {"type": "UnifiedGenerationDataset", "data_path": data}
+    config = {**plain, "train_dataloader": {**plain["train_dataloader"], "dataset": spec}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as stream, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", stream)
+        assert inspect_data([str(tmp_path / "config.json")]) == READER_GONE
+
+    @ends_quietly
+    def other(argv: Any = None) -> int:
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        other()
+    tools = [path for path in (ROOT / "tools").glob("*.py") if not path.name.startswith("_")]
+    assert tools and all("@ends_quietly\ndef main(" in path.read_text() for path in tools)
+
+
+def test_a_vlm_has_no_images_as_tensors() -> None:
+    """The start reads the items, and refuses the first image; it was an error of the first update."""
+    processor = object.__new__(VLMProcessor)
+    with pytest.raises(DataError, match=r"data\[0\].* the model is a VLM\. Allowed: items of text alone"):
+        processor.ready_image(torch.zeros(3, 8, 8), "vit", "data[0].padded_images[0]")

@@ -14,7 +14,7 @@ from mmengine.registry import Registry
 
 from unigen_ds.core import former
 from unigen_ds.core.config_hints import ANYWHERE, backend_hint, backend_spec
-from unigen_ds.core.errors import ConfigError, UnknownKey, nearest, raise_any
+from unigen_ds.core.errors import ConfigError, UnknownKey, close, nearest, raise_any
 from unigen_ds.core.log import logger
 from unigen_ds.core.values import argument_hints, described, fits, nested, shown
 
@@ -186,7 +186,8 @@ def component_problems(
     except ConfigError as error:
         return [error]
     arguments = {key: value for key, value in spec.items() if key != "type"}
-    return argument_problems(cls, arguments, where=where) + missing_arguments(cls, {*arguments, *provided}, where=where)
+    found = argument_problems(cls, arguments, where=where, provided=provided, registry=registry)
+    return found + missing_arguments(cls, {*arguments, *provided}, where=where)
 
 
 def missing_arguments(cls: Any, given: Collection[str], *, where: str) -> list[ConfigError]:
@@ -203,11 +204,17 @@ def check_arguments(cls: Any, arguments: Mapping[str, Any], *, where: str) -> No
 
 
 def argument_problems(
-    cls: Any, arguments: Mapping[str, Any], *, where: str, provided: Collection[str] = ()
+    cls: Any,
+    arguments: Mapping[str, Any],
+    *,
+    where: str,
+    provided: Collection[str] = (),
+    registry: Registry | None = None,
 ) -> list[ConfigError]:
     """An error for each argument that ``cls`` does not have, or that is of another type than its hint.
 
     ``provided``: arguments that no config sets, which are not suggested. Classes with ``**kwargs`` accept all.
+    ``registry``: of the classes that may have been meant.
     """
     parameters = inspect.signature(cls).parameters
     valid = [name for name in parameters if name not in provided]
@@ -216,7 +223,8 @@ def argument_problems(
         for key in arguments:
             if key not in parameters:
                 problem = f"{where} has no key {key!r} ({cls.__name__})"
-                errors.append(UnknownKey(key, section=where, valid=valid, hint=ANYWHERE.get(key), problem=problem))
+                advice = ANYWHERE.get(key) or (None if close(key, valid) else _of_another(registry, cls, key))
+                errors.append(UnknownKey(key, section=where, valid=valid, hint=advice, problem=problem))
     hints = {key: hint for key, hint in argument_hints(cls).items() if key in parameters}
     for key, hint in {**{key: hints[key] for key in arguments if key in hints}, **hints}.items():
         value, part = arguments.get(key, parameters[key].default), nested(hint)
@@ -224,8 +232,33 @@ def argument_problems(
         if part is not None and (value is None or isinstance(value, Mapping) or many):
             errors += part.argument_problems(value, where=f"{where}.{key}", beside=arguments)
         elif key in arguments and value is not parameters[key].default and (part or not fits(value, hint)):
-            errors.append(ConfigError(f"{where}.{key} is {shown(value)}", allowed=described(hint)))
+            of_many = getattr(part, "many", False)
+            allowed = "a list of dict(type='...', ...), or one of them" if of_many else described(hint)
+            remedy = f"{key}=dict(type={value!r}, ...)" if of_many and isinstance(value, str) else None
+            errors.append(ConfigError(f"{where}.{key} is {shown(value)}", allowed=allowed, remedy=remedy))
     return errors
+
+
+_FEW = 3
+
+
+def _of_another(registry: Registry | None, cls: Any, key: str) -> str | None:
+    """What to do about a key of another component of that kind: probably a ``_base_`` has set it."""
+    others = {} if registry is None else registry.module_dict
+    having = [name for name, other in others.items() if other is not cls and key in _parameters(other)]
+    if not 0 < len(having) <= _FEW:
+        return None
+    return (
+        f"it is a key of {' and of '.join(having)}: where a _base_ of the config has set it, replace that section:"
+        f" dict(_delete_=True, type={registered_name(cls) or cls.__name__!r}, ...)"
+    )
+
+
+def _parameters(cls: Any) -> Collection[str]:
+    try:
+        return inspect.signature(cls).parameters
+    except (TypeError, ValueError):  # of a class without a signature
+        return ()
 
 
 def checked(where: str | None = None) -> Callable[[_Called], _Called]:

@@ -77,8 +77,13 @@ class DatasetAdapter(ScannedDataset):
     ) -> None:
         self._given = _as_text(dataset)
         self.dataset = _make(dataset) if isinstance(dataset, Mapping) else dataset
-        if not (hasattr(self.dataset, "__len__") and hasattr(self.dataset, "__getitem__")):
-            raise ConfigError(f"DatasetAdapter.dataset is {self.dataset!r}", allowed="a map-style data set")
+        is_map = hasattr(self.dataset, "__len__") and hasattr(self.dataset, "__getitem__")
+        if not is_map or isinstance(self.dataset, (str, bytes)):
+            raise ConfigError(
+                f"DatasetAdapter.dataset is {self.dataset!r}",
+                allowed="a map-style data set: an object, or dict(type='module.Class', ...)",
+                remedy=f"dataset=dict(type={self.dataset!r})" if isinstance(self.dataset, str) else None,
+            )
         self.processor, self.images, self.weight = processor, images, weight
         self.group, self.num_used_data = group, num_used_data
         self.name = name or type(self.dataset).__name__

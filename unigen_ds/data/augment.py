@@ -16,11 +16,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.core.registry import TRANSFORMS, checked
+from unigen_ds.core.registry import TRANSFORMS, checked, registered_name
 from unigen_ds.core.seeding import generator
 from unigen_ds.core.values import Share
 
 _LUMINANCE = (0.299, 0.587, 0.114)
+CHANGES = ("augment", "vit_augment")
+"""Keys of ``processor`` that are lists of random changes; one component is a list of one."""
 
 
 class Augment(Protocol):
@@ -133,6 +135,18 @@ class RandomGray:
     def __call__(self, image: Tensor, generator: torch.Generator) -> Tensor:
         grey = torch.rand((), generator=generator).item() < self.probability
         return _grey(image).expand_as(image).clone() if grey else image
+
+
+def misplaced(cls: type, where: str, *, changes: bool) -> list[ConfigError]:
+    """An error where a transform that sets a size is to change images (``changes``), or the other way round."""
+    wrong = hasattr(cls, "largest_side") if changes else not hasattr(cls, "size")
+    if not wrong:
+        return []
+    fitting = [name for name, one in TRANSFORMS.module_dict.items() if hasattr(one, "size") is not changes]
+    what = "sets the size of an image" if changes else "changes images at random, and sets no size"
+    other = "processor.vit_transform or processor.vae_transform" if changes else "processor.augment or vit_augment"
+    problem = f"{where}.type is {registered_name(cls) or cls.__name__}, which {what}"
+    return [ConfigError(problem, allowed=", ".join(sorted(fitting)), remedy=f"it belongs to {other}")]
 
 
 def _grey(image: Tensor) -> Tensor:

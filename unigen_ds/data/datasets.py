@@ -104,7 +104,7 @@ class UnifiedGenerationDataset:
         num_used_data: Annotated[int, Ge(1)] | None = None,
         name: str | None = None,
         cache_dir: str | Path | None = None,
-        index_workers: int = 0,
+        index_workers: Annotated[int, Ge(0)] = 0,
         cache_tokens: bool = False,
         format: str | Mapping[str, Any] | None = None,
         columns: Mapping[str, str] | None = None,

@@ -191,6 +191,7 @@ class ImageSizeFilter(RecordFilter):
     ) -> None:
         self.min_side, self.max_side, self.max_ratio = min_side, max_side, max_ratio
         _need_one(self, "min_side", "max_side", "max_ratio")
+        _need_order(self, ("min_side", "max_side"))
 
     def keeps(self, record: CheckedRecord) -> bool:
         return all(
@@ -224,6 +225,7 @@ class TextLengthFilter(RecordFilter):
         self.min_characters, self.max_characters = min_characters, max_characters
         self.min_tokens, self.max_tokens = min_tokens, max_tokens
         _need_one(self, "min_characters", "max_characters", "min_tokens", "max_tokens")
+        _need_order(self, ("min_characters", "max_characters"), ("min_tokens", "max_tokens"))
 
     @property
     def reads(self) -> bool:  # type: ignore[override]
@@ -312,6 +314,16 @@ def decided(one: RecordFilter, record: CheckedRecord) -> bool:
 def _need_one(made: RecordFilter, *names: str) -> None:
     if all(getattr(made, name) is None for name in names):
         raise ConfigError(f"{type(made).__name__} has no limit", allowed=f"at least one of {', '.join(names)}")
+
+
+def _need_order(made: RecordFilter, *pairs: tuple[str, str]) -> None:
+    for low, high in pairs:
+        least, most = getattr(made, low), getattr(made, high)
+        if least is not None and most is not None and least > most:
+            name = type(made).__name__
+            raise ConfigError(
+                f"{name} has {low}={least} and {high}={most}: it keeps nothing", allowed=f"{low} <= {high}"
+            )
 
 
 def _within(value: int, low: int | None, high: int | None) -> bool:

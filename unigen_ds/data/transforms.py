@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from io import BytesIO
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -352,6 +352,9 @@ class ImageTransform:
         mode: ``RGB`` (3 channels) or ``L`` (grey, 1 channel).
     """
 
+    side_keys: ClassVar[Sequence[str]] = ("max_size",)
+    """Arguments that limit its sides."""
+
     @checked()
     def __init__(
         self,
@@ -444,12 +447,15 @@ class CenterCrop(ImageTransform):
         mode: ``RGB`` (3 channels) or ``L`` (grey, 1 channel).
     """
 
+    side_keys = ("side",)
+
     @checked()
     def __init__(
         self, side: Annotated[int, Ge(1)], stride: Annotated[int, Ge(1)], mode: Literal["RGB", "L"] = "RGB"
     ) -> None:
         _check_sides(type(self).__name__, (side,), stride)
         super().__init__(side, side, stride, mode)
+        self.side = side
 
     def size(self, width: int, height: int) -> tuple[int, int]:
         return self.max_size, self.max_size
@@ -471,6 +477,8 @@ class FixedSize(ImageTransform):
         stride: as of ``ImageTransform``.
         mode: ``RGB`` (3 channels) or ``L`` (grey, 1 channel).
     """
+
+    side_keys = ("width", "height")
 
     @checked()
     def __init__(

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.registry import FAMILIES, MODELS, TRANSFORMS, build, find
+from unigen_ds.core.settings import one_or_many
+from unigen_ds.data.augment import CHANGES
 from unigen_ds.data.processor import ConversationProcessor, Processor
 from unigen_ds.data.rules import DataRules
 from unigen_ds.models.weights import Pretrained
@@ -194,8 +196,8 @@ def _transforms(given: Mapping[str, Any]) -> dict[str, Any]:
         for key in ("vit_transform", "vae_transform")
         if given.get(key) is not None
     }
-    for key in ("augment", "vit_augment"):
-        if augment := given.get(key):
+    for key in CHANGES:
+        if augment := one_or_many(given.get(key)):
             made[key] = [build(TRANSFORMS, spec, where=f"processor.{key}[{i}]") for i, spec in enumerate(augment)]
     return made
 

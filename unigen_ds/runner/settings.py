@@ -33,12 +33,12 @@ from unigen_ds.core.errors import ConfigError, raise_any
 from unigen_ds.core.log import logger, notice
 from unigen_ds.core.paths import expand_paths
 from unigen_ds.core.registry import BACKENDS, MODELS, argument_problems, find, undone_on_failure
-from unigen_ds.core.settings import LISTED, Component, Of, Section, argument_defaults, keys
+from unigen_ds.core.settings import LISTED, Component, Of, Section, argument_defaults, keys, one_or_many
 from unigen_ds.core.translate import FOREIGN, is_translated, translate
 from unigen_ds.core.values import Number
-from unigen_ds.data import augment as _augment  # noqa: F401
 from unigen_ds.data import packing as _packing  # noqa: F401
 from unigen_ds.data import tokenizers as _tokenizers  # noqa: F401
+from unigen_ds.data.augment import CHANGES, misplaced
 from unigen_ds.data.settings import Tokenizer, TrainDataloader, Transform, ValDataloader
 from unigen_ds.evaluation import metrics as _metrics  # noqa: F401
 from unigen_ds.families import directories as _families  # noqa: F401
@@ -494,7 +494,8 @@ def _of_family(given: Mapping[str, Any]) -> Iterator[ConfigError]:
         yield from (
             ConfigError(f"processor.{key} cannot be set", remedy="delete it") for key in _FIXED if key in processor
         )
-        yield from argument_problems(family.processor_arguments(), processor, where="processor", provided=_FIXED)
+        listed = {**processor, **{key: [processor[key]] for key in CHANGES if isinstance(processor.get(key), Mapping)}}
+        yield from argument_problems(family.processor_arguments(), listed, where="processor", provided=_FIXED)
         yield from _of_transforms(processor)
     others = {term for other in families() for term in other.terms}
     for term in weights if isinstance(weights, Mapping) else ():
@@ -507,13 +508,17 @@ def _of_family(given: Mapping[str, Any]) -> Iterator[ConfigError]:
 
 def _of_transforms(processor: Mapping[str, Any]) -> Iterator[ConfigError]:
     of: Of = get_args(Transform)[1]
+
+    def problems(spec: Any, where: str, *, changes: bool) -> list[ConfigError]:
+        return of.problems(spec, where=where) or misplaced(find(of.registry, spec, where=where), where, changes=changes)
+
     for key in ("vit_transform", "vae_transform"):
         if isinstance(spec := processor.get(key), Mapping):
-            yield from of.problems(spec, where=f"processor.{key}")
-    for key in ("augment", "vit_augment"):
-        augment = processor.get(key)
-        for index, spec in enumerate(augment if isinstance(augment, (list, tuple)) else ()):
-            yield from of.problems(spec, where=f"processor.{key}[{index}]")
+            yield from problems(spec, f"processor.{key}", changes=False)
+    for key in CHANGES:
+        augment = one_or_many(processor.get(key))
+        for index, spec in enumerate(augment if isinstance(augment, tuple) else ()):
+            yield from problems(spec, f"processor.{key}[{index}]", changes=True)
 
 
 _ADD_VALIDATION = "val_dataloader=dict(split=0.02), or dict(dataset=dict(type=...)); or delete the hook"

@@ -71,6 +71,9 @@ def open_source(
     spec["type"] = spec.get("type") or one_format(paths)
     cls, options = resolve(SOURCES, spec, where="format")
     files = [file for path in paths for file in files_of(path, cls)]
+    for file, number in Counter(files).items():
+        if number > 1:
+            notice(f"data_path has {file} {number} times: its records are used as often.")
     sources = [open_file(file, cls, options, cache_dir) for file in files]
     for source in sources:
         source.columns = columns or {}

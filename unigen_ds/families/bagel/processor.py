@@ -192,7 +192,8 @@ class UnifiedProcessor(ConversationProcessor):
             need = ("understood", "vit_transform") if kind == "vit" else ("generated", "vae_transform")
             raise DataError(
                 f"{where}: image {path} is to be {need[0]}, but the processor has no {need[1]}",
-                remedy="use a model and a processor that have it, or leave such records out",
+                remedy="use a model and a processor that have it, or leave such records out; records of an image and"
+                f" its text: captions={'generate' if kind == 'vit' else 'understand'!r} of the data set",
             )
         stride = self.vit_patch_size if kind == "vit" else self.vae_downsample
         width, height = transform.size(*(header.size or (transform.min_size, transform.min_size)))
@@ -213,10 +214,12 @@ def _check_transform(name: str, transform: ImageTransform | None, stride: int, t
     if transform.stride % stride:
         raise ConfigError(f"{name}.stride is {transform.stride}", allowed=f"a multiple of {stride}")
     if transform.largest_side // stride > table:
+        keys = getattr(transform, "side_keys", ("max_size",))
+        given = ", ".join(f"{key} {getattr(transform, key)}" for key in keys)
         raise ConfigError(
-            f"{name}.max_size {transform.max_size} allows up to {transform.largest_side // stride} patches a side",
+            f"{name}.{given} allows up to {transform.largest_side // stride} patches a side",
             allowed=f"at most {table}, the size of the model's position table",
-            remedy=f"max_size of at most {table * stride}",
+            remedy=f"{' and '.join(keys)} of at most {table * stride}",
         )
 
 

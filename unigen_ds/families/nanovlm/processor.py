@@ -10,6 +10,8 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.registry import checked
 from unigen_ds.data.augment import Augment
@@ -18,7 +20,7 @@ from unigen_ds.data.processor import ConversationProcessor, is_document
 from unigen_ds.data.records import Turn
 from unigen_ds.data.rules import CURRENT, DataRules
 from unigen_ds.data.samples import Sample, Split
-from unigen_ds.data.splits import TokenSplit
+from unigen_ds.data.splits import ImageKind, ImageSplit, TokenSplit
 from unigen_ds.data.tiles import IMAGE_TOKEN, Tiling, TransformTiling, image_string, num_tiles
 from unigen_ds.data.tokenizers import ChatTokenizer
 from unigen_ds.data.transforms import ImageHeader, ImageTransform
@@ -123,6 +125,14 @@ class VLMProcessor(ConversationProcessor):
     def touches(self, header: ImageHeader) -> bool:
         return header.changed or header.transparent
 
+    def ready_image(self, image: Tensor, kind: ImageKind, where: str) -> ImageSplit:
+        """A ``VLM`` reads tiles among the tokens of the chat template, which a tensor beside ids does not have."""
+        raise DataError(
+            f"{where} is an image as a tensor, and the model is a VLM",
+            allowed="items of text alone",
+            remedy="records with paths of images (UnifiedGenerationDataset, IterableShards), or a UnifiedModel",
+        )
+
     def plan(
         self, turns: Sequence[Turn], where: object = "", *, keep_images: bool = False, reply: bool = False
     ) -> Sample:
@@ -197,7 +207,8 @@ def _messages(turns: Sequence[Turn], where: object) -> list[_Message]:
         if turn.role == "assistant" and turn.kind == "image":
             raise DataError(
                 f"{where}: an image is to be generated, but this model only understands images",
-                remedy="leave such records out, or train a UnifiedModel",
+                remedy="for records of an image and its text, captions='understand' of the data set: the text is then"
+                " learned from the image; leave other ones out, or train a UnifiedModel",
             )
         if not messages or messages[-1].role != turn.role:
             messages.append(_Message(turn.role))

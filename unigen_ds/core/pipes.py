@@ -1,0 +1,45 @@
+"""Tools whose output another program reads, which may end first: ``tools/inspect_data.py CONFIG | head``."""
+
+from __future__ import annotations
+
+import functools
+import os
+import select
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+READER_GONE = 141
+"""Exit status where nobody reads the output any more: what a shell reports of a program that SIGPIPE ended."""
+Main = Callable[..., int]
+
+
+def ends_quietly(main: Main) -> Main:
+    """Decorator of a tool's ``main``: where the reader of its output has gone, it ends without a traceback."""
+
+    @functools.wraps(main)
+    def run(argv: Sequence[str] | None = None) -> int:
+        try:
+            try:
+                return main(argv)
+            finally:
+                sys.stdout.flush()
+        except BrokenPipeError:
+            gone = [stream for stream in (sys.stdout, sys.stderr) if _reader_gone(stream)]
+            if not gone:  # another pipe, which is an error
+                raise
+            for stream in gone:  # Python writes what is left when it ends
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            return READER_GONE
+
+    return run
+
+
+def _reader_gone(stream: Any) -> bool:
+    try:
+        number = stream.fileno()
+    except (AttributeError, OSError, ValueError):
+        return False
+    poll = select.poll()
+    poll.register(number, select.POLLOUT)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
