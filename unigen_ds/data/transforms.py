@@ -264,8 +264,9 @@ def _is_base64(path: str | Path | ImageContent) -> bool:
 
 
 def _shown_path(path: str | Path | ImageContent) -> str:
-    shown = str(path)
-    return f"{shown[: _LONG // 8]} ... ({len(shown):,} characters)" if _is_base64(path) else _brief(shown)
+    text = str(path)
+    found = _BASE64.search(text)
+    return _brief(text) if found is None else f"{found[0][: _LONG // 8]} ... ({len(text):,} characters)"
 
 
 def _brief(text: object) -> str:
