@@ -83,6 +83,22 @@ def test_a_template_that_changes_earlier_text_is_an_error(tmp_path: Path) -> Non
         made.plan(TALK, "train.jsonl:3")
 
 
+def test_the_last_answer_alone(tmp_path: Path) -> None:
+    """Of a template that changes earlier ones (Qwen3's), of one that appends, and of one that marks them."""
+    for template, whole, last in (
+        (STRIPS, "[user]what[a][user]is it[assistant]blue", "blue"),
+        (None, None, "blue<|im_end|>\n"),
+        (MARKED, None, "blue</s>"),
+    ):
+        made = processor(tmp_path, template, learn="last")
+        text, targets = learned(made, TALK)
+        assert targets == last and text == (whole or text)
+        assert learned(made, TALK[:3], reply=True)[0].startswith(text[:10])
+        assert made.fingerprint != processor(tmp_path, template).fingerprint
+    with pytest.raises(ConfigError, match="learn"):
+        processor(tmp_path, learn="first")
+
+
 def test_a_template_that_refuses_a_conversation(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"here: the model's chat template refuses the conversation: no system role"):
         processor(tmp_path, REFUSES).plan([Turn("system", "text", "a"), *TALK], "here")

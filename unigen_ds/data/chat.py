@@ -33,7 +33,13 @@ class RenderedChat:
 
     @classmethod
     def of(
-        cls, tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, reply: bool = False, marked: bool = False
+        cls,
+        tokenizer: Any,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        reply: bool = False,
+        marked: bool = False,
+        last: bool = False,
     ) -> RenderedChat:
         """By the chat template of a fast tokenizer of transformers.
 
@@ -41,23 +47,28 @@ class RenderedChat:
             messages: ``{"role": ..., "content": ...}``, as the template accepts them.
             reply: end with the template's generation prompt.
             marked: the assistant's parts are the template's ``{% generation %}`` blocks, where it has them.
+            last: of these parts the last one alone; a template may then change earlier ones.
 
         Raises ``DataError`` where the template changes earlier text when a message is added: then no mask is correct.
         """
         if marked and _GENERATION.search(tokenizer.chat_template):
-            return cls(*_render_marked(tokenizer, messages, reply=reply))
+            text, marks = _render_marked(tokenizer, messages, reply=reply)
+            return cls(text, marks[-2:] if last else marks)
         text = _render(tokenizer, messages, reply=reply)
         bounds: list[int] = []
-        for number, message in enumerate(messages):
-            if message["role"] == "assistant":
-                after = _render(tokenizer, messages[: number + 1])
-                before = _render(tokenizer, messages[:number], reply=True) if number else _opening(tokenizer, after)
-                if not (after.startswith(before) and text.startswith(after)):
-                    raise DataError(
-                        f"the chat template renders message {number} differently when others follow or precede it",
-                        remedy="use a template that only appends; there is no assistant mask for this one",
-                    )
-                bounds += (len(before), len(after))
+        answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        if last:  # before a reply it is the one that is to come
+            answers = [] if reply else answers[-1:]
+        for number in answers:
+            after = _render(tokenizer, messages[: number + 1])
+            before = _render(tokenizer, messages[:number], reply=True) if number else _opening(tokenizer, after)
+            if not (after.startswith(before) and text.startswith(after)):
+                only_last = ", or tokenizer.learn='last'" * (marked and not last)
+                raise DataError(
+                    f"the chat template renders message {number} differently when others follow or precede it",
+                    remedy=f"use a template that only appends{only_last}; there is no assistant mask for this one",
+                )
+            bounds += (len(before), len(after))
         return cls(text, tuple(bounds))
 
     def from_assistant(self, starts: Sequence[int]) -> list[bool]:

@@ -6,12 +6,12 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.hub import download
 from unigen_ds.core.paths import download_remedy, is_hub_name
-from unigen_ds.core.registry import TOKENIZERS
+from unigen_ds.core.registry import TOKENIZERS, checked
 from unigen_ds.data.special import Special
 from unigen_ds.data.tiles import GLOBAL_TOKEN, IMAGE_TOKEN, TILE_TOKENS
 from unigen_ds.data.word_memo import WordMemo, divides_at_spaces
@@ -213,9 +213,11 @@ class ModelTokenizer(_Tokenizer):
     Args:
         path: the model's directory, or its name on the hub.
         chat_template: Jinja text; None: the model's own.
+        learn: answers of a conversation with loss: ``'all'``, or ``'last'`` for templates that change earlier ones.
     """
 
-    def __init__(self, *, path: str, chat_template: str | None = None) -> None:
+    @checked("tokenizer")
+    def __init__(self, *, path: str, chat_template: str | None = None, learn: Literal["all", "last"] = "all") -> None:
         folder = _model_folder(path)
         tokenizer = _read(str(folder))
         if not tokenizer.is_fast:
@@ -224,7 +226,7 @@ class ModelTokenizer(_Tokenizer):
             raise ConfigError(f"the tokenizer {path!r} has no end token", remedy="eos_token in tokenizer_config.json")
         self.files = {name: (folder / name).read_bytes() for name in PROCESSOR_FILES if (folder / name).is_file()}
         """Those of ``PROCESSOR_FILES`` that there are."""
-        self.name = path
+        self.name, self.learn = path, learn
         own = self._stored("chat_template.json").get("chat_template")
         template = chat_template or tokenizer.chat_template or own
         tokenizer.chat_template = template.get("default") if isinstance(template, Mapping) else template
@@ -232,7 +234,7 @@ class ModelTokenizer(_Tokenizer):
         stated = self._stored("generation_config.json").get("eos_token_id")
         self.end_ids = frozenset({self.eos_id, *(stated if isinstance(stated, list) else [stated])}) - {None}
         """Each of them ends an answer."""
-        facts = repr((tokenizer.chat_template, sorted(self.files.items())))
+        facts = repr((tokenizer.chat_template, sorted(self.files.items()))) + learn * (learn != "all")
         self._fingerprint += "/" + hashlib.blake2b(facts.encode(), digest_size=8).hexdigest()
 
     def _stored(self, name: str) -> dict[str, Any]:

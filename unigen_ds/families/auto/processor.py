@@ -153,7 +153,13 @@ class ModelProcessor(ConversationProcessor):
         self._check(turns, where)
         paths = [turn.value for turn in turns if turn.kind == "image"]
         try:
-            rendered = RenderedChat.of(self.tokenizer.chat, self._messages(turns, texts), reply=reply, marked=True)
+            rendered = RenderedChat.of(
+                self.tokenizer.chat,
+                self._messages(turns, texts),
+                reply=reply,
+                marked=True,
+                last=self.tokenizer.learn == "last",
+            )
         except DataError as error:
             raise error.at(str(where)) from error
         except Exception as error:  # a template raises what it likes
