@@ -330,7 +330,7 @@ def _images(item: Mapping[str, Any], where: str) -> Sequence[Tensor]:
     found = _tensors(item, where)
     for i, image in enumerate(found):
         given = "" if image.is_floating_point() else f"of {image.dtype}"
-        if not given and image.numel() and not float(image.abs().max()) <= _LARGEST:
+        if not given and image.numel() and float(image.abs().max()) > _LARGEST:  # not a number: NanGuardHook counts it
             given = f"with values from {float(image.min()):g} to {float(image.max()):g}"
         if given:
             raise DataError(
