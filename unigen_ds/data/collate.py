@@ -169,7 +169,7 @@ def _pool(process: int, threads: int) -> ThreadPoolExecutor:
 
 def _dropped(sample: Sample, processor: Processor, key: tuple[object, ...]) -> set[int]:
     """Numbers of the splits that condition dropout removes. One number is drawn for every split, droppable or not."""
-    if not any(processor.dropout.values()):  # nothing else depends on these numbers: the generator is their own
+    if not any(getattr(processor, "dropout", {}).values()):  # a family of a user's own may have none
         return set()
     chances = torch.rand(len(sample.splits), generator=generator(*key, "dropout"), dtype=torch.float32).tolist()
     return {
