@@ -22,6 +22,7 @@ if not __package__:
 
 from unigen_ds.core.choices import GUIDES
 from unigen_ds.core.errors import ConfigError, UnigenError
+from unigen_ds.core.pipes import ends_quietly
 
 
 def parser() -> argparse.ArgumentParser:
@@ -37,6 +38,7 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+@ends_quietly
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     from unigen_ds.migration.guides import migrate  # after parsing: --help does not wait for torch
