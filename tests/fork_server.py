@@ -45,6 +45,7 @@ class Request:
         while len(text) < int.from_bytes(size, "big"):
             text += body.read(65536) or b""
         given = json.loads(text)
+        self.executable: str = given["executable"]
         self.command: list[str] = given["command"]
         self.environment: dict[str, str] = given["environment"]
         self.folder: str = given["folder"]
@@ -120,6 +121,7 @@ def become(request: Request, path: list[str]) -> tuple[CodeType, ModuleType]:
         sys.argv[:] = [first, *more]
         main.__file__ = first
         code = compile(Path(first).read_bytes(), first, "exec")
+    sys.executable = request.executable
     sys.orig_argv[:] = [sys.executable, *request.command]
     main.__builtins__ = __builtins__  # type: ignore[attr-defined]
     sys.modules["__main__"] = main

@@ -43,8 +43,9 @@ _SET_BY_IMPORTS = (
     "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK",  # scikit-learn
     "QT_QPA_FONTDIR", "QT_QPA_PLATFORM_PLUGIN_PATH", "LD_LIBRARY_PATH",  # OpenCV
     "TORCHINDUCTOR_CACHE_DIR",
+    "PYTORCH_CUDA_ALLOC_CONF",  # a run in this process
 )  # fmt: skip
-"""What packages set in this process when they are imported."""
+"""What packages set in this process when they are imported, and a run when it starts."""
 _STARTED = Path("/proc/self/environ")
 _STARTED_WITH = dict(
     entry.split("=", 1) for entry in (_STARTED.read_text() if _STARTED.exists() else "").split("\0") if "=" in entry
@@ -113,6 +114,7 @@ class Forked(subprocess.Popen):  # type: ignore[type-arg]
         files = [own if own != -1 else number for number, own in enumerate((pipes[0], pipes[3], pipes[5]))]
         environment = os.environ if given["env"] is None else given["env"]
         request = {
+            "executable": os.fspath(given["args"][0]),
             "command": [os.fspath(part) for part in given["args"]][1:],
             "environment": dict(environment),
             "folder": os.path.abspath(given["cwd"] or "."),
@@ -187,6 +189,22 @@ class Server:
 def server() -> Server:
     """Of this process, and of those that it forks from now on."""
     return Server()
+
+
+def forked_python(folder: Path) -> str:
+    """A program in ``folder`` that is called as Python is and is a fork of the server (``forked_python.py``), for
+    scripts and launchers that start Python themselves.
+
+    The processes must end by themselves: one that is killed with SIGKILL leaves its fork.
+    """
+    program = folder / "python"
+    first = f"#!/bin/sh\nexec {sys.executable} -S -E {ROOT}/tests/forked_python.py"
+    program.write_text(f'{first} {server().address} {sys.executable} "$0" "$@"\n', encoding="utf-8")
+    program.chmod(0o755)
+    ninja = Path(sys.executable).with_name("ninja")
+    if ninja.exists():  # DeepSpeed's operator is compiled by that beside Python; another version would do it again
+        (folder / "ninja").symlink_to(ninja)
+    return str(program)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import ENVIRONMENT, ROOT, Forked, forkable, popen, run, server
+from tests.processes import ENVIRONMENT, ROOT, Forked, forkable, forked_python, popen, run, server
 
 SHOWN = """
 import json, os, signal, sys, threading
@@ -66,6 +66,28 @@ def test_it_is_signalled_and_killed_by_its_own_pid() -> None:
             assert process.wait(30) == process.poll() == -end
             assert not Path(f"/proc/{process.pid}").exists()
             process.kill()  # it has ended: nothing happens
+
+
+def test_what_a_script_starts_as_python_is_one(tmp_path: Path) -> None:
+    """With its arguments, environment and files; signals reach it, and its exit status comes back."""
+    python = forked_python(tmp_path)
+    code = """import os, signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+print(sys.argv, os.environ["MINE"], sys.stdin.read(), "unigen_ds.runner" in sys.modules, sys.executable, flush=True)
+if sys.argv[1]:
+    signal.sigwait([signal.SIGUSR1])
+    sys.exit(7)
+"""
+    how = {"env": {**ENVIRONMENT, "MINE": "x"}, "stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    for given, status in (("signal", 7), ("", 0)):
+        with popen([python, "-u", "-c", code, given], **how) as process:
+            assert process.stdin is not None and process.stdout is not None
+            process.stdin.write("given")
+            process.stdin.close()
+            assert process.stdout.readline() == f"['-c', '{given}'] x given True {python}\n"
+            if given:
+                process.send_signal(signal.SIGUSR1)
+            assert process.wait(60) == status
 
 
 def test_an_error_is_printed_and_is_status_1() -> None:

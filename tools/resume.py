@@ -30,6 +30,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("config", help=f"a config file, or the name of a shipped config: {SHIPPED}")
     p.add_argument("--checkpoint", metavar="CKPT", help="default: the newest of the work dir")
     p.add_argument("--work-dir", help="output folder of the run; default work_dirs/<config name>")
+    p.add_argument("--checkpoint-dir", metavar="DIR", help="folder of its checkpoints; default: the work dir")
     p.add_argument("--world-size", type=int, metavar="N", help="processes of the resumed run; default: as saved")
     p.add_argument("--backend", help="single | deepspeed[:zero1|zero2|zero3|...|FILE.json] | fsdp[:FULL_SHARD|...]")
     p.add_argument("--base", metavar="DIR", help="as for tools/train.py")
@@ -58,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
 
     try:
         overrides = dict(map(parse_override, arguments.cfg_options))
-        for key in ("work_dir", "base", "assume", "on_batch_change", "on_data_change"):
+        for key in ("work_dir", "checkpoint_dir", "base", "assume", "on_batch_change", "on_data_change"):
             if getattr(arguments, key) is not None:
                 overrides[key] = getattr(arguments, key)
         if arguments.backend is not None:
@@ -95,7 +96,7 @@ def start(arguments: argparse.Namespace, checkpoint: str, *, world_size: int) ->
     given = [arguments.config, "--resume", checkpoint]
     if arguments.write_config:
         given = [str(arguments.write_config)]
-    for flag in ("work_dir", "backend", "assume", "on_batch_change", "on_data_change"):
+    for flag in ("work_dir", "checkpoint_dir", "backend", "assume", "on_batch_change", "on_data_change"):
         if getattr(arguments, flag) is not None:
             given += ["--" + flag.replace("_", "-"), getattr(arguments, flag)]
     if arguments.cfg_options and not arguments.write_config:

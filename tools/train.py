@@ -27,6 +27,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="unigen-train", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     p.add_argument("config", help=f"a config file, or the name of a shipped config: {SHIPPED}")
     p.add_argument("--work-dir", help="output folder; default work_dirs/<config name>")
+    p.add_argument("--checkpoint-dir", metavar="DIR", help="folder of the checkpoints; default: the work dir")
     p.add_argument("--resume", nargs="?", const=AUTO, default=None, metavar="CKPT",
                    help="continue from the newest valid checkpoint of the work dir, or from CKPT;\n"
                    "if there is none yet, start as the config states")  # fmt: skip
@@ -111,7 +112,8 @@ def overrides_of(arguments: argparse.Namespace) -> dict[str, Any]:
         overrides = with_backend(overrides, arguments.backend)
     if arguments.seed is not None:
         overrides["randomness.seed"] = arguments.seed
-    named = ("work_dir", "load_from", "base", "launcher", "on_batch_change", "on_data_change", "assume")
+    named = ("work_dir", "checkpoint_dir", "load_from", "base", "launcher", "on_batch_change", "on_data_change",
+             "assume")  # fmt: skip
     given = {key: getattr(arguments, key) for key in named}
     return overrides | {key: value for key, value in given.items() if value is not None}
 

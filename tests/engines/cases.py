@@ -243,7 +243,9 @@ def elastic(*, full: bool) -> list[Job]:
     pairs += LOW_PAIRS
     jobs = [Job("elastic/straight", [_elastic("fp32", "single@1", SAVER_CUT, ELASTIC_UPDATES)])]
     for precision, saver in dict.fromkeys((precision, saver) for precision, saver, _ in pairs):
-        jobs.append(Job(f"elastic/{precision}-{saver}", [_elastic(precision, saver, SAVER_CUT, ELASTIC_SAVED)]))
+        phase = _elastic(precision, saver, SAVER_CUT, ELASTIC_SAVED)
+        phase = replace(phase, config={**phase.config, "default_hooks__checkpoint__form": "both"})
+        jobs.append(Job(f"elastic/{precision}-{saver}", [phase]))
     for precision, saver, loader in pairs:
         name = f"elastic/{precision}-{saver}"
         phase = _elastic(precision, loader, LOADER_CUT, ELASTIC_UPDATES)
@@ -362,8 +364,9 @@ def odd(*, full: bool) -> list[Job]:
             optim_wrapper__paramwise_cfg={"groups": [{"pattern": "connector", "lr": 5e-3, "weight_decay": 0.1}]},
         )
         jobs.append(Job(f"odd/{engine}@{world}", [Phase(world, overrides, 10)]))
-        phases = [Phase(world, overrides, 5), Phase(world, {**overrides, "resume": True}, 10)]
-        if full or engine in ("zero2", "zero3", "FULL_SHARD"):
+        half = {**overrides, "default_hooks__checkpoint__form": "full"}  # resumed from the consolidated files
+        phases = [Phase(world, half, 5), Phase(world, {**overrides, "resume": True}, 10)]
+        if full or engine in ("zero1", "zero2", "zero3", "FULL_SHARD"):
             jobs.append(Job(f"odd/{engine}@{world}-resumed", phases))
     return jobs
 

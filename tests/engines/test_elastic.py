@@ -12,6 +12,8 @@ import pytest
 
 from tests.engines import cases
 from tests.engines.launch import Outcome, Tensors, metric_deviation, tensors, unequal, want, weight_deviation
+from unigen_ds.checkpoint import store
+from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.loss_scale import LossScale
 from unigen_ds.core.metrics import read_lines
 from unigen_ds.core.shards import LOSS_SCALE
@@ -55,6 +57,24 @@ def test_every_tensor_arrives_bit_equal_by_name(name):
         **dict.fromkeys(("exp_avg", "exp_avg_sq", "step", "ema"), number),
     }
     assert {float(value) for (kind, _), value in loaded.items() if kind == "step"} == {float(cases.ELASTIC_SAVED)}
+
+
+@pytest.mark.parametrize("name", sorted({RESUMES[name] for name in RESUMES}))
+def test_the_consolidated_files_beside_the_engines_have_the_same_bits(name):
+    """``form='both'``: ``full/`` is a checkpoint of its own, also of a half-precision run with its loss scale."""
+    checkpoint = runs().outcome(name).checkpoints[-1]
+    manifest = Manifest.read(checkpoint)
+    inside = [entry.path for entry in manifest.files if entry.path.startswith("full/")]
+    if manifest.layout == "safetensors":  # of one process: it is consolidated already
+        assert inside == [] and not (checkpoint / "full").exists()
+        return
+    whole = Manifest.read(checkpoint / "full")
+    assert (
+        store.verify(checkpoint, manifest, hashes=True) is None is store.verify(checkpoint / "full", whole, hashes=True)
+    )
+    assert whole.layout == "safetensors" and whole.progress == manifest.progress
+    assert sorted(inside) == sorted(["full/manifest.json", *(f"full/{entry.path}" for entry in whole.files)])
+    assert unequal(tensors(checkpoint), tensors(checkpoint / "full")) == []
 
 
 @pytest.mark.parametrize("name", PAIRS)

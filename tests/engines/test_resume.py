@@ -19,6 +19,8 @@ runs = want("resume", "odd")
 pytestmark = pytest.mark.timeout(3600)
 
 NAMES = sorted({job.name.rpartition("/")[0] for job in GROUPS["resume"](full=False)})
+PLAIN = {"hooks.json", "config.py"}
+"""Files of every checkpoint that hold no tensor."""
 RESUMED = [job.name for job in cases.odd(full=False) if job.name.endswith("-resumed")]
 
 
@@ -76,3 +78,17 @@ def test_tied_frozen_and_odd_parameters_go_on_bit_equal(name):
     assert [line["loss"] for line in resumed.lines] == [line["loss"] for line in straight.lines]
     assert unequal(resumed.final, straight.final) == []
     assert int(resumed.final["buffer", "calls"]) == 20
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_what_they_resumed_from_is_two_files(name):
+    """``form='full'``: no file of an engine or of a rank is left, except the generators' states."""
+    folder = runs().outcome(name).folder / "iter_10.pth"
+    manifest = Manifest.read(folder)
+    found = {entry.path for entry in manifest.files if not entry.path.startswith("rng/")}
+    assert found >= {"model.safetensors", "optimizer.safetensors", "ema/rank00000.safetensors"}
+    assert found - {"model.safetensors", "optimizer.safetensors", "ema/rank00000.safetensors"} == PLAIN
+    on_disk = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert on_disk == {entry.path for entry in manifest.files} | {"manifest.json"}
+    assert manifest.layout == "safetensors" and manifest.topology["dp_size"] == 2
+    assert len([path for path in on_disk if path.startswith("rng/")]) == 2

@@ -174,6 +174,19 @@ def test_processes_and_groups(reports: Reports, name: str) -> None:
     assert set(report["whole_parameters"]) == {0}
 
 
+_OBJECTS = ("broadcast_ ", "gather_ ", "allgather_ ", "scatter_ ")
+"""Collectives of ``torch.distributed``'s functions for objects; FSDP gathers tensors by ``_allgather_base_``."""
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_objects_are_sent_from_the_host(reports: Reports, name: str) -> None:
+    """Over gloo, beside NCCL: the plan of the start, names, outcomes; so are the counts of every update."""
+    found = {what for _, what, _ in reports(name)["collectives"]}
+    objects = {what for what in found if what.startswith(_OBJECTS)}
+    assert objects and {what.partition(" ")[2] for what in objects} == {"cpu"}, objects
+    assert "allreduce_ cpu" in found
+
+
 @pytest.mark.parametrize("name", [name for name in FULL if name.endswith("-resume")])
 def test_a_generator_that_the_checkpoint_has_not_is_reported(reports: Reports, name: str) -> None:
     """Written by one process on the CPU."""

@@ -10,13 +10,17 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed as td
+from PIL import Image, PngImagePlugin
 
 from tests.tiny import tiny_config
 from unigen_ds.core import dist
 from unigen_ds.core.clock import Clock
+from unigen_ds.core.cores import TOKENIZERS
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.metrics import read_lines
 from unigen_ds.core.seeding import rng_state, set_rng_state
+from unigen_ds.data import planning
+from unigen_ds.data.transforms import ImageContent, raise_png_text_limit
 from unigen_ds.models.vision import VisionLayer
 from unigen_ds.runner import Runner, environment
 
@@ -56,7 +60,7 @@ def test_settings_of_torch(tmp_path: Path, torch_settings: None) -> None:
 def test_what_is_left_out_stays(tmp_path: Path, torch_settings: None) -> None:
     torch.set_float32_matmul_precision("medium")
     torch.use_deterministic_algorithms(True)
-    train(tmp_path, env={"num_threads": 1})
+    train(tmp_path, env={"num_threads": 1, "cuda_allocator": None})
     assert torch.get_float32_matmul_precision() == "medium" and torch.are_deterministic_algorithms_enabled()
     assert ALLOCATOR not in os.environ
 
@@ -70,6 +74,50 @@ def test_the_environment_has_the_last_word(
     train(tmp_path, env={"cuda_allocator": "expandable_segments:True"})
     assert os.environ[ALLOCATOR] == "max_split_size_mb:64"
     assert any("max_split_size_mb:64 of the environment is used, not env.cuda_allocator" in text for text in told)
+
+
+def test_defaults_that_a_users_value_overrides(
+    tmp_path: Path, torch_settings: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the allocator and of tokenizers, in the process and where records are planned."""
+    seen: list[str | None] = []
+    monkeypatch.setattr(planning, "_CHUNK", 16)
+    count = planning.count
+    monkeypatch.setattr(planning, "count", lambda *a, **k: (seen.append(os.environ.get(TOKENIZERS)), count(*a, **k))[1])
+    monkeypatch.setattr(planning, "num_cores", lambda: 2)
+    monkeypatch.setenv(TOKENIZERS, "x")
+    monkeypatch.delenv(TOKENIZERS)
+    train(tmp_path)
+    assert (os.environ[ALLOCATOR], os.environ[TOKENIZERS]) == ("expandable_segments:True", "false")
+    monkeypatch.setenv(TOKENIZERS, "true")
+    monkeypatch.delenv(ALLOCATOR)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
+    train(tmp_path / "again")
+    assert os.environ[TOKENIZERS] == "true" and ALLOCATOR not in os.environ
+    assert {*seen} == {"false", "true"}
+
+
+def test_the_texts_of_a_png_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PIL alone refuses more than 1 MiB in one; a number of the user's holds for the processes that a run starts."""
+    for name in ("MAX_TEXT_CHUNK", "MAX_TEXT_MEMORY"):
+        monkeypatch.setattr(PngImagePlugin, name, getattr(PngImagePlugin, name))
+    monkeypatch.setenv("UNIGEN_DS_PNG_TEXT_BYTES", "x")
+    monkeypatch.delenv("UNIGEN_DS_PNG_TEXT_BYTES")
+    note = PngImagePlugin.PngInfo()
+    note.add_text("comment", "a" * (3 << 20), zip=True)
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png", pnginfo=note)
+    assert ImageContent(tmp_path / "a.png").opened.size == (8, 8)
+    environment.apply_variables(environment.Environment(png_text_bytes=2 << 20))
+    with pytest.raises(ValueError, match="too large"):
+        ImageContent(tmp_path / "a.png").opened  # noqa: B018
+    assert os.environ["UNIGEN_DS_PNG_TEXT_BYTES"] == str(2 << 20)
+    for own, given, expected in ((1 << 20, "55", 55), (1 << 20, None, 100 << 20), (77, None, 77)):
+        monkeypatch.setattr(PngImagePlugin, "MAX_TEXT_CHUNK", own)  # as PIL, or a user's module, has it at the import
+        monkeypatch.setenv("UNIGEN_DS_PNG_TEXT_BYTES", given or "")
+        if given is None:
+            monkeypatch.delenv("UNIGEN_DS_PNG_TEXT_BYTES")
+        raise_png_text_limit()
+        assert expected == PngImagePlugin.MAX_TEXT_CHUNK
 
 
 @pytest.mark.parametrize(("key", "value"), [("matmul_precision", "tf32"), ("num_threads", 0), ("deterministic", 2)])

@@ -1,25 +1,35 @@
-"""``tools/train.py`` as users start it: torchrun on two nodes, the deepspeed launcher, variables of SLURM and MPI.
+"""Training as users start it: the scripts for torchrun and DeepSpeed's launcher on two nodes and for SLURM, torchrun
+itself, variables of MPI.
 
-Two nodes are two torchrun agents on this machine; SLURM and MPI are two processes with the variables that these set.
-Every run must end as the others do.
+Two nodes are two agents on this machine; SLURM's commands are small stand-ins on PATH (``srun``, ``squeue``,
+``scontrol``); MPI is two processes with the variables that it sets. Every run must end as the others do.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import random
 import re
+import shutil
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.processes import ROOT, Ended, ranks, together
+from tests.processes import ROOT, Ended, forked_python, ranks, together
 from tests.tiny import tiny_config
-from unigen_ds.core.dist import free_port
+from tools import checkpoints, report, resume, zero_to_fp32
+from unigen_ds.checkpoint.lineage import Lineage
+from unigen_ds.checkpoint.store import list_checkpoints
+from unigen_ds.core.dist import free_port, launcher_environment
 from unigen_ds.core.metrics import read_lines
 from unigen_ds.runner import Runner
 from unigen_ds.runner.parts import config_text
+from unigen_ds.runner.trained import open_model
 
 UPDATES = 3
 TRAIN = str(ROOT / "tools" / "train.py")
@@ -65,11 +75,19 @@ def assert_trained(folder: Path, ended: Sequence[Ended], losses: Sequence[float]
     assert [line["loss"] for line in read_lines(folder / "metrics.jsonl")] == pytest.approx(losses, rel=1e-5)
 
 
-def agents(number: int, arguments: Sequence[str], *, per_node: int = 1) -> list[list[str]]:
+@pytest.fixture(scope="module")
+def python(tmp_path_factory) -> str:
+    """What the launchers start as Python."""
+    return forked_python(tmp_path_factory.mktemp("python"))
+
+
+def agents(
+    number: int, arguments: Sequence[str], *, per_node: int = 1, python: str = sys.executable
+) -> list[list[str]]:
     """The torchrun command of every node."""
     port = str(free_port())
     torchrun = [
-        sys.executable,
+        python,
         "-m",
         "torch.distributed.run",
         "--nnodes",
@@ -81,33 +99,226 @@ def agents(number: int, arguments: Sequence[str], *, per_node: int = 1) -> list[
     return [[*torchrun, "--node_rank", str(node), TRAIN, *arguments] for node in range(number)]
 
 
-def test_two_nodes_under_torchrun(tmp_path, data, losses):
-    arguments = [written_config(tmp_path, data), "--backend", "fsdp", "--max-updates", str(UPDATES)]
-    assert_trained(tmp_path, together(agents(2, arguments), [{}, {}]), losses)
+def script(name: str, *arguments: str) -> list[str]:
+    return ["bash", str(ROOT / "scripts" / name), *arguments]
 
 
-def test_torchrun_starts_the_processes_of_one_node(tmp_path, data, losses):
+@pytest.fixture(scope="module")
+def two_nodes(tmp_path_factory, data, losses, python) -> Path:
+    """The work dir of a run on two nodes, with the variables of the guides, whose checkpoints are elsewhere and of both
+    forms."""
+    folder = tmp_path_factory.mktemp("nodes")
+    saving = {"checkpoint_dir": str(folder / "elsewhere" / "checkpoints"), "default_hooks__checkpoint__form": "both"}
+    config = written_config(folder, data, world_size=2, optim_wrapper__precision="fp32", **saving)
+    command = script("train_torchrun.sh", config, "--backend", "fsdp", "--max-updates", str(UPDATES))
+    given = {"num_nodes": "2", "master_addr": "127.0.0.1", "master_port": str(free_port()), "nproc_per_node": "1"}
+    given |= {"PYTHON": python, "TORCH_DISTRIBUTED_DEBUG": "DETAIL", "TORCH_CPP_LOG_LEVEL": "INFO"}
+    ended = together([command] * 2, [{**given, "node_rank": str(rank)} for rank in range(2)])
+    assert_trained(folder, ended, losses)
+    assert any("DETAIL" in one.text for one in ended), "the debug variable reached torch"
+    return folder
+
+
+def test_two_nodes_under_torchrun(two_nodes):
+    log = (two_nodes / "train.log").read_text(encoding="utf-8")
+    assert "FSDP2 FULL_SHARD (2 shard(s)) over 2 process(es)" in log
+
+
+def test_every_tool_finds_the_checkpoints_by_the_work_dir(two_nodes, tmp_path, capsys):
+    """``checkpoint_dir`` has them, their hints and a lock; logs and ledger are in the work dir."""
+    home = two_nodes / "elsewhere" / "checkpoints"
+    assert {path.name for path in home.iterdir()} == {"iter_6.pth", "last_checkpoint", ".lock", "work_dir.txt"}
+    assert not list(two_nodes.glob("*.pth")) and (two_nodes / "ledger.jsonl").is_file()
+    assert (two_nodes / "checkpoint_dir.txt").read_text() == f"{home}\n"
+    assert checkpoints.main(["list", str(two_nodes)]) == 0 and "iter_6.pth" in capsys.readouterr().out
+    assert checkpoints.main(["verify", str(two_nodes)]) == 0
+    assert zero_to_fp32.main([str(two_nodes), str(tmp_path / "merged"), "--verify"]) == 0
+    assert zero_to_fp32.main([str(home / "iter_6.pth" / "full"), str(tmp_path / "again")]) == 0
+    merged, again = (torch.load(tmp_path / name / "pytorch_model.bin") for name in ("merged", "again"))
+    assert merged.keys() == again.keys() and all(torch.equal(merged[name], again[name]) for name in merged)
+    assert report.main([str(two_nodes), "--out", str(tmp_path / "report.html")]) == 0
+    assert "iter_6.pth" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    capsys.readouterr()
+    options = ["--work-dir", str(two_nodes), "--json"]
+    assert resume.main([str(two_nodes / "given.py"), *options, "--world-size", "1", "--backend", "fsdp"]) == 2
+    assert "world_size is 2, and 1 process was started" in capsys.readouterr().err
+    assert resume.main([str(two_nodes / "given.py"), *options, "--backend", "fsdp"]) == 0
+    assert json.loads(capsys.readouterr().out)["checkpoint"] == str(home / "iter_6.pth")
+    assert open_model(two_nodes)[0].vocab_size == open_model(home / "iter_6.pth" / "full")[0].vocab_size
+
+
+def test_a_run_goes_on_from_the_consolidated_files(two_nodes, tmp_path, data):
+    """By one process, in a copy of the run: the work dir and its checkpoints were moved, and both files say so."""
+    work_dir, home = tmp_path / "run", tmp_path / "run" / "checkpoints"
+    shutil.copytree(two_nodes, work_dir, ignore=shutil.ignore_patterns("elsewhere"))
+    shutil.copytree(two_nodes / "elsewhere" / "checkpoints", home)
+    (home / "work_dir.txt").unlink()
+    (work_dir / "checkpoint_dir.txt").write_text(f"{home}\n")
+    one = {"train_dataloader__batch_size": 8, "param_scheduler": [], "checkpoint_dir": str(home)}
+    config = tiny_config(work_dir, data, **one, resume=str(home / "iter_6.pth" / "full"))
+    progress = Runner.from_cfg(config, max_updates=UPDATES + 1).train()
+    assert progress.updates == UPDATES + 1
+    found = {one.path.name: one.manifest for one in list_checkpoints(home)}
+    assert found["iter_4.pth"].parent == "iter_6.pth", "full/ is a part of it"
+    assert Lineage.read(home) == Lineage()
+    log = (work_dir / "train.log").read_text(encoding="utf-8")
+    assert "Continuity: the last update's losses are the recorded ones" in log
+
+
+def test_torchrun_starts_the_processes_of_one_node(tmp_path, data, losses, python):
     """``torchrun --nproc_per_node=2 tools/train.py ... --backend fsdp``, as FSDP trainers document it."""
     arguments = [written_config(tmp_path, data), "--backend", "fsdp:FULL_SHARD", "--max-updates", str(UPDATES)]
-    assert_trained(tmp_path, together(agents(1, arguments, per_node=2), [{}]), losses)
+    assert_trained(tmp_path, together(agents(1, arguments, per_node=2, python=python), [{}]), losses)
     log = (tmp_path / "train.log").read_text(encoding="utf-8")
     assert "FSDP2 FULL_SHARD (2 shard(s)) over 2 process(es)" in log
     assert re.search(r"rank 0: [\d,]+ \(5\d\.\d %\), rank 1: [\d,]+ \(4\d\.\d %\)", log)
 
 
-def test_the_deepspeed_launcher(tmp_path, data, losses):
-    launcher = str(Path(sys.executable).parent / "deepspeed")
-    command = [sys.executable, launcher, "--num_gpus", "2", "--master_port", str(free_port()), TRAIN]
-    command += [written_config(tmp_path, data), "--backend", "deepspeed:zero2", "--max-updates", str(UPDATES)]
-    assert_trained(tmp_path, together([command], [{}]), losses)
+def test_the_deepspeed_launcher(tmp_path, data, losses, python):
+    """Of two hosts of a hostfile, started without ssh."""
+    (tmp_path / "hosts.txt").write_text("node-a slots=1\nnode-b slots=1\n")
+    arguments = [written_config(tmp_path, data), "--backend", "deepspeed:zero2", "--max-updates", str(UPDATES)]
+    given = {"hostfile": str(tmp_path / "hosts.txt"), "master_addr": "127.0.0.1", "master_port": str(free_port())}
+    nodes = [{**given, "PYTHON": python, "node_rank": str(rank)} for rank in range(2)]
+    assert_trained(tmp_path, together([script("train_deepspeed.sh", *arguments)] * 2, nodes), losses)
+
+
+SIGNALLED = """
+import os, signal
+from unigen_ds.core.registry import HOOKS
+from unigen_ds.hooks.base import Hook
+
+@HOOKS.register_module()
+class TimeLimitHook(Hook):
+    def before_train_iter(self, run, index, batch):
+        if os.environ["SLURM_RESTART_COUNT"] == "0" and index == 0 and run.progress.updates == 0:
+            os.kill(os.getpid(), signal.SIGUSR1)
+"""
+SRUN = """#!/usr/bin/env bash
+# The stand-in of SLURM's: the tasks of a step, and the highest of their exit statuses.
+while [[ "$1" == --* ]]; do shift; done
+for ((task = 0; task < SLURM_NTASKS; task++)); do
+    SLURM_PROCID=$task SLURM_LOCALID=$task SLURM_STEP_NODELIST="localhost,n[2-3]" "$@" &
+    tasks[$task]=$!
+done
+highest=0
+for task in "${tasks[@]}"; do
+    status=0; wait "$task" || status=$?
+    ((status <= highest)) || highest=$status
+done
+exit "$highest"
+"""
+OTHERS = {"squeue": "#!/bin/sh\necho $JOB_STATE\n", "scontrol": '#!/bin/sh\necho "$@" >> "$CALLS"\n'}
+
+
+def free_job() -> int:
+    """Number of a job whose port is free."""
+    while True:
+        job = random.randrange(20000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", 20000 + job))
+            except OSError:
+                continue
+        return job
+
+
+def test_slurm_requeues_a_job_at_its_time_limit(tmp_path, data, losses, python):
+    """SIGUSR1 before the time limit: a checkpoint, exit status 143, back into the queue; the job that starts again
+    resumes, although the command names no checkpoint."""
+    (tmp_path / "bin").mkdir()
+    for name, text in {"srun": SRUN, **OTHERS}.items():
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+    (tmp_path / "time_limit.py").write_text(SIGNALLED, encoding="utf-8")
+    hooks = {"custom_imports": {"imports": ["time_limit"]}, "custom_hooks": [{"type": "TimeLimitHook"}]}
+    command = script("train_slurm.sh", written_config(tmp_path, data, **hooks), "--backend", "fsdp:NO_SHARD")
+    job = {
+        "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}", "PYTHON": python,
+        "CALLS": str(tmp_path / "calls"), "JOB_STATE": "RUNNING", "SLURM_JOB_ID": str(free_job()),
+        "SLURM_NTASKS": "2", "SLURM_SUBMIT_DIR": str(ROOT), "RANK": "0", "WORLD_SIZE": "1",
+    }  # fmt: skip
+    command += ["--max-updates", str(UPDATES)]
+    [ended] = together([command], [{**job, "SLURM_RESTART_COUNT": "0"}])
+    assert ended.status == 143, ended.ending
+    assert (tmp_path / "calls").read_text() == f"requeue {job['SLURM_JOB_ID']}\n"
+    [saved] = list_checkpoints(tmp_path)
+    assert saved.problem is None and saved.manifest.progress.updates < UPDATES
+    [again] = together([command], [{**job, "SLURM_RESTART_COUNT": "1"}])
+    assert_trained(tmp_path, [again], losses)
+    assert [line["update"] for line in read_lines(tmp_path / "ledger.jsonl")] == [*range(1, UPDATES + 1)]
+    assert (tmp_path / "calls").read_text().count("\n") == 1
+
+
+@pytest.mark.parametrize(("state", "calls"), [("RUNNING", 1), ("COMPLETING", 0), ("", 0)])
+@pytest.mark.parametrize("status", [143, 1, 0])
+def test_only_a_stopped_job_that_nobody_cancelled_is_requeued(tmp_path, state, calls, status):
+    (tmp_path / "srun").write_text(f'#!/bin/sh\necho "$@"\nexit {status}\n')
+    for name, text in OTHERS.items():
+        (tmp_path / name).write_text(text)
+    for name in ("srun", *OTHERS):
+        (tmp_path / name).chmod(0o755)
+    job = {
+        "PATH": f"{tmp_path}:/usr/bin:/bin",
+        "JOB_STATE": state,
+        "CALLS": str(tmp_path / "calls"),
+        "SLURM_JOB_ID": "7",
+    }
+    cases = {"0": ["--resume", "CKPT"], "2": ["--resume", "CKPT"], "": ["--load-from", "X"]}
+    jobs = {count: {**job, "SLURM_RESTART_COUNT": count} if count else job for count in cases}
+    ended = [together([script("train_slurm.sh", "a.py", *more)], [jobs[count]])[0]
+             for count, more in cases.items()]  # fmt: skip
+    assert [one.status for one in ended] == [status] * 3
+    given = [one.out.splitlines()[0].partition("tools/train.py ")[2] for one in ended]
+    assert given == [
+        "a.py --resume CKPT --launcher slurm",
+        "a.py --resume CKPT --resume --cfg-options resume=auto --launcher slurm",
+        "a.py --load-from X --resume --launcher slurm",
+    ]
+    called = (tmp_path / "calls").read_text().splitlines() if (tmp_path / "calls").exists() else []
+    assert called == ["requeue 7"] * (3 * calls if status == 143 else 0)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("n1", "n1"), ("n1,n2", "n1"), ("gpu[03-04,7]-ib,n1", "gpu03-ib"), ("g[7]", "g7"), ("", "127.0.0.1")],
+)
+def test_the_address_of_rank_0_under_slurm(monkeypatch, nodes, first):
+    for name, value in {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "41234",
+                        "SLURM_STEP_NODELIST": nodes, "RANK": "0", "WORLD_SIZE": "1",
+                        "LOCAL_RANK": "0"}.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "x")  # so that it is put back as it was
+        monkeypatch.delenv(name)
+    launcher_environment("slurm")
+    assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], os.environ["RANK"]) == (first, "21234", "1")
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "said"),
+    [
+        ("train_torchrun.sh", {"num_nodes": "2"}, "num_nodes is 2, and master_addr is not set"),
+        ("train_deepspeed.sh", {"hostfile": "no/such"}, "hostfile no/such cannot be read"),
+        (
+            "train_deepspeed.sh",
+            {"hostfile": "setup.py", "node_rank": "0"},
+            "node_rank is 0, and master_addr is not set",
+        ),
+        ("train_slurm.sh", {}, ""),
+    ],
+)
+def test_scripts_refuse_what_cannot_work(name, given, said):
+    [without, ended] = together([script(name), script(name, "a.py")][: 2 if said else 1] + [["true"]] * (not said),
+                                [given, given])  # fmt: skip
+    assert without.status == 2 and f"scripts/{name} CONFIG" in without.err and "PYTHON" in without.err
+    assert "set -" not in without.err and "#SBATCH" not in without.err
+    assert not said or (ended.status == 2 and said in ended.err)
 
 
 @pytest.mark.parametrize(
     ("launcher", "names"),
-    [
-        ("slurm", ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")),
-        ("mpi", ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")),
-    ],
+    [("mpi", ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"))],
 )
 def test_variables_of_other_launchers(tmp_path, data, losses, launcher, names):
     command = [sys.executable, TRAIN, written_config(tmp_path, data), "--launcher", launcher]

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
+from huggingface_hub import constants
 
 from tests.processes import together
 from tests.tiny import tiny_config
@@ -246,8 +247,7 @@ def test_all_problems_are_one_message(
 # --- what other trainers call things ----------------------------------------------------------------------------------
 
 HINTS = [
-    ({"world_size": 8}, "the launcher sets the number of processes: torchrun --nproc_per_node N"),
-    ({"backend": {"type": "fsdp", "world_size": 8}}, "the launcher sets the number of processes"),
+    ({"backend": {"type": "fsdp", "world_size": 8}}, "write world_size at the top of the config: it is compared"),
     ({"custom_keys": {"vit": {"lr_mult": 0.1}}}, "write optim_wrapper.paramwise_cfg.custom_keys"),
     ({"train_cfg.val_begin": 1}, "EvaluateHook in custom_hooks sets when and what is evaluated"),
     ({"train_cfg.max_steps": 9}, "train_cfg.max_updates counts optimizer steps"),
@@ -463,16 +463,25 @@ def test_a_tokenizer_of_the_hub_that_cannot_be_downloaded(plain: dict[str, Any],
 
 
 @pytest.mark.parametrize("model", ["UnifiedModel", "DecoderLM", "VLM"])
-def test_a_model_of_the_hub_is_not_downloaded(
-    model: str, plain: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_model_that_is_neither_here_nor_on_the_hub(
+    model: str,
+    plain: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     (tmp_path / "data.jsonl").write_text(LINES)
-    changes = {"model": {"type": model, "pretrained": "organisation/name"}, "work_dir": str(tmp_path / "run")}
-    changes |= {"processor": None, "loss_weights": None}
-    said = words(capsys, write(tmp_path, "json", on_file(plain, tmp_path / "data.jsonl", **changes)))
-    assert "model.pretrained names 'organisation/name', and there is no such file or folder" in said
-    assert "a name on the hub is not downloaded" in said and "hf download organisation/name --local-dir FOLDER" in said
-    assert said.count("\n") == 1
+    said = []
+    for path in ("organisation/name", "./gone"):
+        changes = {"model": {"type": model, "pretrained": path}, "work_dir": str(tmp_path / "run")}
+        changes |= {"processor": None, "loss_weights": None}
+        said.append(words(capsys, write(tmp_path, "json", on_file(plain, tmp_path / "data.jsonl", **changes))))
+    problem = "model.pretrained 'organisation/name' is no folder here, and it cannot be loaded from the hub: "
+    assert problem in said[0] and "hf download organisation/name --local-dir FOLDER" in said[0]
+    assert "model.pretrained names 'gone', and there is no such file or folder" in said[1]
+    assert [one.count("\n") for one in said] == [1, 1]
 
 
 def test_grey_autoencoder_and_colour_images(

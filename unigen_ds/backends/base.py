@@ -23,7 +23,7 @@ from unigen_ds.core import dist
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.fitting import refuse_misfit
 from unigen_ds.core.log import logger
-from unigen_ds.core.optim import PRECISIONS, OptimizerConfig, ParamGroup
+from unigen_ds.core.optim import PRECISIONS, OptimizerConfig, ParamGroup, computes_bf16
 from unigen_ds.core.outputs import StateFiles
 from unigen_ds.core.progress import Geometry
 from unigen_ds.core.shards import BUFFER, EMA, LOSS_SCALE, MASTER, STEP, Shard, ShardReader
@@ -70,14 +70,14 @@ class Backend(abc.ABC):
         """Refuse settings that cannot work, before any process group is joined; ``topology`` is known afterwards.
 
         Raises ``ConfigError``. Not collective. Called first of all; ``dp_size`` is then what the launcher announced.
+        Called again where a resume with ``precision='auto'`` has the checkpoint's precision.
         """
         self._cfg = optimizer_cfg
-        no_bf16 = torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False)
-        if optimizer_cfg.precision == "bf16" and no_bf16:
+        if optimizer_cfg.precision == "bf16" and not computes_bf16():
             raise ConfigError(
                 f"precision is 'bf16', which {torch.cuda.get_device_name()} cannot compute",
                 allowed="bf16 on a device of compute capability 8.0 or more",
-                remedy="optim_wrapper.precision='fp16', or 'fp32'",
+                remedy="optim_wrapper.precision='fp16', 'fp32', or 'auto'",
             )
 
     @property

@@ -4,7 +4,7 @@ A checkpoint of adapters lacks the base, so its manifest has a record of the bas
 ``model.pretrained`` names them, the revision where they are a snapshot of the hub, and size and hash of each file that
 decides a number: weights, and the configs of the model. The hash is computed when a run starts and whenever a
 checkpoint is opened, at the speed of the disk. ``CheckpointHook(save_base=True)`` copies the files into
-``WORK_DIR/base``, once, where a checkpoint of that work dir finds them first.
+``base`` beside the checkpoints, once, where a checkpoint finds them first.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from unigen_ds.checkpoint.manifest import FileEntry
+from unigen_ds.checkpoint.store import outer
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.files import file_digest, fsync_path, make_directory, rename_into_place, temporary_beside
-from unigen_ds.core.hub import download
+from unigen_ds.core.hub import folder_of
 from unigen_ds.core.log import logger
-from unigen_ds.core.paths import is_hub_name
 
 FOLDER = "base"
 """Of a work dir: the copy."""
@@ -77,9 +77,9 @@ def find_base(base: Base, *, given: str | None, checkpoint: Path | None) -> Fold
 
     Raises ``CheckpointError`` naming the file that differs or is missing, for each of them.
     """
-    choices: list[Folders] = [_inside(base, Path(given))] if given is not None else []
+    choices: list[Folders] = [_inside(base, folder_of(given, where="--base"))] if given is not None else []
     if given is None:
-        copy = checkpoint.parent / FOLDER if checkpoint is not None else None
+        copy = outer(checkpoint).parent / FOLDER if checkpoint is not None else None
         choices = [*([_inside(base, copy)] if copy is not None and copy.is_dir() else []), base.path]
     problems = []
     for folders in choices:
@@ -94,14 +94,16 @@ def find_base(base: Base, *, given: str | None, checkpoint: Path | None) -> Fold
     )
 
 
-def save_base(base: Base, work_dir: Path) -> Path | None:
-    """Copy the files into ``WORK_DIR/base``, complete or not at all, with others of their folders that are small, as
-    tokenizers are. None: a copy is there. Raises ``OSError``, and ``CheckpointError`` where a file has changed.
+def save_base(base: Base, checkpoint_dir: Path) -> Path | None:
+    """Copy the files into ``base`` of the folder of the checkpoints, complete or not at all, with others of their
+    folders that are small, as tokenizers are. None: a copy is there.
+
+    Raises ``OSError``, and ``CheckpointError`` where a file has changed.
     """
-    out = work_dir / FOLDER
+    out = checkpoint_dir / FOLDER
     if out.exists():
         return None
-    make_directory(work_dir)
+    make_directory(checkpoint_dir)
     staging = temporary_beside(out, "tmp")
     hashed = {entry.path: entry for entry in base.files}
     try:
@@ -125,10 +127,7 @@ def save_base(base: Base, work_dir: Path) -> Path | None:
 
 def _absolute(path: str) -> str:
     """A folder, also of a name on the hub."""
-    found = Path(path).expanduser()
-    if not found.exists() and is_hub_name(path):
-        found = download(path, where="model.pretrained", weights=True)
-    return str(found.absolute())
+    return str(folder_of(path, where="model.pretrained").absolute())
 
 
 def _revision(folders: Folders) -> str | None:

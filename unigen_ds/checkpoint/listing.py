@@ -12,6 +12,7 @@ from typing import Any
 
 from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.best_record import best_of
+from unigen_ds.checkpoint.home import home_of
 from unigen_ds.checkpoint.lineage import Lineage
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.checkpoint.store import Found
@@ -31,6 +32,7 @@ def find(directory: Path) -> list[Found]:
         raise store.missing(directory)
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a directory", remedy="name a work dir or a checkpoint in it")
+    directory = home_of(directory)
     if (directory / FILE_NAME).is_file() or store.is_checkpoint_name(directory.name):
         directory = directory.resolve()
         return [found for found in store.list_checkpoints(directory.parent) if found.path == directory] or [
@@ -61,7 +63,7 @@ def best(directory: Path) -> list[str]:
     Raises ``CheckpointError`` where the run has none, or it is gone.
     """
     find(directory)
-    found = best_of(directory.resolve())
+    found = best_of(home_of(directory).resolve())
     if found is None:
         remedy = "custom_hooks=[dict(type='EvaluateHook', save_best='val/loss')] keeps the best one"
         raise CheckpointError(f"no best checkpoint was recorded in {directory}", remedy=remedy)

@@ -1,4 +1,4 @@
-"""One run at a time in a work dir: two would void each other's metrics, and delete each other's unfinished saves.
+"""One run at a time in a folder: two would void each other's metrics, and delete each other's unfinished saves.
 
 A POSIX record lock on ``.lock``: the kernel drops it when the process dies, however it dies, and worker processes do
 not inherit it. Network file systems pass it between machines; where one has no locks, the run continues without.
@@ -24,18 +24,19 @@ FILE_NAME = ".lock"
 class WorkDirLock:
     """Held from construction until ``release``. ``exclusive`` is False where the file system has no locks.
 
-    Raises ``ConfigError`` when another process holds it or the folder cannot be written.
+    ``key``: of the config that names the folder. Raises ``ConfigError`` when another process holds it or the folder
+    cannot be written.
     """
 
-    def __init__(self, work_dir: Path) -> None:
+    def __init__(self, work_dir: Path, *, key: str = "work_dir") -> None:
         try:
             make_directory(work_dir)
             with contextlib.suppress(PermissionError):  # a parent that may be passed through, but not read
                 fsync_path(work_dir.absolute().parent)
             self._stream: IO[str] = (work_dir / FILE_NAME).open("a+", encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"work_dir {work_dir} cannot be written: {error}") from error
-        self._work_dir = work_dir
+            raise ConfigError(f"{key} {work_dir} cannot be written: {error}") from error
+        self._work_dir, self._key = work_dir, key
         self.exclusive = True
         try:
             fcntl.lockf(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -46,7 +47,7 @@ class WorkDirLock:
                 self._stream.close()
                 raise ConfigError(
                     f"another process trains in {work_dir} ({owner})",
-                    remedy="wait until it has ended, stop it, or choose another --work-dir",
+                    remedy=f"wait until it has ended, stop it, or choose another --{key.replace('_', '-')}",
                 ) from error
             logger().warning(
                 "%s has no file locks (%s): nothing prevents two runs at the same time there.", work_dir, error
@@ -60,10 +61,10 @@ class WorkDirLock:
         except OSError as error:
             with contextlib.suppress(OSError):
                 self._stream.close()
-            raise ConfigError(f"work_dir {work_dir} cannot be written: {error}") from error
+            raise ConfigError(f"{key} {work_dir} cannot be written: {error}") from error
 
     def check(self) -> None:
-        """Raises ``TrainingError`` where the work dir is no longer the one that was locked."""
+        """Raises ``TrainingError`` where the folder is no longer the one that was locked."""
         held = os.fstat(self._stream.fileno())
         try:
             found = (self._work_dir / FILE_NAME).stat()
@@ -71,7 +72,7 @@ class WorkDirLock:
             found = None
         if found is None or (found.st_dev, found.st_ino) != (held.st_dev, held.st_ino):
             raise TrainingError(
-                f"work_dir {self._work_dir} was moved or deleted during the run",
+                f"{self._key} {self._work_dir} was moved or deleted during the run",
                 remedy="move it back: the next save then succeeds; from a deleted folder nothing can be"
                 " resumed, so start the run again",
             )

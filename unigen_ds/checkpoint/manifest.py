@@ -44,6 +44,8 @@ from unigen_ds.core.progress import Geometry, Progress, Ruler
 
 FORMAT_VERSION, WITH_BASE = 2, 3
 FILE_NAME = "manifest.json"
+FULL = "full"
+"""Folder of a checkpoint that was saved with ``CheckpointHook(form='both')``: the same checkpoint, consolidated."""
 _SHOWN = 300
 """Characters of an error that a message repeats: the error of a damaged file may be of any length."""
 _KINDS: dict[str, Any] = {

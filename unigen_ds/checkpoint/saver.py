@@ -5,7 +5,8 @@
     announce   every rank: the engine lists the files of this rank (collectives, no disk)
                rank 0:     journals flushed to disk, free space checked, iter_100.pth.tmp-<commit>/ made
     write      every rank: writes its files with their hashes, flushes each to disk (disk, no collectives)
-    commit     rank 0:     index files, manifest.json last, rename: from here on it exists; last_checkpoint, a hint
+    commit     rank 0:     index files, the consolidated files (consolidated.py) if asked for, manifest.json last,
+                           rename: from here on it exists; last_checkpoint, a hint
 
 Each phase ends with one gather of every rank's outcome to rank 0 and one short answer to all (``_phase``), so no rank
 can wait in another collective than the others. A failure on any rank (a full disk, say) in any phase makes every rank
@@ -29,7 +30,7 @@ import torch
 from safetensors.torch import load_file
 
 from unigen_ds.backends.base import Backend
-from unigen_ds.checkpoint import store
+from unigen_ds.checkpoint import consolidated, store
 from unigen_ds.checkpoint.manifest import FILE_NAME, FileEntry, Manifest
 from unigen_ds.core import dist
 from unigen_ds.core.errors import SaveError, UnigenError
@@ -55,6 +56,7 @@ def save(
     hook_states: Mapping[str, Any],
     hook_shards: Mapping[str, Sequence[Shard]],
     config_text: str,
+    form: consolidated.Form = "sharded",
     before: Callable[[], None] = lambda: None,
     write_tokenizer: Callable[[str], None] | None = None,
 ) -> Path:
@@ -63,9 +65,10 @@ def save(
     ``hook_shards``: directory name -> shards (``{'ema': [...]}``). ``before`` is called on rank 0 first of all; an
     error of it is a failure of the save. ``manifest`` gets its commit number, files and layout here. A name that exists
     gets a suffix: ``iter_100.pth`` -> ``iter_100_2.pth``. ``write_tokenizer`` fills a folder with the tokenizer's
-    files, so that the checkpoint can be used without the folder that its config names.
+    files, so that the checkpoint can be used without the folder that its config names. ``form``: as of
+    ``CheckpointHook``.
     """
-    attempt = _Attempt(work_dir, name, manifest)
+    attempt = _Attempt(work_dir, name, manifest, form)
     listed: list[StateFiles] = []
 
     def announce() -> tuple[int, set[str]]:
@@ -76,6 +79,7 @@ def save(
             files.append(bytes_output(CONFIG_FILE, config_text.encode()))
             files += [] if write_tokenizer is None else _tokenizer_files(write_tokenizer)
         listed.append(StateFiles(state.layout, files, state.index))
+        attempt.layout = state.layout
         return sum(file.nbytes for file in files), {os.path.dirname(file.path) for file in files}
 
     final, staging = _phase(attempt, announce, then=lambda announced: attempt.prepare(announced, before))
@@ -135,8 +139,9 @@ class _Problem:
 class _Attempt:
     """The state of one save on rank 0. No method communicates."""
 
-    def __init__(self, work_dir: Path, name: str, manifest: Manifest) -> None:
-        self.work_dir, self.manifest = work_dir, manifest
+    def __init__(self, work_dir: Path, name: str, manifest: Manifest, form: consolidated.Form) -> None:
+        self.work_dir, self.manifest, self.form = work_dir, manifest, form
+        self.layout = ""
         self.final = work_dir / name
         self.staging: Path | None = None
         self.needed: int | None = None
@@ -146,7 +151,7 @@ class _Attempt:
 
         ``announced``: by rank, the bytes and the folders of its files.
         """
-        self.needed = sum(size for size, _ in announced)
+        self.needed = sum(size for size, _ in announced) * (2 if self.consolidates else 1)
         before()
         make_directory(self.work_dir)
         self.manifest.commit = store.next_commit(self.work_dir)
@@ -161,6 +166,11 @@ class _Attempt:
             (staging / folder).mkdir()
         return self.final, staging
 
+    @property
+    def consolidates(self) -> bool:
+        """Whether consolidated files are written beside those of the ranks."""
+        return self.form != "sharded" and self.layout != consolidated.LAYOUT
+
     def commit(self, state: StateFiles, parts: Sequence[tuple[list[FileEntry], list[Any]]]) -> None:
         """``parts``: the entries of the files that each rank wrote, and what their ``write`` returned."""
         staging = self.staging
@@ -168,6 +178,11 @@ class _Attempt:
         index, _ = _write(staging, state.index([results for _, results in parts]))
         entries = [entry for of_rank, _ in parts for entry in of_rank] + index
         self.manifest.layout, self.manifest.files = state.layout, sorted(entries, key=lambda entry: entry.path)
+        if self.consolidates:
+            plain = (HOOKS_FILE, CONFIG_FILE)
+            consolidated.consolidate(staging, self.manifest, form=self.form, rng=RNG_DIRECTORY, plain=plain)
+            for folder in (path for path in (staging, *staging.rglob("*")) if path.is_dir()):
+                fsync_path(folder)
         _write(staging, [bytes_output(FILE_NAME, self.manifest.to_json().encode())])
         try:
             rename_into_place(staging, self.final)

@@ -13,10 +13,11 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 
 from unigen_ds.checkpoint.lineage import Lineage
-from unigen_ds.checkpoint.manifest import FILE_NAME, FileEntry, Manifest
+from unigen_ds.checkpoint.manifest import FILE_NAME, FULL, FileEntry, Manifest
 from unigen_ds.core.cores import num_cores
 from unigen_ds.core.errors import CheckpointError
 from unigen_ds.core.files import file_digest, remove_leftovers, rename_into_place, write_text_atomic
@@ -149,6 +150,7 @@ def continue_from(work_dir: Path, checkpoint: Path) -> None:
 
     Called on rank 0 once the checkpoint is loaded, before the first update.
     """
+    checkpoint = outer(checkpoint)
     manifests = {f.path.name: f.manifest for f in list_checkpoints(work_dir) if f.manifest is not None}
     before = Lineage.read(work_dir)
     inside = is_inside(work_dir, checkpoint)
@@ -170,7 +172,12 @@ def continue_from(work_dir: Path, checkpoint: Path) -> None:
 
 def is_inside(work_dir: Path, checkpoint: Path) -> bool:
     """Whether a checkpoint is one of this work dir."""
-    return checkpoint.resolve().parent == work_dir.resolve()
+    return outer(checkpoint.resolve()).parent == work_dir.resolve()
+
+
+def outer(checkpoint: Path) -> Path:
+    """The checkpoint whose ``full/`` this is; any other path as it is."""
+    return checkpoint.parent if checkpoint.name == FULL and (checkpoint.parent / FILE_NAME).is_file() else checkpoint
 
 
 def read_hint(work_dir: Path) -> str | None:
@@ -202,20 +209,29 @@ def delete(directory: Path) -> None:
     shutil.rmtree(doomed)
 
 
-def retain(work_dir: Path, *, max_keep: int, keeps: Callable[[Manifest], bool] = lambda manifest: False) -> list[Path]:
-    """Delete complete checkpoints beyond ``max_keep`` (-1: keep all): the abandoned ones first, then the oldest.
+def retain(
+    work_dir: Path,
+    *,
+    max_keep: int,
+    max_days: float | None = None,
+    keeps: Callable[[Manifest], bool] = lambda manifest: False,
+) -> list[Path]:
+    """Delete complete checkpoints beyond ``max_keep`` (-1: keep all), the abandoned ones first, then the oldest; and
+    those that are older than ``max_days``, except the newest.
 
     Called only after a commit. One that ``keeps`` is not deleted, however old. Damaged ones do not count: they would
     replace good ones. A checkpoint that cannot be deleted is a warning. Returns what was deleted.
     """
-    if max_keep < 0:
+    if max_keep < 0 and max_days is None:
         return []
     abandoned = Lineage.read(work_dir).abandoned
     complete = [(f.path, f.manifest) for f in list_checkpoints(work_dir) if f.problem is None and f.manifest]
     complete.sort(key=lambda pair: pair[1].commit not in abandoned)
+    beyond = len(complete) - max_keep if max_keep >= 0 else 0
     deleted = []
-    for path, manifest in complete[: max(0, len(complete) - max_keep)]:
-        if keeps(manifest):
+    for number, (path, manifest) in enumerate(complete[:-1]):
+        old = max_days is not None and _age_days(manifest) > max_days
+        if not (number < beyond or old) or keeps(manifest):
             continue
         try:
             delete(path)
@@ -223,6 +239,15 @@ def retain(work_dir: Path, *, max_keep: int, keeps: Callable[[Manifest], bool] =
         except OSError as error:
             logger().warning("Old checkpoint %s could not be deleted: %s", path, error)
     return deleted
+
+
+def _age_days(manifest: Manifest) -> float:
+    """Since the save; 0 where its time cannot be read."""
+    try:
+        created = datetime.fromisoformat(manifest.created)
+        return (datetime.now(timezone.utc) - created).total_seconds() / 86400.0
+    except (ValueError, TypeError):
+        return 0.0
 
 
 def sweep(work_dir: Path, *, older_than_s: float = 0.0) -> list[Path]:

@@ -5,11 +5,13 @@ In: what a user names: a folder, a file inside one, a file of weights. Nothing h
 =================================================  =================================================================
 ``iter_100.pth/``, a file that its manifest lists   this project's checkpoint
 ``DIR`` with ``latest`` or ``last_checkpoint``      what that file names: a folder, or mmengine's ``.pth`` file
+a work dir with ``checkpoint_dir.txt``             the same, in the folder that this file names
 ``*_states.pt``, ``.metadata``, ``*.distcp``        DeepSpeed's folder, PyTorch's DCP folder
 ``DIR/pytorch_model_fsdp_0/``                       accelerate's FSDP: a DCP folder below ``DIR``
 ``*.index.json``, a shard of one                    all files of the index
 a file that a family's directory has as a part      that directory (``PublishedFormat.parts``)
 another file                                        itself: safetensors, or ``torch.save``'s
+``OWNER/NAME``, ``OWNER/NAME@REVISION``              the folder of that model of the hub, in the cache of transformers
 a folder                                            its index; else its ``*.safetensors``; else ``pytorch_model*.bin``
 =================================================  =================================================================
 """
@@ -22,9 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from unigen_ds.checkpoint import store
+from unigen_ds.checkpoint.home import home_of
 from unigen_ds.checkpoint.layouts.deepspeed import is_deepspeed
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.core.errors import CheckpointError
+from unigen_ds.core.hub import folder_of
 from unigen_ds.core.json_values import stored_object
 from unigen_ds.models.weights import flat_sizes
 
@@ -45,8 +49,10 @@ def locate(path: Path, tag: str | None = None) -> Path:
 
     Raises ``CheckpointError`` when there is none.
     """
+    path = folder_of(path, where="MODEL")
     if not path.exists():
         raise store.missing(path)
+    path = home_of(path)
     owner = _owner(path)
     if owner is not None and tag is None:
         return owner

@@ -49,7 +49,7 @@ MMENGINE: dict[str, str] = {
 _EVALUATION = "delete it, EvaluateHook in custom_hooks sets when and what is evaluated: docs/evaluation.md"
 _TEST = "delete it, and give val_dataloader the data: docs/evaluation.md"
 ANYWHERE: dict[str, str] = {
-    "world_size": "delete it, the launcher sets the number of processes: torchrun --nproc_per_node N",
+    "world_size": "write world_size at the top of the config: it is compared with the number that the launcher starts",
     "runner_type": "delete it, one Runner trains every config, by epochs and by iterations: see train_cfg",
     "val_interval": _EVALUATION,
     "val_begin": _EVALUATION,

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 
+TOKENIZERS = "TOKENIZERS_PARALLELISM"
+"""The variable that decides whether a tokenizer uses threads of its own."""
+
 
 def num_cores() -> int:
     """CPU cores that this process may use."""

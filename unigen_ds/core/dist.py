@@ -45,8 +45,21 @@ def launcher_environment(launcher: str) -> None:
             raise ConfigError(f"launcher {launcher!r} needs {', '.join(missing)} in the environment")
         for name, source in zip(("RANK", "WORLD_SIZE", "LOCAL_RANK"), _ENV[launcher], strict=True):
             os.environ[name] = os.environ[source]
-        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        os.environ.setdefault("MASTER_PORT", "29500")
+        os.environ.setdefault("MASTER_ADDR", _first_node() if launcher == "slurm" else "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", _port_of_job() if launcher == "slurm" else "29500")
+
+
+def _first_node() -> str:
+    """Of a SLURM step: that of rank 0 (``gpu[03-04,7]-ib,n1`` begins with ``gpu03-ib``). None listed: this machine."""
+    listed = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST") or ""
+    found = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,]*))?", listed)
+    return "".join(part or "" for part in found.groups()) if found else "127.0.0.1"
+
+
+def _port_of_job() -> str:
+    """The same on every node of a job, and different for jobs that share one."""
+    job = os.environ.get("SLURM_JOB_ID", "")
+    return str(20000 + int(job) % 20000) if job.isdecimal() else "29500"
 
 
 def env_rank() -> int:

@@ -1,23 +1,75 @@
 """Folders to and from repositories of the Hugging Face Hub, with huggingface_hub's own functions.
 
-It reads the token (``hf auth login`` or ``HF_TOKEN``) and the server (``HF_ENDPOINT``) itself.
+It reads the token (``hf auth login`` or ``HF_TOKEN``), the server (``HF_ENDPOINT``), the cache (``HF_HOME``,
+``HF_HUB_CACHE``) and whether it may ask the server (``HF_HUB_OFFLINE``) itself, as it does for transformers.
 """
 
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from unigen_ds.core.errors import ConfigError, UploadError
-from unigen_ds.core.paths import download_remedy
+from unigen_ds.core.log import logger
+from unigen_ds.core.paths import download_remedy, is_hub_name
 
 LOGIN = "`hf auth login`, or HF_TOKEN in the environment"
 _MISSING = {
     401: f"the token is not valid ({LOGIN})",
     403: "the token has no permission to write there (a token of type write, of a member of OWNER)",
 }
+
+
+_SMALL = ("*.json", "*.txt", "*.model", "*.jinja")
+"""Configs and tokenizers."""
+_FILE_ENDINGS = (".pth", ".pt", ".bin", ".ckpt", ".safetensors", ".json", ".jsonl")
+
+
+def folder_of(given: str | Path, *, where: str, weights: bool = True) -> Path:
+    """The folder that a user names: a path, or ``OWNER/NAME`` of the hub, with ``@REVISION`` for a branch, a tag or a
+    commit. Of the hub its files are in the cache of transformers afterwards: downloaded if they are not there, unless
+    ``HF_HUB_OFFLINE`` is set.
+
+    A path that exists is a path; what can be no name of the hub is returned as it is, for the caller to report.
+    ``where``: the key or argument, for the error. ``weights``: safetensors as well, pickled weights where there are
+    none. Raises ``ConfigError`` where the hub or the cache has no such model.
+    """
+    text = str(given)
+    name, _, revision = text.partition("@")
+    path = Path(text).expanduser()
+    if path.exists() or not is_hub_name(name) or text.endswith(_FILE_ENDINGS):
+        return path
+    return download(name, where=f"{where} {text!r}", weights=weights, revision=revision or None)
+
+
+@cache
+def download(name: str, *, where: str, weights: bool, revision: str | None = None) -> Path:
+    """The folder in the hub's cache with the files of a model, downloaded where they are not there yet.
+
+    ``where``: begins the error. ``weights``: as of ``folder_of``; never code. Raises ``ConfigError``.
+    """
+    found = _snapshot(name, revision, (*_SMALL, *["*.safetensors"] * weights), where=where)
+    if weights and not any(found.glob("*.safetensors")):
+        found = _snapshot(name, revision, (*_SMALL, "*.bin"), where=where)
+    logger().info("%s is of the hub: %s.", where, found)
+    return found
+
+
+def _snapshot(name: str, revision: str | None, patterns: Sequence[str], *, where: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    ignored = ["consolidated*", "*/*"]  # the weights once more, in another form
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns), ignore_patterns=ignored))
+    except Exception as error:  # of the network, the server, the cache: many kinds
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(
+            f"{where} is no folder here, and it cannot be loaded from the hub: {why}", remedy=download_remedy(name)
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -94,32 +146,6 @@ class HubRepo:
                 remedy=f"then upload it: {self.command(folder)}",
             ) from error
         return str(created)
-
-
-_SMALL = ("*.json", "*.jinja", "*.txt", "*.model")
-
-
-def download(name: str, *, where: str, weights: bool) -> Path:
-    """The folder in the hub's cache with the files of a model, downloaded where they are not there yet.
-
-    Args:
-        name: ``OWNER/NAME``.
-        where: begins the error.
-        weights: also its ``*.safetensors``; never another format of weights, and never code.
-
-    Raises ``ConfigError``.
-    """
-    from huggingface_hub import snapshot_download
-
-    wanted = [*_SMALL, *["*.safetensors"] * weights]
-    try:
-        return Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=["consolidated*", "*/*"]))
-    except Exception as error:  # of the network, the server, the name: many kinds
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(
-            f"{where} {name!r} is no folder here, and it cannot be loaded from the hub: {first}",
-            remedy=download_remedy(name),
-        ) from error
 
 
 def has_token() -> bool:

@@ -22,6 +22,7 @@ from unigen_ds.core.registry import OPTIMIZERS, check_arguments, find
 
 COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PRECISIONS = tuple(COMPUTE_DTYPE)
+AUTO = "auto"
 WHERE = "optim_wrapper.optimizer"
 OptimizerKind = str | type[torch.optim.Optimizer]
 """A name in ``OPTIMIZERS``, or a class."""
@@ -66,6 +67,23 @@ class OptimizerConfig:
         number = isinstance(self.max_norm, (int, float)) and not isinstance(self.max_norm, bool)
         if self.max_norm is not None and not (number and self.max_norm > 0):
             raise ConfigError(f"clip_grad.max_norm is {self.max_norm!r}", allowed="a positive number, or None")
+
+
+def settled_precision(given: str, stored: str | None = None) -> str:
+    """``given``; for ``'auto'`` that of the checkpoint (``stored``), else ``bf16``; ``fp16`` on a device without it.
+
+    A device counts as one with bf16 where it does not merely emulate it; a CPU computes bf16 always, and fp16 not under
+    every engine.
+    """
+    if given != AUTO:
+        return given
+    wanted = stored if stored in PRECISIONS else "bf16"
+    return "fp16" if wanted == "bf16" and not computes_bf16() else wanted
+
+
+def computes_bf16() -> bool:
+    """Whether this process's device computes bf16 by itself."""
+    return not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 TORCHS: dict[str, bool] = {"AdamW": True, "Adam": True, "SGD": True, "Muon": False}

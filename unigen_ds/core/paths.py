@@ -17,8 +17,8 @@ PACKAGE = Path(__file__).resolve().parent.parent
 
 
 PATH_KEYS = frozenset((
-    "work_dir", "load_from", "resume", "data_path", "image_root", "cache_dir", "root", "path", "pretrained", "config",
-    "save_dir", "base",
+    "work_dir", "checkpoint_dir", "load_from", "resume", "data_path", "image_root", "cache_dir", "root", "path",
+    "pretrained", "config", "save_dir", "base",
 ))  # fmt: skip
 """Keys of a config whose texts are paths, at any depth."""
 _VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})")

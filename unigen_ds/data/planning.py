@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from unigen_ds.core.cores import num_cores
+from unigen_ds.core.cores import TOKENIZERS, num_cores
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.array_cache import NewArrays
 from unigen_ds.data.counts import COLUMNS, count, record_digest
@@ -96,7 +96,7 @@ def planned(plan: ChunkPlan, num_workers: int) -> Iterator[tuple[int, tuple[NDAr
     if num_workers > 0 and len(chunks) > 1:
         yield from zip(starts, _plan_in_processes(plan, chunks, num_workers, "spawn"), strict=True)
     elif forks > 1:
-        with _environment("TOKENIZERS_PARALLELISM", "false"):
+        with _environment(TOKENIZERS, "false"):  # as start_worker
             yield from zip(starts, _plan_in_processes(plan, chunks, forks, "fork"), strict=True)
     else:
         with _no_collections():
@@ -163,7 +163,7 @@ def _plan_in_threads(plan: ChunkPlan, chunks: Sequence[Chunk]) -> Iterator[tuple
         finally:
             idle.put(own)
 
-    with _environment("TOKENIZERS_PARALLELISM", "false"), ThreadPoolExecutor(number) as pool:
+    with _environment(TOKENIZERS, os.environ.get(TOKENIZERS, "false")), ThreadPoolExecutor(number) as pool:
         yield from pool.map(found, chunks)
 
 

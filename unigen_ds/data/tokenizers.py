@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.hub import download
-from unigen_ds.core.paths import download_remedy, is_hub_name
+from unigen_ds.core.hub import download, folder_of
+from unigen_ds.core.paths import download_remedy
 from unigen_ds.core.registry import TOKENIZERS, checked
 from unigen_ds.data.special import Special
 from unigen_ds.data.tiles import GLOBAL_TOKEN, IMAGE_TOKEN, TILE_TOKENS
@@ -258,9 +258,9 @@ class ModelTokenizer(_Tokenizer):
 
 def _model_folder(path: str) -> Path:
     """The folder of a tokenizer and of its model's processor; of a name on the hub its files are downloaded."""
-    folder = Path(path).expanduser()
+    folder = folder_of(path, where="tokenizer.path", weights=False)
     _check_folder(path, folder)
-    return folder if folder.is_dir() else download(path, where="tokenizer.path", weights=False)
+    return folder if folder.is_dir() else download(path, where=f"tokenizer.path {path!r}", weights=False)
 
 
 def _pretrained(path: str, tokens: Sequence[str]) -> Any:
@@ -275,7 +275,7 @@ def _read(path: str) -> Any:
     """The tokenizer at ``path``, as it is."""
     from transformers import AutoTokenizer
 
-    folder = Path(path).expanduser()
+    folder = folder_of(path, where="tokenizer.path", weights=False)
     _check_folder(path, folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
@@ -283,7 +283,7 @@ def _read(path: str) -> Any:
         why = str(error).strip().splitlines()[0]
         if folder.is_dir():
             raise ConfigError(f"tokenizer.path {path!r} cannot be read: {why}", remedy=_OWN_CODE) from error
-        raise ConfigError(
+        raise ConfigError(  # a name without an organisation, which transformers looks up itself
             f"tokenizer.path {path!r} is no folder here, and it cannot be loaded from the hub: {why}",
             remedy=download_remedy(path),
         ) from error
@@ -301,6 +301,6 @@ def _check_folder(path: str, folder: Path) -> None:
         if not any((folder / name).is_file() for name in _FILES):
             held = ", ".join(sorted(entry.name for entry in folder.iterdir())[:5]) or "nothing"
             raise ConfigError(f"tokenizer.path {path!r} holds no tokenizer (it holds: {held})", allowed=allowed)
-    elif not is_hub_name(path) and ("/" in path or folder.exists()):
+    elif "/" in path or folder.exists():
         remedy = f"check the path; a relative one begins at {Path.cwd()}"
         raise ConfigError(f"tokenizer.path is {path!r}, and there is no such folder", allowed=allowed, remedy=remedy)

@@ -36,7 +36,23 @@ from unigen_ds.data.stored_image import StoredImage
 _BLACK = torch.tensor(-1.0, dtype=torch.float32)
 _ALPHA = ("RGBA", "LA", "PA", "RGBa", "La")
 _ORIENTATION = 0x0112
-PngImagePlugin.MAX_TEXT_CHUNK = 100 << 20  # web pictures carry long comments; PIL's 1 MiB refuses the whole picture
+_TEXT_VARIABLE = "UNIGEN_DS_PNG_TEXT_BYTES"
+"""Of this project's own processes: those that a run starts have its limit."""
+
+
+def limit_png_text(nbytes: int) -> None:
+    """The texts of a PNG file may have so many bytes, unpacked; in the processes that this one starts, too."""
+    os.environ[_TEXT_VARIABLE] = str(nbytes)
+    PngImagePlugin.MAX_TEXT_CHUNK, PngImagePlugin.MAX_TEXT_MEMORY = nbytes, nbytes
+
+
+def raise_png_text_limit() -> None:
+    """From PIL's own 1 MiB, which refuses pictures of the web with long comments; a user's own number stays."""
+    if PngImagePlugin.MAX_TEXT_CHUNK == 1 << 20:
+        PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY = int(os.environ.get(_TEXT_VARIABLE, 100 << 20))
+
+
+raise_png_text_limit()
 
 
 class UnreadableImage(DataError):

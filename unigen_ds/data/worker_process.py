@@ -9,6 +9,8 @@ import threading
 
 import torch
 
+from unigen_ds.core.cores import TOKENIZERS
+
 _PARENT_CHECK_S = 2.0
 
 
@@ -20,7 +22,7 @@ def start_worker(number: int = 0) -> None:
     """
     gc.freeze()  # what the main process has made is not searched for cycles, which would also copy all of its pages
     torch.set_num_threads(1)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ[TOKENIZERS] = "false"  # whatever a user has set: threads of a tokenizer do not survive a fork
     for name in ("SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)

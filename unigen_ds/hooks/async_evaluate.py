@@ -199,7 +199,7 @@ class AsyncEvaluateHook(Hook):
         self._release_abandoned(run)
 
     def _release_abandoned(self, run: Run) -> None:
-        abandoned = Lineage.read(run.work_dir).abandoned
+        abandoned = Lineage.read(run.checkpoint_dir).abandoned
         for job in list(self._jobs.values()):
             if job.commit in abandoned or job.update > run.progress.updates:
                 if self._folder.result_file(job.update).exists():

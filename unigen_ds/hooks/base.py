@@ -29,6 +29,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from unigen_ds.backends.base import Backend
+from unigen_ds.checkpoint.consolidated import Form
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.batch import Batch
 from unigen_ds.core.clock import Clock
@@ -148,6 +149,11 @@ class Run(Protocol):
     @property
     def work_dir(self) -> Path: ...
     @property
+    def checkpoint_dir(self) -> Path:
+        """The folder of the checkpoints, which may be the work dir."""
+        ...
+
+    @property
     def config(self) -> Mapping[str, Any]:
         """The config as plain values, for records of the run."""
         ...
@@ -182,8 +188,11 @@ class Run(Protocol):
         """Ask the loop to end after this update (a hard stop: a checkpoint is saved)."""
         ...
 
-    def save_checkpoint(self, name: str) -> Path:
-        """Save and commit now, at an update boundary. Collective. Raises ``CheckpointError``; nothing is lost then."""
+    def save_checkpoint(self, name: str, *, form: Form = "sharded") -> Path:
+        """Save and commit now, at an update boundary. Collective. Raises ``CheckpointError``; nothing is lost then.
+
+        ``form``: the engine's own files, the consolidated ones, or both.
+        """
         ...
 
     def save_base(self) -> None:

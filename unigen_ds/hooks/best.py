@@ -159,8 +159,8 @@ class BestCheckpoint:
             commit: int | None = Manifest.read(checkpoint).commit
             try:
                 if self._weights_only:
-                    folder, commit = self._write_weights(run.work_dir, best, checkpoint), None
-                stored.write_hint(run.work_dir, folder)
+                    folder, commit = self._write_weights(run.checkpoint_dir, best, checkpoint), None
+                stored.write_hint(run.checkpoint_dir, folder)
             except (OSError, UnigenError) as error:
                 logger().warning("The best checkpoint is %s, complete and kept, but: %s", folder, error)
             return folder, commit
@@ -168,14 +168,15 @@ class BestCheckpoint:
         self._refer(run, best, *dist.on_main(settle))
 
     def _refer(self, run: Run, best: Best, folder: Path, commit: int | None) -> None:
-        """``folder`` has ``best``. ``commit``: of the checkpoint of this work dir that retention must not delete."""
-        inside = folder.resolve().is_relative_to(run.work_dir.resolve())
-        name = folder.resolve().relative_to(run.work_dir.resolve()) if inside else folder.absolute()
+        """``folder`` has ``best``. ``commit``: of the checkpoint of this run that retention must not delete."""
+        home = run.checkpoint_dir.resolve()
+        inside = folder.resolve().is_relative_to(home)
+        name = folder.resolve().relative_to(home) if inside else folder.absolute()
         self._best, self._folder, self._commit = replace(best, path=str(name)), folder, commit
 
-    def _write_weights(self, work_dir: Path, best: Best, checkpoint: Path) -> Path:
+    def _write_weights(self, home: Path, best: Best, checkpoint: Path) -> Path:
         """The weights of ``checkpoint`` with its config and tokenizer, on disk when this returns. Rank 0."""
-        folder = stored.weights_folder(work_dir, best.updates)
+        folder = stored.weights_folder(home, best.updates)
         make_directory(folder.parent)
         if folder.exists():  # of a branch of the run that a resume abandoned
             shutil.rmtree(folder)
@@ -203,7 +204,7 @@ class BestCheckpoint:
 
     def after_load_checkpoint(self, run: Run, manifest: Mapping[str, Any]) -> None:
         """Find the best checkpoint again, which another engine or work dir may have written."""
-        best, checkpoint = self._best, Path(manifest["path"])
+        best, checkpoint = self._best, store.outer(Path(manifest["path"]))
         self._best = None
         if best is None:
             return
@@ -219,8 +220,8 @@ class BestCheckpoint:
                                  " evaluation starts anew.",
                                  folder, best.metric, best.value, best.updates, problem)  # fmt: skip
             return
-        if store.is_checkpoint_name(folder.name) and store.is_inside(run.work_dir, folder):
+        if store.is_checkpoint_name(folder.name) and store.is_inside(run.checkpoint_dir, folder):
             self._settle(run, best, folder)
         else:
             self._refer(run, best, folder, None)
-            dist.on_main(lambda: stored.write_hint(run.work_dir, folder))
+            dist.on_main(lambda: stored.write_hint(run.checkpoint_dir, folder))

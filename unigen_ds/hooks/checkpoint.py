@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Literal
 
 from unigen_ds.checkpoint import store
+from unigen_ds.checkpoint.consolidated import Form
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core import dist
 from unigen_ds.core.errors import ConfigError, SaveError, UnigenError
@@ -30,10 +31,18 @@ class CheckpointHook(Hook):
         unit: what ``interval`` counts; overrides ``by_epoch``.
         max_keep_ckpts: complete checkpoints to keep, oldest deleted after the new one is durable; -1: all. One that
             a hook still needs (the best one, one that is being evaluated) is kept beyond that number.
+        max_keep_days: days after which a complete checkpoint is deleted, also where `max_keep_ckpts` would keep it,
+            once a newer one is durable; None: never by its age. The newest and those that a hook needs are kept,
+            however old.
+        form: `sharded`: the files of the engine, written by all processes; `full`: `model.safetensors` and
+            `optimizer.safetensors` alone, from which any engine resumes in full; `both`: the second in the folder
+            `full` of the first, a checkpoint of its own. Rank 0 makes them from the first, so the last two take
+            longer, and during a save twice the space. Under `single`, whose files are these already, all three are
+            the same.
         filename_tmpl: name of the directory: ``iter_{}.pth``, or any with one ``{}`` for the iteration and the ending
             ``.pth``; ``step_{}`` and ``update_{}``, with or without an ending, count updates.
-        save_base: with ``lora``: copy the files of the base into the work dir's ``base``, once, when training begins.
-            They are hashed, found by a resume and by the tools, and never deleted.
+        save_base: with ``lora``: copy the files of the base into ``base`` beside the checkpoints, once, when training
+            begins. They are hashed, found by a resume and by the tools, and never deleted.
 
     A periodic save that fails (a full disk) is an error in the log and training continues: the state in memory is worth
     more than the save. The last save of a run, and the one on a signal, raises ``SaveError`` (exit status 4).
@@ -49,6 +58,8 @@ class CheckpointHook(Hook):
         by_epoch: bool = True,
         unit: Literal["epoch", "iteration", "update"] | None = None,
         max_keep_ckpts: Kept = -1,
+        max_keep_days: Annotated[float, Rule(lambda given: given > 0), Allowed("a number above 0")] | None = None,
+        form: Form = "sharded",
         filename_tmpl: str = "iter_{}.pth",
         save_base: bool = False,
     ) -> None:
@@ -58,7 +69,7 @@ class CheckpointHook(Hook):
                 allowed="a name with one {} and the ending .pth, or step_{}, update_{}, iter_{}",
             )
         self.interval, self.unit = interval, unit or ("epoch" if by_epoch else "iteration")
-        self.max_keep_ckpts = max_keep_ckpts
+        self.max_keep_ckpts, self.max_keep_days, self.form = max_keep_ckpts, max_keep_days, form
         self.filename_tmpl, self.save_base = filename_tmpl, save_base
         self._every: Duration | None = None
         self._settled: int | None = None
@@ -92,12 +103,13 @@ class CheckpointHook(Hook):
     def _save(self, run: Run) -> None:
         by_update = self.filename_tmpl.startswith(store.BY_UPDATE)
         number = run.progress.updates if by_update else run.progress.iteration(run.geometry)
-        path = run.save_checkpoint(self.filename_tmpl.format(number))
+        path = run.save_checkpoint(self.filename_tmpl.format(number), form=self.form)
         self._settled = run.progress.updates
         logger().info("Saved checkpoint %s.", path)
         if dist.is_main():
             try:
-                for old in store.retain(run.work_dir, max_keep=self.max_keep_ckpts, keeps=_kept_by(run.hooks)):
+                days, kept = self.max_keep_days, _kept_by(run.hooks)
+                for old in store.retain(run.checkpoint_dir, max_keep=self.max_keep_ckpts, max_days=days, keeps=kept):
                     logger().info("Deleted old checkpoint %s.", old)
             except (OSError, UnigenError) as error:  # happens on this rank alone: it must not end the run
                 logger().warning("Old checkpoints were not deleted: %s", error)

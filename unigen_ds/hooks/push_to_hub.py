@@ -105,16 +105,16 @@ class PushToHubHook(Hook):
         """The checkpoint to export. Raises ``CheckpointError`` where there is none."""
         if self._which == "best":
             try:
-                found = best_of(run.work_dir)
+                found = best_of(run.checkpoint_dir)
                 problem = "no evaluation chose one (EvaluateHook(save_best=...))"
             except CheckpointError as error:
                 found, problem = None, str(error)
             if found is not None:
                 return found[0]
             logger().warning("There is no best checkpoint to push: %s. The last one is pushed.", problem.rstrip(". "))
-        newest, _ = store.newest(run.work_dir, hashes=False)
+        newest, _ = store.newest(run.checkpoint_dir, hashes=False)
         if newest is None:
-            raise CheckpointError(f"no complete checkpoint found in {run.work_dir}")
+            raise CheckpointError(f"no complete checkpoint found in {run.checkpoint_dir}")
         return newest.path
 
 

@@ -1,4 +1,7 @@
-"""SIGTERM and SIGINT end the run with a checkpoint, and exit status 143; a later second one ends it at once.
+"""SIGTERM, SIGINT and SIGUSR1 end the run with a checkpoint, and exit status 143; a later second one ends it at once.
+
+SIGUSR1 is what ``sbatch --signal=USR1@300`` sends before the time limit (``scripts/train_slurm.sh``); where a user's
+own code handles it, it is left to that.
 
 One process stops after the present update. Several must agree: whether any of them has a signal is summed with the
 counts of the next update, while the present one is computed, so no update waits for it. All stop after the same
@@ -24,7 +27,7 @@ from unigen_ds.hooks.base import Hook, Run, UpdateResult
 
 STOPPED_BY_SIGNAL = "signal"
 REPEAT_S = 5.0
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 @HOOKS.register_module()
@@ -43,7 +46,8 @@ class SignalHook(Hook):
     def before_train(self, run: Run) -> None:
         self._alone = dist.world_size() == 1
         if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._handle) for number in _SIGNALS}
+            taken = {signal.SIGUSR1} if signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL else set()
+            self._previous = {number: signal.signal(number, self._handle) for number in _SIGNALS if number not in taken}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

@@ -24,7 +24,6 @@ from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.fitting import Misfit, by_first_name, first_names, misfit, refuse_misfit
 from unigen_ds.core.log import logger
 from unigen_ds.core.modules import persistent_buffers, tied_names
-from unigen_ds.core.paths import download_remedy, is_hub_name
 from unigen_ds.core.seeding import generator
 from unigen_ds.core.shards import BUFFER, MASTER
 
@@ -84,15 +83,14 @@ def stored_tensors(path: Path, *, linear_patches: bool = True) -> dict[str, Stor
 
 
 def _check_here(path: Path) -> None:
-    """Raise ``ConfigError`` for a folder that does not exist, with what to do about a name of the hub."""
+    """Raise ``ConfigError`` for a folder that does not exist."""
     folder = path.parent if path.suffix in (".json", ".safetensors") else path
     if folder.exists():
         return
-    hub = is_hub_name(str(folder))
     raise ConfigError(
         f"model.pretrained names {str(folder)!r}, and there is no such file or folder",
-        allowed="a folder with the published files" + "; a name on the hub is not downloaded" * hub,
-        remedy=download_remedy(str(folder)) if hub else f"check the path; a relative one begins at {Path.cwd()}",
+        allowed="a folder with the published files, or a name on the hub: organisation/name",
+        remedy=f"check the path; a relative one begins at {Path.cwd()}",
     )
 
 

@@ -194,9 +194,11 @@ class OptimWrapper(Section):
     clip_grad: ClipGrad = Field(
         default=ClipGrad(), description="`dict(max_norm=1.0)`: bound of the global gradient norm"
     )
-    precision: Literal["fp32", "bf16", "fp16"] = Field(
+    precision: Literal["fp32", "bf16", "fp16", "auto"] = Field(
         default="fp32",
-        description="`fp32`, `bf16`, or `fp16` with dynamic loss scaling. Weights, moments and EMA are always fp32",
+        description="`fp32`, `bf16`, or `fp16` with dynamic loss scaling. Weights, moments and EMA are always fp32."
+        " `auto`: `bf16` where the device of rank 0 computes it (compute capability 8.0 or more; every CPU), else"
+        " `fp16`; each checkpoint records which, and a resume keeps that where the device computes it",
     )
     paramwise_cfg: Paramwise = Field(
         default=Paramwise(), description="learning rates and weight decay by parameter name"

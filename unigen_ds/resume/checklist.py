@@ -65,6 +65,7 @@ def check_disk(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
     fits = proposal.free_bytes // max(size, 1)
     keep = proposal.saves.max_keep_ckpts
     needed = 2 if keep == -1 else keep + 1  # the new one is durable before the oldest is deleted
+    needed += proposal.saves.form == "full"  # made from the files of the engine, which are deleted then
     status: Status = "ok" if fits >= needed else "warn" if fits else "block"
     yield Finding(
         "disk.free",

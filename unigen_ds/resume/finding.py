@@ -50,6 +50,7 @@ class Saves:
     by_epoch: bool = True
     unit: str | None = None
     max_keep_ckpts: int = -1
+    form: str = "sharded"
 
 
 @dataclass(frozen=True)

@@ -25,12 +25,14 @@ from typing import Literal
 
 from unigen_ds.checkpoint import foreign, store
 from unigen_ds.checkpoint.base_files import Base
+from unigen_ds.checkpoint.home import home_of
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.checkpoint.partial import LoadConfig
 from unigen_ds.checkpoint.settings import LoadSettings
 from unigen_ds.checkpoint.weight_files import locate
 from unigen_ds.core.choices import AUTO
 from unigen_ds.core.errors import CheckpointError, ConfigError
+from unigen_ds.core.hub import folder_of
 
 NOT_RESUMED = "Not resumed from"
 """First words of a message about a newer checkpoint that cannot be used."""
@@ -51,6 +53,8 @@ class ResumePlan:
     """What may differ where weights alone are loaded."""
     seed: int = 0
     """Of the run: the config's; where that is None the checkpoint's on a resume, else one that was drawn."""
+    precision: str | None = None
+    """Of the run: the config's; where that is ``'auto'`` the one that rank 0 has chosen."""
     base: Base | None = None
     """Of adapters: the files of the base, where they are now."""
 
@@ -99,6 +103,8 @@ def plan_resume(
     named = resume if isinstance(resume, str) else load_from
     if named is None:
         return _newest(work_dir, hashes=hashes) if resume else ResumePlan("fresh")
+    if not resume:
+        named = str(folder_of(named, where="load_from"))
     if not ((path := checkpoint_directory(named)) / FILE_NAME).is_file():
         message = f"{path} has no manifest: it is read as another trainer's checkpoint."
         return ResumePlan("resume" if resume else "weights", path, messages=(*begun, message), load_cfg=partial)
@@ -138,6 +144,7 @@ def checkpoint_directory(given: str) -> Path:
     path = Path(given).expanduser().resolve()
     if not path.exists():
         raise store.missing(path, given)
+    path = home_of(path)
     whole = store.STAGING not in path.name and not path.name.endswith(store.DELETING)
     found = locate(path) if whole else path
     inside = [each.path.name for each in store.list_checkpoints(path)] if path.is_dir() else []

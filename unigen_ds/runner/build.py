@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core import dist
 from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.core.hub import folder_of
 from unigen_ds.core.log import logger, notice
 from unigen_ds.core.optim import (
     OptimizerConfig,
@@ -22,6 +24,7 @@ from unigen_ds.core.optim import (
     build_torch_optimizer,
     default_fused,
     element_wise,
+    settled_precision,
 )
 from unigen_ds.core.optimizer_state import state_of
 from unigen_ds.core.progress import Duration, Geometry, Ruler, split_global_batch
@@ -208,7 +211,7 @@ def build_validation(settings: Settings, data: Data) -> Validation | None:
     if data.validation is None:
         return None
     family, spec = family_of_model(settings.model.cls), settings.model.spec
-    return Validation(data.validation, settings.loss_weights, partial(family.target_groups, spec))
+    return Validation(data.validation, settings.loss_weights, partial(family.target_groups, _located(spec)))
 
 
 def rules_of(settings: Settings, manifest: Manifest | None) -> DataRules:
@@ -229,8 +232,20 @@ def build_processor(settings: ModelSettings, *, seed: int, rules: DataRules = CU
     """The tokenizer and the family's processor; every size that the model determines is read from the model."""
     tokenizer = None if settings.tokenizer is None else settings.tokenizer.build()
     return family_of_model(settings.model.cls).processor(
-        settings.model.spec, dict(settings.processor), tokenizer=tokenizer, seed=seed, rules=rules
+        _located(settings.model.spec), dict(settings.processor), tokenizer=tokenizer, seed=seed, rules=rules
     )
+
+
+def _located(spec: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The section ``model`` with folders instead of the hub's names in ``pretrained``."""
+    given, where = spec.get("pretrained"), "model.pretrained"
+    if isinstance(given, str):
+        return {**spec, "pretrained": str(folder_of(given, where=where))}
+    if not isinstance(given, Mapping):
+        return spec
+    parts = {part: folder_of(path, where=f"{where}.{part}") if isinstance(path, str) else path
+             for part, path in given.items()}  # fmt: skip
+    return {**spec, "pretrained": {part: str(path) if isinstance(path, Path) else path for part, path in parts.items()}}
 
 
 def build_limits(train_cfg: TrainCfg, ruler: Ruler) -> list[Duration]:
@@ -255,7 +270,7 @@ def build_model(settings: ModelSettings, processor: Any, *, seed: int, stream: b
     ``stream``: on the meta device if its weights are published ones, which its ``initial_weights`` then reads. A model
     that is to be quantised is first built whole.
     """
-    spec, tokenizer = settings.model.spec, getattr(processor, "tokenizer", None)
+    spec, tokenizer = _located(settings.model.spec), getattr(processor, "tokenizer", None)
     kind = settings.model.cls
     torch.manual_seed(seed)
     packed = spec.get("quantize") or (settings.lora is not None and settings.lora.quantize)
@@ -299,7 +314,7 @@ def build_optimizer_config(settings: Settings, *, fused: bool | None = None) -> 
         arguments=wrapper.optimizer.arguments,
         adamw=wrapper.optimizer.adamw.arguments if wrapper.optimizer.adamw else {},
         max_norm=wrapper.clip_grad.max_norm,
-        precision=wrapper.precision,
+        precision=settled_precision(wrapper.precision),
         fused=bool(fused),
     )
     one = ParamGroup("default", lr=1.0, weight_decay=0.0, parameters=("one",))

@@ -21,8 +21,9 @@ from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.checkpoint.weight_files import locate
 from unigen_ds.core import dist
 from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.hub import folder_of
 from unigen_ds.core.log import logger
-from unigen_ds.core.optim import COMPUTE_DTYPE
+from unigen_ds.core.optim import COMPUTE_DTYPE, settled_precision
 from unigen_ds.core.progress import Geometry
 from unigen_ds.data.overflow import check_overflow
 from unigen_ds.evaluation.metrics import build_metrics
@@ -92,6 +93,9 @@ class EvaluationSubject:
         path = self.path if self.published is not None else locate(self.path, self.tag)
         update = "" if self.manifest is None else f" (update {self.manifest.progress.updates})"
         return f"{path}{update}{' EMA' if self.ema else ''}"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", folder_of(self.path, where="MODEL"))
 
     @cached_property
     def _given(self) -> dict[str, Any]:
@@ -186,7 +190,9 @@ class EvaluationSubject:
         validation = build_validation(settings, data)
         assert validation is not None
         check_overflow(validation.data.fitted, validation.data.names)
-        return WholeModel(model, precision=settings.optim_wrapper.precision), validation
+        stored = None if self.manifest is None else self.manifest.topology.get("precision")
+        precision = settled_precision(settings.optim_wrapper.precision, stored)
+        return WholeModel(model, precision=precision), validation
 
 
 class WholeModel:

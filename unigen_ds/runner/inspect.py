@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from unigen_ds.backends.base import Backend
+from unigen_ds.checkpoint.home import check_home
 from unigen_ds.core import dist
 from unigen_ds.core.choices import AUTO
 from unigen_ds.core.errors import CheckpointError
@@ -27,7 +28,7 @@ from unigen_ds.runner.build import build_hooks
 from unigen_ds.runner.naming import PLACE, Named, name_and_folder
 from unigen_ds.runner.parts import build_engine
 from unigen_ds.runner.settings import Settings
-from unigen_ds.runner.start import check_resume, settled_seed, with_base
+from unigen_ds.runner.start import check_resume, settle, with_base, with_choices
 
 
 @dataclass(frozen=True)
@@ -72,11 +73,12 @@ def inspect_resume(config: Any, *, world_size: int | None = None, verify: bool =
     resume = settings.resume or AUTO
     run, template = Named(), settings.work_dir
     if PLACE in (template or ""):
-        with _announced(world_size or dist.env_world_size()):
+        with _announced(world_size or settings.world_size or dist.env_world_size()):
             asked = settings.model_copy(update={"resume": resume})
             run = name_and_folder(asked, build_engine(settings)[1])
         settings = settings.named(run.name, run.folder)
-    work_dir = settings.folder
+    check_home(settings.folder, settings.checkpoints)
+    work_dir = settings.checkpoints
     named = isinstance(resume, str) and resume != AUTO
     plan = plan_resume(work_dir, resume=resume, load_from=None if named else settings.load_from, hashes=verify)
     if plan.mode != "resume":
@@ -86,10 +88,10 @@ def inspect_resume(config: Any, *, world_size: int | None = None, verify: bool =
             remedy="name one with --checkpoint, or the folder with --work-dir",
         )
     saved = plan.manifest.geometry.dp_size if plan.manifest else dist.env_world_size()
-    plan = with_base(plan, settings)
-    settings = settings.with_seed(settled_seed(settings.randomness.seed, plan)).with_base(plan.base)
-    with _announced(world_size or saved):
+    plan = with_choices(with_base(plan, settings), settings)
+    with _announced(world_size or settings.world_size or saved):
         backend, geometry = build_engine(settings)
+        settings = settle(settings, plan, backend=backend, geometry=geometry)
         build_hooks(settings)
         start, findings = check_resume(settings, plan, backend=backend, geometry=geometry, hashed=verify)
         assert start.manifest is not None, "a resume has a manifest"

@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from unigen_ds.checkpoint import store
+from unigen_ds.checkpoint.home import home_of, same
 from unigen_ds.core.choices import AUTO
-from unigen_ds.core.errors import ConfigError, ResumeBlocked
+from unigen_ds.core.errors import CheckpointError, ConfigError, ResumeBlocked
 from unigen_ds.core.json_values import json_values
 from unigen_ds.core.progress import Geometry
 from unigen_ds.resume.edited import other_sizes
@@ -140,9 +141,9 @@ def _existing(folder: str, template: str, settings: Settings, geometry: Geometry
     named = settings.load_from if settings.resume is True else settings.resume if settings.resume != AUTO else None
     if named:
         parent = Path(str(named)).expanduser().resolve().parent
-        return next((path for path in folders(FIELDS) if Path(path).resolve() == parent), None), None
+        return next((path for path in folders(FIELDS) if same(_home(path), parent)), None), None
     own, every = folders({"date"}), folders(FIELDS)
-    begun = [path for path in every if store.list_checkpoints(Path(path))]
+    begun = [path for path in every if _checkpoints(path)]
     if found := [path for path in own if path in begun] or ([] if begun else own):
         return max(found, key=_age), None
     resized = [path for path in folders(_RESIZED) if path in begun]
@@ -164,13 +165,25 @@ def _existing(folder: str, template: str, settings: Settings, geometry: Geometry
     return max(own, key=_age, default=None), why
 
 
+def _home(folder: str) -> Path:
+    """Where the checkpoints of the run in a work dir are, or were: those of another run may be gone."""
+    try:
+        return home_of(Path(folder))
+    except CheckpointError:
+        return Path(folder)
+
+
+def _checkpoints(folder: str) -> list[store.Found]:
+    return store.list_checkpoints(_home(folder))
+
+
 def _age(path: str) -> float:
     return Path(path).stat().st_mtime
 
 
 def _same_run(folder: Path, settings: Settings) -> bool:
     """Whether the newest checkpoint has the same template and the same model; it may have where none can be read."""
-    manifests = [found.manifest for found in store.list_checkpoints(folder) if found.manifest is not None]
+    manifests = [found.manifest for found in _checkpoints(str(folder)) if found.manifest is not None]
     if not manifests:
         return True
     stored, now = manifests[-1].config, json_values(settings.given)
@@ -181,7 +194,7 @@ def _same_run(folder: Path, settings: Settings) -> bool:
 
 def _which(folders: Sequence[str], name: str) -> ResumeBlocked:
     """The refusal to choose among ``folders``, with the commands that do."""
-    newest = {folder: store.list_checkpoints(Path(folder))[-1].path for folder in folders}
+    newest = {folder: _checkpoints(folder)[-1].path for folder in folders}
     commands = [f"--resume {path} or --resume --work-dir {folder}" for folder, path in newest.items()]
     return ResumeBlocked(
         f"no run is named {name}, and {len(folders)} of this template may be meant, whose name has other settings:"

@@ -20,6 +20,7 @@ from unigen_ds.backends.base import Backend
 from unigen_ds.backends.memory import on_meta
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core import dist, log, startup
+from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.optim import COMPUTE_DTYPE
 from unigen_ds.core.progress import Duration, Geometry, Ruler
 from unigen_ds.core.registry import registered_name
@@ -49,10 +50,10 @@ from unigen_ds.runner.build import (
     parameter_table,
     recorded_fused,
 )
-from unigen_ds.runner.environment import apply_environment
+from unigen_ds.runner.environment import apply_environment, apply_variables
 from unigen_ds.runner.naming import PLACE, Named, name_and_folder
 from unigen_ds.runner.settings import Settings
-from unigen_ds.runner.start import Beginning, Start, begin, build_start, plain_built, plain_values
+from unigen_ds.runner.start import Beginning, Start, begin, build_start, plain_built, plain_values, settle
 from unigen_ds.schedule.schedule import Schedules
 
 
@@ -65,6 +66,8 @@ class Parts:
     """The config as plain values, for the manifest."""
     config_text: str
     work_dir: Path
+    checkpoint_dir: Path
+    """The folder of the checkpoints: the work dir, unless the config names another."""
     backend: Backend
     loader: UpdateLoader
     loader_at: Callable[[Geometry, Cursor], UpdateLoader]
@@ -96,10 +99,11 @@ def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
     """Build everything. Raises ``ConfigError``, ``DataError``, ``CheckpointError`` or ``ResumeBlocked``."""
     startup.begin()
     settings = Settings.from_config(config)
+    apply_variables(settings.env)
     dist.launcher_environment(settings.launcher)
     backend, geometry = build_engine(settings)
     settings, plan, start, hooks, findings = _begin(settings, backend, geometry)
-    settings = settings.with_seed(plan.seed).with_base(plan.base)
+    settings = settle(settings, plan, backend=backend, geometry=geometry)
     optimizer_cfg = build_optimizer_config(settings, fused=recorded_fused(settings, start.manifest))
     seed, data, loading = settings.seed, start.data, settings.train_dataloader
     check_same_everywhere(settings, data)
@@ -139,6 +143,7 @@ def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
         plain_config={**plain_values(settings, start.manifest), **plain_built(model)},
         config_text=config_text(settings.given),
         work_dir=settings.folder,
+        checkpoint_dir=settings.checkpoints,
         backend=backend,
         loader=build_loader(loading, data, geometry=geometry, dp_rank=backend.dp_rank, cursor=start.cursor),
         loader_at=lambda geometry, cursor: build_loader(
@@ -167,10 +172,22 @@ def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
 
 def build_engine(settings: Settings) -> tuple[Backend, Geometry]:
     """The engine, not yet prepared, and the geometry; refused where they cannot work. Joins no process group."""
+    check_world_size(settings.world_size)
     backend: Backend = settings.backend.build()
     geometry = build_geometry(settings, dp_size=backend.dp_size)
     backend.check(geometry=geometry, optimizer_cfg=build_optimizer_config(settings))
     return backend, geometry
+
+
+def check_world_size(wanted: int | None) -> None:
+    """Raise ``ConfigError`` where the launcher has started another number of processes than the config is meant for."""
+    started = dist.env_world_size()
+    if wanted not in (None, started):
+        raise ConfigError(
+            f"world_size is {wanted}, and {started} process{'es were' if started > 1 else ' was'} started",
+            remedy=f"start {wanted} (torchrun --nproc_per_node {wanted} on one node); or --cfg-options"
+            f" world_size={started}, with a batch_size or accumulative_counts for the effective batch that you want",
+        )
 
 
 def _begin(

@@ -52,7 +52,7 @@ def restore(parts: Parts, hooks: Sequence[Hook]) -> dict[str, Any] | None:
         seed = derive_seed(parts.data_identity["seed"], "resume", manifest.progress.updates)
         seed_everything(seed, rank=dist.rank())
         logger().warning("The checkpoint is of another number of processes: network dropout is seeded anew.")
-    dist.on_main(lambda: store.continue_from(parts.work_dir, checkpoint))
+    dist.on_main(lambda: store.continue_from(parts.checkpoint_dir, checkpoint))
     findings = [finding.state_dict() for finding in parts.findings]
     return {**manifest.state_dict(), "path": str(checkpoint), "findings": findings}
 

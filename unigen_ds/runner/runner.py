@@ -10,7 +10,9 @@ from torch import Tensor
 
 from unigen_ds.checkpoint import saver, store
 from unigen_ds.checkpoint.base_files import save_base
+from unigen_ds.checkpoint.consolidated import Form
 from unigen_ds.checkpoint.convert import DTYPES
+from unigen_ds.checkpoint.home import claim, same
 from unigen_ds.checkpoint.lock import WorkDirLock
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.core import dist
@@ -37,6 +39,7 @@ class Runner:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self.config, self.work_dir, self.backend = parts.settings.given, parts.work_dir, parts.backend
+        self.checkpoint_dir = parts.checkpoint_dir
         self.peak_tflops = parts.settings.env.peak_tflops
         self.ruler, self.geometry, self.total_sequences = parts.ruler, parts.geometry, parts.total_sequences
         self.hooks: Sequence[Hook] = sorted(parts.hooks, key=lambda hook: hook.priority)
@@ -50,8 +53,8 @@ class Runner:
         self.iteration: Iteration | None = None
         self._cursor: Cursor = parts.cursor
         self._last: LastUpdate = LastUpdate.stored(manifest, parts.cursor)
-        self._parent = _parent_name(parts.work_dir, parts.plan.checkpoint) if manifest else None
-        self._lock: WorkDirLock | None = None
+        self._parent = _parent_name(parts.checkpoint_dir, parts.plan.checkpoint) if manifest else None
+        self._locks: list[WorkDirLock] = []
 
     @classmethod
     def from_cfg(cls, config: Any, *, max_updates: int | None = None) -> Runner:
@@ -87,7 +90,7 @@ class Runner:
 
     def train(self) -> Progress:
         """Restore, train until done, clean up. Collective. Returns the final progress."""
-        dist.on_main(self._lock_work_dir)
+        dist.on_main(self._lock_folders)
         try:
             self._call("before_run")
             restored = restore(self._parts, self.hooks)
@@ -111,22 +114,42 @@ class Runner:
             self._report(lost or error)
             if lost is not None:
                 raise lost from error
-            if isinstance(error, OSError) and self._lock is not None:
-                self._lock.check()  # names the cause where the work dir is gone
+            if isinstance(error, OSError):
+                self._check_folders()  # names the cause where one is gone
             raise
         finally:
             self._parts.loader.close()
             self.backend.close()
-            if self._lock is not None:
-                self._lock.release()
+            self._unlock_folders()
         return self.progress
 
-    def _lock_work_dir(self) -> None:
-        """On rank 0: lock the work dir, and remove unfinished files of runs that were killed."""
-        self._lock = WorkDirLock(self.work_dir)
+    def _lock_folders(self) -> None:
+        """On rank 0: lock the work dir and the folder of the checkpoints, connect them, and remove unfinished files of
+        runs that were killed.
+        """
+        folders = {"work_dir": self.work_dir, "checkpoint_dir": self.checkpoint_dir}
+        if same(*folders.values()):
+            folders.pop("checkpoint_dir")
         hour = 3600.0
-        for path in store.sweep(self.work_dir, older_than_s=0.0 if self._lock.exclusive else hour):
-            logger().info("Removed %s, left by an interrupted save or deletion.", path)
+        try:
+            for key, folder in folders.items():
+                self._locks.append(WorkDirLock(folder, key=key))
+            claim(self.work_dir, self.checkpoint_dir)
+        except BaseException:
+            self._unlock_folders()
+            raise
+        for lock, folder in zip(self._locks, folders.values(), strict=True):
+            for path in store.sweep(folder, older_than_s=0.0 if lock.exclusive else hour):
+                logger().info("Removed %s, left by an interrupted save or deletion.", path)
+
+    def _check_folders(self) -> None:
+        """On rank 0, else nothing. Raises ``TrainingError`` where a locked folder is gone."""
+        for lock in self._locks:
+            lock.check()
+
+    def _unlock_folders(self) -> None:
+        while self._locks:
+            self._locks.pop().release()
 
     def train_update(self, updates: Iterator[Update]) -> None:
         """One optimizer step: ``accumulative_counts`` micro-batches, each target weighing the same in the loss."""
@@ -198,7 +221,7 @@ class Runner:
             except Exception:
                 logger().exception("%s failed in on_exception:", type(hook).__name__)
 
-    def save_checkpoint(self, name: str) -> Path:
+    def save_checkpoint(self, name: str, *, form: Form = "sharded") -> Path:
         """See ``hooks.base.Run``."""
         parts = self._parts
         manifest = Manifest(
@@ -217,13 +240,14 @@ class Runner:
         for hook in self.hooks:
             hook.before_save_checkpoint(self, manifest.metrics)
         path = saver.save(
-            self.work_dir,
+            self.checkpoint_dir,
             name,
             backend=self.backend,
             manifest=manifest,
             hook_states={hook.name: state for hook in self.hooks if (state := hook.state_dict())},
             hook_shards={folder: shards for hook in self.hooks for folder, shards in hook.shards().items()},
             config_text=parts.config_text,
+            form=form,
             before=self._before_save,
             write_tokenizer=write_tokenizer(parts.settings.tokenizer, getattr(parts.processor, "tokenizer", None)),
         )
@@ -239,7 +263,7 @@ class Runner:
                 "CheckpointHook has save_base=True, and this run has no adapters on files of a base",
                 remedy="lora=dict(...) and model.pretrained, or save_base=False",
             )
-        if (copied := dist.on_main(lambda: save_base(base, self.work_dir))) is not None:
+        if (copied := dist.on_main(lambda: save_base(base, self.checkpoint_dir))) is not None:
             logger().info("Saved the base in %s.", copied)
 
     def export(self, checkpoint: Path, out: Path, *, raw: bool = False, dtype: str = "fp32") -> None:
@@ -250,8 +274,8 @@ class Runner:
 
     def _before_save(self) -> None:
         """On rank 0. Raises ``OSError`` or ``TrainingError``: then the save fails."""
-        assert self._lock is not None, "saved outside of train()"
-        self._lock.check()
+        assert self._locks, "saved outside of train()"
+        self._check_folders()
         for hook in self.hooks:
             hook.sync()
 
@@ -261,8 +285,8 @@ def write_tokenizer(settings: Component | None, tokenizer: Any) -> Callable[[str
     return getattr(tokenizer, "save_pretrained", None) if settings is not None and settings.get("path") else None
 
 
-def _parent_name(work_dir: Path, checkpoint: Path | None) -> str | None:
-    """The parent in a manifest: the name of a checkpoint of the same work dir, the whole path of any other."""
+def _parent_name(folder: Path, checkpoint: Path | None) -> str | None:
+    """The parent in a manifest: the name of a checkpoint of the same folder, the whole path of any other."""
     if checkpoint is None:
         return None
-    return checkpoint.name if store.is_inside(work_dir, checkpoint) else str(checkpoint)
+    return store.outer(checkpoint).name if store.is_inside(folder, checkpoint) else str(checkpoint)

@@ -191,8 +191,19 @@ class Settings(ModelSettings):
         description="output folder; None: `work_dirs/<config name>`; `{run_name}` in it: a folder for each run,"
         " named by `visualizer.run_name`, which is needed then, and found again by a resume. `--work-dir`",
     )
+    checkpoint_dir: str | None = Field(
+        default=None,
+        description="folder of the checkpoints, `last_checkpoint`, `best_checkpoint` and `lineage.json`, for one run"
+        " alone; None: the work dir, which has everything else. `{run_name}` in it as in `work_dir`."
+        " [checkpoints.md](checkpoints.md#a-folder-of-their-own). `--checkpoint-dir`",
+    )
     launcher: Literal["none", "pytorch", "slurm", "mpi"] = Field(
         default="none", description="`none`, `pytorch` (torchrun), `slurm` or `mpi`. `--launcher`"
+    )
+    world_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="number of processes that the config is meant for: a start with another one is refused. None: any",
     )
     custom_imports: CustomImports = Field(
         default=CustomImports(),
@@ -213,8 +224,11 @@ class Settings(ModelSettings):
 
     def named(self, name: str | None, folder: str | None) -> Settings:
         """The same, with the name of the run and, where it has a folder of its own, that as ``work_dir``."""
-        found = self.model_copy(update={"work_dir": folder} if folder else {})
-        found._given = {**self._given, "work_dir": folder} if folder else self._given
+        update = {"work_dir": folder} if folder else {}
+        if name and "{run_name}" in (self.checkpoint_dir or ""):
+            update["checkpoint_dir"] = str(self.checkpoint_dir).replace("{run_name}", name)
+        found = self.model_copy(update=update)
+        found._given = {**self._given, **update}
         found._run_name = name
         return found
 
@@ -300,6 +314,16 @@ class Settings(ModelSettings):
         found._run_name, found._given = self._run_name, self._given
         return found
 
+    def with_precision(self, precision: str) -> Settings:
+        """The same, with the precision that was chosen where the config has ``'auto'``."""
+        if self.optim_wrapper.precision == precision:
+            return self
+        wrapper = self.optim_wrapper.model_copy(update={"precision": precision})
+        found = self.model_copy(update={"optim_wrapper": wrapper})
+        found._run_name = self._run_name
+        found._given = {**self._given, "optim_wrapper": {**self._given["optim_wrapper"], "precision": precision}}
+        return found
+
     @property
     def seed(self) -> int:
         """``randomness.seed``, which the start of a run has settled."""
@@ -314,6 +338,11 @@ class Settings(ModelSettings):
         if "{run_name}" in self.work_dir:
             raise ConfigError(f"work_dir is {self.work_dir!r}", remedy="--work-dir DIR names the folder of the run")
         return Path(self.work_dir)
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the checkpoints."""
+        return self.folder if self.checkpoint_dir is None else Path(self.checkpoint_dir)
 
 
 def problems_of(config: Mapping[str, Any]) -> list[ConfigError]:
@@ -533,6 +562,12 @@ def _misfits(settings: Settings) -> Iterator[ConfigError]:
             allowed="{run_name} in work_dir where visualizer.run_name is a template",
             remedy="visualizer=dict(run_name='{model}_{updates}_{date}'), say (docs/configs.md lists the fields), or"
             " run_name='nanovlm'",
+        )
+    if "{run_name}" in (settings.checkpoint_dir or "") and "{run_name}" not in (settings.work_dir or ""):
+        yield ConfigError(
+            f"checkpoint_dir is {settings.checkpoint_dir!r}, and work_dir is {settings.work_dir!r}: a resume would look"
+            " for its checkpoints under another name",
+            allowed="{run_name} in checkpoint_dir where work_dir has it",
         )
     if settings.evaluates and settings.val_dataloader is None:
         yield ConfigError(

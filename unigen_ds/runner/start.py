@@ -19,11 +19,12 @@ from torch import nn
 from unigen_ds.backends.base import Backend
 from unigen_ds.checkpoint.base_files import Base, find_base, read_base
 from unigen_ds.checkpoint.foreign import parse_assume, read_foreign
+from unigen_ds.checkpoint.home import check_home
 from unigen_ds.checkpoint.manifest import Manifest, current_versions
 from unigen_ds.checkpoint.settings import LoadSettings
 from unigen_ds.core import dist, log
 from unigen_ds.core.json_values import json_values
-from unigen_ds.core.optim import ParamGroup
+from unigen_ds.core.optim import AUTO, ParamGroup, settled_precision
 from unigen_ds.core.progress import Duration, Geometry, Ruler
 from unigen_ds.core.settings import Component
 from unigen_ds.data.change import DataChange, compare, continued
@@ -41,6 +42,7 @@ from unigen_ds.runner.build import (
     build_groups,
     build_limits,
     build_model,
+    build_optimizer_config,
     build_schedules,
     named_parameters,
     parameter_table,
@@ -84,8 +86,8 @@ def begin(settings: Settings, *, backend: Backend, geometry: Geometry) -> Beginn
     plan = with_base(plan_run(settings), settings)
     if plan.mode != "resume":
         return Beginning(plan, None)
-    settings = settings.with_seed(plan.seed).with_base(plan.base)
-    start, findings = check_resume(settings, plan, backend=backend, geometry=geometry)
+    settled = settle(settings, plan, backend=backend, geometry=geometry)
+    start, findings = check_resume(settled, plan, backend=backend, geometry=geometry)
     report(findings)
     return Beginning(plan, start, tuple(findings))
 
@@ -95,8 +97,9 @@ def plan_run(settings: Settings) -> ResumePlan:
     folder = settings.folder
     level = settings.env.log_level
     logger = log.setup(rank=dist.env_rank(), log_file=folder / "train.log", level=level, new_start=True)
+    check_home(folder, settings.checkpoints)
     plan = plan_resume(
-        folder,
+        settings.checkpoints,
         resume=settings.resume or False,
         load_from=settings.load_from,
         load_cfg=None if settings.load_cfg == LoadSettings() else settings.load_cfg,
@@ -104,7 +107,31 @@ def plan_run(settings: Settings) -> ResumePlan:
     for message in plan.messages:
         passed_over = message.startswith(NOT_RESUMED)  # updates are lost
         logger.log(WARNING if passed_over else INFO, message)
-    return replace(plan, seed=settled_seed(settings.randomness.seed, plan))
+    return with_choices(plan, settings)
+
+
+def with_choices(plan: ResumePlan, settings: Settings) -> ResumePlan:
+    """``plan`` with the seed and the precision of the run, where the config leaves them open. Rank 0."""
+    given = settings.optim_wrapper.precision
+    stored = plan.manifest.topology.get("precision") if plan.mode == "resume" and plan.manifest is not None else None
+    precision = settled_precision(given, stored)
+    if given == AUTO:
+        why = "as the checkpoint has it" if precision == stored else "as this device computes it"
+        log.logger().info("optim_wrapper.precision is 'auto': this run computes in %s, %s.", precision, why)
+    return replace(plan, seed=settled_seed(settings.randomness.seed, plan), precision=precision)
+
+
+def settle(settings: Settings, plan: ResumePlan, *, backend: Backend, geometry: Geometry) -> Settings:
+    """``settings`` with the choices of ``plan``. The engine is asked again where it was asked for another precision.
+
+    Not collective. Raises ``ConfigError`` where it cannot work.
+    """
+    assert plan.precision is not None, "rank 0 has chosen one"
+    asked = build_optimizer_config(settings)
+    found = settings.with_seed(plan.seed).with_precision(plan.precision).with_base(plan.base)
+    if plan.precision != asked.precision:
+        backend.check(geometry=geometry, optimizer_cfg=replace(asked, precision=plan.precision))
+    return found
 
 
 def with_base(plan: ResumePlan, settings: Settings) -> ResumePlan:
@@ -196,7 +223,7 @@ def check_resume(
         versions=current_versions(),
         on_batch_change=settings.on_batch_change,
         on_data_change=settings.on_data_change,
-        free_bytes=_free_bytes(settings.folder),
+        free_bytes=_free_bytes(settings.checkpoints),
         hashed=hashed,
         unknown=start.unknown,
     )
@@ -241,9 +268,9 @@ def _without_memory(row: Mapping[str, Any]) -> list[tuple[str, nn.Parameter]]:
     return [(name, parameter) for name in (row["name"], *row.get("tied", ()))]
 
 
-def _free_bytes(work_dir: Path) -> int | None:
-    """Free disk space where the work dir is, or will be."""
-    folder = next((path for path in (work_dir, *work_dir.resolve().parents) if path.exists()), None)
+def _free_bytes(checkpoints: Path) -> int | None:
+    """Free disk space where the folder of the checkpoints is, or will be."""
+    folder = next((path for path in (checkpoints, *checkpoints.resolve().parents) if path.exists()), None)
     return shutil.disk_usage(folder).free if folder else None
 
 

@@ -18,6 +18,7 @@ from unigen_ds.checkpoint.weight_files import locate
 from unigen_ds.checkpoint.writers import Entry
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.fitting import by_first_name, misfit, refuse_misfit
+from unigen_ds.core.hub import folder_of
 from unigen_ds.core.log import logger
 from unigen_ds.core.modules import tied_names
 from unigen_ds.core.registry import LAYOUTS
@@ -51,6 +52,7 @@ def open_model(
     Raises ``CheckpointError`` where weights are missing, unexpected or of another shape, ``ConfigError`` where modules
     would have to be imported.
     """
+    path = folder_of(path, where="MODEL")
     found = published_format(path, complete=config is not None)
     if found is not None and found.pretrained:
         if base is not None:

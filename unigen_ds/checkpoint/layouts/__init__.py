@@ -12,7 +12,7 @@ from unigen_ds.checkpoint.layouts.base import PieceReader
 from unigen_ds.checkpoint.layouts.dcp import DCPReader
 from unigen_ds.checkpoint.layouts.deepspeed import DeepSpeedReader
 from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
-from unigen_ds.checkpoint.manifest import Manifest
+from unigen_ds.checkpoint.manifest import FULL, Manifest
 from unigen_ds.core.errors import CheckpointError
 from unigen_ds.core.registry import LAYOUTS
 
@@ -45,4 +45,5 @@ def own_files(manifest: Manifest, folder: str) -> list[str]:
 def shard_folders(manifest: Manifest) -> list[str]:
     """Folders of hooks' shards (``ema``): those that hold safetensors files which the save wrote."""
     paths = (entry.path.rpartition("/") for entry in manifest.files)
-    return sorted({parent for parent, _, name in paths if parent and name.endswith(".safetensors")})
+    found = {parent for parent, _, name in paths if parent and name.endswith(".safetensors")}
+    return sorted(parent for parent in found if parent.partition("/")[0] != FULL)

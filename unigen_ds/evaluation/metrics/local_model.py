@@ -13,7 +13,7 @@ import torch
 
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.files import file_digest
-from unigen_ds.core.paths import download_remedy, is_hub_name
+from unigen_ds.core.hub import folder_of
 
 _READ = {".json", ".safetensors", ".txt", ".model"}
 """Suffixes of the files that transformers reads here; pickled weights are not read."""
@@ -26,16 +26,20 @@ class LocalModel:
     """
 
     def __init__(self, path: str, *, where: str, device: str | None = None) -> None:
-        self.folder, self._where, self._device = Path(path).expanduser(), where, device
+        self._path, self._where, self._device = path, where, device
+
+    @cached_property
+    def folder(self) -> Path:
+        """Where its files are. Raises ``ConfigError`` for a name of the hub that cannot be loaded."""
+        return folder_of(self._path, where=self._where)
 
     def check(self) -> None:
         """Raise ``ConfigError`` where the folder is not there, or has no safetensors."""
         if not self.folder.is_dir():
-            hub = is_hub_name(str(self.folder))
             raise ConfigError(
                 f"{self._where} is {str(self.folder)!r}, and there is no such folder",
-                allowed="a folder with a published model" + "; a name on the hub is not downloaded" * hub,
-                remedy=download_remedy(str(self.folder)) if hub else f"a relative path begins at {Path.cwd()}",
+                allowed="a folder with a published model, or a name on the hub: organisation/name",
+                remedy=f"a relative path begins at {Path.cwd()}",
             )
         if not any(self.folder.glob("*.safetensors")):
             raise ConfigError(

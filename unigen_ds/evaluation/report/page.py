@@ -63,7 +63,7 @@ def render(runs: Mapping[str, WorkDir], *, max_pictures: int = MAX_PICTURES) -> 
     return document(f"{title} – training report", head, body, ", ".join(str(run.path) for run in runs.values()))
 
 
-_NOT_COMPARED = ("work_dir", "resume")
+_NOT_COMPARED = ("work_dir", "checkpoint_dir", "resume")
 _PARTS = (
     ("time", "Time and goodput"),
     ("curves", "Curves"),

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from unigen_ds.checkpoint import store
+from unigen_ds.checkpoint.home import HINT as HOME_HINT
+from unigen_ds.checkpoint.home import home_of
 from unigen_ds.checkpoint.lineage import Lineage
 from unigen_ds.checkpoint.manifest import FILE_NAME as MANIFEST
 from unigen_ds.checkpoint.partial import REPORT_FILE
@@ -189,13 +191,14 @@ def read_work_dir(path: Path) -> WorkDir:
         _by_start(_journal(path / LEDGER_FILE, problems)),
         _journal(path / TIMELINE_FILE, problems),
     )
-    checkpoints = _checkpoints(path, problems)
+    home = _home(path, problems)
+    checkpoints = _checkpoints(home, problems)
     manifests = [found.manifest for found in checkpoints if found.manifest is not None]
     config = starts[-1].record.get("config") if starts and starts[-1].record else None
     if not isinstance(config, Mapping):
         config = manifests[-1].config if manifests else {}
     kept = in_effect(metrics)
-    best, best_state = _best(path, checkpoints, problems)
+    best, best_state = _best(home, checkpoints, problems)
     skipped_file = path / SKIPPED_FILE
     return WorkDir(
         path=path,
@@ -206,7 +209,7 @@ def read_work_dir(path: Path) -> WorkDir:
         statistics=[line for line in kept if line.get("event") == STATISTICS and _whole(line.get("update"))],
         evaluations=_once(_evaluations(kept), _results(path, problems, prefix=_async_prefix(config, kept))),
         checkpoints=checkpoints,
-        lineage=_lineage(path, problems),
+        lineage=_lineage(home, problems),
         best=best,
         best_state=best_state,
         skipped=in_effect(_journal(skipped_file, problems)) if skipped_file.exists() else [],
@@ -454,6 +457,14 @@ def _text(file: Path, problems: list[tuple[str, str]]) -> str | None:
     except OSError as error:
         problems.append((file.name, f"cannot be read: {error.strerror or error}"))
     return None
+
+
+def _home(path: Path, problems: list[tuple[str, str]]) -> Path:
+    try:
+        return home_of(path)
+    except CheckpointError as error:
+        problems.append((HOME_HINT, str(error)))
+        return path
 
 
 def _checkpoints(path: Path, problems: list[tuple[str, str]]) -> list[store.Found]:

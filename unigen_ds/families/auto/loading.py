@@ -19,10 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from unigen_ds.core.errors import CheckpointError, ConfigError
-from unigen_ds.core.hub import download
+from unigen_ds.core.hub import folder_of
 from unigen_ds.core.json_values import stored_object
 from unigen_ds.core.log import logger
-from unigen_ds.core.paths import is_hub_name
 from unigen_ds.core.settings import plain
 from unigen_ds.models.weights import Pretrained, Stored, stored_tensors
 
@@ -33,16 +32,14 @@ _NOT_THE_MODELS = ("transformers_version", "_name_or_path", "dtype", "torch_dtyp
 
 def model_folder(path: str, *, where: str = "model.pretrained") -> Path:
     """The folder of a model; one of the hub is downloaded into its cache. Raises ``ConfigError``."""
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        return folder
-    if not is_hub_name(path):
+    folder = folder_of(path, where=where)
+    if not folder.is_dir():
         raise ConfigError(
             f"{where} is {path!r}, and there is no such folder",
             allowed="a folder with config.json and *.safetensors, or a name on the hub: organisation/name",
             remedy=f"check the path; a relative one begins at {Path.cwd()}",
         )
-    return download(path, where=where, weights=True)
+    return folder
 
 
 def read_config(folder: Path | None, given: Mapping[str, Any]) -> Any:

@@ -1,0 +1,106 @@
+"""Where the checkpoints of a run are: in its work dir, or in ``checkpoint_dir`` of its config.
+
+With a ``checkpoint_dir`` each of the two folders has a file of one line. ``WORK_DIR/checkpoint_dir.txt`` names the
+folder of the checkpoints, so that every tool finds them that is passed the work dir; ``CHECKPOINT_DIR/work_dir.txt``
+names the run that they belong to, so that no other one continues from them, counts them or deletes them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from unigen_ds.checkpoint import store
+from unigen_ds.core.errors import CheckpointError, ConfigError
+from unigen_ds.core.files import write_text_atomic
+from unigen_ds.core.metrics import METRICS_FILE
+
+HINT = "checkpoint_dir.txt"
+"""File of a work dir: the folder of its checkpoints."""
+OWNER = "work_dir.txt"
+"""File of a checkpoint dir: the work dir of its run."""
+
+
+def home_of(directory: Path) -> Path:
+    """The folder of the checkpoints of the run whose work dir ``directory`` is; any other path as it is.
+
+    Raises ``CheckpointError`` where the work dir names a folder that is not there.
+    """
+    named = _line(directory / HINT)
+    if named is None:
+        return directory
+    home = Path(named)
+    if not home.is_dir():
+        raise CheckpointError(
+            f"the checkpoints of {directory} are in {home}, as {directory / HINT} states, and there is no such folder",
+            remedy=f"restore it; if it was moved, write its present path into {directory / HINT}",
+        )
+    return home
+
+
+def check_home(work_dir: Path, home: Path) -> None:
+    """Refuse a ``home`` with which a start would not see the checkpoints of its own run, or would use another run's.
+
+    Reads files only. Raises ``ConfigError``.
+    """
+    named = _line(work_dir / HINT)
+    before = work_dir if named is None else Path(named)
+    if not same(before, home) and (held := store.list_checkpoints(before)):
+        where = "checkpoint_dir" if not same(work_dir, home) else "without a checkpoint_dir they would be"
+        keep = "leave checkpoint_dir out" if same(before, work_dir) else f"--checkpoint-dir {before}"
+        raise ConfigError(
+            f"the run in {work_dir} has {len(held)} checkpoint(s) in {before}, and {where} in {home}",
+            remedy=f"{keep} to continue it; or first move all that is in {before} and belongs to checkpoints (their"
+            f" folders, {store.HINT}, lineage.json) to {home}; or another --work-dir for another run",
+        )
+    if named is not None and same(before, home) and not home.is_dir():
+        raise ConfigError(
+            f"the checkpoints of the run in {work_dir} were in {home}, and there is no such folder",
+            remedy=f"restore it; or delete {work_dir / HINT} to begin without them",
+        )
+    owner = _line(home / OWNER)
+    if owner is not None and not same(Path(owner), work_dir) and _names(Path(owner), home):
+        raise _taken(home, Path(owner), work_dir)
+    if not same(work_dir, home) and (home / METRICS_FILE).exists():
+        raise _taken(home, home, work_dir)
+
+
+def claim(work_dir: Path, home: Path) -> None:
+    """Write the two files; a work dir with its own checkpoints has none. Called on rank 0, with both folders locked.
+
+    Raises ``ConfigError`` as ``check_home``, for another run may have had the lock in between.
+    """
+    check_home(work_dir, home)
+    if same(work_dir, home):
+        for name in (HINT, OWNER):
+            (work_dir / name).unlink(missing_ok=True)
+        return
+    for file, path in ((work_dir / HINT, home.resolve()), (home / OWNER, work_dir.resolve())):
+        if _line(file) != str(path):
+            write_text_atomic(file, f"{path}\n")
+
+
+def same(one: Path, other: Path) -> bool:
+    """Whether two paths are the same folder, which need not exist."""
+    return one.resolve() == other.resolve()
+
+
+def _names(work_dir: Path, home: Path) -> bool:
+    """Whether a work dir, which may have been deleted or moved, has its checkpoints in ``home``."""
+    named = _line(work_dir / HINT)
+    return named is not None and same(Path(named), home)
+
+
+def _taken(home: Path, owner: Path, work_dir: Path) -> ConfigError:
+    return ConfigError(
+        f"{home} has the checkpoints of the run in {owner}, and this run is in {work_dir}",
+        allowed="a folder of checkpoints for each run",
+        remedy=f"another --checkpoint-dir; or, to continue that run, --work-dir {owner}",
+    )
+
+
+def _line(path: Path) -> str | None:
+    """The content of a file of one line, if it is there and can be read."""
+    try:
+        return path.read_text(encoding="utf-8").strip() or None
+    except (OSError, ValueError):
+        return None
