@@ -1,4 +1,4 @@
-"""Cuts of an update, what a change of the effective batch does to the learning rate, and the three memory plans."""
+"""Splits of an update, what a change of the effective batch does to the learning rate, and the plans of memory."""
 
 from __future__ import annotations
 
@@ -40,25 +40,28 @@ LOADER = TrainDataloader.parse({"batch_size": 64, "dataset": SOURCE})
 
 def test_the_plans_keep_the_effective_batch(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    a, b, c = memory_plans(
+    a, b, c, d = memory_plans(
         Geometry(64, 2, 2), backend=DeepSpeedBackend(config="zero2"), loader=LOADER, recomputes=False
     )
-    assert (a.geometry, b.geometry, c.geometry) == (Geometry(32, 4, 2), Geometry(32, 2, 4), Geometry(64, 2, 2))
+    assert (a.geometry, b.geometry, c.geometry) == (Geometry(32, 4, 2), Geometry(32, 2, 4), Geometry(16, 4, 4))
+    assert d.geometry == Geometry(64, 2, 2)
     assert a.overrides == {"optim_wrapper.accumulative_counts": 4, "train_dataloader.batch_size": 32}
-    assert c.overrides == {"model.activation_checkpointing": True} and c.backend == "deepspeed:zero3"
-    assert {plan.geometry.global_batch_size for plan in (a, b, c)} == {256}
+    assert d.overrides == {"model.activation_checkpointing": True} and d.backend == "deepspeed:zero3"
+    assert {plan.geometry.global_batch_size for plan in (a, b, c, d)} == {256}
 
 
 def test_one_process_needs_another_backend_for_more():
-    _, b, c = memory_plans(Geometry(4), backend=SingleBackend(), loader=LOADER, recomputes=None)
-    assert (b.backend, c.backend) == ("deepspeed:zero2", "deepspeed:zero2_offload")
+    _, b, c, d = memory_plans(Geometry(4), backend=SingleBackend(), loader=LOADER, recomputes=None)
+    assert (b.backend, c.backend, d.backend) == ("deepspeed:zero2", "deepspeed:zero2", "deepspeed:zero2_offload")
 
 
 def test_a_batch_of_one_cannot_be_made_smaller():
-    (c,) = memory_plans(
+    (d,) = memory_plans(
         Geometry(1, 8), backend=FSDPBackend(sharding_strategy="NO_SHARD"), loader=LOADER, recomputes=False
     )
-    assert c.name == "C" and c.backend == "fsdp:FULL_SHARD"
+    assert d.name == "D" and d.backend == "fsdp:FULL_SHARD"
+    names = [p.name for p in memory_plans(Geometry(2), backend=SingleBackend(), loader=LOADER, recomputes=None)]
+    assert names == ["A", "B", "D"], "more processes leave one sequence for each"
 
 
 def test_an_odd_batch_is_cut_by_its_smallest_factor():

@@ -201,7 +201,7 @@ class HungryHook(Hook):
 """
 
 
-def test_a_real_out_of_memory_error_prints_the_three_plans(tmp_path, run_dir):
+def test_a_real_out_of_memory_error_prints_the_plans(tmp_path, run_dir):
     (tmp_path / "hungry.py").write_text(HUNGRY, encoding="utf-8")
     write_digits(run_dir.parent / "digits")
     command = [sys.executable, "tools/train.py", "unified_digits", "--work-dir", str(tmp_path / "run"), "--resume"]
@@ -210,7 +210,8 @@ def test_a_real_out_of_memory_error_prints_the_three_plans(tmp_path, run_dir):
     done = run(command, cwd=ROOT, env=environment, text=True, timeout=200)
     assert done.returncode == 1 and "can't allocate memory" in done.stderr
     plans = [line for line in done.stderr.splitlines() if line.strip().startswith("plan ")]
-    assert [line.split()[1] for line in plans] == ["A", "B", "C"]
+    assert [line.split()[1] for line in plans] == ["A", "B", "C", "D"]
     assert "train_dataloader.batch_size=2" in plans[0] and "optim_wrapper.accumulative_counts=6" in plans[0]
     assert "--nproc_per_node 2" in plans[1] and "--backend deepspeed:zero2" in plans[1]
+    assert all(word in plans[2] for word in ("batch_size=1", "accumulative_counts=6", "--nproc_per_node 2"))
     assert all("--resume" in plan and f"--work-dir {tmp_path / 'run'}" in plan for plan in plans)

@@ -1,13 +1,13 @@
 """How an update is split: geometries that keep an effective batch, and how its change affects the learning rate.
 
-In: numbers. Out: geometries, factors, and the three plans for a device that is too small. Nothing here reads a file.
+In: numbers. Out: geometries, factors, and the plans for a device that is too small. Nothing here reads a file.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from unigen_ds.backends.base import Backend
@@ -66,19 +66,24 @@ class MemoryPlan:
 def memory_plans(
     geometry: Geometry, *, backend: Backend, loader: TrainDataloader, recomputes: bool | None
 ) -> list[MemoryPlan]:
-    """The three out-of-memory plans: smaller micro-batches (A), more processes (B), less kept on each device (C).
+    """The out-of-memory plans: smaller micro-batches (A), more processes (B), both (C), less kept on each device (D).
 
     ``recomputes``: ``model.activation_checkpointing``; None: the config does not have it.
-    All keep the effective batch, so the run continues as the same training. A and B are absent at ``batch_size`` 1.
+    All keep the effective batch, so the run continues as the same training. A and B are absent at ``batch_size`` 1, C
+    where B has it.
     """
     plans = []
     size, counts, ranks = geometry.batch_size, geometry.accumulative_counts, geometry.dp_size
     if size > 1:
-        factor = next(f for f in range(2, size + 1) if size % f == 0)
-        finer = Geometry(size // factor, counts * factor, ranks)
-        plans.append(MemoryPlan("A", "smaller micro-batches, more of them", finer, geometry_keys(finer, loader)))
+        finer = _finer(geometry)
+        factor = finer.accumulative_counts // counts
         wider = Geometry(size // factor, counts, ranks * factor)
-        plans.append(MemoryPlan("B", "more processes", wider, geometry_keys(wider, loader), backend.for_more_processes))
+        several = backend.for_more_processes
+        plans.append(MemoryPlan("A", "smaller micro-batches, more of them", finer, geometry_keys(finer, loader)))
+        plans.append(MemoryPlan("B", "more processes", wider, geometry_keys(wider, loader), several))
+        if wider.batch_size > 1:
+            both = _finer(wider)
+            plans.append(MemoryPlan("C", "both", both, geometry_keys(both, loader), several))
     overrides: dict[str, Any] = {}
     if recomputes is False:
         overrides["model.activation_checkpointing"] = True
@@ -86,8 +91,15 @@ def memory_plans(
         words = " and ".join(
             ["activation checkpointing"] * bool(overrides) + [f"the backend {backend.lighter}"] * bool(backend.lighter)
         )
-        plans.append(MemoryPlan("C", words, geometry, overrides, backend.lighter))
+        plans.append(MemoryPlan("D", words, geometry, overrides, backend.lighter))
     return plans
+
+
+def _finer(geometry: Geometry) -> Geometry:
+    """The micro-batch divided by its smallest factor, and so many times as many of them; it is more than 1."""
+    size = geometry.batch_size
+    factor = next(f for f in range(2, size + 1) if size % f == 0)
+    return replace(geometry, batch_size=size // factor, accumulative_counts=geometry.accumulative_counts * factor)
 
 
 def geometry_keys(geometry: Geometry, loader: TrainDataloader) -> dict[str, Any]:

@@ -196,7 +196,7 @@ def plans_of(settings: Settings, geometry: Geometry, backend: Backend) -> list[M
 
 
 def advice(config: Any, arguments: Sequence[str]) -> str:
-    """The three out-of-memory plans as commands, for a run that was started with these arguments."""
+    """The out-of-memory plans as commands, for a run that was started with these arguments."""
     settings = Settings.from_config(config)
     backend, geometry = build_engine(settings)
     plans = plans_of(settings, geometry, backend)
