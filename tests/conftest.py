@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -70,6 +71,9 @@ def _plain_logger() -> Iterator[None]:
     """A run configures the logger of the whole process; the next test needs an unconfigured one, for caplog."""
     log = logging.getLogger("unigen_ds")
     log.propagate = True
+    for handler in logging.getLogger("transformers").handlers:  # made by a test whose output was captured, maybe
+        if type(handler) is logging.StreamHandler and handler.stream.closed:
+            handler.setStream(sys.__stderr__)
     yield
     for handler in list(log.handlers):
         log.removeHandler(handler)

@@ -183,7 +183,7 @@ def test_bertscore_counts_empty_texts_as_zero_and_names_truncated_ones(
 
 
 def test_bertscore_refuses_what_is_no_local_model(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"metrics\[0\].*'roberta-large/x'.*not downloaded.*hf download"):
+    with pytest.raises(ConfigError, match=r"metrics\[0\].*'roberta-large/x' is no folder here.*hf download"):
         build_metrics([{"type": "BERTScore", "path": "roberta-large/x"}])
     (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(ConfigError, match=r"no safetensors.*pickled weights are not read"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
@@ -14,7 +14,7 @@ from mmengine.registry import Registry
 
 from unigen_ds.core import former
 from unigen_ds.core.config_hints import ANYWHERE, backend_hint, backend_spec
-from unigen_ds.core.errors import ConfigError, UnknownKey, close, nearest, raise_any
+from unigen_ds.core.errors import ConfigError, UnknownKey, close, nearest, raise_any, valid_names
 from unigen_ds.core.log import logger
 from unigen_ds.core.values import argument_hints, described, fits, nested, shown
 
@@ -223,7 +223,7 @@ def argument_problems(
         for key in arguments:
             if key not in parameters:
                 problem = f"{where} has no key {key!r} ({cls.__name__})"
-                advice = ANYWHERE.get(key) or (None if close(key, valid) else _of_another(registry, cls, key))
+                advice = ANYWHERE.get(key) or (None if close(key, valid) else _of_another(registry, cls, key, valid))
                 errors.append(UnknownKey(key, section=where, valid=valid, hint=advice, problem=problem))
     hints = {key: hint for key, hint in argument_hints(cls).items() if key in parameters}
     for key, hint in {**{key: hints[key] for key in arguments if key in hints}, **hints}.items():
@@ -242,15 +242,15 @@ def argument_problems(
 _FEW = 3
 
 
-def _of_another(registry: Registry | None, cls: Any, key: str) -> str | None:
+def _of_another(registry: Registry | None, cls: Any, key: str, valid: Iterable[str]) -> str | None:
     """What to do about a key of another component of that kind: probably a ``_base_`` has set it."""
     others = {} if registry is None else registry.module_dict
     having = [name for name, other in others.items() if other is not cls and key in _parameters(other)]
     if not 0 < len(having) <= _FEW:
         return None
     return (
-        f"it is a key of {' and of '.join(having)}: where a _base_ of the config has set it, replace that section:"
-        f" dict(_delete_=True, type={registered_name(cls) or cls.__name__!r}, ...)"
+        f"{valid_names(valid)}; it is a key of {' and of '.join(having)}: where a _base_ of the config has set it,"
+        f" replace that section: dict(_delete_=True, type={registered_name(cls) or cls.__name__!r}, ...)"
     )
 
 

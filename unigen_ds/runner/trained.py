@@ -49,17 +49,20 @@ def open_model(
             this package need no permission.
         base: of adapters: the folder of the base's files; None: as ``find_base`` finds them.
 
-    Raises ``CheckpointError`` where weights are missing, unexpected or of another shape, ``ConfigError`` where modules
-    would have to be imported.
+    Raises ``CheckpointError`` where weights are missing, unexpected or of another shape, or where a published directory
+    is not readable; ``ConfigError`` where modules would have to be imported.
     """
     path = folder_of(path, where="MODEL")
     found = published_format(path, complete=config is not None)
     if found is not None and found.pretrained:
         if base is not None:
             raise ConfigError(f"--base {base} has no effect: {path} is a published directory", remedy="leave it out")
-        settings = ModelSettings.of(found.config(path))
-        processor = build_processor(settings, seed=0)
-        return build_model(settings, processor, seed=0), processor
+        try:
+            settings = ModelSettings.of(found.config(path))
+            processor = build_processor(settings, seed=0)
+            return build_model(settings, processor, seed=0), processor
+        except ConfigError as error:  # the config is the directory's, nobody wrote it
+            raise CheckpointError(f"{path}: {error.problem}", allowed=error.allowed, remedy=error.remedy) from error
     _import_layout(path, tag, config=config, allow=allow_custom_imports)
     source = read_source(path, tag=tag)
     if config is None:
