@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +83,17 @@ def encode_rendered(tokenizer: Any, texts: Sequence[str]) -> list[Encoded]:
     encoded = tokenizer(list(texts), add_special_tokens=False, return_offsets_mapping=True)
     starts = [[start for start, _ in offsets] for offsets in encoded["offset_mapping"]]
     return list(zip(encoded["input_ids"], starts, strict=True))
+
+
+def encode_chats(tokenizer: Any, chats: Sequence[tuple[str, Mapping[str, str]]]) -> Iterator[Encoded]:
+    """Each of some rendered conversations, by a ``ChatTokenizer`` or ``ModelTokenizer``.
+
+    ``chats``: the text, and the signs in it for special tokens that users spelled (``Special.encode_shielded``). Those
+    without signs are tokenized in one call.
+    """
+    together = iter(encode_rendered(tokenizer.chat, [text for text, signs in chats if not signs]))
+    for text, signs in chats:
+        yield tokenizer.special.encode_shielded(text, signs) if signs else next(together)
 
 
 def chat_ids(

@@ -15,7 +15,7 @@ from torch import Tensor
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.registry import checked
 from unigen_ds.data.augment import Augment
-from unigen_ds.data.chat import RenderedChat, encode_rendered, next_token_labels
+from unigen_ds.data.chat import RenderedChat, encode_chats, next_token_labels
 from unigen_ds.data.processor import ConversationProcessor, is_document
 from unigen_ds.data.records import Turn
 from unigen_ds.data.rules import CURRENT, DataRules
@@ -151,11 +151,8 @@ class VLMProcessor(ConversationProcessor):
     ) -> Iterator[Sample]:
         """``plan`` of each (turns, where); their texts are tokenized together."""
         chats = [self._rendered(turns, where, keep_images, reply) for turns, where in records]
-        together = iter(encode_rendered(self.tokenizer.chat, [chat.rendered.text for chat in chats if not chat.signs]))
-        for chat in chats:
-            ids, starts = (
-                self.tokenizer.special.encode_shielded(chat.rendered.text, chat.signs) if chat.signs else next(together)
-            )
+        encoded = encode_chats(self.tokenizer, [(chat.rendered.text, chat.signs) for chat in chats])
+        for chat, (ids, starts) in zip(chats, encoded, strict=True):
             labels = next_token_labels(ids, chat.rendered.from_assistant(starts))
             splits = tuple(self._tiled_splits(ids, labels, chat.images, chat.where))
             yield Sample(splits, plain=is_document(chat.turns), spells_special=chat.spelled)
