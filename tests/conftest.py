@@ -73,7 +73,8 @@ def _plain_logger() -> Iterator[None]:
     log.propagate = True
     for handler in logging.getLogger("transformers").handlers:  # made by a test whose output was captured, maybe
         if type(handler) is logging.StreamHandler and handler.stream.closed:
-            handler.setStream(sys.__stderr__)
+            vars(handler).pop("flush", None)  # transformers sets that of the stream it began with
+            handler.stream = sys.__stderr__
     yield
     for handler in list(log.handlers):
         log.removeHandler(handler)
