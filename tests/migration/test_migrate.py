@@ -102,7 +102,7 @@ VALUES: dict[str, dict[str, Any]] = {
     "torchrun --nproc_per_node=4 train_unified_generation.py ...": {"backend.sharding_strategy": "NO_SHARD"},
     "torchrun --nproc_per_node=4 train_fsdp.py config/train300M_fsdp.yaml"
     " --resume_from checkpoints/fsdp_cpt4000.pth": {
-        "resume": "checkpoints/fsdp_cpt4000.pth", "model.llm.num_hidden_layers": 20, "optim_wrapper.precision": "bf16",
+        "resume": "checkpoints/fsdp_cpt4000.pth", "model.llm.num_hidden_layers": 20, "optim_wrapper.precision": "auto",
     },
     "python train.py --lr_mp 0.01 --lr_vision_backbone 1e-4 --lr_language_backbone 1e-4": {
         "optim_wrapper.paramwise_cfg.groups.0.lr": 0.01, "optim_wrapper.paramwise_cfg.groups.1.lr": 1e-4,

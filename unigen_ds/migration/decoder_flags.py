@@ -21,7 +21,7 @@ def yaml_file(command: Command) -> Draft:
     size = re.search(r"(90|300)m", file.name.lower())
     name = _RECIPES[size[1]] if size else "decoder_lm_90m"
     values = recipe(name)
-    values["optim_wrapper"]["precision"] = "bf16"
+    values["optim_wrapper"]["precision"] = "auto"
     values["visualizer"] = {"vis_backends": [{"type": "TensorboardVisBackend", "save_dir": "./tensorboard"}]}
     values["work_dir"] = "checkpoints"
     values["default_hooks"]["logger"] = {"type": "LoggerHook", "interval": 1, "unit": "update"}
