@@ -2,77 +2,39 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.core.registry import checked
+from unigen_ds.core.errors import DataError
 from unigen_ds.data.records import Turn
 from unigen_ds.data.samples import IGNORED, Loaded
 from unigen_ds.data.splits import TokenSplit
 from unigen_ds.families.auto.batch import ModelBatch
 from unigen_ds.families.auto.model import Cached
 from unigen_ds.families.auto.processor import ModelProcessor
-from unigen_ds.inference.continuation import Choose, chooser, device_of, idle_arguments
+from unigen_ds.inference.answers import LIKELIEST, TextInterface
+from unigen_ds.inference.continuation import Choose, chooser, device_of
 from unigen_ds.inference.generated import Generated, Request
-from unigen_ds.inference.given import MaxLength, MaxParts, Picture, Size, as_file, pictures
 from unigen_ds.inference.sampling import Sampling
 
-_LIKELIEST = Sampling()
 
-
-class ModelInferencer:
-    """A ``CausalLM`` or an ``ImageTextToText`` in evaluation mode with the interface of ``InterleaveInferencer``."""
-
-    answers = ("text",)
-    """What ``complete`` can be asked for."""
+class ModelInferencer(TextInterface):
+    """A ``CausalLM`` or an ``ImageTextToText``. Without a chat template its answer is the continuation."""
 
     def __init__(self, model: Any, processor: ModelProcessor) -> None:
-        self.model, self.processor = model, processor
+        super().__init__(model, processor)
         self.reads_images = processor.pictures is not None
         self._image_ids = [] if processor.pictures is None else processor.pictures.token_ids
 
-    @checked("unified_generate")
-    def unified_generate(
-        self,
-        prompt: str,
-        *,
-        images: Picture | Sequence[Picture] = (),
-        parts: Sequence[Any] = (),
-        understand: bool = True,
-        think: bool = False,
-        size: Size = None,
-        flow: Any = None,
-        max_length: MaxLength = 1000,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        seed: int = 0,
-        on_step: Any = None,
-        max_parts: MaxParts = 0,
-    ) -> Generated:
-        """The answer to ``prompt``, with ``images`` shown before it; without a chat template its continuation.
-
-        ``understand``, ``flow`` and ``on_step`` have no effect. Raises ``ConfigError`` for ``parts``, ``think``,
-        ``size`` and ``max_parts``, and for ``images`` where the model reads none.
-        """
-        shown = pictures(images)
-        given = {"parts": parts, "think": think, "size": size, "max_parts": max_parts}
-        given |= {} if self.reads_images else {"images": shown}
-        unsupported = [name for name, value in given.items() if value]
-        if unsupported:
-            raise ConfigError(f"{', '.join(unsupported)}: this model answers in text")
-        choose = chooser(Sampling(temperature, top_p), [seed])
-        with tempfile.TemporaryDirectory() as folder:
-            paths = [as_file(each, Path(folder) / f"{number}.png") for number, each in enumerate(shown)]
-            loaded = self._asked([*(Turn("user", "image", str(path)) for path in paths), Turn("user", "text", prompt)])
-        return Generated(self._text(self._write(loaded, 0, max_length, choose)), [])
+    def _answer(self, prompt: str, images: Sequence[Path], max_length: int, sampling: Sampling, seed: int) -> str:
+        loaded = self._asked([*(Turn("user", "image", str(path)) for path in images), Turn("user", "text", prompt)])
+        return self._text(self._write(loaded, 0, max_length, chooser(sampling, [seed])))
 
     def complete(
-        self, requests: Sequence[Request], *, max_new_tokens: int, sampling: Sampling = _LIKELIEST, **_: Any
+        self, requests: Sequence[Request], *, max_new_tokens: int, sampling: Sampling = LIKELIEST, **_: Any
     ) -> list[Generated]:
         """The answer to each of some records. Arguments for drawing have no effect."""
         choose = chooser(sampling, [each.seed for each in requests])
@@ -81,10 +43,6 @@ class ModelInferencer:
             prompt = [*each.prompt, _unlearned(each.begin)]
             found.append(Generated(self._text(self._write(prompt, number, max_new_tokens, choose)), []))
         return found
-
-    def idle(self, method: str) -> tuple[Any, ...]:
-        """As of ``InterleaveInferencer``."""
-        return idle_arguments(self.model, self.processor)
 
     def _asked(self, turns: Sequence[Turn]) -> list[Loaded]:
         tokenizer = self.processor.tokenizer

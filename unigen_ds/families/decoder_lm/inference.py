@@ -3,65 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.core.errors import DataError
 from unigen_ds.core.log import logger
-from unigen_ds.core.registry import checked
 from unigen_ds.data.collate import pack_documents
-from unigen_ds.data.processor import ConversationProcessor
 from unigen_ds.data.splits import TokenSplit
-from unigen_ds.inference.continuation import chooser, continue_prompts, idle_arguments
+from unigen_ds.inference.answers import LIKELIEST, TextInterface
+from unigen_ds.inference.continuation import chooser, continue_prompts
 from unigen_ds.inference.generated import Generated, Request
-from unigen_ds.inference.given import MaxLength, MaxParts, Size, pictures
 from unigen_ds.inference.sampling import Sampling
 
-_LIKELIEST = Sampling()
 
+class TextInferencer(TextInterface):
+    """A ``DecoderLM``: its answer is the continuation."""
 
-class TextInferencer:
-    """A ``DecoderLM`` in evaluation mode with the interface of ``InterleaveInferencer``."""
-
-    answers = ("text",)
-    """What ``complete`` can be asked for."""
     reads_images = False
-    """Previews with pictures are refused at the start."""
+    limits = "this model continues a text, and does nothing else"
 
-    def __init__(self, model: Any, processor: ConversationProcessor) -> None:
-        self.model, self.processor = model, processor
-
-    @checked("unified_generate")
-    def unified_generate(
-        self,
-        prompt: str,
-        *,
-        images: Any = (),
-        parts: Sequence[Any] = (),
-        understand: bool = True,
-        think: bool = False,
-        size: Size = None,
-        flow: Any = None,
-        max_length: MaxLength = 1000,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        seed: int = 0,
-        on_step: Any = None,
-        max_parts: MaxParts = 0,
-    ) -> Generated:
-        """The continuation of ``prompt``. ``understand``, ``flow`` and ``on_step`` have no effect.
-
-        Raises ``ConfigError`` for ``images``, ``parts``, ``think``, ``size`` and ``max_parts``.
-        """
-        given = {"images": pictures(images), "parts": parts, "think": think, "size": size, "max_parts": max_parts}
-        unsupported = [name for name, value in given.items() if value]
-        if unsupported:
-            raise ConfigError(f"{', '.join(unsupported)}: this model continues a text, and does nothing else")
-        tokenizer, sampling = self.processor.tokenizer, Sampling(temperature, top_p)
+    def _answer(self, prompt: str, images: Sequence[Path], max_length: int, sampling: Sampling, seed: int) -> str:
+        tokenizer = self.processor.tokenizer
         ids = self.write([tokenizer.bos_id, *tokenizer.encode(prompt)], max_length, seed=seed, **vars(sampling))
-        return Generated(tokenizer.decode(ids), [])
+        return str(tokenizer.decode(ids))
 
     def complete(
-        self, requests: Sequence[Request], *, max_new_tokens: int, sampling: Sampling = _LIKELIEST, **_: Any
+        self, requests: Sequence[Request], *, max_new_tokens: int, sampling: Sampling = LIKELIEST, **_: Any
     ) -> list[Generated]:
         """The answer to each of some records of texts. It ends where the model has no more positions.
 
@@ -82,10 +49,6 @@ class TextInferencer:
             )
             texts |= {i: self.processor.tokenizer.decode(ids) for i, ids in zip(group, written, strict=True)}
         return [Generated(texts[i], []) for i in range(len(requests))]
-
-    def idle(self, method: str) -> tuple[Any, ...]:
-        """As of ``InterleaveInferencer``."""
-        return idle_arguments(self.model, self.processor)
 
     def _limit(self, num_tokens: int) -> int:
         """Tokens that may follow a prompt: the last one is not read any more. Raises ``DataError`` for none."""
