@@ -54,7 +54,8 @@ from unigen_ds.hooks.timeline import TimelineHook
 from unigen_ds.models.lora import add_adapters
 from unigen_ds.optim.param_groups import build_param_groups
 from unigen_ds.resume.geometry import lr_factor
-from unigen_ds.runner.settings import ModelSettings, Settings, TrainCfg, family_of_model
+from unigen_ds.runner.family_settings import family_of_model
+from unigen_ds.runner.settings import ModelSettings, Settings, TrainCfg
 from unigen_ds.schedule.schedule import Schedules
 
 

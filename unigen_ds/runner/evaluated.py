@@ -33,7 +33,8 @@ from unigen_ds.evaluation.scoring import evaluate as score
 from unigen_ds.evaluation.validation import Validation
 from unigen_ds.families.directories import published_format
 from unigen_ds.runner.build import Data, build_data, build_processor, build_validation, build_validation_data, rules_of
-from unigen_ds.runner.settings import Settings, import_custom
+from unigen_ds.runner.custom_imports import import_custom
+from unigen_ds.runner.settings import Settings
 from unigen_ds.runner.trained import config_of, import_stored, open_model, self_contained
 
 _SECTIONS = ("model", "tokenizer", "processor", "train_dataloader", "val_dataloader", "optim_wrapper", "loss_weights",

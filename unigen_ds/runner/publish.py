@@ -16,7 +16,7 @@ from unigen_ds.core.log import logger
 from unigen_ds.families.base import exported_format
 from unigen_ds.models.lora import adapted, merge_adapters, rounding, write_adapters
 from unigen_ds.models.quantized import QuantizedLinear
-from unigen_ds.runner.settings import family_of_model
+from unigen_ds.runner.family_settings import family_of_model
 from unigen_ds.runner.trained import open_model
 
 

@@ -7,16 +7,11 @@ imported, and all problems are reported in one ``ConfigError``.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import math
-import os
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from logging import WARNING
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from mmengine.config import Config
 from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
@@ -28,40 +23,29 @@ from unigen_ds.checkpoint.base_files import Base
 from unigen_ds.checkpoint.settings import LoadSettings
 from unigen_ds.core import config as files
 from unigen_ds.core.batch import DEFAULT_WEIGHT
-from unigen_ds.core.config_file import with_bases
 from unigen_ds.core.errors import ConfigError, raise_any
-from unigen_ds.core.log import logger, notice
+from unigen_ds.core.log import notice
 from unigen_ds.core.paths import expand_paths
-from unigen_ds.core.registry import BACKENDS, MODELS, argument_problems, find, undone_on_failure
-from unigen_ds.core.settings import LISTED, Component, Of, Section, argument_defaults, keys, one_or_many
+from unigen_ds.core.registry import BACKENDS, MODELS, find
+from unigen_ds.core.settings import LISTED, Component, Of, Section, argument_defaults, keys
 from unigen_ds.core.translate import FOREIGN, is_translated, translate
 from unigen_ds.core.values import Number
 from unigen_ds.data import packing as _packing  # noqa: F401
 from unigen_ds.data import tokenizers as _tokenizers  # noqa: F401
-from unigen_ds.data.augment import CHANGES, misplaced
-from unigen_ds.data.settings import Tokenizer, TrainDataloader, Transform, ValDataloader
+from unigen_ds.data.settings import Tokenizer, TrainDataloader, ValDataloader
 from unigen_ds.evaluation import metrics as _metrics  # noqa: F401
 from unigen_ds.families import directories as _families  # noqa: F401
 from unigen_ds.families.bagel.family import Bagel
-from unigen_ds.families.base import Family, families, family_of
 from unigen_ds.hooks.evaluate import EvaluateHook
 from unigen_ds.hooks.mmengine import stops_early
 from unigen_ds.hooks.settings import CustomHook, DefaultHooks
 from unigen_ds.models.settings import Lora
 from unigen_ds.optim.settings import Finite, OptimWrapper
+from unigen_ds.runner.custom_imports import CustomImports, import_custom, importable
 from unigen_ds.runner.environment import Environment
+from unigen_ds.runner.family_settings import PROCESSOR_KEYS, channel_problems, family_of_model, family_problems
 from unigen_ds.schedule.settings import Curve
 from unigen_ds.tracking.settings import Visualizer
-
-PROCESSOR_KEYS = (
-    "vit_transform", "vae_transform", "augment", "vit_augment", "text_dropout", "vit_dropout", "vae_dropout",
-    "timestep", "ce_reweight", "max_image_size", "resize_to_max_side_len",
-)  # fmt: skip
-"""Keys of ``processor`` of the families of this package."""
-_FIXED = ("tokenizer", "seed", "rules")
-"""Arguments of a processor that no config sets in its section."""
-_CHANNELS = {"RGB": 3, "L": 1}
-_WITH_MODE = ("ImageTransform", "CenterCrop", "FixedSize")
 
 
 def _single_by_default(given: Any) -> Any:
@@ -97,14 +81,6 @@ class TrainCfg(Section):
         """(amount, unit) of each limit that is given."""
         units = {"max_epochs": "epoch", "max_iters": "iteration", "max_updates": "update", "max_tokens": "token"}
         return [(getattr(self, key), unit) for key, unit in units.items() if getattr(self, key) is not None]
-
-
-class CustomImports(Section):
-    """A user's own modules, which register their classes."""
-
-    imports: Annotated[tuple[str, ...], BeforeValidator(lambda given: (given,) if isinstance(given, str) else given),
-                       LISTED] = Field(default=(), description="names of modules, as Python imports them")  # fmt: skip
-    allow_failed_imports: bool = Field(default=False, description="True: a module that cannot be imported is a warning")
 
 
 class ModelSettings(Section):
@@ -263,12 +239,12 @@ class Settings(ModelSettings):
         found, more = cls.checked(given, whole=whole)
         errors += more
         if whole:
-            errors += _of_family(given)
+            errors += family_problems(given)
             part = (
                 found
                 or ModelSettings.checked({key: given[key] for key in ModelSettings.model_fields if key in given})[0]
             )
-            errors += [] if part is None else _channels(part)
+            errors += [] if part is None else channel_problems(part.model, part.processor)
         if found is None or errors:
             return None, errors
         found._given = given
@@ -361,11 +337,6 @@ def known_keys() -> dict[str, Any]:
     return {**found, **{key: files.OfFamily(dict.fromkeys(names)) for key, names in of_family.items()}}
 
 
-def family_of_model(kind: type) -> Family:
-    """The family of a model's class; a model that no family has is trained on conversations, as ``UnifiedModel`` is."""
-    return family_of(kind) or Bagel()
-
-
 # ---- from files -----------------------------------------------------------------------------------------------------
 
 
@@ -450,104 +421,7 @@ def normalised(config: Any) -> tuple[dict[str, Any], list[ConfigError]]:
     return {key: value for key, value in given.items() if key in schema}, [*errors, *top]
 
 
-def custom_modules(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The modules of ``custom_imports``. Raises ``ConfigError`` where it names none."""
-    return CustomImports.parse(config.get("custom_imports"), where="custom_imports").imports
-
-
-_beside: dict[str, None] = {}
-"""Folders of configs and their bases where modules of ``custom_imports`` were looked for, as they are nowhere else."""
-
-
-def importable(config: Config) -> None:
-    """Modules of ``custom_imports`` that Python does not find are looked for beside the config and its bases. For the
-    whole process: worker processes of data loaders import them again.
-    """
-    given = config.get("custom_imports")
-    names = given.get("imports") if isinstance(given, Mapping) else None
-    names = [names] if isinstance(names, str) else names or []
-    if not config.filename or not any(isinstance(name, str) and _is_missing(name) for name in names):
-        return
-    for file in with_bases(Path(config.filename).resolve()):
-        _beside[str(file.parent)] = None
-        if str(file.parent) not in sys.path:
-            sys.path.append(str(file.parent))
-
-
-def _is_missing(name: str) -> bool:
-    top = name.partition(".")[0]
-    try:
-        return top not in sys.modules and importlib.util.find_spec(top) is None
-    except (ImportError, ValueError):
-        return True
-
-
-def import_custom(config: Mapping[str, Any]) -> None:
-    """``custom_imports=dict(imports=['my.module'])``: modules that register a user's own classes."""
-    found = CustomImports.parse(config.get("custom_imports"), where="custom_imports")
-    for name in found.imports:
-        try:
-            with undone_on_failure():
-                importlib.import_module(name)
-        except ImportError as error:
-            absent = isinstance(error, ModuleNotFoundError) and _is_missing(name)
-            searched = ["the installed packages", f"PYTHONPATH ({os.environ.get('PYTHONPATH') or 'not set'})", *_beside]
-            reason = f"there is no such module in {', '.join(searched)}" if absent else str(error)
-            problem = f"custom_imports: {name!r} cannot be imported: {reason}"
-            if not found.allow_failed_imports:
-                remedy = "put it beside the config, or start with PYTHONPATH=FOLDER" if absent else None
-                raise ConfigError(problem, remedy=remedy) from error
-            logger().log(WARNING, problem)
-        except KeyError as error:
-            if "is already registered" not in str(error):
-                raise
-            raise ConfigError(
-                f"custom_imports: {name!r} registers a name that is in use: {error.args[0]}",
-                remedy="another name for your class, or register_module(name='...')",
-            ) from error
-
-
 # ---- checks that involve several sections ---------------------------------------------------------------------------
-
-
-def _of_family(given: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """What is wrong with ``tokenizer``, ``processor`` and ``loss_weights``, which depend on the model's family."""
-    try:
-        family = family_of_model(find(MODELS, given.get("model") or {}, where=""))
-    except ConfigError:
-        return  # reported with the model
-    if family.needs_tokenizer and given.get("tokenizer") is None:
-        yield ConfigError("the config has no tokenizer", remedy="docs/configs.md describes every key")
-    processor, weights = given.get("processor"), given.get("loss_weights")
-    if isinstance(processor, Mapping):
-        yield from (
-            ConfigError(f"processor.{key} cannot be set", remedy="delete it") for key in _FIXED if key in processor
-        )
-        listed = {**processor, **{key: [processor[key]] for key in CHANGES if isinstance(processor.get(key), Mapping)}}
-        yield from argument_problems(family.processor_arguments(), listed, where="processor", provided=_FIXED)
-        yield from _of_transforms(processor)
-    others = {term for other in families() for term in other.terms}
-    for term in weights if isinstance(weights, Mapping) else ():
-        if term not in family.terms and term in others:  # a config that several kinds of models share
-            notice(f"loss_weights.{term} has no effect: {family.model.__name__} has no such loss term.")
-        elif term not in family.terms:
-            problem, remedy = f"loss_weights.{term} is the weight of no loss term", "has no other loss terms"
-            yield ConfigError(problem, allowed=", ".join(family.terms), remedy=f"{family.model.__name__} {remedy}")
-
-
-def _of_transforms(processor: Mapping[str, Any]) -> Iterator[ConfigError]:
-    of: Of = get_args(Transform)[1]
-
-    def problems(spec: Any, where: str, *, changes: bool) -> list[ConfigError]:
-        return of.problems(spec, where=where) or misplaced(find(of.registry, spec, where=where), where, changes=changes)
-
-    for key in ("vit_transform", "vae_transform"):
-        if isinstance(spec := processor.get(key), Mapping):
-            yield from problems(spec, f"processor.{key}", changes=False)
-    for key in CHANGES:
-        augment = one_or_many(processor.get(key))
-        for index, spec in enumerate(augment if isinstance(augment, tuple) else ()):
-            yield from problems(spec, f"processor.{key}[{index}]", changes=True)
 
 
 _ADD_VALIDATION = "val_dataloader=dict(split=0.02), or dict(dataset=dict(type=...)); or delete the hook"
@@ -586,19 +460,3 @@ def _misfits(settings: Settings) -> Iterator[ConfigError]:
                 f"model.type is {model.cls.__name__}, which has no {method}(), and backend {engine.name!r} needs it"
             )
             yield ConfigError(problem, remedy=advice)
-
-
-def _channels(settings: ModelSettings) -> Iterator[ConfigError]:
-    """Images of other channels than the model's input."""
-    model = settings.model
-    for part, key in (("vae", "channels"), ("vit", "num_channels")):
-        transform, section = settings.processor.get(f"{part}_transform"), model.get(part)
-        given = section.get(key, 3) if isinstance(section, Mapping) else None
-        spec = transform if isinstance(transform, Mapping) else {}
-        mode = (spec.get("mode") or "RGB") if spec.get("type") in _WITH_MODE else None
-        made = _CHANNELS.get(str(mode))
-        if isinstance(given, int) and made is not None and given != made:
-            other = next((name for name, number in _CHANNELS.items() if number == given), None)
-            grey = f"processor.{part}_transform.mode={other!r} converts the images, or " if other else ""
-            problem = f"model.{part}.{key} is {given}, and processor.{part}_transform makes {made} (mode={mode!r})"
-            yield ConfigError(problem, remedy=f"{grey}model.{part}.{key}={made} keeps them as they are")

@@ -26,7 +26,9 @@ from unigen_ds.families.directories import formats, published_format
 from unigen_ds.models.lora import base_tensors
 from unigen_ds.resume.edited import BUILT
 from unigen_ds.runner.build import build_model, build_processor
-from unigen_ds.runner.settings import ModelSettings, custom_modules, family_of_model, import_custom
+from unigen_ds.runner.custom_imports import custom_modules, import_custom
+from unigen_ds.runner.family_settings import family_of_model
+from unigen_ds.runner.settings import ModelSettings
 
 
 def open_model(
