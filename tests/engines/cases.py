@@ -59,6 +59,8 @@ class Phase:
     """A config below the repository's root, which ``main`` of ``tools/train.py`` trains; None: ``tests/tiny.py``."""
     per_node: int | None = None
     """Processes of a node, as a launcher announces them; None: all are on one."""
+    folder: str = ""
+    """The work dir below the job's, where all phases are in the same processes; empty: the phase's number."""
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ GROUPS: dict[str, Callable[..., list[Job]]] = {
     "plugin": feature_cases.plugin,
     "best": lambda full: feature_cases.best(),
     "models": model_cases.models,
+    "auto": model_cases.auto,
     "models_bf16": model_cases.models_bf16,
     "parts": model_cases.parts,
     "models_recompute": model_cases.models_recompute,

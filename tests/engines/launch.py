@@ -127,10 +127,11 @@ class Launched:
         assert (out / "results.json").is_file(), _end(out)
         self.results |= json.loads((out / "results.json").read_text())
 
-    def outcome(self, name: str) -> Outcome:
+    def outcome(self, name: str, folder: str = "") -> Outcome:
+        """``folder``: of a phase, where all are in the same processes."""
         problem = self.results[name]["problem"]
         assert problem is None, f"{name}: {problem}"
-        return Outcome(self.out / name)
+        return Outcome(self.out / name / folder)
 
 
 def _preloaded(jobs: Sequence[Job], out: Path) -> dict[str, str]:
@@ -147,7 +148,7 @@ class OnDemand(Launched):
         self.out, self._jobs = out, {job.name: job for job in jobs}
         self.results = {}
 
-    def outcome(self, name: str) -> Outcome:
+    def outcome(self, name: str, folder: str = "") -> Outcome:
         chain: list[Job] = []
         wanted: str | None = name
         while wanted is not None and wanted not in self.results:
@@ -155,7 +156,7 @@ class OnDemand(Launched):
             wanted = chain[0].resumes
         if chain:
             self._finish(self._begin(chain), timeout_s=600.0)
-        return super().outcome(name)
+        return super().outcome(name, folder)
 
 
 _WANTED: set[str] = set()
@@ -251,7 +252,7 @@ def has_zero_gradient(name: str) -> bool:
 
     Not so in the language model, where a norm follows the projection.
     """
-    towers = ("vit_model.", "vision_model.", "model.vision_tower.")
+    towers = ("vit_model.", "vision_model.", "model.vision_tower.", "model.vision_model.")
     return name.startswith(towers) and name.endswith("k_proj.bias")
 
 

@@ -16,6 +16,7 @@ from tests.engines.cases import (
     killed_and_straight,
 )
 from tests.engines.pictures import LONGEST
+from tests.families.tiny_transformers import IMAGE
 
 MODEL_UPDATES, PARTS_UPDATES = 8, 3
 FEW = ("zero2", "zero3", "FULL_SHARD")
@@ -52,15 +53,30 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
     "vlm": (VLM, "talks/mixed.jsonl"),
     "flux": (FLUX, "drawings/mixed.jsonl"),
 }
-LLAVA: dict[str, Any] = {
-    "model": {"type": "ImageTextToText", "pretrained": "{data}/models/llava"},
-    "tokenizer": {"type": "ModelTokenizer", "path": "{data}/models/llava"},
-    "processor": None,
-    "train_dataloader__seq_length": 2 * LONGEST,
-    "train_dataloader__overflow": "truncate",
-}
+
+
+def of_transformers(kind: str) -> tuple[dict[str, Any], str]:
+    """Settings and data of a model of ``tests/families/tiny_transformers.py``."""
+    settings: dict[str, Any] = {
+        "model": {"type": "ImageTextToText" if kind in IMAGE else "CausalLM", "pretrained": f"{{data}}/models/{kind}"},
+        "tokenizer": {"type": "ModelTokenizer", "path": f"{{data}}/models/{kind}"},
+        "processor": None,
+        "train_dataloader__seq_length": 2 * LONGEST,
+        "train_dataloader__overflow": "truncate",
+    }
+    return settings, "talks/mixed.jsonl" if kind in IMAGE else "talks/texts.jsonl"
+
+
+OTHERS = {"llava": of_transformers("llava")}
 """A model of transformers by its own class; no loss has a gradient for the last layer of its vision tower."""
-OTHERS: dict[str, tuple[dict[str, Any], str]] = {"llava": (LLAVA, "talks/mixed.jsonl")}
+AUTO: dict[str, tuple[str, ...]] = {
+    "qwen3": ("zero2", "zero3"),
+    "mistral": ("FULL_SHARD", "zero2"),
+    "gemma3": ("FULL_SHARD", "zero3"),
+    "qwen2_5_vl": ("zero2", "FULL_SHARD"),
+    "smolvlm": ("FULL_SHARD", "zero3"),
+}
+"""Further ones, and the engines that a run of each goes through: the others' turn is with ``full``."""
 PARTS = {
     "vlm": {"vit": "vision_model.", "llm": "language_model.", "connector": "connector."},
     "flux": {"vit": "vit_model.", "llm": "language_model.", "connector": "connector."},
@@ -143,6 +159,22 @@ def models_compiled(*, full: bool) -> list[Job]:
         made = phase("vlm", engine, world, COMPILED_UPDATES if full else 1, **more)
         jobs.append(Job(f"compiled-vlm/{name}", [made]))
     return jobs
+
+
+def auto(*, full: bool) -> list[Job]:
+    """Each of ``AUTO`` goes from engine to engine, an update in each; and is trained in one process."""
+    engines = {kind: (*few, *(e for e in ENGINES if full and e not in few)) for kind, few in AUTO.items()}
+    stages, single = [], []
+    for kind, chain in engines.items():
+        settings, data = of_transformers(kind)
+        alone = config("single", 1, **settings)
+        single.append(Phase(1, alone, len(chain), data=data, folder=kind))
+        for number, engine in enumerate(chain):
+            given = config(engine, 2, **settings, resume=number > 0)
+            given["custom_hooks"] = [*given["custom_hooks"], *[{"type": "StructureHook"}] * (engine == "FULL_SHARD")]
+            stages.append((number, Phase(2, given, number + 1, data=data, folder=kind)))
+    chained = [phase for _, phase in sorted(stages, key=lambda stage: stage[0])]
+    return [Job("auto/engines", chained, same_process=True), Job("auto/single", single, same_process=True)]
 
 
 def resume(*, full: bool) -> list[Job]:

@@ -43,7 +43,10 @@ def write_drawings(folder: Path) -> Path:
 
 
 def write_talks(folder: Path) -> Path:
-    """For ``VLM``: conversations about pictures of one, three and five tiles, and about none; and its tokenizer."""
+    """For ``VLM``: conversations about pictures of one, three and five tiles, and about none; and its tokenizer.
+
+    ``texts.jsonl``: those without a picture, for models that read none.
+    """
     character_tokenizer().save_pretrained(folder / "tokenizer")
     sizes = ((12, 14), (32, 16), (30, 32))
     names = [picture(folder / f"{i}.png", width, height, seed=i).name for i, (width, height) in enumerate(sizes)]
@@ -64,4 +67,5 @@ def write_talks(folder: Path) -> Path:
             talk(image("user", name), text("user", endless), text("assistant", word)),
         )[i % 9]
 
+    write_jsonl(folder / "texts.jsonl", [record(9 * i + k) for i in range(NUM_RECORDS // 9) for k in (0, 2, 3, 5, 6)])
     return write_jsonl(folder / "mixed.jsonl", [record(i) for i in range(NUM_RECORDS)])

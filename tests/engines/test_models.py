@@ -7,16 +7,21 @@ without any text target.
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tests.engines import cases, model_cases
 from tests.engines.groups import GROUPS
 from tests.engines.launch import has_zero_gradient, metric_deviation, unequal, want, weight_deviation
+from tests.families.tiny_transformers import IMAGE
+from tools.zero_to_fp32 import main as merge
+from unigen_ds.core.metrics import read_lines
 
-runs = want("models", "models_bf16", "parts", "models_recompute", "models_compiled")
+runs = want("models", "auto", "models_bf16", "parts", "models_recompute", "models_compiled")
 pytestmark = pytest.mark.timeout(3600)
 
 BOUND = 1e-5
@@ -49,6 +54,34 @@ def test_a_model_of_transformers_starts_from_its_files_under_every_engine():
         assert unequal({("", k): v for k, v in run.initial.items()}, {("", k): v for k, v in theirs.items()}) == []
         log = (run.folder / "train.log").read_text(encoding="utf-8")
         assert "LlavaForConditionalGeneration: documents share one row" in log
+
+
+@pytest.mark.parametrize("kind", model_cases.AUTO)
+def test_a_run_of_a_model_of_transformers_goes_from_engine_to_engine(kind, tmp_path):
+    """Each begins with the checkpoint of the one before, or with the files; merged it is transformers' state dict."""
+    run, single = runs().outcome("auto/engines", kind), runs().outcome("auto/single", kind)
+    count = len(model_cases.AUTO[kind])
+    assert [line["update"] for line in run.lines] == [*range(1, count + 1)]
+    assert [line["begun"] for line in run.records(0)] == [i for i in range(count) for _ in range(2)]
+    assert unequal({("", k): v for k, v in run.initial.items()}, {("", k): v for k, v in single.initial.items()}) == []
+    assert metric_deviation(run, single) <= BOUND
+    weights = weight_deviation(run.final, single.final)
+    assert weights.relative_l2 <= BOUND, weights.where
+    ledgers = [read_lines(outcome.folder / "ledger.jsonl") for outcome in (run, single)]
+    mine, alone = ([{k: v for k, v in line.items() if k != "time"} for line in ledger] for ledger in ledgers)
+    assert mine == alone and len(mine) == count
+    assert merge([str(run.folder), str(tmp_path)]) == 0
+    merged = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+    auto = AutoModelForImageTextToText if kind in IMAGE else AutoModelForCausalLM
+    theirs = auto.from_pretrained(runs().out / "data" / "models" / kind)
+    theirs.load_state_dict(merged)
+    assert unequal({("", k): v for k, v in merged.items()}, {("", k): v for k, v in run.held.items()}) == []
+    if "FULL_SHARD" in model_cases.AUTO[kind]:
+        units = json.loads((run.folder / "structure_0.json").read_text())["units"]
+        kinds = theirs._no_split_modules
+        layers = {name for name, module in theirs.named_modules() if type(module).__name__ in kinds}
+        assert len(layers) >= 2
+        assert [name for name in layers if not any(f"{name}.".startswith(f"{unit}.") for unit in units if unit)] == []
 
 
 @pytest.mark.parametrize("model", model_cases.MODELS)

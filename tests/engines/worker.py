@@ -186,7 +186,7 @@ def _process(job: dict[str, Any], number: int, rank: int, port: int, out: Path, 
             )  # fmt: skip
         if job["same_process"]:
             for i, phase in enumerate(job["phases"]):
-                _train(phase, folder / str(i), out)
+                _train(phase, folder / (phase["folder"] or str(i)), out)
         else:
             resumed = out / job["resumes"] / "last_checkpoint" if job["resumes"] and number == 0 else None
             _train(job["phases"][number], folder, out, resume=resumed.read_text().strip() if resumed else None)
@@ -234,12 +234,13 @@ def main() -> None:
     from tests.families import tiny_transformers
     from unigen_ds.backends.deepspeed_op import load_shared_memory_op
 
-    adapters = ["peft"] * ('"lora"' in Path(sys.argv[1]).read_text(encoding="utf-8"))
+    text = Path(sys.argv[1]).read_text(encoding="utf-8")
+    adapters = ["peft"] * ('"lora"' in text)
     for name in (*PRELOADED, *adapters):
         importlib.import_module(name)
     torch.set_num_threads(1)
     load_shared_memory_op()  # compiled at the very first start; else every process would ask ninja
-    jobs, out = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), Path(sys.argv[2])
+    jobs, out = json.loads(text), Path(sys.argv[2])
     # a compiler that was killed leaves half a library in torch's shared cache, on which every later process fails
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str((out / "compiled_code").resolve())
     if not (out / "data").exists():  # else this is a later launch for further jobs
@@ -250,9 +251,11 @@ def main() -> None:
         texts.write_documents(out / "data" / "digits" / "text.jsonl")
         mixture_data.write_sources(out / "data" / "mixture")
         texts.write_decoder(out / "data" / "decoder")
-        tiny_transformers.write_images(out / "data" / "models" / "llava", "llava")
         users.write_rows(out / "data" / "rows.txt")
         texts.write_numbers(out / "data" / "numbers.txt")
+    models = out / "data" / "models"
+    wanted = [kind for kind in tiny_transformers.KINDS if f'/models/{kind}"' in text]
+    tiny_transformers.write(models, [kind for kind in wanted if not (models / kind).is_dir()])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the tests have ended before the jobs
     gc.freeze()  # else every collection of a process would go through, and so copy, all that was imported
     Pool(jobs, out).run()

@@ -5,6 +5,7 @@ SmolVLM. Each has a tokenizer of words and characters, a chat template, and an i
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tokenizers.pre_tokenizers import Split
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
 IMAGE = {"llava": "<image>", "qwen2_5_vl": "<|image_pad|>", "smolvlm": "<image>", "gemma3": "<image_soft_token>"}
+KINDS = ("qwen3", "mistral", "gemma2", "gemma3_text", *IMAGE)
 SPECIAL = (
     "<pad>", "<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<image>", "<|image_pad|>", "<|vision_start|>",
     "<|vision_end|>", "<|video_pad|>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>",
@@ -159,6 +161,12 @@ def _image_files(kind: str) -> dict[str, dict[str, Any]]:
         "preprocessor_config.json": {**_PIXELS, **own, "processor_class": name},
         "processor_config.json": {**more, "processor_class": name},
     }
+
+
+def write(root: Path, kinds: Iterable[str] = KINDS) -> None:
+    """A directory for each of some kinds, named by it."""
+    for kind in kinds:
+        (write_images if kind in IMAGE else write_language)(root / kind, kind)
 
 
 def write_language(folder: Path, kind: str, *, template: str | None = None, **changes: Any) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 from pathlib import Path
@@ -13,7 +14,8 @@ from PIL import Image
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from tests.data.support import image, talk, text, write_jsonl
-from tests.families.tiny_transformers import write_images, write_language
+from tests.engines.launch import tensors, unequal
+from tests.families.tiny_transformers import IMAGE, write, write_images, write_language
 from tools.evaluate import main as evaluate
 from tools.export import main as export
 from tools.generate import main as generate
@@ -62,8 +64,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config(data: Path, kind: str, work_dir: Path, **overrides: Any) -> Any:
     path = work_dir.with_suffix(".py")
-    type_ = "ImageTextToText" if kind == "llava" else "CausalLM"
-    paths = {"folder": str(data / kind), "data": str(data / f"{kind}.jsonl"), "work_dir": str(work_dir)}
+    type_, talks = ("ImageTextToText", "llava") if kind in IMAGE else ("CausalLM", "qwen3")
+    paths = {"folder": str(data / kind), "data": str(data / f"{talks}.jsonl"), "work_dir": str(work_dir)}
     path.write_text(CONFIG.format(type=type_, **paths), encoding="utf-8")
     return load_config(path, {key.replace("__", "."): value for key, value in overrides.items()})
 
@@ -92,6 +94,44 @@ def test_it_learns_and_goes_on_to_the_bit_where_it_was_stopped(
     Runner.from_cfg(config(data, kind, tmp_path / "run", **changes), max_updates=3).train()
     Runner.from_cfg(config(data, kind, tmp_path / "run", resume=True, **changes), max_updates=6).train()
     assert losses(tmp_path / "run") == {update: loss for update, loss in straight.items() if update <= 6}
+
+
+@pytest.mark.parametrize("kind", ["mistral", "gemma2", "gemma3", "qwen2_5_vl", "smolvlm"])
+def test_further_models_resume_to_the_bit_and_are_merged_and_exported(data: Path, tmp_path: Path, kind: str) -> None:
+    """Weights, moments and averages too; transformers computes the same logits with what is written."""
+    write(tmp_path, [kind])
+    given = {"model__pretrained": str(tmp_path / kind), "tokenizer__path": str(tmp_path / kind)}
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    Runner.from_cfg(config(data, kind, straight, **given), max_updates=3).train()
+    Runner.from_cfg(config(data, kind, stopped, **given), max_updates=2).train()
+    Runner.from_cfg(config(data, kind, stopped, resume=True, **given), max_updates=3).train()
+    assert losses(stopped) == losses(straight) and len(losses(straight)) == 3
+    assert unequal(*(tensors(work_dir / "iter_6.pth") for work_dir in (straight, stopped))) == []
+    assert merge([str(stopped), str(tmp_path / "merged")]) == 0
+    assert export([str(stopped), str(tmp_path / "out"), "--raw"]) == 0
+    theirs = auto_model(kind).from_pretrained(tmp_path / "out").eval()
+    merged = torch.load(tmp_path / "merged" / "pytorch_model.bin", weights_only=True)
+    assert unequal(*({("", k): v for k, v in each.items()} for each in (merged, theirs.state_dict()))) == []
+    compare_logits(stopped, theirs, data / "red.png" if kind in IMAGE else None)
+
+
+def auto_model(kind: str) -> Any:
+    return AutoModelForImageTextToText if kind in IMAGE else AutoModelForCausalLM
+
+
+def compare_logits(work_dir: Path, theirs: Any, shown: Path | None) -> None:
+    """Of transformers' model and of a run's, for one conversation."""
+    model, processor = open_model(work_dir, raw=True)
+    turns = [Turn("user", "text", "what colour"), Turn("assistant", "text", "red")]
+    if shown is not None:
+        turns.insert(0, Turn("user", "image", str(shown)))
+    batch: Any = pack_documents([[s.load(processor, None) for s in processor.plan(turns).splits]], processor)
+    accepted = inspect.signature(type(theirs).forward).parameters
+    types = {name: batch.host["token_types"][None] for name in ("mm_token_type_ids", "token_type_ids") if shown}
+    given = {name: value for name, value in {**batch.image_inputs, **types}.items() if name in accepted}
+    with torch.no_grad():
+        expected = theirs(input_ids=batch.text_ids[None], **given).logits[0]
+        torch.testing.assert_close(model.eval().logits(batch)[: len(expected)], expected, rtol=1e-5, atol=1e-5)
 
 
 def test_the_loss_does_not_depend_on_how_an_update_is_split(data: Path, tmp_path: Path) -> None:
@@ -167,20 +207,13 @@ def test_it_is_evaluated(finished: dict[str, Path], tmp_path: Path) -> None:
 def test_transformers_loads_what_is_exported(data: Path, finished: dict[str, Path], tmp_path: Path, kind: str) -> None:
     """Equal logits, by transformers alone; and the export begins another training."""
     assert export([str(finished[kind]), str(tmp_path / "out"), "--raw"]) == 0
-    auto: Any = AutoModelForImageTextToText if kind == "llava" else AutoModelForCausalLM
-    theirs = auto.from_pretrained(tmp_path / "out").eval()
-    model, processor = open_model(finished[kind], raw=True)
-    turns = [Turn("user", "text", "what colour"), Turn("assistant", "text", "red")]
-    if kind == "llava":
-        turns.insert(0, Turn("user", "image", str(data / "red.png")))
-    batch: Any = pack_documents([[s.load(processor, None) for s in processor.plan(turns).splits]], processor)
-    with torch.no_grad():
-        expected = theirs(input_ids=batch.text_ids[None], **batch.image_inputs).logits[0]
-        torch.testing.assert_close(model.eval().logits(batch)[: len(expected)], expected, rtol=1e-5, atol=1e-5)
+    theirs = auto_model(kind).from_pretrained(tmp_path / "out").eval()
+    compare_logits(finished[kind], theirs, data / "red.png" if kind in IMAGE else None)
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"} <= names
     assert theirs.generation_config.eos_token_id == [3, 5]
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    model, processor = open_model(finished[kind], raw=True)
     assert tokenizer.chat_template == processor.tokenizer.chat.chat_template
     again, _ = open_model(tmp_path / "out")
     assert type(again) is type(model)
