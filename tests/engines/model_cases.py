@@ -167,6 +167,8 @@ def auto(*, full: bool) -> list[Job]:
     stages, single = [], []
     for kind, chain in engines.items():
         settings, data = of_transformers(kind)
+        if kind == "gemma3":  # a row for each document
+            settings["model"]["packing"] = False
         alone = config("single", 1, **settings)
         single.append(Phase(1, alone, len(chain), data=data, folder=kind))
         for number, engine in enumerate(chain):

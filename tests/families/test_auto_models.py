@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from collections.abc import Sequence
@@ -23,17 +24,17 @@ from unigen_ds.data.collate import pack_documents
 from unigen_ds.data.records import Turn
 from unigen_ds.data.samples import Sample
 from unigen_ds.data.tokenizers import ModelTokenizer
+from unigen_ds.families.auto import attention
 from unigen_ds.families.auto.family import CausalDirectory, ImagesDirectory
-from unigen_ds.families.auto.model import CausalLM, Rows
+from unigen_ds.families.auto.model import CausalLM, Rows, text_batch
 from unigen_ds.families.directories import published_format
+from unigen_ds.models.attention import SDPAPlan
 from unigen_ds.runner.build import build_model, build_processor
 from unigen_ds.runner.settings import ModelSettings
 
 LANGUAGE = ("qwen3", "mistral", "gemma2", "gemma3_text", "llama")
 IMAGES = ("llava", "qwen2_5_vl", "smolvlm", "gemma3")
 WINDOWS: dict[str, Any] = {"gemma2": {"sliding_window": 999}, "gemma3": {"text_config": {"sliding_window": 999}}}
-APART = {"gemma3"}
-"""Whose own masks of images do not keep packed documents apart (transformers 5.23)."""
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +128,7 @@ def test_loss_and_gradient_are_transformers_own(folder: Path, kind: str) -> None
         model.packing = packing
         model.zero_grad()
         loss = model(batch).sums["text"]
-        assert model.packing is (packing is None and kind not in APART)
+        assert model.packing is (packing is None)
         torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
         loss.backward()
         for name, parameter in model.named_parameters():
@@ -184,7 +185,7 @@ def test_a_model_that_cannot_keep_documents_apart_gets_rows(
 ) -> None:
     """Found by what it computes: here its attention ignores where documents begin."""
     monkeypatch.setattr(logging.getLogger("unigen_ds"), "propagate", True)
-    model, processor = opened(folder, "llama")
+    model, processor = opened(folder, "llama", attention="sdpa")
     batch = batch_of([processor.plan(each) for each in talks(folder, "llama")], processor)
     expected = model(batch).sums["text"]
     assert model.packing
@@ -194,6 +195,83 @@ def test_a_model_that_cannot_keep_documents_apart_gets_rows(
         loss = model(batch).sums["text"]
     assert not model.packing and "a document changes the one after it" in caplog.text
     torch.testing.assert_close(loss, expected)
+
+
+def test_gemmas_own_masks_of_images_do_not_keep_documents_apart(folder: Path) -> None:
+    """transformers 5.23: with them each document is a row; with attention inside of each they share one."""
+    found = []
+    for given in (None, "sdpa"):
+        model, processor = opened(folder, "gemma3", attention=given)
+        found.append(
+            model(batch_of([processor.plan(each) for each in talks(folder, "gemma3")], processor)).sums["text"]
+        )
+        assert model.packing is (given is None)
+    torch.testing.assert_close(*found)
+
+
+def test_attention_inside_of_documents_is_compared_too(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong, or no attention that a model can use: its own masks are tried after it."""
+    monkeypatch.setattr(logging.getLogger("unigen_ds"), "propagate", True)
+    plan, attend = attention.plan_sdpa, attention._attention
+    broken = {
+        "a document changes the one after it": ("plan_sdpa", lambda lengths, *given: plan([sum(lengths)], *given)),
+        "its code has an error with it": ("_attention", lambda *given, **how: attend(*given, **how)[0].shape.nothing),
+    }
+    for why, (name, change) in broken.items():
+        model, processor = opened(folder, "qwen3")
+        batch = batch_of([processor.plan(each) for each in talks(folder, "qwen3")], processor)
+        expected = model(batch).sums["text"]
+        model.packing = None
+        model._attend_inside_documents(False)
+        with monkeypatch.context() as patch, caplog.at_level(logging.INFO, logger="unigen_ds"):
+            patch.setattr(attention, name, change)
+            caplog.clear()
+            torch.testing.assert_close(model(batch).sums["text"], expected)
+        assert f"attention inside of documents alone: {why}" in caplog.text
+        assert "documents share one row, with a mask of all pairs" in caplog.text and model.packing
+
+
+def test_layers_that_attend_in_chunks_of_a_row_keep_their_own_masks(folder: Path) -> None:
+    """Llama 4: a chunk begins at a position of the document, which the rule inside of it does not see."""
+    model, _ = opened(folder, "qwen3", config={"attention_chunk_size": 8})
+    model(text_batch([[30, 31, 32], [33, 34]]))
+    assert model.packing and not model._inside_documents
+
+
+def test_a_rule_is_evaluated_in_pieces(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of windows and of images that see themselves; no pair of tokens of two documents is among them."""
+    model, processor = opened(folder, "gemma3")
+    batch = batch_of([processor.plan(each) for each in talks(folder, "gemma3")], processor)
+    expected, masks = model(batch).sums["text"], list[Any]()
+    through = SDPAPlan.through
+    monkeypatch.setattr(SDPAPlan, "through", lambda plan, *given: (masks.append(plan), through(plan, *given))[1])
+    monkeypatch.setattr(attention, "_PAIRS", 64)
+    assert torch.equal(model(batch).sums["text"], expected)
+    pairs = {sum(bucket.mask.numel() for bucket in plan.buckets) for plan in masks}
+    assert len(masks) == 2 and max(pairs) < 0.75 * len(batch.text_ids) ** 2
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "mistral"])
+def test_packed_documents_need_no_memory_for_pairs_of_two_of_them(folder: Path, kind: str) -> None:
+    """2,048 tokens in 16 documents: what is kept for the backward pass; with a window, too."""
+    ids = torch.randint(30, 90, (16, 128), generator=torch.Generator().manual_seed(0))
+    batch = text_batch(ids.tolist())
+    batch = dataclasses.replace(batch, text_target_index=torch.arange(2048), text_target_ids=ids.flatten(),
+                                text_target_weight=torch.ones(2048))  # fmt: skip
+    found = []
+    for given in (None, "sdpa"):
+        model, _ = opened(folder, kind, attention=given, config={"max_position_embeddings": 128})
+        model(batch)
+        held: list[torch.Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, held=held: held.append(t) or t, lambda tensor: tensor):
+            loss = model(batch).sums["text"]
+        kept = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}
+        found.append((loss, sum(kept.values()), max(tensor.numel() for tensor in held)))
+    (inside, small, largest), (whole, large, mask) = found
+    torch.testing.assert_close(inside, whole)
+    assert mask >= 2048**2 > 4 * largest and large > 2 * small
 
 
 def test_positions_must_begin_anew(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -41,6 +42,10 @@ class Bucket:
     is_causal: bool = False
 
 
+AttendBucket = Callable[[Bucket, Tensor, Tensor, Tensor], Tensor]
+"""(bucket, queries, keys, values ``[B, H, N, E]``) -> what they attend to, ``[B, N, H, E]``."""
+
+
 @dataclass(frozen=True)
 class SDPAPlan:
     """Calls scaled dot-product attention bucket by bucket."""
@@ -54,12 +59,15 @@ class SDPAPlan:
         groups = q_THE.shape[1] // k_THE.shape[1]
         if not self.buckets:  # no token at all: keep the graph, so that every parameter gets a (zero) gradient
             return q_THE + 0.0 * (k_THE + v_THE).repeat_interleave(groups, 1)
+        return self.through(partial(_attend, groups=groups), q_THE, k_THE, v_THE)
+
+    def through(self, attend: AttendBucket, q_THE: Tensor, k_THE: Tensor, v_THE: Tensor) -> Tensor:
+        """The same by another function of a bucket."""
         q, k, v = (self._padded(x) for x in (q_THE, k_THE, v_THE))
         sizes = [rows * length for rows, length in (bucket.shape for bucket in self.buckets)]
-        parts = [
-            _attend(bucket, *parts, groups=groups)
-            for bucket, *parts in zip(self.buckets, q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
-        ]
+        parts = []
+        for bucket, *given in zip(self.buckets, q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
+            parts.append(attend(bucket, *(x.unflatten(0, bucket.shape).transpose(1, 2) for x in given)).flatten(0, 1))
         joined = parts[0] if len(parts) == 1 else torch.cat(parts)
         return joined if self.slot_T is None else joined.index_select(0, self.slot_T)
 
@@ -74,12 +82,11 @@ AttentionPlan = SDPAPlan | FlexPlan
 
 
 def _attend(bucket: Bucket, q: Tensor, k: Tensor, v: Tensor, *, groups: int) -> Tensor:
-    """``[B * N, H, E]`` each -> the same."""
-    q, k, v = (x.unflatten(0, bucket.shape).transpose(1, 2) for x in (q, k, v))
+    """An ``AttendBucket``."""
     if groups > 1:
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=bucket.mask, is_causal=bucket.is_causal)
-    return out.transpose(1, 2).flatten(0, 1)
+    return out.transpose(1, 2)
 
 
 def plan_attention(batch: PackedBatch, row_of: Tensor | None = None, *, use_flex: bool | None = None) -> AttentionPlan:
@@ -117,7 +124,7 @@ def plan_attention(batch: PackedBatch, row_of: Tensor | None = None, *, use_flex
         alone = torch.eye(length, dtype=torch.bool, device=device)  # padding rows: something to look at
         return Bucket(tuple(tokens.shape), ((seen & ~hidden & valid[:, None, :]) | alone)[:, None])
 
-    return _plan_sdpa(batch.document_lengths, device, row_of, bucket)
+    return plan_sdpa(batch.document_lengths, device, row_of, bucket)
 
 
 def plan_full_attention(lengths: Sequence[int], device: torch.device, *, use_flex: bool | None = None) -> AttentionPlan:
@@ -135,14 +142,15 @@ def plan_full_attention(lengths: Sequence[int], device: torch.device, *, use_fle
         alone = torch.eye(tokens.shape[1], dtype=torch.bool, device=device)
         return Bucket(tuple(tokens.shape), (valid[:, None, :] | alone)[:, None])
 
-    return _plan_sdpa(lengths, device, None, bucket)
+    return plan_sdpa(lengths, device, None, bucket)
 
 
-_BucketOf = Callable[[Tensor, Tensor], Bucket]
+BucketOf = Callable[[Tensor, Tensor], Bucket]
 """(token numbers [B, N], which of them are real [B, N]) -> the bucket."""
 
 
-def _plan_sdpa(lengths: Sequence[int], device: torch.device, row_of: Tensor | None, bucket_of: _BucketOf) -> SDPAPlan:
+def plan_sdpa(lengths: Sequence[int], device: torch.device, row_of: Tensor | None, bucket_of: BucketOf) -> SDPAPlan:
+    """Documents of these lengths in buckets. ``row_of``: as of ``plan_attention``."""
     starts = [0, *accumulate(lengths)]
     buckets, slots, num_slots = [], torch.empty(starts[-1], dtype=torch.int64, device=device), 0
     for members in _group(lengths):

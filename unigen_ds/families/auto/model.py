@@ -1,9 +1,10 @@
 """A model of transformers by its own class and code, trained on our batches (``CausalLM``, ``ImageTextToText``).
 
 Parameters have transformers' names, so a merged checkpoint is a state dict of the model itself. Documents follow each
-other in one row where the model's attention keeps them apart (positions begin anew at each; transformers makes the mask
-or the lengths of it), else each is a row of its own, filled up. Which of the two is found in the first forward pass:
-the model itself computes two short documents both ways. The head computes the rows of targets alone.
+other in one row where the model's attention keeps them apart (positions begin anew at each; ``attention.py``, or the
+mask or lengths that transformers makes of positions), else each is a row of its own, filled up. Which of these is found
+in the first forward pass: the model itself computes two short documents each way. The head computes the rows of targets
+alone.
 
 Shape suffixes: T tokens of the micro-batch, D documents, L tokens of the longest, C targets.
 """
@@ -27,6 +28,7 @@ from unigen_ds.core.log import logger
 from unigen_ds.core.modules import persistent_buffers
 from unigen_ds.core.registry import MODELS, checked
 from unigen_ds.core.shards import BUFFER, MASTER
+from unigen_ds.families.auto.attention import documents, has_sdpa, use_documents
 from unigen_ds.families.auto.batch import ModelBatch
 from unigen_ds.families.auto.cost import Cost
 from unigen_ds.families.auto.freezing import freeze_by_name
@@ -42,6 +44,8 @@ _SWAPPED = (_CHECKED_IDS[0], _OTHER_IDS)
 _TOLERANCE = {torch.float32: 1e-3}
 """Of a hidden state's root mean square, packed against separate."""
 _LOW_TOLERANCE = 0.1
+_NO_MASK = (AttributeError, IndexError, TypeError, ValueError)
+"""Of a model's own attention that is given something else than a mask."""
 
 
 class TransformersModel(PretrainedModel):
@@ -56,7 +60,8 @@ class TransformersModel(PretrainedModel):
             bit-identical.
         packing: whether documents share a row; None: checked at the start, by the model itself.
         attention: transformers' name of an attention: ``sdpa``, ``flash_attention_2``, ``flex_attention``, ``eager``;
-            None: transformers chooses.
+            None: transformers chooses, and where that is SDPA, documents of a row attend inside of each
+            (``attention.py``).
         activation_checkpointing: compute each layer again in the backward pass: less memory, more time.
         compile: ``torch.compile`` each layer.
     """
@@ -98,6 +103,8 @@ class TransformersModel(PretrainedModel):
             what = f"parameters outside of its layers ({', '.join(direct)})" if direct else "no head over a vocabulary"
             raise ConfigError(f"{type(causal).__name__} of transformers has {what}", remedy=_OWN)
         self.packing = packing
+        self._may_change_attention = attention is None and not compile
+        self._inside_documents = False
         self._pair: Callable[[], tuple[ModelBatch, ModelBatch]] | None = None
         self._targets: Tensor | None = None
         causal.get_output_embeddings().register_forward_pre_hook(self._of_targets)
@@ -233,7 +240,10 @@ class TransformersModel(PretrainedModel):
         """All documents in one row."""
         positions = self._accepted({"position_ids": self.positions(batch)})
         inputs = {"input_ids": batch.text_ids[None], **positions, **self._images(batch), **self._types(batch, None)}
-        return self._called(inputs, index)
+        if not self._inside_documents:
+            return self._called(inputs, index)
+        with documents(batch.document_lengths):
+            return self._called({**inputs, "attention_mask": torch.ones_like(batch.text_ids)[None]}, index)
 
     def _rows(self, batch: ModelBatch, index: Tensor) -> Tensor:
         """A row for each document, filled up at its end."""
@@ -321,34 +331,52 @@ class TransformersModel(PretrainedModel):
         return torch.cat([flat[None], inside])[:, None]
 
     def _can_pack(self, device: torch.device) -> bool:
-        """Whether the model keeps documents of one row apart: what it computes, in a short forward pass of its own."""
-        kind = type(self.transformers_model).__name__
-        training = self.training
-        why = "its forward pass has no position_ids"
+        """Whether the model keeps documents of one row apart: what it computes, in short forward passes of its own.
+
+        Where its attention is SDPA, first with attention inside of each document (``attention.py``).
+        """
+        model, training = self.transformers_model, self.training
+        kind, why = type(model).__name__, "its forward pass has no position_ids"
         if "position_ids" in self._parameters_of_forward:
-            first, other = self._pair() if self._pair else (text_batch((ids, _CHECKED_IDS[1])) for ids in _SWAPPED)
-            first, other = first.to(device), other.to(device)
-            index = torch.arange(first.position_ids.numel(), device=device)
+            pair = self._pair() if self._pair else [text_batch((ids, _CHECKED_IDS[1])) for ids in _SWAPPED]
+            first, other = (batch.to(device) for batch in pair)
             self.eval()
             with torch.no_grad():
-                packed, alone, changed = (
-                    self._packed(first, index),
-                    self._rows(first, index),
-                    self._packed(other, index),
-                )
+                alone = self._rows(first, torch.arange(first.position_ids.numel(), device=device))
+                if self._may_change_attention and has_sdpa(model):
+                    self._attend_inside_documents(True)
+                    if not (why := self._cannot_pack(first, other, alone)):
+                        self.train(training)
+                        logger().info(f"{kind}: documents share one row, with attention inside of each.")
+                        return True
+                    self._attend_inside_documents(False)
+                    logger().info(f"{kind}: attention inside of documents alone: {why}.")
+                why = self._cannot_pack(first, other, alone)
             self.train(training)
-            second = first.document_lengths[0]
-            error = float((packed - alone).float().abs().max() / alone.float().square().mean().sqrt())
-            tolerance = _TOLERANCE.get(packed.dtype, _LOW_TOLERANCE)
-            if not torch.equal(packed[second:], changed[second:]):
-                why = "a document changes the one after it"
-            elif not error <= tolerance:
-                why = f"packed documents differ from separate ones by {error:.2g} of their size"
-            else:
-                logger().info(f"{kind}: documents share one row (packed equals separate to {error:.1g}).")
-                return True
+        if not why:
+            logger().info(f"{kind}: documents share one row, with a mask of all pairs of its tokens.")
+            return True
         logger().info(f"{kind}: every document is a row of its own, filled up to the longest: {why}.")
         return False
+
+    def _attend_inside_documents(self, on: bool) -> None:
+        use_documents(self.transformers_model, on=on)
+        self._inside_documents = on
+
+    def _cannot_pack(self, first: ModelBatch, other: ModelBatch, alone: Tensor) -> str:
+        """Why not; '' for nothing. ``alone``: logits of the documents of ``first``, each a row."""
+        index = torch.arange(first.position_ids.numel(), device=first.position_ids.device)
+        try:
+            packed, changed = self._packed(first, index), self._packed(other, index)
+        except _NO_MASK as error:
+            return f"its code has an error with it ({str(error).strip().splitlines()[0]})"
+        second = first.document_lengths[0]
+        if not torch.equal(packed[second:], changed[second:]):
+            return "a document changes the one after it"
+        apart = float((packed - alone).float().abs().max() / alone.float().square().mean().sqrt())
+        if not apart <= _TOLERANCE.get(packed.dtype, _LOW_TOLERANCE):
+            return f"packed documents differ from separate ones by {apart:.2g} of their size"
+        return ""
 
 
 @MODELS.register_module()
