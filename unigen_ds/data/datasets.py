@@ -7,6 +7,7 @@ base of data sets that make their own samples; ``adapter.py`` has that of a user
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -27,7 +28,7 @@ from unigen_ds.data.planning import learnt
 from unigen_ds.data.processor import ConversationProcessor
 from unigen_ds.data.records import Captions, Layout, Turn
 from unigen_ds.data.samples import Sample
-from unigen_ds.data.sources.base import FoundRecord
+from unigen_ds.data.sources.base import FoundRecord, folder_of
 from unigen_ds.data.sources.find import default_name, open_source
 from unigen_ds.data.sources.huggingface import HuggingFaceSource
 from unigen_ds.data.streamed import StreamedShards, Streaming, stream_shards
@@ -122,6 +123,7 @@ class UnifiedGenerationDataset:
         self.group, self.num_used_data = group, num_used_data
         columns_of = tuple((columns or {}).items())
         ratings = tuple(rating for one in self.filters for rating in one.ratings)
+        folders = processor.rules.image_folders if image_root is None else None
         self.shards: StreamedShards | None = None
         if streaming is not False:
             self._not_streamed(cache_tokens=cache_tokens)
@@ -131,7 +133,7 @@ class UnifiedGenerationDataset:
                 processor,
                 format=format,
                 cache_dir=cache,
-                layout=Layout(None, captions, columns_of, ratings),
+                layout=Layout(None, captions, columns_of, ratings, folders),
                 image_root=None if image_root is None else Path(image_root),
                 num_workers=index_workers,
                 settings=Streaming.parse(None if streaming is True else streaming, where="streaming"),
@@ -150,7 +152,7 @@ class UnifiedGenerationDataset:
                 image_root=self.image_root,
                 cache_dir=cache,
                 num_workers=index_workers,
-                layout=Layout(None, captions or source.captions, columns_of, ratings),
+                layout=Layout(None, captions or source.captions, columns_of, ratings, folders),
             )
         self.cache_folder = self.index.folder
         self.tokens = TokenCache.build(self.index, processor, num_workers=index_workers) if cache_tokens else None
@@ -182,20 +184,20 @@ class UnifiedGenerationDataset:
 
     def sample(self, index: int, *, pass_number: int = 0) -> Sample:
         """The record as splits; reads the record and the files of its images, and decodes nothing."""
-        entry = self._entry(index)
-        turns = learnt(entry.record, entry.where, self.index.layout)
+        entry, turns = self._read(index)
         if self.tokens is not None:
             return self.processor.plan_with(turns, entry.where, self.tokens.of(index), keep_images=True)
         return self.processor.plan(turns, entry.where, keep_images=True)
 
     def turns(self, index: int) -> list[Turn]:
         """The record as its file has it, for showing it."""
-        entry = self._entry(index)
-        return learnt(entry.record, entry.where, self.index.layout)
+        return self._read(index)[1]
 
-    def _entry(self, index: int) -> FoundRecord:
+    def _read(self, index: int) -> tuple[FoundRecord, list[Turn]]:
+        """A record, and its turns."""
         found, position = self._found(index)
-        return found.read(position, self.processor.rules)
+        entry = found.read(position, self.processor.rules)
+        return entry, learnt(entry.record, entry.where, found.layout.at(folder_of(entry)))
 
     def _found(self, index: int) -> tuple[Index, int]:
         """The index that has a record, and its position there."""
@@ -306,10 +308,24 @@ def unreadable(dataset: PlannedDataset, *, most: int = _SHOWN) -> list[str]:
     """Why the first images that cannot be read cannot: a sentence for each, with its path."""
     broken: dict[str, str] = {}
     for index in np.flatnonzero(dataset.counts().unreadable).tolist():
-        broken |= {split.source: split.error for split in dataset.sample(index).splits if split.error}
+        found = {split.source: split.error for split in dataset.sample(index).splits if split.error}
+        broken |= {path: error + _of_first_folder(dataset, index, path) for path, error in found.items()}
         if len(broken) >= most:
             break
     return list(broken.values())[:most]
+
+
+def _of_first_folder(dataset: PlannedDataset, index: int, path: str) -> str:
+    """Whether an image that is not beside its data file is beside the first one of several; '' where there is one."""
+    if not isinstance(dataset, UnifiedGenerationDataset) or dataset.shards is not None:
+        return ""
+    own, first = folder_of(dataset.index.source.read(index, index + 1)[0]), dataset.image_root
+    if own is None or not dataset.index.layout.folders or not Path(path).is_relative_to(own):
+        return ""
+    other = first / Path(path).relative_to(own)
+    if os.path.exists(other):
+        return f" (but {other} is there, beside the first data file: image_root={str(first)!r} reads that one)"
+    return f" (nor is there {other}, beside the first data file)"
 
 
 def is_streamed(dataset: PlannedDataset) -> bool:

@@ -20,7 +20,7 @@ from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.registry import FILTERS, checked
 from unigen_ds.data.processor import ConversationProcessor
 from unigen_ds.data.records import RATINGS, Layout, Turn, rated_out
-from unigen_ds.data.sources.base import FoundRecord
+from unigen_ds.data.sources.base import FoundRecord, folder_of
 
 Limit = Annotated[int, Ge(1)] | None
 RATED = "rated"
@@ -54,7 +54,7 @@ class CheckedRecord:
     def turns(self) -> Sequence[Turn]:
         """Texts and images in their order, without what ratings remove."""
         assert self._entry is not None, "a filter without `reads` reads a record"
-        return self._layout.turns(self._entry.record, self.where)
+        return self._layout.at(folder_of(self._entry)).turns(self._entry.record, self.where)
 
     @property
     def texts(self) -> list[str]:

@@ -123,7 +123,8 @@ class Index:
         folder = source.index_folder(cache_dir)
         content = source.content_digest(folder)
         beneath = os.path.relpath(root, source.root)
-        extra = (*source.cache_facts, *layout.facts)
+        moved = (("image_folders", layout.folders),) if source.several_folders and layout.folders is not None else ()
+        extra = (*source.cache_facts, *layout.facts, *moved)
         key = fingerprint(content, beneath, processor.fingerprint, rules, _CACHE_FORMAT, *extra)
         cache = None if folder is None else folder / f"{source.origin.name}-{key[:16]}{SUFFIX}"
         if cache is not None and not cache.exists():

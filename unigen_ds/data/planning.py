@@ -26,7 +26,9 @@ from unigen_ds.data.array_cache import NewArrays
 from unigen_ds.data.counts import COLUMNS, count, record_digest
 from unigen_ds.data.processor import ConversationProcessor
 from unigen_ds.data.records import Layout, Turn, unused_texts
-from unigen_ds.data.sources.base import FoundRecord, RecordSource
+from unigen_ds.data.rules import TOUCH_BITS
+from unigen_ds.data.sources.base import FoundRecord, RecordSource, folder_of
+from unigen_ds.data.stored_image import StoredImage
 from unigen_ds.data.unused import unused_keys
 from unigen_ds.data.worker_process import start_worker
 
@@ -216,7 +218,8 @@ class _Plan:
         processor = self.processor
         unk_id, marks = getattr(processor.tokenizer, "unk_id", None), processor.rules.marks
         records = [entry.record for entry in entries]
-        turns_of = [learnt(record, entry.where, self.layout) for record, entry in zip(records, entries, strict=True)]
+        layouts = [self.layout.at(folder_of(entry)) for entry in entries]
+        turns_of = list(map(learnt, records, (entry.where for entry in entries), layouts))
         samples = processor.plan_many(zip(turns_of, (entry.where for entry in entries), strict=True))
         for entry, record, turns, sample in zip(entries, records, turns_of, samples, strict=True):
             empty = 0
@@ -224,11 +227,28 @@ class _Plan:
                 if turn.kind == "text" and not turn.value.strip():
                     empty += 1
             row = count(sample, unk_id=unk_id, empty_texts=empty)
+            if self._moved(entry, record):
+                row = (*row[:_TOUCHED], row[_TOUCHED] | TOUCH_BITS["image_folders"], *row[_TOUCHED + 1 :])
             digest = record_digest(entry.content, row, marks(row[_TOUCHED]))
             if self.layout.columns:
                 record = self.layout.named(record, entry.where)
             texts = unused_texts(record) if "captions" in record or "instruction_list" in record else 0
             yield *row, digest, texts, unused_keys(record, self.layout, getattr(entry, "unused", ()))
+
+
+    def _moved(self, entry: FoundRecord, record: Mapping[str, Any]) -> bool:
+        """Whether the rule ``image_folders`` decides where an image of the record is: its path is relative, and its file
+        is in another folder than the first one.
+        """
+        if folder_of(entry) is None or self.layout.folders is None:
+            return False
+        turns = replace(self.layout, image_root=None).turns(record, entry.where)
+        return any(is_relative(turn) for turn in turns)
+
+
+def is_relative(turn: Turn) -> bool:
+    """Whether it is an image with a relative path; of turns that were parsed without a folder."""
+    return turn.kind == "image" and not isinstance(turn.value, StoredImage) and not os.path.isabs(turn.value)
 
 
 def batches(source: RecordSource, chunk: Chunk) -> Iterator[Sequence[FoundRecord]]:

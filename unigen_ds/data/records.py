@@ -25,7 +25,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -69,6 +69,12 @@ class Layout:
     """(key of the file, key of the layout): a record's keys that have other names."""
     ratings: tuple[tuple[str, int], ...] = ()
     """(name of ``RATINGS``, the least that is kept): questions that are left out of nanoVLM's rows."""
+    folders: int | None = None
+    """Version of the rule ``image_folders``; None: ``image_root`` is that of all records."""
+
+    def at(self, folder: Path | None) -> Layout:
+        """For a record whose data file is in ``folder``; None: in that of the first file."""
+        return replace(self, image_root=folder) if folder is not None and self.folders else self
 
     def named(self, record: Mapping[str, Any], where: object) -> Mapping[str, Any]:
         """``record`` with the keys of the layouts. Raises ``DataError`` where it has none of a given name."""

@@ -9,6 +9,8 @@ overflow           0    every record longer than ``seq_length`` is truncated, wi
 images             0    as PIL decodes: EXIF orientation ignored, 16-bit grey clipped, transparency on white
                    1    upright by EXIF, 16-bit grey by its upper 8 bits, transparency as the model's family reads it
 special_tokens     0    a text that spells a special token becomes that token
+image_folders      0    of several data files in different folders: relative image paths start at the first one's folder
+                   1    ... at the folder of their own data file
 mixture            0    ``mixture-1``: weighted sources have their shares in each epoch, shuffled within it
                    1    ``mixture-2``: at every position within one sample of the share, over all epochs (mixture.py)
 =================  ===  ===========================================================================================
@@ -22,8 +24,9 @@ from typing import Any
 
 from unigen_ds.core.errors import CheckpointError
 
-TOUCH_BITS = {"images": 1, "special_tokens": 2}
-"""Bit of each rule in the index column ``touched``: rules whose effect on a record follows from the record alone."""
+TOUCH_BITS = {"images": 1, "special_tokens": 2, "image_folders": 4}
+"""Bit of each rule in the index column ``touched``: rules whose effect on a record follows from the record and its file
+alone."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,8 @@ class DataRules:
     special_tokens: int = 1
     mixture: int = field(default=1, repr=False)
     """Of the order, not of the records: no part of the index key."""
+    image_folders: int = field(default=1, repr=False)
+    """Part of the index key of what it can change (``Index.build``)."""
 
     @classmethod
     def stored(cls, facts: Mapping[str, Any]) -> DataRules:

@@ -68,11 +68,15 @@ class Streaming(Section):
 
 
 class ShardSource(RecordSource):
-    """The records of one shard. It is fetched when the first one is read: an index from the cache needs nothing."""
+    """The records of one shard. It is fetched when the first one is read: an index from the cache needs nothing.
 
-    def __init__(self, shard: DataShard, listed: ShardList, spool: Spool) -> None:
+    ``own_folder``: relative image paths start at the folder of a local shard, not of the first one.
+    """
+
+    def __init__(self, shard: DataShard, listed: ShardList, spool: Spool, *, own_folder: bool = False) -> None:
         super().__init__(Path(shard.file_name), label=shard.name, folder=spool.index_folder)
         self.shard, self.spool, self._listed = shard, spool, listed
+        self._moved = listed.root is not None and own_folder and Path(shard.url).parent != listed.root
         self.captions, self.batch = listed.captions, listed.batch  # type: ignore[misc]
         self._arrays: Arrays = {}
         self._opened: tuple[Path, int, RecordSource] | None = None
@@ -90,11 +94,11 @@ class ShardSource(RecordSource):
 
     @property
     def root(self) -> Path:
-        return self._listed.root or self.spool.folder
+        return Path(self.shard.url).parent if self._moved else self._listed.root or self.spool.folder
 
     @property
     def cache_facts(self) -> tuple[object, ...]:
-        return self._listed.facts
+        return (*self._listed.facts, *(("image_folders",) if self._moved else ()))
 
     def index_folder(self, cache_dir: Path | None) -> Path:
         """That of the spool."""
@@ -235,8 +239,16 @@ class StreamedShards:
         """Changes with every name, size and version of a shard, and with what decides how they are read and mixed."""
         shards = [shard.facts for shard in self.listed.shards]
         rules = self.processor.rules
-        facts = (*self.listed.facts, *self._layout.facts, *self._facts)
+        facts = (*self.listed.facts, *self._layout.facts, *self._facts, *self._folders)
         return fingerprint(_FORMAT, shards, self.settings.mixed_shards, self.processor.fingerprint, rules, *facts)
+
+    @property
+    def _folders(self) -> tuple[object, ...]:
+        """That images of local shards in different folders are looked for beside each; nothing where it changes none."""
+        if not self._layout.folders or self.listed.root is None:
+            return ()
+        several = any(Path(shard.url).parent != self.listed.root for shard in self.listed.shards)
+        return (("image_folders", self._layout.folders),) if several else ()
 
     def index(self, shard: int) -> Index:
         """Of a shard, from the cache or by fetching and planning it. Raises ``DataError`` where that is impossible."""
@@ -278,7 +290,8 @@ class StreamedShards:
     def _built(self, shard: int, processor: ConversationProcessor) -> Index:
         report = get_worker_info() is None and shard not in self._reported
         self._reported.add(shard)
-        source = ShardSource(self.listed.shards[shard], self.listed, self.spool)
+        own_folder = bool(self._layout.folders)
+        source = ShardSource(self.listed.shards[shard], self.listed, self.spool, own_folder=own_folder)
         return Index.build(
             source,
             processor,

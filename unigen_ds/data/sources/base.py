@@ -11,6 +11,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -72,6 +73,23 @@ class Row:
             raise DataError(f"{self.where}: its values are nested too deeply") from error
 
     values = content
+
+
+class InFolder:
+    """A record of one of several files, with the folder of its own file."""
+
+    __slots__ = ("_entry", "folder")
+
+    def __init__(self, entry: FoundRecord, folder: Path) -> None:
+        self._entry, self.folder = entry, folder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._entry, name)
+
+
+def folder_of(entry: FoundRecord) -> Path | None:
+    """That of its data file, where it is another one than the source's ``root``."""
+    return getattr(entry, "folder", None)
 
 
 def canonical(record: Mapping[str, Any]) -> bytes:
@@ -141,6 +159,15 @@ class RecordSource:
         """``root``, where its images belong to it alone; None: it may be read together with others."""
         return None
 
+    def same_folder(self, other: RecordSource) -> bool:
+        """Whether relative image paths of both start from one folder."""
+        return os.path.abspath(self.root) == os.path.abspath(other.root)
+
+    @property
+    def several_folders(self) -> bool:
+        """Whether some of its records are ``InFolder``: their file is in another folder than ``root``."""
+        return False
+
     def index_folder(self, cache_dir: Path | None) -> Path | None:
         """Where its index is cached; None: nowhere."""
         return cache_folder(self.origin, cache_dir)
@@ -209,6 +236,11 @@ class Joined(RecordSource):
         self.sources = tuple(sources)
         self.captions, self.batch = sources[0].captions, sources[0].batch  # type: ignore[misc]
         self._bounds = np.zeros(1, np.int64)
+        self._folders = [None if source.same_folder(sources[0]) else source.root for source in sources]
+
+    @property
+    def several_folders(self) -> bool:
+        return any(folder is not None for folder in self._folders)
 
     @property
     def title(self) -> str:
@@ -259,7 +291,8 @@ class Joined(RecordSource):
         while start < stop:
             k = int(np.searchsorted(self._bounds, start, side="right")) - 1
             first, end = int(self._bounds[k]), min(stop, int(self._bounds[k + 1]))
-            found += self.sources[k].read(start - first, end - first)
+            entries, folder = self.sources[k].read(start - first, end - first), self._folders[k]
+            found += entries if folder is None else [InFolder(entry, folder) for entry in entries]
             start = end
         return found
 

@@ -1,0 +1,91 @@
+"""Data files in different folders: an image path starts at the folder of its own file; a run that began with the former
+rule keeps it.
+
+Both folders have images of the same names, dark ones beside the first file and bright ones beside the second.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from tests.data.support import write_jsonl
+from tests.text_run import KeepBatches, trained
+from tests.tiny import tiny_config
+from unigen_ds.checkpoint.manifest import Manifest
+from unigen_ds.core.errors import DataError
+from unigen_ds.data.rules import DataRules
+from unigen_ds.runner import Runner, build
+
+GREY = {"a": 0, "b": 255}
+FORMER = "631f82a8ea20fcc67ed6249b4fe83eea"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, grey in GREY.items():
+        records = [{"text_prompt": f"draw a {word}", "image_path": f"{word}.png"} for word in ("one", "two", "three")]
+        write_jsonl(tmp_path / name / "part.jsonl", records)
+        for word in ("one", "two", "three"):
+            Image.new("L", (8, 8), grey).save(tmp_path / name / f"{word}.png")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def config(folder: Path, **overrides: Any) -> Any:
+    given = {"data_path": ["a/part.jsonl", "b/part.jsonl"], **overrides.pop("dataset", {})}
+    overrides = {"train_cfg__max_updates": 1, **overrides}
+    return tiny_config(
+        folder / overrides.pop("run", "run"), folder, train_dataloader__dataset={"type": "UnifiedGenerationDataset", **given},
+        custom_hooks=[{"type": "KeepBatches"}], default_hooks__checkpoint__interval=1,
+        train_dataloader__batch_size=1, train_dataloader__seq_length=160, **overrides,
+    )  # fmt: skip
+
+
+def identity(runner: Runner) -> str:
+    return str(runner._parts.data_identity["fingerprint"])
+
+
+def greys(kept: KeepBatches) -> list[float]:
+    """Of every drawn image, from -1 (black) to 1, the dark ones first."""
+    return sorted(float(one.mean()) for batch in kept.batches for one in batch.vae_images)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_path_starts_at_the_folder_of_its_own_file(folder: Path, streaming: bool) -> None:
+    runner, kept = trained(config(folder, dataset={"streaming": streaming}))
+    assert greys(kept) == pytest.approx([-1.0] * 3 + [1.0] * 3)
+    other = Runner.from_cfg(config(folder, dataset={"streaming": streaming, "image_root": "a"}, run="other"))
+    assert identity(other) != identity(runner), "these are other data"
+
+
+def test_a_run_of_the_former_rule_keeps_it(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    with monkeypatch.context() as former:
+        former.setattr(build, "CURRENT", DataRules(image_folders=0))
+        runner, kept = trained(config(folder))
+    assert greys(kept) == pytest.approx([-1.0] * 6)
+    path = folder / "run" / "iter_1.pth"
+    manifest = Manifest.read(path)
+    assert manifest.loader["facts"]["digests"] == [FORMER], "what commit 4f06e71 gives for this data"
+    del manifest.loader["facts"]["rules"]["image_folders"]  # as a checkpoint of before has them
+    (path / "manifest.json").write_text(manifest.to_json(), encoding="utf-8")
+    again, kept = trained(config(folder, resume=True, train_cfg__max_updates=2))
+    assert greys(kept) == pytest.approx([-1.0] * len(kept.ids)) and again.progress.updates == 2
+    log = (folder / "run" / "train.log").read_text(encoding="utf-8")
+    assert log.count("data.rules.image_folders: version 0 -> version 0, as the checkpoint; version 1 would change 3") == 1
+    assert Manifest.read(folder / "run" / "iter_2.pth").loader["facts"]["rules"]["image_folders"] == 0
+
+
+def test_an_image_that_is_at_neither_is_named_with_both(folder: Path, capsys: Any) -> None:
+    (folder / "b" / "one.png").unlink()
+    write_jsonl(folder / "b" / "part.jsonl", [{"text_prompt": "draw", "image_path": n} for n in ("one.png", "no.png")])
+    (folder / "a").rename(folder / "c")
+    write_jsonl(folder / "c" / "part.jsonl", [{"text_prompt": "draw", "image_path": "gone.png"}])
+    with pytest.raises(DataError, match="none of its 3 images can be read") as raised:
+        Runner.from_cfg(config(folder, dataset={"data_path": ["c/part.jsonl", "b/part.jsonl"]}))
+    lines = str(raised.value).splitlines()
+    assert "b/one.png" in lines[2] and "(but c/one.png is there, beside the first data file: image_root='c'" in lines[2]
+    assert "b/no.png" in lines[3] and "(nor is there c/no.png, beside the first data file)" in lines[3]
