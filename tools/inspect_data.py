@@ -74,6 +74,7 @@ def main(argv: list[str] | None = None) -> int:
 
     try:
         config = load_config(arguments.config, arguments.cfg_options)
+        _check_there(arguments)
         work_dir = arguments.work_dir or (arguments.ledger.parent if arguments.ledger else None)
         manifest = newest_manifest(work_dir) if work_dir else None
         if arguments.html:
@@ -121,6 +122,15 @@ def _misused(arguments: argparse.Namespace) -> str | None:
         return "--num and --sequences both choose the sequences of the page: give one of them"
     first, stop = arguments.sequences
     return None if stop - first <= MOST_SEQUENCES else f"a page shows at most {MOST_SEQUENCES} sequences"
+
+
+def _check_there(arguments: argparse.Namespace) -> None:
+    """Raise ``DataError`` where the run that is named does not exist."""
+    if arguments.ledger and not arguments.ledger.is_file():
+        remedy = "name the ledger.jsonl of a run that trained"
+        raise DataError(f"--ledger {arguments.ledger}: there is no such file", remedy=remedy)
+    if arguments.work_dir and not arguments.work_dir.is_dir():
+        raise DataError(f"--work-dir {arguments.work_dir}: there is no such folder", allowed="the folder of a run")
 
 
 def _range_of(arguments: argparse.Namespace, stream: SequenceStream) -> tuple[int, int]:

@@ -86,3 +86,16 @@ class Wrong(Items):
         if self.change == "unlearned":
             return {**item, "labels": [-100] * len(item["labels"])}
         return {**item, **self.change}
+
+
+class Typed(Items):
+    """As a tokenizer of transformers makes them; of one item the types are not 0."""
+
+    def __init__(self, reads: str, second: int = -1) -> None:
+        super().__init__(reads)
+        self.second = second
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        item = super().__getitem__(index)
+        types = [0] * len(item["input_ids"])
+        return {**item, "token_type_ids": torch.tensor(types) + (index == self.second)}

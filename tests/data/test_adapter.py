@@ -163,3 +163,13 @@ def test_data_without_an_item_or_a_target_stops_the_start(tmp_path: Path) -> Non
         Runner.from_cfg(config(tmp_path, "Wrong", number=0, **given))
     masked = {"input_ids": [5000, 1, 2], "labels": [5000, 1, 2], "attention_mask": [0.0, 1.0, 1.0]}
     Runner.from_cfg(config(tmp_path, "Wrong", reads=given["reads"], change=masked), max_updates=1).train()
+
+
+def test_token_types_of_zeros_are_counted_and_not_used(tmp_path: Path) -> None:
+    assert trained(tmp_path / "typed", "Typed", reads=str(tmp_path / "a")) == trained(
+        tmp_path / "plain", "Items", reads=str(tmp_path / "b")
+    )
+    log = (tmp_path / "typed" / "train.log").read_text()
+    assert log.count("Data, own: token_type_ids of 40 of 40 items are all 0: they are not used.") == 1
+    with pytest.raises(DataError, match=r"own\[3\].token_type_ids are not all 0"):
+        Runner.from_cfg(config(tmp_path / "other", "Typed", reads=str(tmp_path / "c"), second=3))

@@ -87,11 +87,14 @@ def test_a_renamed_key_and_captions_decide_what_is_used(tmp_path: Path) -> None:
     [{"messages": [*MESSAGES[:1], {**MESSAGES[1], "weight": 0}]},
      {"conversations": [*TALK[:1], {**TALK[1], "weight": 0}]}],
 )  # fmt: skip
-def test_a_turn_that_is_not_to_be_learned_is_refused(record: dict[str, Any], tmp_path: Path) -> None:
+def test_a_record_of_which_nothing_is_to_be_learned_is_refused(record: dict[str, Any], tmp_path: Path) -> None:
     data = write_jsonl(tmp_path / "rows.jsonl", [record])
-    with pytest.raises(DataError, match=r"rows.jsonl:1: (messages|conversations)\[1\].weight is 0. Allowed: 1"):
+    with pytest.raises(DataError, match=r"rows.jsonl:1: every assistant message has the weight 0"):
         Runner.from_cfg(config(tmp_path / "run", data), max_updates=1)
     key = next(iter(record))
+    half = [{**turn, "weight": 0.5} for turn in record[key]]
+    with pytest.raises(DataError, match=r"(messages|conversations)\[1\].weight is 0.5. Allowed: 1: .* or 0: "):
+        UnifiedGenerationDataset(write_jsonl(tmp_path / "half.jsonl", [{key: half}]), make_processor())
     data = write_jsonl(tmp_path / "weighted.jsonl", [{key: [{**turn, "weight": 1} for turn in record[key]]}])
     assert UnifiedGenerationDataset(data, make_processor()).turns(0)[-1].value == "two"
 
@@ -102,6 +105,8 @@ def test_texts_of_a_sample_of_a_tar_that_are_not_read(tmp_path: Path) -> None:
         "a.png": image, "a.txt": b"one", "a.json": b'{"caption": "two"}',
         "b.png": image, "b.txt": b"one", "b.caption": b"two",
         "c.png": image, "c.txt": b"one", "c.json": b'{"caption": " one", "url": "x"}',
+        "d.0.png": image, "d.1.png": image, "d.json": b'{"text_prompt": "one", "image_path": "d.1.png"}',
+        "e.png": image, "e.txt": b"one", "e.json": b'{"image_path": "png", "text_prompt": "one"}',
     }  # fmt: skip
     with tarfile.open(tmp_path / "some.tar", "w") as tar:
         for name, content in members.items():
@@ -109,8 +114,11 @@ def test_texts_of_a_sample_of_a_tar_that_are_not_read(tmp_path: Path) -> None:
             info.size = len(content)
             tar.addfile(info, io.BytesIO(content))
     dataset = UnifiedGenerationDataset(tmp_path / "some.tar", make_processor())
-    assert [dataset.turns(i)[0].value for i in range(3)] == ["one"] * 3
-    assert sorted((key.split()[0], number) for (_, key), number in found(dataset).items()) == [("a", 1), ("another", 1)]
+    assert [dataset.turns(i)[0].value for i in range(5)] == ["one"] * 5
+    left_out = {key: number for (_, key), number in found(dataset).items()}
+    assert left_out.pop("an image that the .json does not name") == 1, "of d, not of e, whose image is named"
+    left_out.pop("caption")
+    assert sorted((key.split()[0], number) for key, number in left_out.items()) == [("a", 1), ("another", 1)]
 
 
 def test_files_of_an_image_folder_that_are_not_read(tmp_path: Path) -> None:

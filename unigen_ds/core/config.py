@@ -41,8 +41,9 @@ def config_path(name: str | Path) -> Path:
         return found[str(name)]
     if (moved := present(path)) != path:
         return moved
+    what = f"has the suffix {path.suffix!r}" if path.is_file() else "is neither a file nor a shipped config"
     raise ConfigError(
-        f"config {str(name)!r} is neither a file nor a shipped config",
+        f"config {str(name)!r} {what}",
         allowed="a .py, .yaml or .json file, or one of " + ", ".join(found),
         remedy=suggestion(path.stem, found),
     )

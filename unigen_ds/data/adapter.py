@@ -24,6 +24,7 @@ from annotated_types import Ge
 from torch import Tensor
 
 from unigen_ds.core.errors import ConfigError, DataError, UnigenError, suggestion
+from unigen_ds.core.log import logger
 from unigen_ds.core.registry import DATASETS, check_arguments, checked
 from unigen_ds.core.seeding import derive_seed
 from unigen_ds.data.array_cache import SUFFIX, cached, fingerprint, launch, left_by_others, shared_by_node
@@ -90,6 +91,8 @@ class DatasetAdapter(ScannedDataset):
         if not len(self.dataset):
             raise DataError(f"{self.name}: the data set has no item (its __len__ is 0)")
         self.unk_id = getattr(processor.tokenizer, "unk_id", None)
+        self._typed = 0
+        """Items that were read and have ``token_type_ids``."""
         self.own_fingerprint: str | None = getattr(self.dataset, "fingerprint", None)
         if cache_dir is not None:
             if not isinstance(self.own_fingerprint, str):
@@ -131,7 +134,11 @@ class DatasetAdapter(ScannedDataset):
             folder.mkdir(parents=True, exist_ok=True)
 
         def make() -> dict[str, Array]:
+            self._typed = 0
             counts, records, digest = self._read_all()
+            if self._typed:
+                logger().info("Data, %s: token_type_ids of %d of %d items are all 0: they are not used.",
+                              self.name, self._typed, len(self))  # fmt: skip
             whole = np.frombuffer(bytes.fromhex(digest), dtype="<i8").astype(np.int64)
             return {**{name: getattr(counts, name) for name in COLUMNS}, "records": records, "digest": whole}
 
@@ -208,8 +215,10 @@ class DatasetAdapter(ScannedDataset):
             line = f"{Path(last.filename).name}, line {last.lineno}"
             raise DataError(f"{where} cannot be read: {type(error).__name__}: {error} ({line})") from error
         if not isinstance(item, Mapping):
-            raise DataError(f"{where} is a {type(item).__name__}", allowed="a dict with input_ids and labels")
-        if unknown := [str(key) for key in item if key not in _KEYS]:
+            raise DataError(f"{where} is of type {type(item).__name__}", allowed="a dict with input_ids and labels")
+        if _TYPES in item:
+            self._check_types(item[_TYPES], where)
+        if unknown := [str(key) for key in item if key not in (*_KEYS, _TYPES)]:
             raise DataError(
                 f"{where} has the key {unknown[0]!r}, which is not used",
                 allowed=", ".join(_KEYS),
@@ -217,9 +226,27 @@ class DatasetAdapter(ScannedDataset):
             )
         return item
 
+    def _check_types(self, given: Any, where: str) -> None:
+        """Raise ``DataError`` where ``token_type_ids`` differ: zeros, as tokenizers of transformers return them, say
+        nothing.
+        """
+        self._typed += 1
+        try:
+            zeros = not np.any(np.asarray(given))
+        except (TypeError, ValueError):
+            zeros = False
+        if not zeros:
+            raise DataError(
+                f"{where}.{_TYPES} are not all 0, and no model of this project has types of tokens",
+                allowed="zeros, which are not used",
+                remedy=f"leave {_TYPES} out: tokenizer(..., return_token_type_ids=False)",
+            )
+
 
 _ADAPTER = "unigen-adapter-1"
 _KEYS = ("input_ids", "attention_mask", "labels", "padded_images", "image_roles")
+_TYPES = "token_type_ids"
+"""Of items of transformers' tokenizers: zeros are accepted, and not used."""
 _LARGEST = 16.0
 """Largest absolute value of a pixel: with published means and deviations it is below 5."""
 _ROLES: dict[str, ImageKind] = {"target": "noise", "condition": "vit", "edited": "vae"}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,7 @@ class RenderedChat:
         reply: bool = False,
         marked: bool = False,
         last: bool = False,
+        unlearned: Collection[int] = (),
     ) -> RenderedChat:
         """By the chat template of a fast tokenizer of transformers.
 
@@ -48,15 +49,18 @@ class RenderedChat:
             reply: end with the template's generation prompt.
             marked: the assistant's parts are the template's ``{% generation %}`` blocks, where it has them.
             last: of these parts the last one alone; a template may then change earlier ones.
+            unlearned: numbers of the assistant's messages that are no such parts.
 
         Raises ``DataError`` where the template changes earlier text when a message is added: then no mask is correct.
         """
         if marked and _GENERATION.search(tokenizer.chat_template):
             text, marks = _render_marked(tokenizer, messages, reply=reply)
+            if unlearned:
+                marks = _learned_marks(marks, messages, unlearned)
             return cls(text, marks[-2:] if last else marks)
         text = _render(tokenizer, messages, reply=reply)
         bounds: list[int] = []
-        answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        answers = [number for number in _answers(messages) if number not in unlearned]
         if last:  # before a reply it is the one that is to come
             answers = [] if reply else answers[-1:]
         for number in answers:
@@ -110,6 +114,26 @@ def next_token_labels(ids: Sequence[int], from_assistant: Sequence[bool]) -> lis
     return [i if learned else IGNORED for i, learned in zip(ids[1:], from_assistant[1:], strict=True)] + [
         IGNORED
     ] * bool(ids)
+
+
+def _answers(messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Numbers of the assistant's messages."""
+    return [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+
+
+def _learned_marks(
+    marks: tuple[int, ...], messages: Sequence[Mapping[str, Any]], unlearned: Collection[int]
+) -> tuple[int, ...]:
+    """The blocks of the messages that are learned. Raises ``DataError`` where not every answer has one."""
+    answers = _answers(messages)
+    if len(marks) != 2 * len(answers):
+        raise DataError(
+            f"the chat template marks {len(marks) // 2} parts of {len(answers)} assistant messages, and some have the"
+            " weight 0",
+            remedy="a template with one {% generation %} block for each of them, in tokenizer.chat_template",
+        )
+    kept = [k for k, number in enumerate(answers) if number not in unlearned]
+    return tuple(bound for k in kept for bound in marks[2 * k : 2 * k + 2])
 
 
 def _render_marked(

@@ -262,6 +262,8 @@ def learnt(record: Mapping[str, Any], where: object, layout: Layout) -> list[Tur
     """The turns of one record. Raises ``DataError`` with file and line where it is malformed."""
     turns = layout.turns(record, where)
     for turn in turns:
-        if turn.role == "assistant":
+        if turn.is_target:
             return turns
+    if any(turn.role == "assistant" for turn in turns):
+        raise DataError(f"{where}: every assistant message has the weight 0: nothing to learn from")
     raise DataError(f"{where}: conversations has no assistant turn: nothing to learn from")

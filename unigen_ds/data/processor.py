@@ -178,7 +178,7 @@ class ConversationProcessor:
 
 def is_document(turns: Sequence[Turn]) -> bool:
     """Whether a record is plain text, all of it to be learned."""
-    return all(turn.role == "assistant" and turn.kind == "text" for turn in turns)
+    return all(turn.is_target and turn.kind == "text" for turn in turns)
 
 
 def __getattr__(name: str) -> Any:

@@ -55,6 +55,18 @@ class Turn(NamedTuple):
     kind: Literal["text", "image"]
     value: str
     """The text, or the path of the image; one inside of another file is a ``StoredImage``."""
+    learned: bool = True
+    """False: of the assistant, and only read: an answer of ``weight`` 0."""
+
+    @property
+    def is_target(self) -> bool:
+        """Whether it is learned."""
+        return self.learned and self.role == "assistant"
+
+
+def same_message(last: Turn, turn: Turn) -> bool:
+    """Whether two turns that follow each other are of one message."""
+    return last.role == turn.role and last.learned == turn.learned
 
 
 @dataclass(frozen=True)
@@ -418,16 +430,16 @@ def _openai(record: Mapping[str, Any], where: object, image_root: Path | None) -
         if not isinstance(given, str) or given not in _OPENAI_ROLES:
             raise _wrong(where, f"{field}.role", given, ", ".join(_OPENAI_ROLES))
         role, content = _OPENAI_ROLES[given], message.get("content")
-        _check_weight(message, role, field, where)
+        learned = _is_learned(message, role, field, where)
         parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
         for k, part in enumerate(parts):
             name = f"{field}.content[{k}]" if isinstance(content, list) else f"{field}.content"
             for turn in _part(part, role, name, where, image_root, with_images=bool(images)):
                 if turn is None:
                     asked += 1
-                    turns += [Turn(role, "image", image) for image in [next(queue, "")] if image]
+                    turns += [Turn(role, "image", image, learned) for image in [next(queue, "")] if image]
                 else:
-                    turns.append(turn)
+                    turns.append(turn if learned else turn._replace(learned=False))
     if asked != len(images):
         raise DataError(
             f"{where}: the messages ask for {asked} images and the record has {len(images)}",
@@ -436,14 +448,14 @@ def _openai(record: Mapping[str, Any], where: object, image_root: Path | None) -
     return turns
 
 
-def _check_weight(message: Mapping[str, Any], role: Role, field: str, where: object) -> None:
-    """Raise ``DataError`` for an assistant message that is not to be learned as any other: OpenAI's ``weight`` of 0."""
-    if role == "assistant" and message.get("weight") not in (None, 1):
-        raise DataError(
-            f"{where}: {field}.weight is {shown_value(message['weight'])}",
-            allowed="1: every assistant message is learned",
-            remedy="end the conversation before that message, or remove its weight to learn it",
-        )
+def _is_learned(message: Mapping[str, Any], role: Role, field: str, where: object) -> bool:
+    """False of an assistant message with OpenAI's ``weight`` of 0. Raises ``DataError`` for another one than 0 and 1."""
+    if role != "assistant" or message.get("weight") is None:
+        return True
+    if message["weight"] not in (0, 1):
+        allowed = "1: the message is learned, or 0: it is only read"
+        raise _wrong(where, f"{field}.weight", message["weight"], allowed)
+    return bool(message["weight"])
 
 
 def _part(
@@ -504,7 +516,7 @@ def _llava(record: Mapping[str, Any], turns: Sequence[Any], where: object, image
         if not isinstance(turn, Mapping):
             raise _wrong(where, field, turn, "an object {from, value}")
         role, value = _role(turn.get("from"), f"{field}.from", where), _text(turn, "value", f"{field}.value", where)
-        _check_weight(turn, role, field, where)
+        learned = _is_learned(turn, role, field, where)
         parts = value.split(PLACEHOLDER) if role == "user" else [value]
         for number, part in enumerate(parts):
             if number:
@@ -512,7 +524,7 @@ def _llava(record: Mapping[str, Any], turns: Sequence[Any], where: object, image
                 used += 1
             text = part.strip() if len(parts) > 1 else part
             if text or len(parts) == 1:
-                found.append(Turn(role, "text", text))
+                found.append(Turn(role, "text", text, learned))
     if used != len(paths):
         raise DataError(
             f"{where}: the human turns have {used} {PLACEHOLDER} and the record has {len(paths)} images",

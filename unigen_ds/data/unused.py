@@ -32,13 +32,14 @@ _TITLES = {
 _LAYOUTS = tuple(_TITLES)
 BESIDE_JSON = "another `caption` or `text` in the .json"
 SECOND_TEXT = "a second text (.txt before .caption, before .text)"
+IMAGE_BESIDE_JSON = "an image that the .json does not name"
 _KEYS = (
     "conversations", "text_prompt", "image_path", "image", "images", "text", "messages", "texts", "image_list",
     "instruction_list", "instruction", "input_image", "input_images", "output_image", "output_images", "caption",
-    "captions", "file_name", "system", "tools", BESIDE_JSON, SECOND_TEXT,
+    "captions", "file_name", "system", "tools", BESIDE_JSON, SECOND_TEXT, IMAGE_BESIDE_JSON,
 )  # fmt: skip
 """All of the layouts, and what a source itself leaves out (``FoundRecord.unused``). Only added to, as ``_LAYOUTS``."""
-_ALL = frozenset(_KEYS[:-2])
+_ALL = frozenset(_KEYS[:-3])
 _OF_CHATS = frozenset(("system", "tools"))
 _SHIFT = 8
 """The bit of the first key; below it is the layout, from 1."""

@@ -403,8 +403,8 @@ def own_prompt(dataset: PlannedDataset, index: int) -> str | None:
     if turns_of is None:
         return None
     turns: list[Turn] = turns_of(record_number(dataset, index))
-    end = max((i for i, turn in enumerate(turns) if turn.role == "assistant"), default=0)
-    while end > 0 and turns[end - 1].role == "assistant":  # neighbouring turns are one answer
+    end = max((i for i, turn in enumerate(turns) if turn.is_target), default=0)
+    while end > 0 and turns[end - 1].is_target:  # neighbouring turns are one answer
         end -= 1
     return "\n".join(turn.value for turn in turns[:end] if turn.kind == "text")
 

@@ -7,6 +7,7 @@ again. A model whose ``LossTerms.each`` lacks a term has no such values; the rea
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -19,6 +20,8 @@ from unigen_ds.evaluation.comparison import NO_DRAWS
 from unigen_ds.evaluation.metrics.base import draws
 from unigen_ds.evaluation.validation import Key, Validation
 
+_NUMBERS = re.compile(r"(:\d+){2,3}$")
+"""Of a sample id after its source: record, pass, and the piece of a record that is split."""
 COUNT, SEED = 1000, 0
 """Of the bootstrap draws."""
 _Row = tuple[str, dict[Key, tuple[float, float]]]
@@ -58,7 +61,7 @@ class SampleLosses:
                     if number:
                         row[key] = (total, number)
         for sample_id, row in zip(batch.sample_ids, found, strict=True):
-            source = sample_id.rsplit(":", 2)[0]
+            source = _NUMBERS.sub("", sample_id)
             by_source: dict[Key, tuple[float, float]] = {
                 (*key, source): value for key, value in row.items() if len(key) == 1
             }

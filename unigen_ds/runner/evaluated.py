@@ -191,6 +191,9 @@ class EvaluationSubject:
         validation = build_validation(settings, data)
         assert validation is not None
         check_overflow(validation.data.fitted, validation.data.names)
+        if dist.is_main():
+            for line in validation.data.start_lines():
+                logger().info("%s", line)
         stored = None if self.manifest is None else self.manifest.topology.get("precision")
         precision = settled_precision(settings.optim_wrapper.precision, stored)
         return WholeModel(model, precision=precision), validation
@@ -212,12 +215,14 @@ class WholeModel:
 
 
 def _with_path(data: str, *loaders: Mapping[str, Any]) -> dict[str, Any]:
-    """The first data set of the loaders that reads a file, reading ``data``; else the usual one."""
+    """The first data set of the loaders that reads a file, reading all of ``data``, with its filters; else the usual
+    one.
+    """
     for loader in loaders:
         sources = loader.get("dataset") or ()
         for source in [sources] if isinstance(sources, Mapping) else sources:
             if "data_path" in source:
-                kept = {key: value for key, value in source.items() if key not in ("name", "format")}
+                kept = {key: value for key, value in source.items() if key not in ("name", "format", "num_used_data")}
                 return {**kept, "data_path": data}
     return {"type": "UnifiedGenerationDataset", "data_path": data}
 

@@ -23,7 +23,7 @@ from unigen_ds.data.sources.base import Arrays, FoundRecord, RecordSource, Row
 from unigen_ds.data.sources.names import Names
 from unigen_ds.data.sources.unpacked import AGAIN
 from unigen_ds.data.stored_image import Span, StoredImage
-from unigen_ds.data.unused import BESIDE_JSON, SECOND_TEXT
+from unigen_ds.data.unused import BESIDE_JSON, IMAGE_BESIDE_JSON, SECOND_TEXT
 
 IMAGES = frozenset((
     "jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm", "jp2", "avif", "ico", "tga", "pcx", "qoi",
@@ -73,6 +73,11 @@ class WebDatasetSource(RecordSource):
     @property
     def fingerprint(self) -> str:
         return f"webdataset, pickled: {self.pickled}"
+
+    @property
+    def cache_facts(self) -> tuple[object, ...]:
+        """An index of before has no images that a ``.json`` does not name."""
+        return (self.fingerprint, IMAGE_BESIDE_JSON)
 
     def scan(self) -> Arrays:
         groups: dict[str, dict[str, tuple[int, int]]] = {}
@@ -196,8 +201,9 @@ class WebDatasetSource(RecordSource):
                 record |= self._object(span, f"{where}: {suffix}")
         stem = key.rpartition("/")[2]
         named = {**images, **{f"{stem}.{suffix}": image for suffix, image in images.items()}}
+        used: set[str] = set()
         try:
-            record = _resolved(record, named)
+            record = _resolved(record, named, used)
         except RecursionError as error:
             raise DataError(f"{where}: its values are nested too deeply") from error
         texts = [suffix for suffix in members if suffix.lower() in _TEXTS]
@@ -205,8 +211,9 @@ class WebDatasetSource(RecordSource):
         of_json = {key: record[key] for key in ("caption", "text") if isinstance(record.get(key), str)}
         for suffix in read:
             record["caption" if images else "text"] = self._text(members[suffix], f"{where}: {suffix}")
+        beside = [suffix for suffix in images if not {suffix, f"{stem}.{suffix}"} & used]
         if images and not {"image", "images", "image_path", "image_list", "instruction"} & record.keys():
-            listed = list(images.values())
+            listed, beside = list(images.values()), []
             record |= {"image": listed[0]} if len(listed) == 1 else {"images": listed}
         if "caption" in record and "text" in record and images:
             del record["text"]  # of the .json: the .txt has the caption
@@ -214,6 +221,8 @@ class WebDatasetSource(RecordSource):
         own = record.get("caption" if images else "text")
         if any(text != record.get(key) and text.strip() not in ("", own) for key, text in of_json.items()):
             unused.append(BESIDE_JSON)
+        if beside:
+            unused.append(IMAGE_BESIDE_JSON)
         return Row(record, where, unused)
 
     def _text(self, span: Span, where: str) -> str:
@@ -243,12 +252,15 @@ def _before(suffix: str) -> tuple[int, str]:
     return _TEXTS.index(suffix.lower()), suffix
 
 
-def _resolved(value: Any, images: Mapping[str, StoredImage], named: bool = False) -> Any:
-    """``value`` with the images in place of their names, under the keys that images have."""
+def _resolved(value: Any, images: Mapping[str, StoredImage], used: set[str], named: bool = False) -> Any:
+    """``value`` with the images in place of their names, under the keys that images have; ``used`` gets these names."""
     if isinstance(value, str):
-        return images.get(value, value) if named else value
+        if not named or value not in images:
+            return value
+        used.add(value)
+        return images[value]
     if isinstance(value, list):
-        return [_resolved(one, images, named) for one in value]
+        return [_resolved(one, images, used, named) for one in value]
     if isinstance(value, dict):
-        return {key: _resolved(one, images, key in _IMAGE_KEYS) for key, one in value.items()}
+        return {key: _resolved(one, images, used, key in _IMAGE_KEYS) for key, one in value.items()}
     return value

@@ -17,7 +17,7 @@ from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.registry import checked
 from unigen_ds.data.chat import RenderedChat, encode_chats, next_token_labels
 from unigen_ds.data.processor import ConversationProcessor, is_document
-from unigen_ds.data.records import Turn
+from unigen_ds.data.records import Turn, same_message
 from unigen_ds.data.rules import CURRENT, DataRules
 from unigen_ds.data.samples import IGNORED, Sample, Split
 from unigen_ds.data.splits import TokenSplit
@@ -157,6 +157,7 @@ class ModelProcessor(ConversationProcessor):
                 reply=reply,
                 marked=True,
                 last=self.tokenizer.learn == "last",
+                unlearned=_unlearned(turns),
             )
         except DataError as error:
             raise error.at(str(where)) from error
@@ -186,11 +187,12 @@ class ModelProcessor(ConversationProcessor):
     def _messages(self, turns: Sequence[Turn], texts: Sequence[str]) -> list[dict[str, Any]]:
         """Neighbouring turns of a role are one message, whose parts keep their order."""
         messages: list[dict[str, Any]] = []
-        rest = iter(texts)
+        rest, last = iter(texts), None
         for turn in turns:
             part = {"type": "text", "text": next(rest)} if turn.kind == "text" else {"type": "image"}
-            if not messages or messages[-1]["role"] != turn.role:
+            if last is None or not same_message(last, turn):
                 messages.append({"role": turn.role, "content": []})
+            last = turn
             messages[-1]["content"].append(part)
         if self.pictures is None:
             return [{**m, "content": "\n".join(part["text"] for part in m["content"])} for m in messages]
@@ -241,3 +243,9 @@ class ModelProcessor(ConversationProcessor):
             done = last
         if done < len(ids):
             yield TokenSplit(tuple(ids[done:]), tuple(labels[done:]))
+
+
+def _unlearned(turns: Sequence[Turn]) -> list[int]:
+    """Numbers of the messages of the assistant that are only read."""
+    firsts = [turn for i, turn in enumerate(turns) if not i or not same_message(turns[i - 1], turn)]
+    return [number for number, turn in enumerate(firsts) if not turn.learned]

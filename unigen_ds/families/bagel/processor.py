@@ -21,7 +21,7 @@ from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.registry import checked
 from unigen_ds.data.augment import Augment
 from unigen_ds.data.processor import ConversationProcessor, is_document
-from unigen_ds.data.records import Turn
+from unigen_ds.data.records import Turn, same_message
 from unigen_ds.data.rules import CURRENT, DataRules
 from unigen_ds.data.samples import Sample, Split, TextTokenizer
 from unigen_ds.data.splits import ImageKind, ImageSplit, TextSplit
@@ -157,12 +157,12 @@ class UnifiedProcessor(ConversationProcessor):
         """Those of one record; ``ids``: of the texts, in order."""
         last_generated = -1
         for i, turn in enumerate(merged):
-            if turn.kind == "image" and turn.role == "assistant":
+            if turn.kind == "image" and turn.is_target:
                 last_generated = i
         for i, turn in enumerate(merged):
-            generated = turn.role == "assistant"
+            generated = turn.is_target
             if turn.kind == "text":
-                yield TextSplit(tuple(next(ids)), loss=generated, droppable=not generated)
+                yield TextSplit(tuple(next(ids)), loss=generated, droppable=turn.role != "assistant")
                 continue
             header = self.header(turn.value, keep=keep_images)
             if generated:
@@ -229,8 +229,8 @@ def _merged(turns: Sequence[Turn]) -> list[Turn]:
     merged: list[Turn] = []
     for turn in turns:
         last = merged[-1] if merged else None
-        if last is not None and turn.kind == last.kind == "text" and turn.role == last.role:
-            merged[-1] = Turn(last.role, "text", f"{last.value}\n{turn.value}")
+        if last is not None and turn.kind == last.kind == "text" and same_message(last, turn):
+            merged[-1] = last._replace(value=f"{last.value}\n{turn.value}")
         else:
             merged.append(turn)
     return merged

@@ -8,14 +8,20 @@ from typing import Any, ClassVar
 
 import torch
 
-from unigen_ds.core.errors import CheckpointError
+from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.registry import FAMILIES
+from unigen_ds.data.processor import Processor
+from unigen_ds.data.rules import DataRules
 from unigen_ds.families.bagel.processor import UnifiedProcessor
 from unigen_ds.families.base import ConversationFamily, PublishedFormat
 from unigen_ds.families.decoder_lm.inference import TextInferencer
 from unigen_ds.families.decoder_lm.model import DecoderLM
 from unigen_ds.families.decoder_lm.published import is_decoder, write_directory
 from unigen_ds.models.weights import read_json
+
+
+_OF_IMAGES = ("vit_transform", "vae_transform", "augment", "vit_augment", "vit_dropout", "vae_dropout")
+"""Keys of ``UnifiedProcessor`` that nothing of a text depends on."""
 
 
 class TransformersDirectory(PublishedFormat):
@@ -63,6 +69,18 @@ class Decoder(ConversationFamily):
     processor_type = UnifiedProcessor
     terms: ClassVar[Mapping[str, str]] = {"text": "weight of the mean cross-entropy per text target"}
     published = (TransformersDirectory(),)
+
+    def processor(
+        self, spec: Mapping[str, Any], given: Mapping[str, Any], *, tokenizer: Any, seed: int, rules: DataRules
+    ) -> Processor:
+        """As of ``Family``. Raises ``ConfigError`` for what changes images: no record of this model has one."""
+        if without_effect := [key for key in _OF_IMAGES if given.get(key)]:
+            raise ConfigError(
+                f"processor sets {', '.join(without_effect)}, and DecoderLM reads texts alone: no record has an image",
+                allowed="text_dropout, ce_reweight",
+                remedy="leave it out; or a model with images: UnifiedModel, VLM, ImageTextToText",
+            )
+        return super().processor(spec, given, tokenizer=tokenizer, seed=seed, rules=rules)
 
     def inferencer(self, model: Any, processor: Any) -> TextInferencer:
         return TextInferencer(model, processor)

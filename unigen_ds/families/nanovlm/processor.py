@@ -17,7 +17,7 @@ from unigen_ds.core.registry import checked
 from unigen_ds.data.augment import Augment
 from unigen_ds.data.chat import RenderedChat, encode_chats, next_token_labels
 from unigen_ds.data.processor import ConversationProcessor, is_document
-from unigen_ds.data.records import Turn
+from unigen_ds.data.records import Turn, same_message
 from unigen_ds.data.rules import CURRENT, DataRules
 from unigen_ds.data.samples import Sample, Split
 from unigen_ds.data.splits import ImageKind, ImageSplit, TokenSplit
@@ -32,6 +32,7 @@ class _Message:
     role: str
     texts: list[str] = field(default_factory=list)
     images: list[str] = field(default_factory=list)
+    learned: bool = True
 
 
 _PlannedImage = tuple[str, int, ImageHeader]
@@ -173,7 +174,8 @@ class VLMProcessor(ConversationProcessor):
                 images.append((path, num_tiles(grids[-1]), header))
             content = image_string(grids, tokens_per_tile=self.tokens_per_tile) + text
             messages.append({"role": message.role, "content": content})
-        rendered = RenderedChat.of(self.tokenizer.chat, messages, reply=reply)
+        unlearned = [number for number, message in enumerate(found) if not message.learned]
+        rendered = RenderedChat.of(self.tokenizer.chat, messages, reply=reply, unlearned=unlearned)
         return _Chat(turns, where, rendered, signs, images, spelled)
 
     def _tiled_splits(
@@ -200,6 +202,7 @@ class VLMProcessor(ConversationProcessor):
 def _messages(turns: Sequence[Turn], where: object) -> list[_Message]:
     """Neighbouring turns of a role are one message."""
     messages: list[_Message] = []
+    last: Turn | None = None
     for turn in turns:
         if turn.role == "assistant" and turn.kind == "image":
             raise DataError(
@@ -207,7 +210,8 @@ def _messages(turns: Sequence[Turn], where: object) -> list[_Message]:
                 remedy="for records of an image and its text, captions='understand' of the data set: the text is then"
                 " learned from the image; leave other ones out, or train a UnifiedModel",
             )
-        if not messages or messages[-1].role != turn.role:
-            messages.append(_Message(turn.role))
+        if last is None or not same_message(last, turn):
+            messages.append(_Message(turn.role, learned=turn.learned))
+        last = turn
         (messages[-1].texts if turn.kind == "text" else messages[-1].images).append(turn.value)
     return messages
