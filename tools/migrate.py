@@ -32,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawTextHelpFormatter,
     )  # fmt: skip
     p.add_argument("guide", choices=GUIDES, metavar="GUIDE", help="the trainer that the settings are of: see below")
-    p.add_argument("given", nargs="+", metavar="WORD", help="after --: a command line, settings, or a file")
+    p.add_argument("given", nargs="+", metavar="WORD", help="a file; or after --: a command line, or settings")
     p.add_argument("--out", type=Path, metavar="OUT.py", help="write the config there (default: print it)")
     p.add_argument("--force", action="store_true", help="replace a file that exists")
     return p

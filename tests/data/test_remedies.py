@@ -17,13 +17,17 @@ import torch
 from PIL import Image
 
 from tests.processes import ROOT
+from tests.text_run import text_config
 from tests.tiny import tiny_config
 from tools.inspect_data import main as inspect_data
+from unigen_ds.checkpoint.base_files import read_base
 from unigen_ds.core.config import plain_values
-from unigen_ds.core.errors import DataError
+from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.pipes import READER_GONE, ends_quietly
 from unigen_ds.data.transforms import image_header
+from unigen_ds.families.bagel.published import read_pretrained
 from unigen_ds.families.nanovlm.processor import VLMProcessor
+from unigen_ds.runner import Runner
 
 
 def jsonl(path: Path, *records: Any) -> str:
@@ -97,6 +101,11 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
     "Latin-1": (lambda f: written(f / "a.jsonl", b'{"text": "caf\xe9"}\n'), {}, "iconv -f LATIN1 -t UTF-8 a.jsonl"),
     "gzip": (lambda f: written(f / "a.jsonl.gz", b"\x1f\x8b\x08\x00b"), {}, "Remedy: copy or write the file again"),
     "tar": (lambda f: written(f / "a.tar", b"x" * 700), {}, "Remedy: copy or write the file again"),
+    "a format misspelt": (lambda f: jsonl(f / "a.jsonl", {"text": "a"}), {"format": "jsn"},
+                          "Remedy: did you mean 'json'?"),
+    "an image folder, streamed": (lambda f: str(picture(f / "in" / "1.png").parent), {"streaming": True},
+                                  "in has no file of a known format. Allowed: files of one format for a streamed data"
+                                  " set; an image folder is read without streaming"),
     "parquet": (lambda f: written(f / "a.parquet", b"PAR1 broken"), {}, "Remedy: copy or write the file again"),
 }  # fmt: skip
 
@@ -230,3 +239,34 @@ def test_a_vlm_has_no_images_as_tensors() -> None:
     processor = object.__new__(VLMProcessor)
     with pytest.raises(DataError, match=r"data\[0\].* the model is a VLM\. Allowed: items of text alone"):
         processor.ready_image(torch.zeros(3, 8, 8), "vit", "data[0].padded_images[0]")
+
+
+def test_files_of_a_folder_that_are_not_read(
+    inspected: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("1.md", "2.txt", "3.rst", "4.rst", "README", "5.png"):
+        (tmp_path / "in").mkdir(exist_ok=True)
+        (tmp_path / "in" / name).write_text("a b")
+    with caplog.at_level("INFO"):
+        assert inspected(str(tmp_path / "in"), format="text")[0] == 0
+    (line,) = [one.getMessage() for one in caplog.records if "others are not" in one.getMessage()]
+    assert "in: 2 files are read, 3 others are not: 2 .rst, 1 without a suffix." in line
+
+
+def test_keys_of_images_of_a_model_of_texts(tmp_path: Path) -> None:
+    """They were accepted without effect."""
+    model = {"type": "DecoderLM", "llm": {"model_type": "llama", "hidden_size": 8}}
+    config = text_config(tmp_path, [{"text": "one"}], model=model)
+    for key, value in (("augment", [{"type": "RandomFlip"}]), ("vit_dropout", 0.1)):
+        with pytest.raises(ConfigError, match=rf"processor sets {key}, and DecoderLM reads texts alone.*text_dropout"):
+            Runner.from_cfg({**config, "processor": {key: value}})
+
+
+def test_a_base_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'none', and .*none does not exist: adapters need a base"):
+        read_base("none")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="has no files of weights: adapters need a base"):
+        read_base(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"has a config.json and no ema.safetensors.* pretrained=dict\(llm='"):
+        read_pretrained(str(tmp_path))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,13 +15,17 @@ from transformers import (
     LlamaForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    SiglipConfig,
+    SiglipModel,
     SiglipVisionConfig,
     SiglipVisionModel,
 )
 
 from tests.models.batches import packed
 from unigen_ds.core.batch import CAUSAL
+from unigen_ds.families.bagel import published as bagel
 from unigen_ds.families.bagel.model import MoTForCausalLM
+from unigen_ds.families.nanovlm import published as nanovlm
 from unigen_ds.models.attention import plan_attention
 from unigen_ds.models.llama import LlamaLM
 from unigen_ds.models.vision import VisionTransformer
@@ -129,3 +134,17 @@ def test_siglip(seed: int) -> None:
     with torch.no_grad():
         found = ours(patches, torch.arange(side**2).repeat(2), (side**2, side**2))
         assert_close(found, theirs(images).last_hidden_state.flatten(0, 1))
+
+
+def test_a_vision_tower_is_read_as_it_is_saved_alone_and_as_a_part(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vision = SiglipVisionConfig(**sizes, image_size=8, patch_size=4)
+    both = SiglipModel(SiglipConfig(
+        vision_config=vision.to_dict(), text_config={**sizes, "vocab_size": 8, "max_position_embeddings": 4}
+    ))  # fmt: skip
+    both.save_pretrained(tmp_path / "both")
+    SiglipVisionModel(vision).save_pretrained(tmp_path / "alone")
+    for module in (bagel, nanovlm):
+        found = [module.read_pretrained({"vit": str(tmp_path / name)}) for name in ("both", "alone")]
+        names = [{name for name in each.tensors if "vision_model." in name} for each in found]
+        assert names[0] == names[1] and len(names[0]) > 30

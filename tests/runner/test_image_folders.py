@@ -39,7 +39,8 @@ def config(folder: Path, **overrides: Any) -> Any:
     given = {"data_path": ["a/part.jsonl", "b/part.jsonl"], **overrides.pop("dataset", {})}
     overrides = {"train_cfg__max_updates": 1, **overrides}
     return tiny_config(
-        folder / overrides.pop("run", "run"), folder, train_dataloader__dataset={"type": "UnifiedGenerationDataset", **given},
+        folder / overrides.pop("run", "run"), folder,
+        train_dataloader__dataset={"type": "UnifiedGenerationDataset", **given},
         custom_hooks=[{"type": "KeepBatches"}], default_hooks__checkpoint__interval=1,
         train_dataloader__batch_size=1, train_dataloader__seq_length=160, **overrides,
     )  # fmt: skip
@@ -65,7 +66,7 @@ def test_a_path_starts_at_the_folder_of_its_own_file(folder: Path, streaming: bo
 def test_a_run_of_the_former_rule_keeps_it(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     with monkeypatch.context() as former:
         former.setattr(build, "CURRENT", DataRules(image_folders=0))
-        runner, kept = trained(config(folder))
+        _, kept = trained(config(folder))
     assert greys(kept) == pytest.approx([-1.0] * 6)
     path = folder / "run" / "iter_1.pth"
     manifest = Manifest.read(path)
@@ -75,7 +76,7 @@ def test_a_run_of_the_former_rule_keeps_it(folder: Path, monkeypatch: pytest.Mon
     again, kept = trained(config(folder, resume=True, train_cfg__max_updates=2))
     assert greys(kept) == pytest.approx([-1.0] * len(kept.ids)) and again.progress.updates == 2
     log = (folder / "run" / "train.log").read_text(encoding="utf-8")
-    assert log.count("data.rules.image_folders: version 0 -> version 0, as the checkpoint; version 1 would change 3") == 1
+    assert log.count("image_folders: version 0 -> version 0, as the checkpoint; version 1 would change 3") == 1
     assert Manifest.read(folder / "run" / "iter_2.pth").loader["facts"]["rules"]["image_folders"] == 0
 
 

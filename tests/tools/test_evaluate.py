@@ -16,6 +16,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from tests.data.chat_support import NANOVLM, character_tokenizer
+from tests.data.support import write_jsonl
 from tests.processes import ranks
 from tests.text_run import text_config, words
 from tools import evaluate as tool
@@ -310,3 +311,15 @@ def test_wrong_usage(trained, capsys):
             main(arguments)
         assert ended.value.code == 2
     assert main([str(trained / "nowhere")]) == 1
+
+
+def test_records_that_the_filters_of_the_training_leave_out_are_counted(tmp_path, capsys):
+    """And ``num_used_data`` is that of the training's file alone."""
+    source = {"type": "UnifiedGenerationDataset", "data_path": str(tmp_path / "train.jsonl"), "num_used_data": 9,
+              "filters": [{"type": "TextLengthFilter", "max_tokens": 6}]}  # fmt: skip
+    Runner.from_cfg(text_config(
+        tmp_path, [{"text": words(2 + k % 3)} for k in range(20)], train_dataloader__dataset=source
+    ), max_updates=1).train()  # fmt: skip
+    held_out = write_jsonl(tmp_path / "held_out.jsonl", [{"text": words(2 + k)} for k in range(12)])
+    assert main([str(tmp_path / "run"), "--data", str(held_out)]) == 0
+    assert "Validation, held_out: filters remove 9 of 12 records" in capsys.readouterr().err

@@ -67,7 +67,9 @@ def read_base(folders: Folders) -> Base:
     where: Folders = _absolute(folders) if isinstance(folders, str) else {k: _absolute(v) for k, v in folders.items()}
     found = {name: path for name, path in _files(where).items() if _decides(path)}
     if not any(path.suffix in _WEIGHTS for path in found.values()):
-        raise ConfigError(f"model.pretrained {folders!r} has no files of weights: adapters need a base")
+        gone = [path for path in ([where] if isinstance(where, str) else where.values()) if not Path(path).exists()]
+        what = f", and {gone[0]} does not exist" if gone else " has no files of weights"
+        raise ConfigError(f"model.pretrained is {folders!r}{what}: adapters need a base")
     entries = [FileEntry(name, path.stat().st_size, file_digest(path)) for name, path in sorted(found.items())]
     return Base(where, _revision(where), tuple(entries))
 

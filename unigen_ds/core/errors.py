@@ -146,9 +146,9 @@ def suggestion(given: str, valid: Iterable[str]) -> str | None:
 
 
 def valid_names(valid: Iterable[str]) -> str:
-    """``valid: a, b``, or that there is none."""
+    """``valid: a, b``, or that none is."""
     names = sorted(map(str, valid))
-    return "valid: " + ", ".join(names) if names else "there is none"
+    return "valid: " + ", ".join(names) if names else "leave it out: no key is valid there"
 
 
 def nearest(given: str, valid: Iterable[str]) -> str:

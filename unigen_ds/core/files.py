@@ -127,14 +127,19 @@ def _write_text(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
 
 
+def check_new(out: Path) -> None:
+    """Raise ``ConfigError`` where ``out`` exists."""
+    if out.exists():
+        raise ConfigError(f"{out} exists", allowed="a new folder")
+
+
 @contextmanager
 def new_directory(out: Path) -> Iterator[Path]:
     """An empty folder to fill, which becomes ``out`` when the block ends: complete and on disk, or not at all.
 
     Raises ``ConfigError`` where ``out`` exists, ``CheckpointError`` where it cannot be written (a full disk).
     """
-    if out.exists():
-        raise ConfigError(f"{out} exists", allowed="a new folder")
+    check_new(out)
     staging = temporary_beside(out, "writing")
     try:
         staging.mkdir(parents=True)

@@ -67,7 +67,8 @@ def blend(
                 f"the data set {dataset.name} has group={group!r}",
                 allowed=f"a group of {_KEY}: {', '.join(groups)}" if groups else f"{_KEY}, which names the groups",
                 remedy=suggestion(str(group), groups)
-                or f"{_KEY}=dict({group or 'name'}=dict(weight=1.0)) in the config",
+                or (f"group={next(iter(groups))!r} of that data set" if group is None else None)
+                or f"{_KEY}=dict({group}=dict(weight=1.0)) in the config",
             )
     if not groups:
         weights = dataset_weights(datasets)

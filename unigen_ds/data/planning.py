@@ -235,10 +235,9 @@ class _Plan:
             texts = unused_texts(record) if "captions" in record or "instruction_list" in record else 0
             yield *row, digest, texts, unused_keys(record, self.layout, getattr(entry, "unused", ()))
 
-
     def _moved(self, entry: FoundRecord, record: Mapping[str, Any]) -> bool:
-        """Whether the rule ``image_folders`` decides where an image of the record is: its path is relative, and its file
-        is in another folder than the first one.
+        """Whether the rule ``image_folders`` decides where an image of the record is: its path is relative, and its
+        file is in another folder than the first one.
         """
         if folder_of(entry) is None or self.layout.folders is None:
             return False

@@ -449,7 +449,7 @@ def _openai(record: Mapping[str, Any], where: object, image_root: Path | None) -
 
 
 def _is_learned(message: Mapping[str, Any], role: Role, field: str, where: object) -> bool:
-    """False of an assistant message with OpenAI's ``weight`` of 0. Raises ``DataError`` for another one than 0 and 1."""
+    """False of an assistant message with OpenAI's ``weight`` of 0. Raises ``DataError`` for one that is not 0 or 1."""
     if role != "assistant" or message.get("weight") is None:
         return True
     if message["weight"] not in (0, 1):

@@ -244,7 +244,7 @@ class StreamedShards:
 
     @property
     def _folders(self) -> tuple[object, ...]:
-        """That images of local shards in different folders are looked for beside each; nothing where it changes none."""
+        """That images of local shards in different folders start beside each; nothing where it changes none."""
         if not self._layout.folders or self.listed.root is None:
             return ()
         several = any(Path(shard.url).parent != self.listed.root for shard in self.listed.shards)

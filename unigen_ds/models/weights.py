@@ -82,6 +82,16 @@ def stored_tensors(path: Path, *, linear_patches: bool = True) -> dict[str, Stor
     return found
 
 
+def vision_tensors(path: Path) -> dict[str, Stored]:
+    """``stored_tensors`` of a vision tower by the names of the whole SigLIP, under which present versions of
+    transformers do not save a ``SiglipVisionModel``.
+    """
+    found = stored_tensors(path)
+    if any(name.startswith("vision_model.") for name in found):
+        return found
+    return {f"vision_model.{name}": stored for name, stored in found.items()}
+
+
 def _check_here(path: Path) -> None:
     """Raise ``ConfigError`` for a folder that does not exist."""
     folder = path.parent if path.suffix in (".json", ".safetensors") else path

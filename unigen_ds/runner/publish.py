@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.files import new_directory
+from unigen_ds.core.files import check_new, new_directory
 from unigen_ds.core.hub import folder_of
 from unigen_ds.core.log import logger
 from unigen_ds.families.base import exported_format
@@ -75,6 +75,7 @@ def export_checkpoint(
     ``merge``: of adapters: with their base, as any other model; else they alone are written, as peft has them.
     ``dtype``: None: fp32, and bf16 where adapters are merged into packed weights.
     """
+    check_new(out)  # before a large model is opened
     model, processor = open_model(
         checkpoint, raw=raw, tag=tag, config=config, allow_custom_imports=allow_custom_imports, base=base
     )

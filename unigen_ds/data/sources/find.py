@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from unigen_ds.core.errors import ConfigError, DataError, nearest
+from unigen_ds.core.errors import ConfigError, DataError, suggestion
 from unigen_ds.core.log import notice
 from unigen_ds.core.paths import is_hub_name
 from unigen_ds.core.registry import SOURCES, resolve
@@ -21,10 +21,13 @@ from unigen_ds.data.sources.base import Joined, RecordSource
 from unigen_ds.data.sources.huggingface import is_saved
 from unigen_ds.data.sources.image_folder import METADATA, is_image_folder, metadata_below
 from unigen_ds.data.sources.unpacked import COMPRESSED, unpacked_file
+from unigen_ds.data.sources.webdataset import IMAGES
 
 DataPath = str | Path | Sequence[str | Path]
 JSON, TEXT = "json", "text"
 
+_SHOWN = 5
+"""Suffixes of files that are not read."""
 _NUMBER = re.compile(r"(\d+)")
 PATTERN = re.compile(r"[*?\[]")
 
@@ -63,7 +66,7 @@ def open_source(
         raise ConfigError(
             f"format is {spec['type']!r}",
             allowed=", ".join(sorted(SOURCES.module_dict)),
-            remedy=nearest(spec["type"], SOURCES.module_dict),
+            remedy=suggestion(spec["type"], SOURCES.module_dict),
         )
     paths = [path for one in given for path in matching(one, spec.get("type"))]
     if not paths:
@@ -203,7 +206,21 @@ def files_of(path: Path, cls: type) -> list[Path]:
         )
     if not suffixes or not path.is_dir():
         return [path]
-    found = in_order(file for file in _inside(path) if suffix_of(file) in suffixes)
+    inside = list(_inside(path))
+    found = in_order(file for file in inside if suffix_of(file) in suffixes)
     if not found:
         raise DataError(f"folder {path} has no file with the suffix {' or '.join(suffixes)}")
+    others = Counter(_title(file) for file in inside if suffix_of(file) not in suffixes and not _is_image(file))
+    if others:
+        each = ", ".join(f"{number} {title}" for title, number in others.most_common(_SHOWN))
+        notice(f"{path}: {len(found)} files are read, {others.total()} others are not: {each}.")
     return found
+
+
+def _is_image(file: Path) -> bool:
+    """Whether records may name it."""
+    return file.suffix[1:].lower() in IMAGES
+
+
+def _title(file: Path) -> str:
+    return file.suffix.lower() or "without a suffix"

@@ -162,10 +162,12 @@ def _format_of_local(path: Path) -> type:
     known = by_suffix()
     kinds = sorted({known[suffix] for file in path.rglob("*") if (suffix := suffix_of(file)) in known} - {"text"})
     if len(kinds) != 1:
+        formats = f"files of {len(kinds)} formats: {', '.join(kinds)}" if kinds else "no file of a known format"
+        saved = f"of a folder of save_to_disk its shards: data_path='{path}/*.arrow'" if is_saved(path) else None
         raise DataError(
-            f"folder {path} has files of {len(kinds)} formats{': ' * bool(kinds)}{', '.join(kinds)}",
-            allowed="one of them for a streamed data set",
-            remedy="data_path='FOLDER/*.parquet', or format='parquet'",
+            f"folder {path} has {formats}",
+            allowed="files of one format for a streamed data set; an image folder is read without streaming",
+            remedy=saved or "data_path='FOLDER/*.parquet', or format='parquet'",
         )
     cls: type = SOURCES.module_dict[kinds[0]]
     return cls

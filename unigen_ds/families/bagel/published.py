@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,15 @@ from unigen_ds.families.bagel.exported import EXPORTED, read_exported, write_exp
 from unigen_ds.families.bagel.settings import UnifiedSizes
 from unigen_ds.models.quantized import plain_state_dict
 from unigen_ds.models.settings import VisionSizes
-from unigen_ds.models.weights import Pretrained, Stored, flat_sizes, read_json, stated_sizes, stored_tensors
+from unigen_ds.models.weights import (
+    Pretrained,
+    Stored,
+    flat_sizes,
+    read_json,
+    stated_sizes,
+    stored_tensors,
+    vision_tensors,
+)
 
 LLM_CONFIG, VIT_CONFIG, WEIGHTS, VAE_WEIGHTS = FILES = (
     "llm_config.json", "vit_config.json", "ema.safetensors", "ae.safetensors"
@@ -66,6 +74,7 @@ def read_pretrained(given: str | Mapping[str, str], *, vit_select_layer: int | N
     if isinstance(given, Mapping):
         return _open_parts(given, vit_select_layer or VIT_SELECT_LAYER)
     directory = Path(given)
+    _check_bagel(directory)
     weights, exported = stored_tensors(directory / WEIGHTS), read_exported(directory)
     select = vit_select_layer or exported.get("vit_select_layer", VIT_SELECT_LAYER)
     has_vae = (directory / VAE_WEIGHTS).is_file() or "vae" not in exported
@@ -87,6 +96,16 @@ def read_pretrained(given: str | Mapping[str, str], *, vit_select_layer: int | N
     sizes["vit_select_layer"] = select
     unread = "$^" if select == VIT_SELECT_LAYER else _unread_layers(weights, sizes["vit"].get("num_hidden_layers", 0))
     return Pretrained(str(directory), sizes, {**weights, **vae}, r"pos_embed$", unread)
+
+
+def _check_bagel(directory: Path) -> None:
+    """Raise ``ConfigError`` for a part of a model where BAGEL's directory is expected."""
+    if (directory / "config.json").is_file() and not (directory / WEIGHTS).exists():
+        raise ConfigError(
+            f"model.pretrained is {str(directory)!r}, which has a config.json and no {WEIGHTS}",
+            allowed=f"BAGEL's directory: {', '.join(FILES)}",
+            remedy=f"of a language model pretrained=dict(llm={str(directory)!r}), of a vision tower dict(vit=...)",
+        )
 
 
 def stated_configs(directory: Path) -> dict[str, dict[str, Any]]:
@@ -115,7 +134,7 @@ def _open_parts(given: Mapping[str, str], select: int) -> Pretrained:
             found = _below(_PREFIX[part], file)
             sizes[part] = _vae_sizes(found, file)
         else:
-            found = _below(_PREFIX[part], source)
+            found = _below(_PREFIX[part], source, read=vision_tensors if part == "vit" else stored_tensors)
             sizes[part] = _sizes(part, source / "config.json", select)
             embedding = found.get(_PREFIX["llm"] + "model.embed_tokens.weight")
             if part == "llm" and embedding is not None:  # a tied head is not stored
@@ -128,8 +147,8 @@ def _open_parts(given: Mapping[str, str], select: int) -> Pretrained:
     )
 
 
-def _below(prefix: str, path: Path) -> dict[str, Stored]:
-    return {prefix + key: tensor for key, tensor in stored_tensors(path).items()}
+def _below(prefix: str, path: Path, *, read: Callable[[Path], dict[str, Stored]] = stored_tensors) -> dict[str, Stored]:
+    return {prefix + key: tensor for key, tensor in read(path).items()}
 
 
 def _sizes(part: str, path: Path, select: int = VIT_SELECT_LAYER) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from unigen_ds.families.decoder_lm.model import DecoderLM
 from unigen_ds.families.decoder_lm.published import is_decoder, write_directory
 from unigen_ds.models.weights import read_json
 
-
 _OF_IMAGES = ("vit_transform", "vae_transform", "augment", "vit_augment", "vit_dropout", "vae_dropout")
 """Keys of ``UnifiedProcessor`` that nothing of a text depends on."""
 

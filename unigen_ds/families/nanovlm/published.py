@@ -22,7 +22,15 @@ from unigen_ds.core.files import write_atomic, write_text_atomic
 from unigen_ds.core.outputs import save_safetensors
 from unigen_ds.families.nanovlm.directory import CONFIG, WEIGHTS
 from unigen_ds.models.quantized import plain_state_dict
-from unigen_ds.models.weights import Pretrained, Stored, check_fixed, read_json, stated_sizes, stored_tensors
+from unigen_ds.models.weights import (
+    Pretrained,
+    Stored,
+    check_fixed,
+    read_json,
+    stated_sizes,
+    stored_tensors,
+    vision_tensors,
+)
 
 _PREFIXES = (
     ("vision_encoder.patch_embedding.conv.", "vision_model.embeddings.patch_embedding."),
@@ -139,7 +147,8 @@ def _open_parts(given: Mapping[str, str]) -> Pretrained:
     tensors: dict[str, Stored] = {}
     for part, path in given.items():
         sizes[part] = stated_sizes(part, Path(path) / CONFIG, _VIT if part == "vit" else _LLM)
-        tensors |= {_PART_PREFIX[part] + key: stored for key, stored in stored_tensors(Path(path)).items()}
+        read = vision_tensors if part == "vit" else stored_tensors
+        tensors |= {_PART_PREFIX[part] + key: stored for key, stored in read(Path(path)).items()}
     if "vocab_size" in sizes.get("llm", {}):
         sizes["llm"]["vocab_size"] += EXTRA_TOKENS
     begun = "|".join(re.escape(_PART_NAME[part]) for part in given)
