@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.golden_files import BAGEL
-from tests.tiny import tiny_config
+from tests.published_run import config_on_bagel, write_bagel
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core import log
-from unigen_ds.data.tokenizers import WordTokenizer
 from unigen_ds.families.bagel.model import UnifiedModel
 from unigen_ds.families.bagel.published import FILES, WEIGHTS
 from unigen_ds.runner import Runner
 from unigen_ds.runner.publish import export_checkpoint
-from unigen_ds.runner.settings import load_config
 from unigen_ds.runner.trained import open_model
 
 pytest.importorskip("bitsandbytes")
@@ -31,23 +27,13 @@ LORA = {"r": 4, "alpha": 16, "target_modules": [r"language_model.*(q|o)_proj", r
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("source")
-    for name in FILES:
-        shutil.copyfile(BAGEL / name, folder / name)
-    WordTokenizer(words=load_config("unified_digits").tokenizer["words"]).save_pretrained(str(folder))
-    return folder
+    return write_bagel(tmp_path_factory.mktemp("source"))
 
 
 def trained(folder: Path, source: Path, **more: Any) -> Runner:
-    config = tiny_config(folder / "run", source.parent / "digits", optim_wrapper__optimizer__lr=0.02)
-    sizes = UnifiedModel.processor_sizes({"pretrained": str(source)})
-    config.model = {"type": "UnifiedModel", "pretrained": str(source), **more}
+    config = config_on_bagel(folder / "run", source.parent / "digits", source, optim_wrapper__optimizer__lr=0.02)
+    config.model |= more
     config.lora, config.param_scheduler = LORA, []
-    config.tokenizer = {"type": "PretrainedTokenizer", "path": str(source)}
-    config.processor = {
-        f"{part}_transform": {"type": "ImageTransform", "max_size": 2 * side, "min_size": side, "stride": side}
-        for part, side in (("vit", sizes["vit_patch_size"]), ("vae", sizes["vae_downsample"]))
-    }
     runner = Runner.from_cfg(config, max_updates=2)
     runner.train()
     return runner

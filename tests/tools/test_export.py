@@ -11,37 +11,23 @@ import torch
 from safetensors.torch import load_file
 
 from tests.golden_files import BAGEL
-from tests.tiny import tiny_config
+from tests.published_run import config_on_bagel, write_bagel
 from tools.export import main
-from unigen_ds.data.tokenizers import WordTokenizer
-from unigen_ds.families.bagel.model import UnifiedModel
 from unigen_ds.families.bagel.published import FILES
 from unigen_ds.runner import Runner
-from unigen_ds.runner.settings import load_config
 from unigen_ds.runner.trained import open_model
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("source")
-    for name in FILES:
-        shutil.copyfile(BAGEL / name, folder / name)
-    WordTokenizer(words=load_config("unified_digits").tokenizer["words"]).save_pretrained(str(folder))
-    return folder
+    return write_bagel(tmp_path_factory.mktemp("source"))
 
 
 @pytest.fixture(scope="module")
 def run(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Runner:
     """Two updates on digits, enlarged for the vision tower and the autoencoder."""
     folder = tmp_path_factory.mktemp("run")
-    config = tiny_config(folder / "run", folder / "digits", default_hooks__checkpoint__interval=2)
-    sizes = UnifiedModel.processor_sizes({"pretrained": str(source)})
-    config.model = {"type": "UnifiedModel", "pretrained": str(source)}
-    config.tokenizer = {"type": "PretrainedTokenizer", "path": str(source)}
-    config.processor = {
-        f"{part}_transform": {"type": "ImageTransform", "max_size": 2 * side, "min_size": side, "stride": side}
-        for part, side in (("vit", sizes["vit_patch_size"]), ("vae", sizes["vae_downsample"]))
-    }
+    config = config_on_bagel(folder / "run", folder / "digits", source, default_hooks__checkpoint__interval=2)
     runner = Runner.from_cfg(config, max_updates=2)
     runner.train()
     return runner

@@ -15,45 +15,27 @@ from safetensors.torch import load_file
 
 from tests.data.chat_support import NANOVLM, character_tokenizer
 from tests.processes import ROOT, run
+from tests.published_run import config_on_bagel, write_bagel
 from tests.runner.test_reading import config as text_config
 from tests.runner.test_reading import data  # noqa: F401 - a fixture
 from tests.runner.test_vlm_run import config as vlm_config
 from tests.runner.test_vlm_run import data as pictures  # noqa: F401 - a fixture
 from tests.tiny import tiny_config
-from tests.tools.test_export import BAGEL
 from tools.export import main as export
 from tools.generate import main as generate
 from tools.generate import parser
-from unigen_ds.data.tokenizers import WordTokenizer
 from unigen_ds.families.bagel.inference import InterleaveInferencer
-from unigen_ds.families.bagel.model import UnifiedModel
-from unigen_ds.families.bagel.published import FILES
 from unigen_ds.runner import Runner
-from unigen_ds.runner.settings import load_config
 from unigen_ds.runner.trained import open_inferencer, open_model
 
 FAST = ["--num-timesteps", "3", "--device", "cpu", "--max-length", "3"]
 
 
-def bagel(folder: Path) -> Path:
-    folder.mkdir(parents=True)
-    for name in FILES:
-        shutil.copyfile(BAGEL / name, folder / name)
-    WordTokenizer(words=load_config("unified_digits").tokenizer["words"]).save_pretrained(str(folder))
-    return folder
-
-
 def fine_tuned(folder: Path) -> Any:
     """A config of BAGEL's kind that names its folder for sizes, weights and the tokenizer, with a shift of its own."""
-    source = bagel(folder / "source")
-    cfg = tiny_config(folder / "run", folder / "digits", default_hooks__checkpoint__interval=1)
-    sizes = UnifiedModel.processor_sizes({"pretrained": str(source)})
-    cfg.model = {"type": "UnifiedModel", "pretrained": str(source), "timestep_shift": 2.5}
-    cfg.tokenizer = {"type": "PretrainedTokenizer", "path": str(source)}
-    cfg.processor = {
-        f"{part}_transform": {"type": "ImageTransform", "max_size": 2 * side, "min_size": side, "stride": side}
-        for part, side in (("vit", sizes["vit_patch_size"]), ("vae", sizes["vae_downsample"]))
-    }
+    source = write_bagel(folder / "source")
+    cfg = config_on_bagel(folder / "run", folder / "digits", source, default_hooks__checkpoint__interval=1)
+    cfg.model["timestep_shift"] = 2.5
     return cfg
 
 
@@ -153,7 +135,7 @@ def test_the_shift_of_the_sampler_and_its_origin(
     scratch: Runner, exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
     """Of the training, for a checkpoint and for its export; BAGEL's for its directory; as given before all."""
-    published = str(bagel(tmp_path / "bagel"))
+    published = str(write_bagel(tmp_path / "bagel"))
     drawn: list[float] = []
     denoise = InterleaveInferencer.denoise
     monkeypatch.setattr(
