@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.engines.cases import DECODER, PREVIEWS, Job, Phase, config
-from tests.engines.model_cases import VLM
+from tests.engines.cases import DECODER, PREVIEWS, PUBLISHED, Job, Phase, config
+from tests.engines.model_cases import VLM, of_transformers
 
 CHAINS: dict[str, tuple[tuple[str, int], ...]] = {
     "dora": (("zero2", 2), ("FULL_SHARD", 2), ("zero3", 2), ("zero1", 2)),
@@ -44,6 +44,26 @@ def lora() -> list[Job]:
             before = link(kind, number - 1) if number else None
             jobs.append(Job(link(kind, number), [_phase(kind, engine, LINK * (number + 1))], resumes=before))
     return jobs
+
+
+OTHERS: dict[str, tuple[str, str]] = {
+    "qwen3": (r"self_attn\.(q|v)_proj|down_proj", "FULL_SHARD"),
+    "unified": (r"language_model.*(q|v)_proj", "zero3"),
+}
+"""A model of transformers by its own class and the unified model, from parts: which layers, and the first engine."""
+
+
+def others() -> list[Job]:
+    """Two updates in one process; and one each under two engines, in the same processes."""
+    chained, single = [], []
+    for kind, (layers, first) in OTHERS.items():
+        settings, data = of_transformers(kind) if kind != "unified" else ({"model": PUBLISHED}, "digits/mixed.jsonl")
+        settings = {**settings, "lora": {"r": 4, "alpha": 8, "target_modules": layers}}
+        single.append(Phase(1, config("single", 1, **settings), 2, data=data, folder=kind))
+        for number, engine in enumerate((first, "zero3" if first == "FULL_SHARD" else "FULL_SHARD")):
+            given = config(engine, 2, **settings, resume=number > 0)
+            chained.append(Phase(2, given, number + 1, data=data, folder=kind))
+    return [Job("lora/others", chained, same_process=True), Job("lora/others-single", single, same_process=True)]
 
 
 def link(kind: str, number: int) -> str:

@@ -5,9 +5,14 @@ weights in bf16.
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.engines import lora_cases
 from tests.engines.launch import metric_deviation, tensors, unequal, want, weight_deviation
+from tools.export import main as export
+from unigen_ds.data.collate import pack_documents
+from unigen_ds.data.records import Turn
+from unigen_ds.runner.trained import open_model
 
 pytest.importorskip("peft")
 runs = want("lora")
@@ -48,3 +53,30 @@ def test_the_chain_ends_where_one_process_does():
     run = runs().outcome(lora_cases.link("dora", len(lora_cases.CHAINS["dora"]) - 1))
     deviation = weight_deviation(run.final, runs().outcome("lora/dora/straight").final)
     assert deviation.relative_l2 <= 1e-5, deviation.where
+
+
+@pytest.mark.parametrize("kind", lora_cases.OTHERS)
+def test_adapters_of_other_models_train_and_are_merged(kind, tmp_path):
+    """``CausalLM`` and ``UnifiedModel``; the merge has the loss of the model that was trained."""
+    run, single = runs().outcome("lora/others", kind), runs().outcome("lora/others-single", kind)
+    assert len(run.lines) == 2 and metric_deviation(run, single) <= 1e-5
+    deviation = weight_deviation(run.final, single.final)
+    assert deviation.relative_l2 <= 1e-5, deviation.where
+    kept = {name for which, name in run.final if which in ("exp_avg", "exp_avg_sq", "step", "ema")}
+    assert kept and all(".lora_" in name for name in kept)
+    assert export([str(run.folder), str(tmp_path / "merged"), "--merge", "--raw"]) == 0
+    (trained, processor), (merged, _) = open_model(run.folder, raw=True), open_model(tmp_path / "merged")
+    words = " ".join(["one"] * 5)
+    talk = [Turn("user", "text", "this is zero"), Turn("assistant", "text", words)]
+    batch = pack_documents([[split.load(processor, ("key",)) for split in processor.plan(talk).splits]], processor)
+    found = [float(trained.eval()(batch).sums["text"].detach()), float(merged.eval()(batch).sums["text"].detach())]
+    base = float(without(trained)(batch).sums["text"].detach())
+    assert found[1] == pytest.approx(found[0], rel=1e-5) and abs(base - found[0]) > 1e-3
+
+
+def without(model):
+    """The base again."""
+    for name, parameter in model.named_parameters():
+        if ".lora_B." in name:
+            torch.nn.init.zeros_(parameter)
+    return model

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from transformers import AutoProcessor
 
 from tests.data.support import picture
 from tests.families.tiny_transformers import CHATML, IMAGE, MARKED, tokenizer, write_images
 from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.data.collate import pack_documents
 from unigen_ds.data.records import Turn
 from unigen_ds.data.tokenizers import ModelTokenizer
 from unigen_ds.data.transforms import UnreadableImage
@@ -188,6 +190,41 @@ def test_the_text_of_an_image_is_the_processors(tmp_path: Path, kind: str) -> No
         Image.new("RGB", (size[0] + 1, size[1])).save(path)
         with pytest.raises(UnreadableImage, match="when planned"):
             inside.load(made, None)
+
+
+FOR_VIDEOS = {"qwen2_5_vl": ("torchvision",), "smolvlm": ("torchvision", "num2words")}
+"""Packages without which transformers 5.23 makes no full processor."""
+
+
+@pytest.mark.parametrize("kind", IMAGE)
+def test_tokens_and_inputs_are_those_of_the_full_processor(tmp_path: Path, kind: str) -> None:
+    """``AutoProcessor`` with all its parts: equal where it has the PIL backend, and nearly so with its own."""
+    for package in FOR_VIDEOS.get(kind, ()):
+        pytest.importorskip(package)
+    made: Any = ModelProcessor(ModelTokenizer(path=str(write_images(tmp_path / kind, kind))), reads_images=True, seed=0)
+    whole: Any = AutoProcessor.from_pretrained(tmp_path / kind)
+    assert type(whole) is type(made.pictures.processor)
+    names = [picture(tmp_path / f"{i}.png", *size, seed=i) for i, size in enumerate(((20, 14), (40, 24)))]
+    turns = [Turn("user", "image", str(names[0])), *TALK[:2], Turn("user", "image", str(names[1])), *TALK[2:]]
+    batch: Any = pack_documents([[split.load(made, None) for split in made.plan(turns).splits]], made)
+    asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": t.value}]} for t in TALK[::2]]
+    told = [{"role": "assistant", "content": [{"type": "text", "text": t.value}]} for t in TALK[1::2]]
+    text = whole.apply_chat_template([asked[0], told[0], asked[1], told[1]], tokenize=False)
+    images = [Image.open(name).convert("RGB") for name in names]
+    nested: Any = [images] if kind in ("smolvlm", "gemma3") else images
+    for by_pillow in (False, True):
+        if by_pillow:
+            whole.image_processor = made.pictures.processor.image_processor
+        inputs = whole(text=[text], images=nested, return_tensors="pt")
+        assert inputs["input_ids"][0].tolist() == batch.text_ids.tolist()
+        assert batch.image_inputs and batch.image_inputs.keys() <= inputs.keys()
+        for name, tensor in batch.image_inputs.items():
+            theirs = inputs[name]
+            assert tensor.shape == theirs.shape and tensor.dtype == theirs.dtype, name
+            if by_pillow or not tensor.is_floating_point():
+                assert tensor.equal(theirs), name
+            else:  # resized by another program
+                assert (tensor - theirs).abs().mean() < 0.02, name
 
 
 def test_a_directory_without_an_image_processor(tmp_path: Path) -> None:

@@ -67,14 +67,16 @@ def open_model(
             raise CheckpointError(f"{path}: {error.problem}", allowed=error.allowed, remedy=error.remedy) from error
     _import_layout(path, tag, config=config, allow=allow_custom_imports)
     source = read_source(path, tag=tag)
+    given: Mapping[str, Any]
     if config is None:
-        config = config_of(source.directory)
-        import_stored(config, source.directory, allow=allow_custom_imports)
-        config = self_contained(config, source.directory)
+        given = config_of(source.directory)
+        import_stored(given, source.directory, allow=allow_custom_imports)
+        config = self_contained(given, source.directory)
     else:
+        given = config
         import_custom(config)
     if source.base is not None:
-        config = on_base(config, find_base(source.base, given=base, checkpoint=source.directory))
+        config = on_base(config, find_base(source.base, given=base, checkpoint=source.directory), given=given)
     elif base is not None:
         raise ConfigError(f"--base {base} has no effect: {source.directory} holds no adapters", remedy="leave it out")
     uncompiled = {key: value for key, value in config["model"].items() if key != "compile"}
@@ -107,16 +109,21 @@ def self_contained(config: Mapping[str, Any], checkpoint: Path) -> dict[str, Any
     """
     found, built = dict(config), (config.get(BUILT) or {}).get("model")
     if built:
-        model = {key: value for key, value in config["model"].items() if key not in ("pretrained", "copy_init_moe")}
+        model = {key: value for key, value in config["model"].items() if key not in _OF_FILES}
         found["model"] = {**model, **built}
     if (checkpoint / TOKENIZER).is_dir():
         found["tokenizer"] = {**config["tokenizer"], "path": str(checkpoint / TOKENIZER)}
     return found
 
 
-def on_base(config: Mapping[str, Any], folders: Folders) -> dict[str, Any]:
-    """The config with the files of the base as ``model.pretrained``."""
-    return {**config, "model": {**config["model"], "pretrained": folders}}
+_OF_FILES = ("pretrained", "copy_init_moe")
+"""Keys of a model that need its published files."""
+
+
+def on_base(config: Mapping[str, Any], folders: Folders, *, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with the files of the base as ``model.pretrained``, read as in the training (``given``)."""
+    read = {key: value for key, value in given["model"].items() if key in _OF_FILES}
+    return {**config, "model": {**config["model"], **read, "pretrained": folders}}
 
 
 def _seed_of(config: Mapping[str, Any]) -> int:
