@@ -78,9 +78,9 @@ from unigen_ds.data.counts import COLUMNS, Array, Counts
 from unigen_ds.data.datasets import UnifiedGenerationDataset
 from unigen_ds.data.fast_packing import FastPacking
 from unigen_ds.data.index import Index
-from unigen_ds.data.loader import Packet, UpdateLoader
+from unigen_ds.data.loader import UpdateLoader
 from unigen_ds.data.order import Draw, GlobalOrder
-from unigen_ds.data.packed import with_floats
+from unigen_ds.data.packet import Memory, Packet, SharedBlocks
 from unigen_ds.data.packing import WindowPacking
 from unigen_ds.data.stream import Cursor, SequenceStream
 from unigen_ds.data.transforms import patchify, pixel_patches
@@ -252,7 +252,8 @@ def loader_steps(paths: list[Path], data: UnifiedGenerationDataset, processor: A
         rows = ([(Draw(0, i, 0),) for i in range(first, first + BATCH)] for first in numbers)
         return [collate(one, [data], processor, seq_length=4096, keep_bytes=True) for one in rows]
 
-    made = batches()
+    made, blocks, memory = batches(), SharedBlocks(3), Memory()
+    packets = [Packet.packed(one) for one in made]
     theirs = torch.stack([Pictures(paths)[i] for i in range(BATCH)])
     steps: dict[str, Callable[[], object]] = {
         "both: open and decode": lambda: [Image.open(path).load() for path in paths],
@@ -266,8 +267,8 @@ def loader_steps(paths: list[Path], data: UnifiedGenerationDataset, processor: A
         "theirs: batch in shared memory": lambda: [theirs.clone().share_memory_() for _ in numbers],
         "ours: record, digest, plan": lambda: [data.sample(i) for i in range(len(paths))],
         "ours: patches of bytes": lambda: [pixel_patches(one, PATCH) for one in pixels],
-        "ours: batch in shared memory": lambda: [Packet.packed(one, shared=True) for one in made],
-        "ours: floats, in the main process": lambda: [with_floats(one) for one in made],
+        "ours: batch in shared memory": lambda: [Packet.packed(one, blocks) for one in made],
+        "ours: a copy with floats, in the main process": lambda: [packet.received(memory) for packet in packets],
         "ours: all that a worker does": batches,
         "theirs: all that a worker does for a picture": lambda: [Pictures(paths)[i] for i in range(len(paths))],
     }

@@ -13,6 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,9 +21,11 @@ from tests.data.support import image, make_processor, make_stream, mixed_dataset
 from tests.data.test_collate import same
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.progress import Geometry
+from unigen_ds.data import packet
 from unigen_ds.data.collate import collate
 from unigen_ds.data.datasets import UnifiedGenerationDataset
-from unigen_ds.data.loader import MicroBatch, Packet, UpdateLoader
+from unigen_ds.data.loader import MicroBatch, UpdateLoader
+from unigen_ds.data.packet import Memory, Packet, SharedBlocks
 from unigen_ds.data.stream import Cursor
 
 
@@ -211,23 +214,74 @@ def test_packet_holds_every_field(data: Any) -> None:
 
 
 def test_a_packet_by_value_has_the_same_bits_and_aligned_memory(data: Any) -> None:
-    """A small batch is sent through the pipe, not by a shared-memory file; sums of unaligned memory could differ."""
+    """A small batch is sent through the pipe, not in shared memory; sums of unaligned memory could differ."""
     batch = collate([row for row, _ in islice(make_stream([data], window=12).rows(), 3)], [data], data.processor,
                     seq_length=96)  # fmt: skip
-    sent = pickle.loads(pickle.dumps(Packet.packed(batch).by_value()))
-    assert not isinstance(sent.block, torch.Tensor)
-    same(sent.unpacked(), batch)
-    assert all(getattr(sent.unpacked(), f.name).data_ptr() % 64 == 0 for f in dataclasses.fields(batch)
+    sent = pickle.loads(pickle.dumps(Packet.packed(batch, SharedBlocks(1))))
+    assert isinstance(sent.block, np.ndarray)
+    found = sent.received(Memory())
+    same(found, batch)
+    assert all(getattr(found, f.name).data_ptr() % 64 == 0 for f in dataclasses.fields(batch)
                if isinstance(getattr(batch, f.name), torch.Tensor))  # fmt: skip
 
 
 def test_a_small_batch_of_a_worker_needs_no_shared_memory(data: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(self: Packet) -> torch.Tensor:
-        assert not isinstance(self.block, torch.Tensor), "it was sent by a shared-memory file"
-        return torch.from_numpy(self.block.copy())
+    received = Packet.received
 
-    monkeypatch.setattr(Packet, "_tensor", refused)
+    def from_an_array(self: Packet, memory: Memory) -> Any:
+        assert isinstance(self.block, np.ndarray), "it was sent in shared memory"
+        return received(self, memory)
+
+    monkeypatch.setattr(Packet, "received", from_an_array)
     assert updates(2, data, Geometry(2, 1, 1), window=None, num_workers=1)
+
+
+def test_memory_is_used_again_when_no_tensor_refers_to_it() -> None:
+    memory = Memory()
+    first, second = memory.take(1000), memory.take(1000)
+    kept, place = first[64:128].view(torch.float32), second.data_ptr()
+    kept.fill_(1.0)
+    del first, second
+    third = memory.take(1100)
+    assert third.data_ptr() == place and third.numel() == 1100 and place % 64 == 0
+    assert memory.take(64).fill_(7).numel() == 64 and (kept == 1.0).all()
+
+
+@pytest.mark.parametrize("factor", [1, 2])
+def test_workers_write_into_shared_memory_in_turns(data: Any, monkeypatch: pytest.MonkeyPatch, factor: int) -> None:
+    """Batches are kept, and read late, when the workers have made all that they were asked for."""
+    monkeypatch.setattr("unigen_ds.data.packet._BY_VALUE", 64)
+    expected = [micro.batch for update in updates(8, data, Geometry(2, 2, 1)) for micro in update]
+    received = Packet.received
+    blocks, memories = set(), set()
+
+    def late(self: Packet, memory: Memory) -> Any:
+        time.sleep(0.03)
+        blocks.add(self.block.key)
+        memories.add(self.block.memory.data_ptr())
+        return received(self, memory)
+
+    monkeypatch.setattr(Packet, "received", late)
+    loading = loader(data, Geometry(2, 2, 1), num_workers=2, prefetch_factor=factor)
+    found = [micro.batch for update in islice(loading, 8) for micro in update]
+    assert packet._mapped
+    loading.close()
+    assert not packet._mapped and len(found) == len(expected) == 16
+    for one, other in zip(found, expected, strict=True):
+        same(one, other)
+    assert len(blocks) == 2 * (factor + 1) and len(memories) < len(found)
+
+
+def test_a_batch_that_was_overwritten_is_an_error(data: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unigen_ds.data.packet._BY_VALUE", 64)
+    batch = collate([row for row, _ in islice(make_stream([data], window=12).rows(), 3)], [data], data.processor,
+                    seq_length=96)  # fmt: skip
+    blocks = SharedBlocks(1)
+    first = Packet.packed(batch, blocks)
+    same(first.received(Memory()), batch)
+    Packet.packed(batch, blocks)
+    with pytest.raises(RuntimeError, match="wrote batch 2 where its batch 1 had not been read yet"):
+        first.received(Memory())
 
 
 def test_wrong_settings(data: Any) -> None:

@@ -39,7 +39,7 @@ from tests.data.test_collate import same
 from tests.text_run import text_config, trained, words
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.progress import Geometry
-from unigen_ds.data import array_cache, loader, overflow
+from unigen_ds.data import array_cache, overflow
 from unigen_ds.data import index as index_module
 from unigen_ds.data.array_cache import FOLDER, ArrayFile, cached, filled
 from unigen_ds.data.augment import RandomFlip
@@ -53,6 +53,7 @@ from unigen_ds.data.index import Index
 from unigen_ds.data.loader import UpdateLoader
 from unigen_ds.data.order import Draw, GlobalOrder
 from unigen_ds.data.overflow import Fitted, Overflow
+from unigen_ds.data.packet import Packet
 from unigen_ds.data.packing import WindowPacking
 from unigen_ds.data.quick_header import quick_header
 from unigen_ds.data.splits import ImageSplit
@@ -517,7 +518,7 @@ def test_threads_load_tiles(tmp_path: Path) -> None:
 
 
 def test_large_batches_of_workers_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unigen_ds.data.loader._BY_VALUE", 64)
+    monkeypatch.setattr("unigen_ds.data.packet._BY_VALUE", 64)
     data = mixed_dataset(tmp_path, 16)
     stream = make_stream([data], window=None)
 
@@ -528,8 +529,12 @@ def test_large_batches_of_workers_are_the_same(tmp_path: Path, monkeypatch: pyte
         return found
 
     sent: list[torch.dtype] = []
-    made = loader.with_floats
-    monkeypatch.setattr(loader, "with_floats", lambda batch: (sent.append(batch.vit_patches.dtype), made(batch))[1])
+    received = Packet.received
+    monkeypatch.setattr(
+        Packet,
+        "received",
+        lambda self, memory: (sent.append(self.places["vit_patches"].dtype), received(self, memory))[1],
+    )
     for one, other in zip(batches(0), batches(2), strict=True):
         same(one, other)
     assert torch.uint8 in sent, "bytes travel, a quarter of the memory"

@@ -53,7 +53,7 @@ def collate(
         processor: sizes and ids; ``seed`` and ``names`` default to the processor's and the data sets' own.
         seq_length: each sample is truncated to it.
         threads: that decode images.
-        keep_bytes: leave patches of images as bytes, for ``packed.with_floats``.
+        keep_bytes: leave patches of images as bytes, for ``Packet.received``.
     """
     seed = processor.seed if seed is None else seed
     names = source_names(datasets) if names is None else names

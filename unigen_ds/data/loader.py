@@ -5,25 +5,21 @@ cursor after its iteration. Iteration i has the next ``batch_size * dp_size`` ro
 dp_size, ... of them. Workers receive the rows themselves (a few numbers), so they share no state, and 0, 1 or many
 return the same batches. How far ahead they are has no effect: the cursor comes with the micro-batch that is used.
 
-A worker sends a batch as one block of bytes: 20 tensors a batch would use up file descriptors at large accumulation. A
-small block is sent through the pipe itself: a shared-memory file costs a socket connection for each batch.
+A worker sends a batch as one block of bytes (``packet.py``).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import re
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from unigen_ds.core import dist
 from unigen_ds.core.batch import Batch
@@ -32,16 +28,13 @@ from unigen_ds.core.errors import ConfigError, TrainingError, UnigenError
 from unigen_ds.core.progress import Geometry
 from unigen_ds.data.collate import collate
 from unigen_ds.data.datasets import PlannedDataset
-from unigen_ds.data.packed import with_floats
+from unigen_ds.data.packet import Memory, Packet, SharedBlocks, unmap
 from unigen_ds.data.processor import Processor
 from unigen_ds.data.stream import Cursor, Row, SequenceStream
 from unigen_ds.data.worker_process import start_worker
 
-_ALIGN = 64
 _THREADS = 8
 """Threads of a process that decode images at most."""
-_BY_VALUE = 256 * 1024
-"""Bytes up to which a block is sent through the pipe."""
 _LOST = re.compile(r"DataLoader (worker \(pid.*?\)( is| exited).*|timed out after .*)", re.DOTALL)
 """torch's messages of workers that ended or hang; raised by its handler of SIGCHLD too, so anywhere in the loop."""
 
@@ -157,12 +150,17 @@ class BatchLoader:
                 allowed="num_workers >= 0, timeout >= 0 seconds, prefetch_factor >= 1",
             )
         pinned = pin_memory and torch.accelerator.is_available()  # torch's loader has the same condition, and warns
+        prefetched = (prefetch_factor or 2) if num_workers else None
+        self._memory = None if pinned else Memory()
+        blocks = SharedBlocks(prefetched + 1) if prefetched else None
+        self._unmap = weakref.finalize(self, unmap, blocks.loader) if blocks else lambda: None
         self._loader: DataLoader[Any] = DataLoader(
             _Rows(
                 source,
                 processor,
                 seed,
                 travels=num_workers > 0 or pinned,
+                blocks=blocks,
                 keep_bytes=num_workers > 0 and not pinned,  # what is pinned is not changed any more
                 threads=_image_threads(num_workers),
             ),
@@ -170,7 +168,7 @@ class BatchLoader:
             sampler=iterations,
             collate_fn=_unchanged,
             num_workers=num_workers,
-            prefetch_factor=(prefetch_factor or 2) if num_workers else None,
+            prefetch_factor=prefetched,
             pin_memory=pinned,
             timeout=timeout if num_workers else 0,
             worker_init_fn=start_worker,
@@ -188,7 +186,9 @@ class BatchLoader:
         loaded = next(self._iterator)
         if isinstance(loaded, UnigenError):  # raised in a worker, whose traceback does not help
             raise loaded
-        return with_floats(loaded.unpacked()) if isinstance(loaded, Packet) else loaded
+        if not isinstance(loaded, Packet):
+            return loaded
+        return loaded.unpacked() if self._memory is None else loaded.received(self._memory)
 
     def close(self) -> None:
         """End the workers. Safe to call twice, and after an error."""
@@ -197,6 +197,7 @@ class BatchLoader:
         if shutdown is not None:
             shutdown()
         self._iterator, self._closed = None, True
+        self._unmap()
 
 
 def lost_worker(error: BaseException) -> TrainingError | None:
@@ -244,11 +245,12 @@ class _Rows(Dataset["Batch | Packet | UnigenError"]):
         seed: int | None,
         *,
         travels: bool,
+        blocks: SharedBlocks | None,
         keep_bytes: bool,
         threads: int,
     ) -> None:
         self._source, self._keep_bytes, self._threads = source, keep_bytes, threads
-        self._processor, self._seed, self._travels = processor, seed, travels
+        self._processor, self._seed, self._travels, self._blocks = processor, seed, travels, blocks
 
     def __getitem__(self, rows: Sequence[Row]) -> Batch | Packet | UnigenError:
         try:
@@ -259,69 +261,7 @@ class _Rows(Dataset["Batch | Packet | UnigenError"]):
             )  # fmt: skip
         except UnigenError as error:  # as a value: the loader would make a message of the worker's whole traceback
             return error
-        if not self._travels:
-            return batch
-        in_worker = get_worker_info() is not None
-        packet = Packet.packed(batch, shared=in_worker)
-        return packet.by_value() if in_worker and packet.block.nbytes <= _BY_VALUE else packet
-
-
-@dataclass(frozen=True)
-class Packet:
-    """A batch whose tensors are in one block of bytes: one shared-memory file, one page-locked allocation."""
-
-    block: Tensor | NDArray[np.uint8]
-    """An array where it is pickled by value."""
-    tensors: tuple[tuple[str, torch.dtype, tuple[int, ...], int], ...]
-    """(field, dtype, shape, byte offset)"""
-    others: dict[str, Any]
-    kind: type[Batch]
-
-    @classmethod
-    def packed(cls, batch: Batch, *, shared: bool = False) -> Packet:
-        """``shared``: in memory that other processes can map, where it is too large to be sent by value."""
-        values = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
-        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-        entries, offset = [], 0
-        for name, tensor in tensors.items():
-            entries.append((name, tensor.dtype, tuple(tensor.shape), offset))
-            offset += -(-tensor.nbytes // _ALIGN) * _ALIGN
-        block = _block(offset, shared=shared and offset > _BY_VALUE)
-        for (_, _, _, start), tensor in zip(entries, tensors.values(), strict=True):
-            block[start : start + tensor.nbytes] = tensor.contiguous().reshape(-1).view(torch.uint8)
-        return cls(block, tuple(entries), {name: v for name, v in values.items() if name not in tensors}, type(batch))
-
-    def by_value(self) -> Packet:
-        """The same, to be pickled whole."""
-        return dataclasses.replace(self, block=np.asarray(self.block))
-
-    def _tensor(self) -> Tensor:
-        """The block as a tensor. An array is copied: torch aligns its memory, and sums may depend on the alignment."""
-        if isinstance(self.block, Tensor):
-            return self.block
-        return torch.empty(self.block.size, dtype=torch.uint8).copy_(torch.from_numpy(self.block))
-
-    def unpacked(self) -> Batch:
-        """The batch; its tensors are views of the block."""
-        block = self._tensor()
-        tensors: dict[str, Any] = {}
-        for name, dtype, shape, start in self.tensors:
-            size = torch.Size(shape).numel() * dtype.itemsize
-            tensors[name] = block[start : start + size].view(dtype).view(shape)
-        return self.kind(**tensors, **self.others)
-
-    def pin_memory(self) -> Packet:
-        """Called by the loader's pinning thread."""
-        return dataclasses.replace(self, block=self._tensor().pin_memory())
-
-
-def _block(size: int, *, shared: bool) -> Tensor:
-    """Bytes, not zeros: fresh pages cost more than the copy."""
-    if not shared:
-        return torch.empty(size, dtype=torch.uint8)
-    # as torch's own collating code: any other memory would be copied to such memory when it is sent
-    storage = torch.UntypedStorage._new_shared(size)
-    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (size,), (1,))
+        return Packet.packed(batch, self._blocks) if self._travels else batch
 
 
 def _image_threads(num_workers: int) -> int:

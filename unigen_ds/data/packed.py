@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,12 +11,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from unigen_ds.core.batch import CAUSAL, Batch, PackedBatch
+from unigen_ds.core.batch import CAUSAL, PackedBatch
 from unigen_ds.data.samples import IGNORED, Loaded, TextTokenizer
-from unigen_ds.data.transforms import normalised_
-
-_ROWS = 256
-"""Patches that are normalised together: about as many as the processor's cache has."""
+from unigen_ds.data.transforms import put_normalised
 
 
 class PackedSizes(Protocol):
@@ -69,7 +65,7 @@ class PackedBuilder:
         self.tokenizer = processor.tokenizer
         self.num_tokens = 0
         self.keep_bytes = False
-        """Leave patches of images as bytes, a quarter of the memory, until ``with_floats``."""
+        """Leave patches of images as bytes, a quarter of the memory, until ``Packet.received``."""
         self._positions: list[Tensor] = []
         self._document_lengths: list[int] = []
         self._split_lengths: list[int] = []
@@ -220,21 +216,9 @@ def _grid_positions(grid: tuple[int, int], table: int) -> Tensor:
     return (rows[:, None] * table + columns).flatten()
 
 
-def with_floats(batch: Batch) -> Batch:
-    """``batch`` with floats, where its patches are bytes (``PackedBuilder.keep_bytes``)."""
-    if not isinstance(batch, PackedBatch) or batch.vit_patches.dtype != torch.uint8:
-        return batch
-    return dataclasses.replace(batch, vit_patches=_floats(batch.vit_patches))
-
-
 def _floats(patches: Tensor) -> Tensor:
     """Bytes normalised; floats as they are."""
-    if patches.dtype != torch.uint8:
-        return patches
-    found = torch.empty(patches.shape)
-    for part, given in zip(found.split(_ROWS), patches.split(_ROWS), strict=True):
-        normalised_(part.copy_(given))
-    return found
+    return put_normalised(torch.empty(patches.shape), patches) if patches.dtype == torch.uint8 else patches
 
 
 def _joined(parts: Sequence[Tensor], empty: Tensor) -> Tensor:

@@ -34,6 +34,8 @@ from unigen_ds.data.rules import CURRENT
 from unigen_ds.data.stored_image import StoredImage
 
 _BLACK = torch.tensor(-1.0, dtype=torch.float32)
+_ROWS = 128
+"""Patches that are normalised together: about as many as the processor's cache has."""
 _ALPHA = ("RGBA", "LA", "PA", "RGBa", "La")
 _ORIENTATION = 0x0112
 _TEXT_VARIABLE = "UNIGEN_DS_PNG_TEXT_BYTES"
@@ -439,6 +441,13 @@ def normalised(pixels: NDArray[np.uint8]) -> Tensor:
 def normalised_(pixels: Tensor) -> Tensor:
     """Float pixels of 0 to 255 as -1 to 1. It changes them: fresh memory costs more than the arithmetic."""
     return torch.add(_BLACK, pixels.div_(255), alpha=2, out=pixels)  # (x / 255 - 0.5) / 0.5 to the bit, in two passes
+
+
+def put_normalised(found: Tensor, pixels: Tensor) -> Tensor:
+    """Into ``found``, [N, ...] float32, the bytes of ``pixels`` as -1 to 1; returns it."""
+    for part, given in zip(found.split(_ROWS), pixels.split(_ROWS), strict=True):
+        normalised_(part.copy_(given))
+    return found
 
 
 def only_resizes(transform: object) -> bool:
