@@ -239,11 +239,11 @@ def test_a_small_batch_of_a_worker_needs_no_shared_memory(data: Any, monkeypatch
 def test_memory_is_used_again_when_no_tensor_refers_to_it() -> None:
     memory = Memory()
     first, second = memory.take(1000), memory.take(1000)
-    kept, place = first[64:128].view(torch.float32), second.data_ptr()
+    kept, address = first[64:128].view(torch.float32), second.data_ptr()
     kept.fill_(1.0)
     del first, second
     third = memory.take(1100)
-    assert third.data_ptr() == place and third.numel() == 1100 and place % 64 == 0
+    assert third.data_ptr() == address and third.numel() == 1100 and address % 64 == 0
     assert memory.take(64).fill_(7).numel() == 64 and (kept == 1.0).all()
 
 

@@ -533,7 +533,7 @@ def test_large_batches_of_workers_are_the_same(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(
         Packet,
         "received",
-        lambda self, memory: (sent.append(self.places["vit_patches"].dtype), received(self, memory))[1],
+        lambda self, memory: (sent.append(self.parts["vit_patches"].dtype), received(self, memory))[1],
     )
     for one, other in zip(batches(0), batches(2), strict=True):
         same(one, other)

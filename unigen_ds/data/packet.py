@@ -31,7 +31,7 @@ _BY_VALUE = 256 * 1024
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Part:
     """Of a tensor in a block of bytes."""
 
     dtype: torch.dtype
@@ -52,7 +52,7 @@ class Packet:
 
     block: Tensor | NDArray[np.uint8] | SharedBlock
     """An array where it is pickled by value."""
-    places: dict[str, _Place]
+    parts: dict[str, _Part]
     """Of each field that is a tensor; bytes of pixels are the last ones."""
     others: dict[str, Any]
     kind: type[Batch]
@@ -64,8 +64,8 @@ class Packet:
         others = {name: value for name, value in values.items() if not isinstance(value, Tensor)}
         tensors = {name: value for name, value in values.items() if name not in others}
         tensors |= {name: tensors.pop(name) for name in batch.pixels}
-        places, size = _placed({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
-        packet = cls(_bytes(size) if blocks is None else blocks.next(size), places, others, type(batch))
+        parts, size = _laid_out({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
+        packet = cls(_bytes(size) if blocks is None else blocks.next(size), parts, others, type(batch))
         for name, target in packet._tensors().items():
             target.copy_(tensors[name])
         return packet
@@ -76,15 +76,15 @@ class Packet:
 
     def received(self, memory: Memory) -> Batch:
         """The batch in ``memory``, the bytes of its pixels as floats. Its worker may then use the block again."""
-        pixels = [name for name in self.kind.pixels if self.places[name].dtype == torch.uint8]
-        dtypes = {name: torch.float32 if name in pixels else place.dtype for name, place in self.places.items()}
-        places, size = _placed({name: (dtypes[name], place.shape) for name, place in self.places.items()})
-        same = min((places[name].start for name in pixels), default=size)
+        pixels = [name for name in self.kind.pixels if self.parts[name].dtype == torch.uint8]
+        dtypes = {name: torch.float32 if name in pixels else part.dtype for name, part in self.parts.items()}
+        parts, size = _laid_out({name: (dtypes[name], part.shape) for name, part in self.parts.items()})
+        same = min((parts[name].start for name in pixels), default=size)
         block, given = memory.take(size), self._content()
         block[:same] = given[:same]
-        tensors: dict[str, Any] = {name: place.view(block) for name, place in places.items()}
+        tensors: dict[str, Any] = {name: part.view(block) for name, part in parts.items()}
         for name in pixels:
-            put_normalised(tensors[name], self.places[name].view(given))
+            put_normalised(tensors[name], self.parts[name].view(given))
         self._check()
         return self.kind(**tensors, **self.others)
 
@@ -101,20 +101,20 @@ class Packet:
 
     def _tensors(self) -> dict[str, Any]:
         block = self._content()
-        return {name: place.view(block) for name, place in self.places.items()}
+        return {name: part.view(block) for name, part in self.parts.items()}
 
     def _check(self) -> None:
         if isinstance(self.block, SharedBlock):
             self.block.check()
 
 
-def _placed(tensors: Mapping[str, tuple[torch.dtype, torch.Size]]) -> tuple[dict[str, _Place], int]:
+def _laid_out(tensors: Mapping[str, tuple[torch.dtype, torch.Size]]) -> tuple[dict[str, _Part], int]:
     """Where each tensor is in a block, aligned: sums may depend on the alignment. And the size of the block."""
-    places, size = {}, 0
+    parts, size = {}, 0
     for name, (dtype, shape) in tensors.items():
-        places[name] = _Place(dtype, shape, size)
-        size += -(-(places[name].stop - size) // _ALIGN) * _ALIGN
-    return places, size
+        parts[name] = _Part(dtype, shape, size)
+        size += -(-(parts[name].stop - size) // _ALIGN) * _ALIGN
+    return parts, size
 
 
 def _bytes(size: int) -> Tensor:
@@ -181,11 +181,11 @@ class SharedBlocks:
         if size <= _BY_VALUE:
             return np.empty(size, dtype=np.uint8)
         self._turn += 1
-        place = self._turn % self._number
-        owned = self._owned.get(place)
+        index = self._turn % self._number
+        owned = self._owned.get(index)
         if owned is None or owned.memory.numel() < _ALIGN + size:
-            owned = self._owned[place] = _Owned(_shared_memory(_with_spare(_ALIGN + size)))
-        block = SharedBlock((self.loader, os.getpid(), place), owned.memory, size, self._turn, owned)
+            owned = self._owned[index] = _Owned(_shared_memory(_with_spare(_ALIGN + size)))
+        block = SharedBlock((self.loader, os.getpid(), index), owned.memory, size, self._turn, owned)
         block.mark.fill_(self._turn)
         return block
 

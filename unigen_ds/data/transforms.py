@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from io import BytesIO
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -37,6 +37,8 @@ _BLACK = torch.tensor(-1.0, dtype=torch.float32)
 _ROWS = 128
 """Patches that are normalised together: about as many as the processor's cache has."""
 _ALPHA = ("RGBA", "LA", "PA", "RGBa", "La")
+_SIZES = 4096
+"""Sizes of images that are remembered: most data sets have few, and an index computes one for each image."""
 _ORIENTATION = 0x0112
 _TEXT_VARIABLE = "UNIGEN_DS_PNG_TEXT_BYTES"
 """Of this project's own processes: those that a run starts have its limit."""
@@ -134,8 +136,7 @@ class ImageHeader:
 def image_header(path: str | Path | ImageContent, *, rule: int = CURRENT.images) -> ImageHeader:
     """From the header alone, by that version of the rule ``images``. An unreadable image does not raise."""
     if (quick := _quick_header(path)) is not None and quick[0] * quick[1] <= MAX_PIXELS:
-        width, height, mode = quick
-        return ImageHeader((width, height), "", False, mode, mode in _ALPHA)
+        return _plain_header(quick)
     try:
         with _opened(path, "read", rule) as image:
             orientation = _orientation(image)
@@ -148,6 +149,12 @@ def image_header(path: str | Path | ImageContent, *, rule: int = CURRENT.images)
             return ImageHeader((width, height), "", turned or _is_deep(image), image.mode, transparent, content)
     except UnreadableImage as error:
         return ImageHeader(None, error.problem)
+
+
+@lru_cache(maxsize=_SIZES)
+def _plain_header(quick: Header) -> ImageHeader:
+    width, height, mode = quick
+    return ImageHeader((width, height), "", False, mode, mode in _ALPHA)
 
 
 def _quick_header(path: str | Path | ImageContent) -> Header | None:
@@ -396,26 +403,16 @@ class ImageTransform:
     @property
     def largest_side(self) -> int:
         """The longest side that ``size`` can return."""
-        return self._rounded(self.max_size)
+        return _rounded(self.max_size, self.stride)
 
     @property
     def fingerprint(self) -> str:
         """Changes whenever a size or a pixel may change."""
         return f"{type(self).__name__}/{self.max_size}/{self.min_size}/{self.stride}/{self.mode}"
 
-    def _rounded(self, side: float) -> int:
-        # to whole pixels first, as the public code does: 23.6 pixels at stride 16 become 32, not 16
-        return max(self.stride, round(round(side) / self.stride) * self.stride)
-
     def size(self, width: int, height: int) -> tuple[int, int]:
         """(width, height) after the transform."""
-        scale = min(self.max_size / max(width, height), 1.0)
-        scale = max(scale, self.min_size / min(width, height))
-        width, height = self._rounded(width * scale), self._rounded(height * scale)
-        if max(width, height) > self.max_size:
-            scale = self.max_size / max(width, height)
-            width, height = self._rounded(width * scale), self._rounded(height * scale)
-        return width, height
+        return _fitted(width, height, self.max_size, self.min_size, self.stride)
 
     def resize(self, image: Image.Image) -> Image.Image:
         """The picture in ``mode`` and at its final size. It may be called by several threads."""
@@ -430,6 +427,23 @@ class ImageTransform:
     def __call__(self, image: Image.Image) -> Tensor:
         """[C, H, W] float32 in [-1, 1]."""
         return normalised(self.pixels(image))
+
+
+@lru_cache(maxsize=_SIZES)
+def _fitted(width: int, height: int, max_size: int, min_size: int, stride: int) -> tuple[int, int]:
+    """A size by the rule at the top of this file."""
+    scale = min(max_size / max(width, height), 1.0)
+    scale = max(scale, min_size / min(width, height))
+    width, height = _rounded(width * scale, stride), _rounded(height * scale, stride)
+    if max(width, height) > max_size:
+        scale = max_size / max(width, height)
+        width, height = _rounded(width * scale, stride), _rounded(height * scale, stride)
+    return width, height
+
+
+def _rounded(side: float, stride: int) -> int:
+    # to whole pixels first, as the public code does: 23.6 pixels at stride 16 become 32, not 16
+    return max(stride, round(round(side) / stride) * stride)
 
 
 def normalised(pixels: NDArray[np.uint8]) -> Tensor:
