@@ -2,8 +2,9 @@
 
 They are forked when all tests are collected and wait. Then every process claims one test file after the other, this
 one from the first, the others from the last; their reports are shown here as if the tests had run here. The tests of
-the engines stay here. There are two of them, because a test that waits for its processes leaves a core free. Without
-jobs in the background there is one process, as always.
+the engines stay here, and are next when the jobs have ended: last, they would leave a core free. More processes than
+cores, because a test that waits for its own processes leaves a core free, too. Without jobs in the background there is
+one process, as always.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any
 
 import pytest
 
-OTHERS = 2
+OTHERS = 3
 
 
 @dataclass
@@ -53,7 +54,8 @@ class Lanes:
     def run(self) -> None:
         """All tests. The reports of the other processes are shown after each test file, and at the end."""
         try:
-            for item, following in pairwise(chain(self._claimed(self._shared), chain.from_iterable(self._own), [None])):
+            first, rest = self._claimed(self._shared, until=self._begin), self._claimed(self._shared)
+            for item, following in pairwise(chain(first, chain.from_iterable(self._own), rest, [None])):
                 assert item is not None
                 run_test(self._session, item, following)
                 if following is None or following.path != item.path:
@@ -62,9 +64,13 @@ class Lanes:
         finally:
             self._stop()
 
-    def _claimed(self, files: Sequence[list[pytest.Item]]) -> Iterator[pytest.Item | None]:
-        """The tests of each file that no other process has claimed."""
+    def _claimed(
+        self, files: Sequence[list[pytest.Item]], *, until: Callable[[], bool] = lambda: False
+    ) -> Iterator[pytest.Item | None]:
+        """The tests of each file that no other process has claimed; no further file where ``until`` holds."""
         for items in files:
+            if until():
+                return
             try:
                 os.mkdir(self._folder / str(self._shared.index(items)))
             except FileExistsError:

@@ -9,11 +9,12 @@ from tests import lanes
 from tests.processes import ENVIRONMENT, run
 
 CONFTEST = """
+import os
 import pytest
 from tests import lanes
 
 def pytest_runtestloop(session):
-    lanes.Lanes(session, own=lambda item: "own" in item.path.name, begin=lambda: True).run()
+    lanes.Lanes(session, own=lambda item: "own" in item.path.name, begin=lambda: os.path.exists("ran.txt")).run()
     return True
 """
 TESTS = """
@@ -59,6 +60,8 @@ def test_every_test_runs_once_and_the_processes_share_them(tmp_path: Path) -> No
     processes = [{pid for name, pid in ran if file in name} for file in files]
     assert all(len(found) == 1 for found in processes) and 2 <= len(set.union(*processes)) <= 1 + lanes.OTHERS
     assert processes[0] == processes[-1] != processes[-2], "the first and its own are here, the last is in another"
+    here = [name.split()[0] for name, pid in ran if {pid} == processes[0]]
+    assert list(dict.fromkeys(here))[1].endswith("test_own.py"), "its own as soon as the others may begin"
     assert (tmp_path / "closed.txt").read_text() == "closed " * 7
     assert shown.count(" PASSED") == 21
 

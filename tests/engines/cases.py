@@ -12,7 +12,8 @@ from typing import Any
 
 from unigen_ds.runner.settings import load_config
 
-UPDATES = 20
+UPDATES, MATRIX_UPDATES = 14, 20
+"""Of ``make test``, one more than an epoch has; and of the whole matrix."""
 LR = 2e-3
 _WHOLE = {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0, "sub_group_size": 8000}
 """By default ZeRO-3 keeps parameters under 100,000 elements gathered: all of a tiny model's; and groups whole."""
@@ -90,19 +91,21 @@ def config(engine: str, world: int, *, geometry: tuple[int, int] | None = None, 
     }
 
 
-def plain(engine: str, world: int, **overrides: Any) -> Job:
-    return Job(f"{engine}@{world}", [Phase(world, config(engine, world, **overrides))])
+def plain(engine: str, world: int, updates: int, **overrides: Any) -> Job:
+    return Job(f"{engine}@{world}", [Phase(world, config(engine, world, **overrides), updates)])
 
 
 def equivalence(*, full: bool) -> list[Job]:
     """Everybody against ``single@1``; ``single_8x1`` is the same update cut once."""
-    jobs = [plain("single", 1), Job("single_8x1", [Phase(1, config("single", 1, geometry=(8, 1)))])]
-    jobs += [plain(engine, 2) for engine in (*ENGINES, "zero3_preset", "FULL_SHARD_once", "FULL_SHARD_offload")]
-    jobs += [plain(engine, 1) for engine in ENGINES]
-    jobs.append(plain("HYBRID_SHARD", 4))
+    num = MATRIX_UPDATES if full else UPDATES
+    jobs = [plain("single", 1, num), Job("single_8x1", [Phase(1, config("single", 1, geometry=(8, 1)), num)])]
+    jobs += [plain(engine, 2, num) for engine in (*ENGINES, "zero3_preset", "FULL_SHARD_once", "FULL_SHARD_offload")]
+    jobs += [plain(engine, 1, num) for engine in ENGINES]
+    jobs.append(plain("HYBRID_SHARD", 4, num))
     if full:
-        jobs.append(plain("zero3_offload", 2))
-        jobs += [plain(engine, 4) for engine in ENGINES] + [plain(engine, 8) for engine in ("zero2", "FULL_SHARD")]
+        jobs.append(plain("zero3_offload", 2, num))
+        jobs += [plain(engine, 4, num) for engine in ENGINES]
+        jobs += [plain(engine, 8, num) for engine in ("zero2", "FULL_SHARD")]
     return jobs
 
 
@@ -112,20 +115,23 @@ BF16_CUTS = ("bf16/single@1", "bf16/single_8x1")
 def bf16(*, full: bool) -> list[Job]:
     """The same in bf16."""
     low = {"optim_wrapper__precision": "bf16"}
-    jobs = [Job("bf16/single@1", [Phase(1, config("single", 1, **low))])]
-    jobs.append(Job("bf16/single_8x1", [Phase(1, config("single", 1, geometry=(8, 1), **low))]))
-    jobs += [Job(f"bf16/{e}@2", [Phase(2, config(e, 2, **low))]) for e in ENGINES]
+    num = MATRIX_UPDATES if full else UPDATES
+    jobs = [Job("bf16/single@1", [Phase(1, config("single", 1, **low), num)])]
+    jobs.append(Job("bf16/single_8x1", [Phase(1, config("single", 1, geometry=(8, 1), **low), num)]))
+    jobs += [Job(f"bf16/{e}@2", [Phase(2, config(e, 2, **low), num)]) for e in ENGINES]
     if full:
-        jobs += [Job(f"bf16/{e}@1", [Phase(1, config(e, 1, **low))]) for e in ENGINES]
-        jobs.append(Job("bf16/HYBRID_SHARD@4", [Phase(4, config("HYBRID_SHARD", 4, **low))]))
+        jobs += [Job(f"bf16/{e}@1", [Phase(1, config(e, 1, **low), num)]) for e in ENGINES]
+        jobs.append(Job("bf16/HYBRID_SHARD@4", [Phase(4, config("HYBRID_SHARD", 4, **low), num)]))
     return jobs
 
 
-FAILS_AT = 6
+FAILS_AT = 5
+"""The first preview, at a save; the second, at the end, is whole."""
 _PICTURE = "{data}/digits/train/0010.png"
 PREVIEWS: dict[str, dict[str, Any]] = {}
 PREVIEWS["digits"] = {
-    "type": "FailingPreviewHook", "interval": 2, "size": [8, 8], "flow": {"num_timesteps": 3}, "max_new_tokens": 6,
+    "type": "FailingPreviewHook", "interval": FAILS_AT, "size": [8, 8], "flow": {"num_timesteps": 3},
+    "max_new_tokens": 6,
     "prompts": [
         "draw a three", {"prompt": "this is zero", "understand": True},
         {"prompt": "draw a four", "images": [_PICTURE], "understand": False}, "draw a two",
@@ -136,7 +142,7 @@ PREVIEWS["digits"] = {
 }  # fmt: skip
 """An odd number of pictures and texts, one of which cannot be made: two ranks need different calls of the model."""
 PREVIEWS["talks"] = {
-    "type": "FailingPreviewHook", "interval": 2, "max_new_tokens": 5, "question": "so?",
+    "type": "FailingPreviewHook", "interval": FAILS_AT, "max_new_tokens": 5, "question": "so?",
     "prompts": ["red?"], "images": ["{data}/talks/0.png", "{data}/talks/2.png"], "num_held_out": 2,
     "held_out": {"type": "UnifiedGenerationDataset", "data_path": "{data}/talks/mixed.jsonl"},
 }  # fmt: skip
@@ -144,7 +150,7 @@ PREVIEWS["words"] = {
     "type": "PreviewHook", "interval": 2, "max_new_tokens": 9, "prompts": ["one two three", "five", "seven zero"],
 }  # fmt: skip
 
-RESUME_UPDATES, KILL_AT, SAVED_AT = 12, 7, 5
+RESUME_UPDATES, KILL_AT, SAVED_AT = 10, 7, 5
 CURVE = [
     {"type": "LinearLR", "start_factor": 0.1, "by_epoch": True, "begin": 0, "end": 0.5, "convert_to_iter_based": True},
     {"type": "CosineAnnealingLR", "by_epoch": True, "begin": 0.5, "end": 3, "convert_to_iter_based": True},
@@ -161,7 +167,8 @@ def resume(*, full: bool) -> list[Job]:
     for engine, world, precision in pairs:
         base = config(engine, world, model__llm__dropout=0.1, optim_wrapper__precision=precision)
         phase = Phase(world, base, RESUME_UPDATES)
-        jobs += killed_and_straight(f"resume/{engine}@{world}-{precision}", phase, previews=[PREVIEWS["digits"]])
+        previews = [PREVIEWS["digits"]] * ((engine, precision) != ("zero3", "bf16"))  # half a minute, as in fp32
+        jobs += killed_and_straight(f"resume/{engine}@{world}-{precision}", phase, previews=previews)
     return jobs
 
 
@@ -332,7 +339,7 @@ def frozen(*, full: bool) -> list[Job]:
     for engine in engines:
         world = 1 if engine == "single" else 2
         overrides = config(engine, world, model__freeze=["vae", "vit", "connector"])
-        jobs.append(Job(f"frozen/{engine}@{world}", [Phase(world, overrides)]))
+        jobs.append(Job(f"frozen/{engine}@{world}", [Phase(world, overrides, MATRIX_UPDATES if full else UPDATES)]))
     return jobs
 
 

@@ -155,7 +155,7 @@ def _optimizer(name: str, engine: str, world: int, updates: int, *, equal: bool 
     return Phase(world, {**overrides, "custom_hooks": hooks}, updates)
 
 
-EVALUATED_UPDATES = 3
+EVALUATED_UPDATES = 2
 EVALUATED_ENGINES = (
     ("zero1", 2), ("zero2", 2), ("zero3", 2), ("FULL_SHARD", 2), ("SHARD_GRAD_OP", 2), ("NO_SHARD", 2),
 )  # fmt: skip

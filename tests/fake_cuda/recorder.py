@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
 from tests.fake_cuda.device import Waits
 
@@ -48,7 +48,7 @@ class Recorder(TorchDispatchMode):
         if any(not issubclass(kind, _PLAIN) for kind in types):
             return NotImplemented  # a DTensor: its own code runs next and comes back here with the local tensors
         name = func.__name__.split(".")[0]
-        tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+        tensors = [*_tensors((*args, *kwargs.values()))]
         self._count(func, name, tensors)
         if name in ("_pin_memory", "is_pinned"):
             return self._pin(name, args[0])
@@ -139,6 +139,15 @@ class Recorder(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional") and "wait" not in name:
             kinds = "+".join(sorted({x.device.type for x in tensors}))
             self.collectives[self.phase, f"{name} {kinds}"] += 1
+
+
+def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
+    """Also those in lists of lists; torch's ``tree_flatten`` takes a tenth of a case's time."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
 
 
 def _where() -> str:
