@@ -1,6 +1,6 @@
 """Named by ``custom_imports``: ``torch.compile`` captures and differentiates its graphs and runs them as they are.
 
-Generating and compiling C++ takes 20 s a layer; ``make matrix`` does that.
+Generating and compiling C++ takes 20 to 50 s of a core a layer; ``make matrix`` does that.
 """
 
 import torch

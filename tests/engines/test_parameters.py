@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -106,3 +108,5 @@ def test_compiled_layers_agree(name):
     """``torch.compile`` fuses and reorders: 1e-4."""
     run, single = runs().outcome(name), runs().outcome("compiled/plain")
     assert metric_deviation(run, single) <= 1e-4
+    graphs = json.loads((run.folder / "structure_0.json").read_text())["graphs"]
+    assert (graphs > 0) == (name != "compiled/plain")

@@ -233,14 +233,6 @@ def _train_file(phase: dict[str, Any], work_dir: Path, out: Path) -> None:
     assert status == 0, status
 
 
-def _quick_compiler(folder: Path) -> str:
-    """g++ without its optimizations, which take most of the time of ``torch.compile`` and change no result."""
-    program = folder.resolve() / "g++"
-    program.write_text('#!/bin/sh\nexec g++ "$@" -O0\n', encoding="utf-8")
-    program.chmod(0o755)
-    return str(program)
-
-
 def main() -> None:
     import torch
     from deepspeed.utils import nvtx
@@ -259,7 +251,6 @@ def main() -> None:
     jobs, out = json.loads(text), Path(sys.argv[2])
     # a compiler that was killed leaves half a library in torch's shared cache, on which every later process fails
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str((out / "compiled_code").resolve())
-    torch._inductor.config.cpp.cxx = (None, _quick_compiler(out))  # type: ignore[assignment]
     if not (out / "data").exists():  # else this is a later launch for further jobs
         users.write_mixed(out / "data")
         users.write_parts(out / "data" / "parts")
