@@ -209,7 +209,7 @@ def test_tokens_and_inputs_are_those_of_the_full_processor(tmp_path: Path, kind:
     batch: Any = pack_documents([[split.load(made, None) for split in made.plan(turns).splits]], made)
     asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": t.value}]} for t in TALK[::2]]
     told = [{"role": "assistant", "content": [{"type": "text", "text": t.value}]} for t in TALK[1::2]]
-    text = whole.apply_chat_template([asked[0], told[0], asked[1], told[1]], tokenize=False)
+    text = whole.tokenizer.apply_chat_template([asked[0], told[0], asked[1], told[1]], tokenize=False)
     images = [Image.open(name).convert("RGB") for name in names]
     nested: Any = [images] if kind in ("smolvlm", "gemma3") else images
     for by_pillow in (False, True):
