@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -171,6 +171,21 @@ def requests(arguments: argparse.Namespace) -> Iterator[Prompt]:
             yield Prompt("", shown)
 
 
+def in_advance(arguments: argparse.Namespace) -> Iterable[Prompt]:
+    """The prompts of the command line or of files, all read before the model is; those of a terminal one by one.
+
+    Raises ``ConfigError`` for an image that does not exist.
+    """
+    if arguments.prompt is None and arguments.prompts is None:
+        return requests(arguments)
+    asked = [*requests(arguments)]
+    missing = list(dict.fromkeys(path for one in asked for path in map(str, one.paths) if not Path(path).is_file()))
+    if missing:
+        more = f", and {len(missing) - 1:,} more that do not exist" if len(missing) > 1 else ""
+        raise ConfigError(f"there is no image {missing[0]}{more}", remedy="the path of a file that exists")
+    return asked
+
+
 def _typed(arguments: argparse.Namespace) -> Iterator[str]:
     """Lines of the standard input without empty ones; nothing is read from a terminal if no prompt is needed."""
     terminal = sys.stdin is not None and sys.stdin.isatty()
@@ -230,7 +245,7 @@ def generate(arguments: argparse.Namespace) -> None:
     from unigen_ds.runner.settings import load_config
     from unigen_ds.runner.trained import open_inferencer
 
-    flow, output = flow_of(arguments), Output(arguments.out)
+    flow, asked, output = flow_of(arguments), in_advance(arguments), Output(arguments.out)
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = arguments.dtype or ("fp32" if device == "cpu" else "bf16")
     inferencer = open_inferencer(
@@ -250,7 +265,7 @@ def generate(arguments: argparse.Namespace) -> None:
     if hasattr(inferencer.model, "timestep_shift") and not arguments.understand:
         flow, origin = flow_for(inferencer.model, flow, shift=arguments.timestep_shift)
         log.logger().info(f"timestep_shift {flow.timestep_shift} ({origin})")
-    for number, request in enumerate(each for each in requests(arguments) for _ in range(arguments.samples)):
+    for number, request in enumerate(each for each in asked for _ in range(arguments.samples)):
         seed = arguments.seed + number
         report_unknown(getattr(inferencer.processor, "tokenizer", None), request.text)
         made = inferencer.unified_generate(

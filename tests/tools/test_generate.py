@@ -211,7 +211,7 @@ def test_parts_of_a_file_are_those_of_the_python_interface(published: Path, tmp_
         ('{"prompt": "a", "images": "a.png"}', [], 1, "prompts.jsonl:1 is no prompt"),
         ('{"prompt": "a"}', ["--size", "30", "32"], 2, "multiples of 16"),
         ('{"prompt": "a"}', ["--num-timesteps", "1"], 2, "at least 2"),
-        ('{"prompt": "a", "images": ["none.png"]}', [], 1, "none.png cannot be decoded"),
+        ('{"prompt": "a", "images": ["none.png"]}', [], 2, "there is no image none.png"),
     ],
 )
 def test_what_cannot_work_is_refused(
@@ -272,3 +272,9 @@ def test_a_full_disk_is_one_line(decoder: Path, small_disk: Path, capsys: Any) -
     assert main([str(decoder), "--prompt", "one", "--max-length", "2", *FAST, "--out", str(small_disk)]) == 1
     printed = capsys.readouterr().err
     assert "cannot be written: [Errno 28]" in printed and "Traceback" not in printed
+
+
+def test_a_missing_image_is_named_before_the_model_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    images = ["--image", str(tmp_path / "no.png"), "--image", str(tmp_path / "none.png")]
+    assert main([str(tmp_path / "model"), "--out", str(tmp_path / "out"), "--prompt", "?", *images]) == 2
+    assert f"no image {tmp_path / 'no.png'}, and 1 more that do not exist" in capsys.readouterr().err
