@@ -27,7 +27,8 @@ LAYERS = {
     "evaluation": 6,
     "hooks": 7, "resume": 7,
     "runner": 8, "examples": 8,
-    "tools": 9,
+    "planning": 9,
+    "tools": 10,
 }  # fmt: skip
 ENGINES = {"deepspeed", "fsdp", "single"}
 MANY_FILE_LINES, MANY_FUNCTION_LINES = 400, 60

@@ -292,7 +292,7 @@ def test_architecture_names_no_file_that_is_not_there() -> None:
 
 def listed_modules() -> list[tuple[str, str]]:
     """(package, module) of the plan of the layers: single words between commas, without text in brackets."""
-    block = ARCHITECTURE.split("```\n9  tools/")[1].split("```")[0]
+    block = ARCHITECTURE.split("```\n10 tools/")[1].split("```")[0]
     found, package, text = [], "tools", ""
     for line in [*block.splitlines(), "0  end/"]:
         heading = re.match(r"[\d ]\s+(?:unigen_ds/)?(\w+)/", line)

@@ -471,7 +471,7 @@ def memory(*, full: bool) -> list[Job]:
     """Larger, so that a batch's own tensors do not count; three updates of one sequence an iteration."""
     sizes = {
         "model__llm__hidden_size": 128, "model__llm__intermediate_size": 512, "model__llm__num_hidden_layers": 3,
-        "model__freeze": ["vae", "vit"], "custom_hooks": [{"type": "MemoryHook"}],
+        "model__freeze": ["vae", "vit"], "custom_hooks": [{"type": "CountedBytesHook"}, {"type": "MemoryHook"}],
     }  # fmt: skip
     buckets = {"reduce_bucket_size": 20000, "allgather_bucket_size": 20000}
     jobs = []

@@ -78,6 +78,10 @@ class Outcome:
             m["total"] = m["parameters"] + max(m["sharded"], m["gradients"]) + m["optimizer"]
         return found
 
+    def counted(self) -> list[dict[str, int]]:
+        """The highest sum of tensor bytes of each rank, and what is held between updates (``CountedBytesHook``)."""
+        return [json.loads(path.read_text()) for path in sorted(self.folder.glob("counted_*.json"))]
+
 
 def tensors(checkpoint: Path) -> Tensors:
     """Every tensor of a checkpoint."""

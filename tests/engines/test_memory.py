@@ -7,6 +7,8 @@ import pytest
 from tests.engines import cases
 from tests.engines.formula import expected
 from tests.engines.launch import want
+from tests.tiny import tiny_config
+from unigen_ds.planning.planned import plan_memory
 
 runs = want("memory")
 pytestmark = pytest.mark.timeout(3600)
@@ -72,3 +74,21 @@ def test_hybrid_shard_holds_one_part_in_num_shard():
     assert len(ranks) == 4
     for counted in ranks:
         assert counted["optimizer"] == pytest.approx(single["optimizer"] / 2, rel=0.03)
+
+
+@pytest.mark.parametrize("engine", ["zero2", "FULL_SHARD"])
+def test_a_plan_is_what_is_counted(engine, tmp_path):
+    """``planning/`` on the same config: the highest sum of tensor bytes of any rank, and what is held between updates.
+
+    Every engine and three models: ``benchmarks/plan_memory.py``.
+    """
+    job = next(job for job in cases.memory(full=False) if job.name == f"memory/{engine}@2-fp32")
+    counted = runs().outcome(job.name).counted()
+    source = {"type": "UnifiedGenerationDataset", "data_path": str(runs().out / "data" / job.phases[0].data)}
+    given = {**job.phases[0].config, "train_dataloader__dataset": source, "train_cfg__max_epochs": 2}
+    config = tiny_config(tmp_path, runs().out, **{**given, "custom_hooks": []})
+    (plan,) = plan_memory(config, world_size=2, alternatives=False).plans
+    assert plan.problem is None and plan.traced is not None
+    assert 0.98 <= plan.traced.peak["step"] / max(rank["peak"] for rank in counted) <= 1.05
+    assert plan.traced.held == pytest.approx(max(rank["held"] for rank in counted), rel=0.005)
+    assert plan.traced.masters == pytest.approx(2 * plan.traced.trainable, rel=0.01)

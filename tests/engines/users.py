@@ -31,6 +31,7 @@ from unigen_ds.examples.digits.dataset import write_digits
 from unigen_ds.families.bagel.model import UnifiedModel
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.models.flux_vae import FluxAutoencoder
+from unigen_ds.planning.counted import CountedBytes
 
 NUM_RECORDS = 104
 """13 updates of 8 sequences an epoch, so a run of 20 crosses into the second."""
@@ -455,6 +456,30 @@ class MemoryHook(Hook):
             "largest": max(logical_numel(p) for p in model if p.requires_grad),
         }
         (run.work_dir / f"memory_{dist.rank()}.json").write_text(json.dumps(counts), encoding="utf-8")
+
+
+@HOOKS.register_module()
+class CountedBytesHook(Hook):
+    """Counts the bytes of all tensors of this rank, operation by operation, and writes ``counted_<rank>.json``: the
+    highest sum of the updates, and the sum between two of them.
+    """
+
+    def before_train(self, run: Run) -> None:
+        self.counted = CountedBytes()
+        self.counted.add_existing()
+        self.counted.__enter__()
+
+    def before_update(self, run: Run) -> None:
+        self.counted.begin()
+
+    def after_update(self, run: Run, result: UpdateResult) -> None:
+        self.peak = max(getattr(self, "peak", 0), self.counted.peak)
+        self.held = self.counted.now
+
+    def after_train(self, run: Run) -> None:
+        self.counted.__exit__(None, None, None)
+        found = {"peak": self.peak, "held": self.held}
+        (run.work_dir / f"counted_{dist.rank()}.json").write_text(json.dumps(found), encoding="utf-8")
 
 
 def logical_numel(parameter: Tensor) -> int:

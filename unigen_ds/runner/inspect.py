@@ -73,7 +73,7 @@ def inspect_resume(config: Any, *, world_size: int | None = None, verify: bool =
     resume = settings.resume or AUTO
     run, template = Named(), settings.work_dir
     if PLACE in (template or ""):
-        with _announced(world_size or settings.world_size or dist.env_world_size()):
+        with announced(world_size or settings.world_size or dist.env_world_size()):
             asked = settings.model_copy(update={"resume": resume})
             run = name_and_folder(asked, build_engine(settings)[1])
         settings = settings.named(run.name, run.folder)
@@ -89,7 +89,7 @@ def inspect_resume(config: Any, *, world_size: int | None = None, verify: bool =
         )
     saved = plan.manifest.geometry.dp_size if plan.manifest else dist.env_world_size()
     plan = with_choices(with_base(plan, settings), settings)
-    with _announced(world_size or settings.world_size or saved):
+    with announced(world_size or settings.world_size or saved):
         backend, geometry = build_engine(settings)
         settings = settle(settings, plan, backend=backend, geometry=geometry)
         build_hooks(settings)
@@ -102,11 +102,13 @@ def inspect_resume(config: Any, *, world_size: int | None = None, verify: bool =
 
 
 @contextmanager
-def _announced(world_size: int) -> Iterator[None]:
-    """Inside, the environment is that of a launcher with this many processes."""
+def announced(world_size: int, *, per_node: int | None = None) -> Iterator[None]:
+    """Inside, the environment is that of a launcher with this many processes, ``per_node`` of them on a node."""
     before = {name: os.environ.get(name) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
     os.environ["WORLD_SIZE"] = str(world_size)
-    if dist.env_processes_per_node() is None:  # no launcher reports the number of nodes: one is assumed
+    if per_node is not None:
+        os.environ["LOCAL_WORLD_SIZE"] = str(per_node)
+    elif dist.env_processes_per_node() is None:  # no launcher reports the number of nodes: one is assumed
         os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
     try:
         yield

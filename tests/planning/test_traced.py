@@ -1,0 +1,81 @@
+"""The trace without memory counts what the same code counts with memory, to the byte."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import asdict
+
+import pytest
+import torch
+
+from tests.engines.users import write_mixed
+from tests.tiny import tiny_config
+from unigen_ds.planning.counted import CountedBytes
+from unigen_ds.planning.largest import largest_batches
+from unigen_ds.planning.traced import trace
+from unigen_ds.runner.build import build_data
+from unigen_ds.runner.parts import build_engine
+from unigen_ds.runner.settings import Settings
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plan")
+    source = {"type": "UnifiedGenerationDataset", "data_path": str(write_mixed(folder))}
+    overrides = {
+        "train_dataloader__dataset": source, "train_dataloader__batch_size": 2, "train_dataloader__packing": None,
+        "optim_wrapper__precision": "bf16", "custom_hooks": [{"type": "EMAHook", "momentum": 0.1}],
+        "model__llm__num_hidden_layers": 1, "optim_wrapper__accumulative_counts": 2,
+    }  # fmt: skip
+    return Settings.from_config(tiny_config(folder / "run", folder, **overrides)).with_seed(0)
+
+
+def test_every_phase_without_memory_is_what_it_is_with_memory(settings):
+    geometry = build_engine(settings)[1]
+    data = build_data(settings, geometry=geometry, ruler=None)
+    largest = largest_batches(data, geometry)
+    assert len(largest.batches) > 1, "the longest micro-batch is not that with the most images"
+    engines = [build_engine(settings)[0] for _ in range(2)]
+    planned, counted = (
+        asdict(trace(settings, backend, data.processor, largest.batches, geometry=geometry, fake=backend is engines[0]))
+        for backend in engines
+    )
+    assert planned == counted
+    assert planned["held"] < planned["peak"]["step"] and planned["peak"]["load"] < planned["peak"]["evaluate"]
+    masters = planned["masters"]
+    assert masters == 4 * planned["trainable"]
+    frozen = 4 * (planned["parameters"] - planned["trainable"])
+    low = masters // 2 + frozen // 2
+    assert planned["held"] == pytest.approx(
+        4 * masters + frozen + low, rel=0.02
+    )  # weights, two moments, average; copies
+    assert planned["saved"] == pytest.approx(4 * masters + frozen, rel=0.02)
+
+
+def test_the_largest_micro_batch_is_the_longest_of_all_ranks(settings):
+    geometry = build_engine(settings)[1]
+    data = build_data(settings, geometry=geometry, ruler=None)
+    found = largest_batches(data, geometry)
+    rows = data.stream.rows()
+    lengths = []
+    for _ in range(data.stream.sequences_per_epoch // 2):
+        two = [next(rows)[0] for _ in range(2)]
+        lengths.append(sum(int(data.stream.sources[d.source].lengths()[0][d.index]) for row in two for d in row))
+    assert found.tokens == max(lengths)
+    assert found.tokens - 4 <= found.batches[0].num_tokens <= found.tokens  # a condition may be dropped
+    assert largest_batches(data, geometry, most=4).tokens == max(lengths[:2])
+
+
+def test_bytes_are_counted_until_they_are_freed():
+    with CountedBytes() as counted:
+        a = torch.zeros(1000)
+        view = a.view(10, 100)
+        b = a + 1
+        assert counted.now == 8000
+        del a
+        assert counted.now == 8000, "a view keeps it"
+        del view
+        b.untyped_storage().resize_(0)
+        gc.collect()
+        assert (counted.now, counted.peak) == (0, 8000)
+        assert counted.begin() == 0 == counted.peak

@@ -1,0 +1,60 @@
+"""``tools/plan.py`` from the command line's arguments to its table."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.engines.users import write_mixed
+from tests.tiny import tiny_config
+from tools.plan import main, share, size
+from unigen_ds.runner.parts import config_text
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plan")
+    source = {"type": "UnifiedGenerationDataset", "data_path": str(write_mixed(folder))}
+    made = tiny_config(
+        folder / "run", folder, train_dataloader__dataset=source, model__llm__num_hidden_layers=1,
+        train_dataloader__batch_size=1, optim_wrapper__accumulative_counts=1,
+        backend={"type": "fsdp", "sharding_strategy": "FULL_SHARD"},
+    )  # fmt: skip
+    path = folder / "config.py"
+    path.write_text(config_text(made), encoding="utf-8")
+    return str(path)
+
+
+def test_sixty_four_processes_are_planned_on_one(config, capsys):
+    status = main([config, "--world-size", "16", "--only", "--json", "--device-memory", "2.1GiB",
+                   "--host-memory", "64GiB"])  # fmt: skip
+    found = json.loads(capsys.readouterr().out)
+    assert status == 0
+    (chosen,) = found["engines"]
+    assert chosen["topology"]["dp_size"] == chosen["topology"]["num_shard"] == 16 and chosen["fits"] is True
+    traced = chosen["traced"]
+    assert traced["masters"] < 4 * traced["trainable"] / 8, "rank 0 has one part in 16, and whole rows"
+    assert chosen["device"]["step"] == round(traced["device"]["step"] * 1.05) + 2 * 2**30
+    assert chosen["host"]["step"] == 4 * 2**30
+
+
+def test_a_plan_that_does_not_fit_has_exit_status_1(config, capsys):
+    options = ["--cfg-options", "backend.type='single'", "backend.sharding_strategy=None"]
+    del options[2:]
+    status = main([config, "--backend", "single", "--only", "--device-memory", "1GiB"])
+    table = capsys.readouterr().out
+    assert status == 1 and "too large" in table and "single (config)" in table
+    assert main([config, "--backend", "single", "--world-size", "2", "--only"]) == 2
+    assert "was started with 2 processes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"), [("80GiB", 80 * 2**30), ("24 GB", 24 * 10**9), ("512mib", 2**29), ("7", 7)]
+)
+def test_sizes(text, wanted):
+    assert size(text) == wanted
+
+
+def test_shares():
+    assert share("5%") == share("0.05") == pytest.approx(0.05)

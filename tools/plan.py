@@ -1,0 +1,115 @@
+"""Plan the memory of a run before it starts: ``python tools/plan.py CONFIG --world-size 64``; installed as
+``unigen-plan``.
+
+The real model and every engine run on tensors without memory, so neither a GPU nor several processes are needed, and
+the largest micro-batch of the config's own data is what they compute. Each line is one engine, each column a part of
+the run: the highest sum of bytes on a process. What the trace cannot see is the reserve, which is added to each device
+and each process. docs/planning.md has what is exact and what is not.
+
+Exit status: 0 the engine of the config fits, or no memory was given, 1 it does not fit, or it cannot be planned, 2
+wrong usage or config.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+
+if not __package__:
+    import _path  # noqa: F401 - a script runs from a checkout without installation
+
+from unigen_ds.core.choices import SHIPPED
+from unigen_ds.core.errors import ConfigError, UnigenError
+from unigen_ds.core.pipes import ends_quietly
+
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+         "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
+
+
+def size(text: str) -> int:
+    """``80GiB`` -> bytes."""
+    digits = text.strip().rstrip("BbGgIiKkMmTt ")
+    unit = text.strip()[len(digits) :].strip().upper()
+    try:
+        return round(float(digits) * UNITS[unit])
+    except (ValueError, KeyError):
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: 80GiB, 24GB, 512MiB, or a number of bytes") from None
+
+
+def share(text: str) -> float:
+    """``5%`` -> 0.05."""
+    try:
+        found = float(text.rstrip("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        found = -1.0
+    if not 0 <= found < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no share: 5%, or a number from 0 to below 1")
+    return found
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="unigen-plan", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    p.add_argument("config", help=f"a config file, or the name of a shipped config: {SHIPPED}")
+    p.add_argument("--world-size", type=int, default=1, metavar="N", help="processes, one for each device (default 1)")
+    p.add_argument("--per-node", type=int, metavar="N", help="processes of a node (default: 8, or all if fewer)")
+    p.add_argument("--backend", help="single | deepspeed[:zero1|zero2|zero3|...|FILE.json] | fsdp[:FULL_SHARD|...]")
+    p.add_argument("--only", action="store_true", help="plan the engine of the config alone, not the others")
+    p.add_argument("--device-memory", type=size, metavar="SIZE", help="of a device: 80GiB")
+    p.add_argument("--host-memory", type=size, metavar="SIZE", help="of a node: 512GiB")
+    p.add_argument("--device-reserve", type=size, default=size("2GiB"), metavar="SIZE",
+                   help="of a device, for what is not traced: CUDA's context, NCCL, cuBLAS (default 2GiB)")  # fmt: skip
+    p.add_argument("--fragmentation", type=share, default=0.05, metavar="SHARE",
+                   help="of what is traced, for gaps between blocks of the allocator (default 5%%)")  # fmt: skip
+    p.add_argument("--host-reserve", type=size, default=size("4GiB"), metavar="SIZE",
+                   help="of a process, for Python, libraries and the workers of its loader (default 4GiB)")  # fmt: skip
+    p.add_argument(
+        "--cfg-options", nargs="+", action="extend", default=[], metavar="K=V", help="override config values"
+    )
+    p.add_argument("--json", action="store_true", help="print one JSON object, in bytes")
+    return p
+
+
+@ends_quietly
+def main(argv: list[str] | None = None) -> int:
+    p = parser()
+    arguments = p.parse_args(argv)
+    if arguments.world_size < 1 or (arguments.per_node or 1) < 1:
+        p.error("--world-size and --per-node are 1 or more")
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}  # nothing is computed on a device
+    from unigen_ds.core import log  # after parsing: --help does not wait for torch
+    from unigen_ds.core.config import parse_override, with_backend
+    from unigen_ds.planning.fits import Reserve, report_lines, report_values
+    from unigen_ds.planning.planned import plan_memory
+    from unigen_ds.runner.settings import load_config
+
+    log.setup(rank=0)
+    try:
+        overrides = dict(map(parse_override, arguments.cfg_options))
+        if arguments.backend is not None:
+            overrides = with_backend(overrides, arguments.backend)
+        report = plan_memory(
+            load_config(arguments.config, overrides, whole=True),
+            world_size=arguments.world_size,
+            per_node=arguments.per_node,
+            alternatives=not arguments.only,
+        )
+    except UnigenError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    reserve = Reserve(
+        arguments.device_reserve,
+        arguments.fragmentation,
+        arguments.host_reserve,
+        arguments.device_memory,
+        arguments.host_memory,
+    )
+    values = report_values(report, reserve)
+    print(json.dumps(values, indent=1) if arguments.json else "\n".join(report_lines(report, reserve)))
+    chosen = values["engines"][0]
+    return 0 if chosen["problem"] is None and chosen["fits"] is not False else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

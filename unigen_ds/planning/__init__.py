@@ -1,0 +1,1 @@
+"""What a run will need, computed before it starts: the memory of every process, from the real code without memory."""

@@ -1,0 +1,155 @@
+"""Plans the memory of a run for its engine and for the others: each is traced in a process of its own.
+
+The processes are forked from this one, which has read the data and imported the engines: a process has one process
+group, and DeepSpeed changes functions of torch.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from unigen_ds.core.config_hints import backend_spec
+from unigen_ds.core.errors import ConfigError, UnigenError
+from unigen_ds.core.optim import settled_precision
+from unigen_ds.core.progress import Geometry
+from unigen_ds.planning.largest import Largest, largest_batches
+from unigen_ds.planning.traced import Traced, fake_group, trace
+from unigen_ds.runner.build import build_data
+from unigen_ds.runner.inspect import announced
+from unigen_ds.runner.parts import build_engine
+from unigen_ds.runner.settings import Settings
+
+ALTERNATIVES = (
+    "single", "deepspeed:zero1", "deepspeed:zero2", "deepspeed:zero2_offload", "deepspeed:zero3",
+    "deepspeed:zero3_offload", "fsdp:NO_SHARD", "fsdp:SHARD_GRAD_OP", "fsdp:FULL_SHARD", "fsdp:HYBRID_SHARD",
+)  # fmt: skip
+CHOSEN = "config"
+"""What the engine of the config is called, where it has settings of its own."""
+_PRELOADED = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", "torch.distributed.checkpoint")
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """One engine's plan, or why there is none."""
+
+    engine: str
+    problem: str | None
+    traced: Traced | None = None
+    topology: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """All plans. The first is of the config's engine."""
+
+    plans: Sequence[EnginePlan]
+    largest: Largest
+    geometry: Geometry
+    precision: str
+    world_size: int
+    per_node: int
+
+
+def plan_memory(
+    config: Any, *, world_size: int, per_node: int | None = None, alternatives: bool = True, jobs: int = 2
+) -> MemoryReport:
+    """Plan a run of ``world_size`` processes. Raises ``ConfigError`` and ``DataError`` where a start would."""
+    settings = Settings.from_config(config)
+    settings = settings.with_seed(settings.randomness.seed or 0)
+    settings = settings.with_precision(settled_precision(settings.optim_wrapper.precision))
+    per_node = per_node or min(8, world_size)
+    with announced(world_size, per_node=per_node):
+        geometry = build_engine(settings)[1]
+        data = build_data(settings, geometry=geometry, ruler=None)
+        largest = largest_batches(data, geometry)
+        for name in _PRELOADED:
+            import_module(name)
+
+        plans: dict[str, EnginePlan] = {}
+        tasks: dict[str, Callable[[], Any]] = {}
+        for name in (CHOSEN, *(ALTERNATIVES if alternatives else ())):
+            try:
+                one = settings if name == CHOSEN else _with_engine(settings, name)
+                topology = build_engine(one)[0].topology()
+            except ConfigError as error:
+                plans[name] = EnginePlan(name, str(error))
+                continue
+            if all(topology != plan.topology for plan in plans.values()):
+                plans[name] = EnginePlan(name, None, topology=topology)
+                tasks[name] = partial(_traced, one, data.processor, largest, geometry)
+        found = in_processes(tasks, jobs=jobs)
+    for name, (value, problem) in found.items():
+        traced = None if problem is not None else Traced(**value)
+        plans[name] = replace(plans[name], problem=problem, traced=traced)
+    precision = settings.optim_wrapper.precision
+    return MemoryReport([*plans.values()], largest, geometry, precision, world_size, per_node)
+
+
+def _with_engine(settings: Settings, name: str) -> Settings:
+    found = Settings.from_config({**settings.given, "backend": backend_spec(name)})
+    return found.with_seed(settings.seed).with_precision(settings.optim_wrapper.precision)
+
+
+def _traced(settings: Settings, processor: Any, largest: Largest, geometry: Geometry) -> dict[str, Any]:
+    backend, _ = build_engine(settings)
+    with fake_group(geometry.dp_size):
+        return asdict(trace(settings, backend, processor, largest.batches, geometry=geometry))
+
+
+def in_processes(tasks: Mapping[str, Callable[[], Any]], *, jobs: int) -> dict[str, tuple[Any, str | None]]:
+    """The JSON value of each task, or the text of its error; ``jobs`` forked processes at a time."""
+    running: dict[str, tuple[int, int]] = {}
+    found: dict[str, tuple[Any, str | None]] = {}
+    waiting = [*tasks]
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            name = waiting.pop(0)
+            running[name] = _forked(tasks[name])
+        name, (child, pipe) = next(iter(running.items()))
+        with open(pipe, encoding="utf-8") as stream:
+            text = stream.read()
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        del running[name]
+        found[name] = tuple(json.loads(text)) if text else (None, f"the process that traced it ended with {status}")
+    return found
+
+
+def _forked(task: Callable[[], Any]) -> tuple[int, int]:
+    """(process, end of a pipe that has its outcome)."""
+    reading, writing = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    child = os.fork()
+    if child:
+        os.close(writing)
+        return child, reading
+    try:
+        os.close(reading)
+        torch.set_num_threads(1)  # torch's threads do not survive the fork
+        logging.disable(logging.CRITICAL)  # what an engine logs at its start is not of this command
+        warnings.simplefilter("ignore")
+        try:
+            outcome: tuple[Any, str | None] = (task(), None)
+        except UnigenError as error:
+            outcome = (None, str(error))
+        except Exception as error:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{last.filename}:{last.lineno}"
+            text = (str(error).splitlines() or [""])[0]
+            outcome = (None, f"it could not be traced: {type(error).__name__}: {text} ({where})")
+        with open(writing, "w", encoding="utf-8") as stream:
+            json.dump(outcome, stream)
+    finally:
+        os._exit(0)

@@ -1,0 +1,259 @@
+"""The memory of rank 0 in every part of a run: the engine's own code on tensors without memory, in this process.
+
+The real model, optimizer and engine run as in a training, on a process group of torch's that communicates with nobody
+(its backend ``fake``), so any number of processes can be planned on one machine. Collectives return at once and their
+results have no values. What follows from values (a gradient that is not finite, a branch on a number) is fixed: no
+overflow, a norm of 0. ``torch.compile`` is left out.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from unigen_ds.backends.base import Backend
+from unigen_ds.core.batch import Batch
+from unigen_ds.core.optim import COMPUTE_DTYPE, OptimizerConfig, construct, optimizer_class
+from unigen_ds.core.progress import Geometry
+from unigen_ds.core.shards import BUFFER, MASTER, Shard
+from unigen_ds.hooks.ema import EMAHook
+from unigen_ds.models.lora import adapted, base_tensors, hold_base_in
+from unigen_ds.planning.counted import CountedBytes
+from unigen_ds.runner.build import build_groups, build_model, build_optimizer_config, named_parameters
+from unigen_ds.runner.settings import Settings
+
+PHASES = ("load", "step", "evaluate", "save", "resume")
+
+
+@dataclass(frozen=True)
+class Traced:
+    """Bytes of one rank. What is on which side follows from the config's offload; see docs/planning.md."""
+
+    built: int
+    """Highest sum while the model is built, on the host, before the engine has it."""
+    held: int
+    """Between two updates: weights, copies, moments, average, and buffers that the engine keeps."""
+    peak: Mapping[str, int]
+    """Highest sum in each phase, device and host together."""
+    device: Mapping[str, int]
+    """The same without what offload holds in host memory."""
+    host: int
+    """What offload holds in host memory."""
+    masters: int
+    """fp32 weights of this rank that are trained; each moment and the average are as large."""
+    largest: int
+    """The largest tensor of this rank: what a save copies to the host at a time."""
+    parameters: int
+    trainable: int
+    saved: int
+    """Of a checkpoint, all ranks together: weights, moments, average, buffers."""
+
+
+def trace(
+    settings: Settings,
+    backend: Backend,
+    processor: Any,
+    batches: Sequence[Batch],
+    *,
+    geometry: Geometry,
+    fake: bool = True,
+) -> Traced:
+    """Run the phases. Of several processes the group must be a fake one (``fake_group``). ``fake=False``: the same with
+    memory, on one process alone. Raises what the model or engine raises.
+    """
+    counted = CountedBytes(fake=fake)
+    optimizer_cfg = build_optimizer_config(settings, fused=True)
+    kinds = _moment_kinds(optimizer_cfg)
+    averages = sum(issubclass(hook.cls, EMAHook) for hook in settings.custom_hooks)
+    with counted, _without_compile():
+        model: Any = build_model(settings, processor, seed=settings.seed, stream=True)
+        if fake:
+            counted.without_memory(model)
+        counted.add_all([*model.parameters(), *model.buffers()])
+        built = counted.peak
+        named = named_parameters(model)
+        sizes = {id(p): (p.numel(), p.requires_grad) for _, p in named}
+        groups = build_groups(settings, named)
+        backend.left_out = base_tensors(model)
+        if adapted(model) is not None:
+            hold_base_in(model, COMPUTE_DTYPE[optimizer_cfg.precision])
+        del named
+        backend.prepare(model, groups, optimizer_cfg, geometry=geometry)
+        del model
+        found = _Phases(counted, backend, kinds)
+        backend.load_tensors(_Zeros(backend, ()), weights_only=True)
+        found.ended("load")
+        average = [[t.detach().clone() for t in backend.master_data()] for _ in range(averages)]
+        found.ended("load")
+        for micro_batches in _updates(batches, geometry.accumulative_counts):
+            counted.begin()
+            _update(backend, micro_batches, settings.loss_weights)
+            for one in average:
+                torch._foreach_lerp_(one, list(backend.master_data()), 0.5)
+            found.ended("step", extra=(t for one in average for t in one))
+        held = counted.now
+        counted.begin()
+        _evaluate(backend, batches, swap=bool(average))
+        found.ended("evaluate")
+        backend.model.train()
+        counted.begin()
+        files = backend.state_files()
+        found.ended("save")
+        del files
+        counted.begin()
+        backend.load_tensors(_Zeros(backend, kinds))
+        found.ended("resume")
+        found.peak["resume"] = max(found.peak["resume"], found.peak["load"])
+        found.device["resume"] = max(found.device["resume"], found.device["load"])
+        shards = [*backend.master_shards(), *backend.frozen_shards()]
+        result = Traced(
+            built=built,
+            held=held,
+            peak=found.peak,
+            device=found.device,
+            host=counted.host,
+            masters=sum(shard.data.nbytes for shard in backend.master_shards()),
+            largest=max((shard.data.nbytes for shard in shards), default=0),
+            parameters=sum(numel for numel, _ in sizes.values()),
+            trainable=sum(numel for numel, trained in sizes.values() if trained),
+            saved=_saved(backend, len(kinds) + averages),
+        )
+        del average, shards
+    return result
+
+
+class _Phases:
+    """Peaks by phase, and which tensors the engine holds in host memory."""
+
+    def __init__(self, counted: CountedBytes, backend: Backend, kinds: Sequence[str]) -> None:
+        self._counted, self._backend, self.kinds = counted, backend, kinds
+        self._offloads = _offloads(backend)
+        self.peak: dict[str, int] = {}
+        self.device: dict[str, int] = {}
+
+    def ended(self, phase: str, *, extra: Iterable[Tensor] = ()) -> None:
+        """Note the peak; then the state that exists now is known to be on the host, where the engine offloads it."""
+        counted = self._counted
+        self.peak[phase] = max(counted.peak, self.peak.get(phase, 0))
+        if self._offloads:
+            held = [shard.data for shard in self._backend.master_shards()]
+            if phase != "load":  # the first update makes them
+                held += [shard.data for kind in self.kinds for shard in self._backend.moments(kind)]
+            held += extra
+            before = counted.host
+            counted.on_host(held)
+            counted.device_peak -= counted.host - before  # it was there all the time
+        self.device[phase] = max(counted.device_peak, self.device.get(phase, 0))
+
+
+class _Zeros:
+    """A reader of a checkpoint of this model: values without memory."""
+
+    def __init__(self, backend: Backend, kinds: Sequence[str]) -> None:
+        self._buffers = {name: buffer.numel() for name, buffer in backend.buffers().items()}
+        self._trainable = dict(backend.trainable_sizes())
+        self._sizes = {**self._trainable, **backend.frozen_sizes()}
+        self._kinds = kinds
+
+    def kinds(self) -> Iterable[str]:
+        return (MASTER, BUFFER, *self._kinds)
+
+    def names(self, kind: str) -> Iterable[str]:
+        return self._of(kind)
+
+    def numel(self, kind: str, name: str) -> int:
+        return self._of(kind)[name]
+
+    def read(self, kind: str, name: str, start: int, stop: int) -> Tensor:
+        return torch.zeros((stop - start,))
+
+    def _of(self, kind: str) -> Mapping[str, int]:
+        return self._buffers if kind == BUFFER else self._sizes if kind == MASTER else self._trainable
+
+
+def _updates(batches: Sequence[Batch], counts: int) -> Iterator[Sequence[Batch]]:
+    """The micro-batches of a few updates: the first update makes the optimizer's state, the second meets it.
+
+    The second micro-batch of an update meets the gradients of the first; a third would meet nothing new.
+    """
+    yield batches[:1]
+    for last in batches:
+        yield [batches[0]] * (min(counts, 2) - 1) + [last]
+
+
+def _update(backend: Backend, micro_batches: Sequence[Batch], loss_weights: Mapping[str, float]) -> None:
+    terms: Any = None
+    for i, batch in enumerate(micro_batches):
+        with backend.accumulate(last=i == len(micro_batches) - 1):
+            terms = backend.model(_copied(batch))
+            backend.backward(terms.weighted(loss_weights, dict.fromkeys(terms.sums, 1.0)))
+    del terms
+    backend.step()
+
+
+def _evaluate(backend: Backend, batches: Sequence[Batch], *, swap: bool) -> None:
+    backend.model.eval()
+    shards = [Shard(s.name, s.shape, s.flat_start, s.data) for s in backend.master_shards()]
+    with backend.swapped(shards) if swap else nullcontext(), torch.no_grad():
+        for batch in batches:
+            backend.model(_copied(batch))
+
+
+def _copied(batch: Batch) -> Batch:
+    """With new tensors, which are counted."""
+    fields = {name: value.clone() for name, value in vars(batch).items() if isinstance(value, Tensor)}
+    return type(batch)(**{**{name: value for name, value in vars(batch).items()}, **fields})
+
+
+def _moment_kinds(cfg: OptimizerConfig) -> tuple[str, ...]:
+    """The optimizer's state that has the shape of the weights, as one update of a small matrix makes it."""
+    matrix = nn.Parameter(torch.zeros(2, 2))
+    optimizer = construct(optimizer_class(cfg.type), [{"params": [matrix], "lr": 1.0}], cfg.arguments)
+    matrix.grad = torch.ones_like(matrix)
+    optimizer.step()
+    found = optimizer.state[matrix].items()
+    return tuple(sorted(kind for kind, value in found if isinstance(value, Tensor) and value.shape == matrix.shape))
+
+
+def _offloads(backend: Backend) -> bool:
+    topology = backend.topology()
+    return bool(topology.get("offload") or topology.get("cpu_offload"))
+
+
+def _saved(backend: Backend, copies: int) -> int:
+    """Bytes of a checkpoint: fp32 weights and ``copies`` more of those that are trained, what is frozen, buffers."""
+    left_out = backend.left_out
+    frozen = {shard.name: shard.data.element_size() for shard in backend.frozen_shards()}
+    held = sum(
+        numel * frozen.get(name, 4) for name, numel in backend.frozen_sizes().items() if name not in left_out
+    )  # fmt: skip
+    trained = sum(backend.trainable_sizes().values())
+    buffers = sum(b.numel() * b.element_size() for name, b in backend.buffers().items() if name not in left_out)
+    return 4 * trained * (1 + copies) + held + buffers
+
+
+@contextmanager
+def fake_group(world_size: int) -> Iterator[None]:
+    """A process group of ``world_size`` processes, of which this one is rank 0 and the others do not exist."""
+    import torch.distributed as td
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0"}
+    td.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        td.destroy_process_group()
+
+
+@contextmanager
+def _without_compile() -> Iterator[None]:
+    with mock.patch.object(nn.Module, "compile", lambda module, *args, **kwargs: None):
+        yield
