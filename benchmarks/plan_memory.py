@@ -35,7 +35,8 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
                 "digits/mixed.jsonl"),
     "vlm": ({**model_cases.VLM, "model": {**model_cases.VLM["model"], "llm": {**_LARGER, "tie_word_embeddings": True}}},
             "talks/mixed.jsonl"),
-    "decoder": ({"model": {"type": "DecoderLM", "llm": {**_LARGER, "vocab_size": 61, "model_type": "llama"}}, "processor": None},
+    "decoder": ({"model": {"type": "DecoderLM", "llm": {**_LARGER, "vocab_size": 61, "model_type": "llama"}},
+                 "processor": None},
                 "digits/text.jsonl"),
 }  # fmt: skip
 RESULTS = Path(__file__).parent / "results" / "plan_memory_2026-11-23.json"
@@ -104,7 +105,8 @@ def write(rows: list[dict[str, Any]]) -> None:
     former = json.loads(RESULTS.read_text(encoding="utf-8"))["cases"] if RESULTS.exists() else []
     by_case = {row["case"]: row for row in (*former, *rows)}
     good = [row for row in by_case.values() if row["problem"] is None and -0.02 <= row["peak_off"] <= 0.05]
-    result = {"machine": {key: value for key, value in description().items() if key != "command"}, "torch": torch.__version__, "within_bounds": f"{len(good)} of {len(by_case)}",
+    machine = {key: value for key, value in description().items() if key != "command"}
+    result = {"machine": machine, "torch": torch.__version__, "within_bounds": f"{len(good)} of {len(by_case)}",
               "cases": [by_case[case] for case in sorted(by_case)]}  # fmt: skip
     RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(result["within_bounds"])
