@@ -115,7 +115,7 @@ def test_adapter_from_config_and_its_errors() -> None:
     adapter = build(DATASETS, spec, where="dataset", processor=make_processor())
     assert len(adapter) == 3 and adapter.name == "own"
     by_name = DatasetAdapter({"type": "collections.UserList", "initlist": [1]}, make_processor())
-    with pytest.raises(DataError, match=r"UserList\[0\] is a int"):
+    with pytest.raises(DataError, match=r"UserList\[0\] is of type int"):
         by_name.lengths()
     for wrong in ({"type": "no.such.Thing"}, {"type": Own, "nmber": 3}, {"type": "Own"}, 5):
         with pytest.raises(ConfigError, match="DatasetAdapter"):
