@@ -71,6 +71,7 @@ def test_bytes_are_counted_until_they_are_freed():
         a = torch.zeros(1000)
         view = a.view(10, 100)
         b = a + 1
+        _shape_alone = torch.empty(1000, device="meta")
         assert counted.now == 8000
         del a
         assert counted.now == 8000, "a view keeps it"
