@@ -86,7 +86,7 @@ from unigen_ds.data.stream import Cursor, SequenceStream
 from unigen_ds.data.transforms import patchify, pixel_patches
 
 SECTIONS = ("headers", "texts", "documents", "packing", "loader", "tokens", "memory", "resume", "streaming")
-"""Headers first: ``datasets`` leaves a thread behind, with which an index uses threads, not forks."""
+"""Headers first: ``datasets`` starts a thread that stays, with which an index uses threads, not forks."""
 LIMITS = {
     "texts: a second": 60_000.0,
     "headers: a second": 30_000.0,
