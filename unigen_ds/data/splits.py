@@ -115,6 +115,11 @@ class TokenSplit(Split):
     ids: tuple[int, ...]
     labels: tuple[int, ...]
 
+    @classmethod
+    def unlearned(cls, ids: Sequence[int]) -> TokenSplit:
+        """Tokens of which none predicts anything, as of a prompt."""
+        return cls(tuple(ids), (IGNORED,) * len(ids))
+
     @property
     def num_tokens(self) -> int:
         return len(self.ids)

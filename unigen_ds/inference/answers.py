@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.registry import checked
 from unigen_ds.inference.continuation import idle_arguments
 from unigen_ds.inference.generated import Generated
@@ -16,6 +16,21 @@ from unigen_ds.inference.given import MaxLength, MaxParts, Picture, Size, as_fil
 from unigen_ds.inference.sampling import Sampling
 
 LIKELIEST = Sampling()
+
+
+def tokens_left(num_tokens: int, limit: int | None) -> int:
+    """Tokens that may follow a prompt where a model has ``limit`` positions: the last one is not read any more.
+
+    Raises ``DataError`` for none.
+    """
+    if limit is None:
+        return 1 << 62
+    if num_tokens > limit:
+        raise DataError(
+            f"the prompt has {num_tokens:,} tokens, and the model has {limit:,} positions",
+            remedy="a shorter prompt",
+        )
+    return limit - num_tokens + 1
 
 
 class TextInterface(ABC):

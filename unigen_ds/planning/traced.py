@@ -209,7 +209,7 @@ def _evaluate(backend: Backend, batches: Sequence[Batch], *, swap: bool) -> None
 def _copied(batch: Batch) -> Batch:
     """With new tensors, which are counted."""
     fields = {name: value.clone() for name, value in vars(batch).items() if isinstance(value, Tensor)}
-    return type(batch)(**{**{name: value for name, value in vars(batch).items()}, **fields})
+    return type(batch)(**{**vars(batch), **fields})
 
 
 def _moment_kinds(cfg: OptimizerConfig) -> tuple[str, ...]:

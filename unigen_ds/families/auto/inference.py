@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 
-from unigen_ds.core.errors import DataError
 from unigen_ds.data.records import Turn
-from unigen_ds.data.samples import IGNORED, Loaded
+from unigen_ds.data.samples import Loaded
 from unigen_ds.data.splits import TokenSplit
 from unigen_ds.families.auto.batch import ModelBatch
 from unigen_ds.families.auto.model import Cached
 from unigen_ds.families.auto.processor import ModelProcessor
-from unigen_ds.inference.answers import LIKELIEST, TextInterface
+from unigen_ds.inference.answers import LIKELIEST, TextInterface, tokens_left
 from unigen_ds.inference.continuation import Choose, chooser, device_of
 from unigen_ds.inference.generated import Generated, Request
 from unigen_ds.inference.sampling import Sampling
@@ -40,14 +39,14 @@ class ModelInferencer(TextInterface):
         choose = chooser(sampling, [each.seed for each in requests])
         found = []
         for number, each in enumerate(requests):
-            prompt = [*each.prompt, _unlearned(each.begin)]
+            prompt = [*each.prompt, TokenSplit.unlearned(each.begin)]
             found.append(Generated(self._text(self._write(prompt, number, max_new_tokens, choose)), []))
         return found
 
     def _asked(self, turns: Sequence[Turn]) -> list[Loaded]:
         tokenizer = self.processor.tokenizer
         if not tokenizer.chat.chat_template:
-            return [_unlearned(tokenizer.chat(turns[-1].value)["input_ids"])]
+            return [TokenSplit.unlearned(tokenizer.chat(turns[-1].value)["input_ids"])]
         sample = self.processor.plan(turns, reply=True)
         return [split.load(self.processor, None) for split in sample.splits]
 
@@ -64,13 +63,15 @@ class ModelInferencer(TextInterface):
         while len(written) < max_new_tokens:
             batch = self._batch(document if cache is None else new, adds_plain=in_step)
             if not written:
-                max_new_tokens = min(max_new_tokens, self._left(batch.document_lengths[0]))
+                max_new_tokens = min(
+                    max_new_tokens, tokens_left(batch.document_lengths[0], self.model.max_document_tokens)
+                )
             logits = self.model.next_token_logits(batch.to(device_of(self.model)), cache)
             if cache is not None and cache.values is None:
                 cache = None  # a model without keys and values
             token = int(choose(self._of_texts(logits[:1]), [number])[0])
             written.append(token)
-            new = [_unlearned([token])]
+            new = [TokenSplit.unlearned([token])]
             document += new
             if token in self.processor.tokenizer.end_ids:
                 break
@@ -86,20 +87,6 @@ class ModelInferencer(TextInterface):
         builder.add_document(document)
         return builder.batch(1, (), ())
 
-    def _left(self, num_tokens: int) -> int:
-        """Tokens that may follow a prompt: the last one is not read any more. Raises ``DataError`` for none."""
-        limit = self.model.max_document_tokens
-        if limit is not None and num_tokens > limit:
-            raise DataError(
-                f"the prompt has {num_tokens:,} tokens, and the model has {limit:,} positions",
-                remedy="a shorter prompt",
-            )
-        return 1 << 62 if limit is None else limit - num_tokens + 1
-
     def _text(self, ids: Sequence[int]) -> str:
         ends = self.processor.tokenizer.end_ids
         return self.processor.tokenizer.decode([i for i in ids if i not in ends])
-
-
-def _unlearned(ids: Sequence[int]) -> TokenSplit:
-    return TokenSplit(tuple(ids), (IGNORED,) * len(ids))

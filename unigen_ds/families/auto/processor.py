@@ -19,7 +19,7 @@ from unigen_ds.data.chat import RenderedChat, encode_chats, next_token_labels
 from unigen_ds.data.processor import ConversationProcessor, is_document
 from unigen_ds.data.records import Turn, same_message
 from unigen_ds.data.rules import CURRENT, DataRules
-from unigen_ds.data.samples import IGNORED, Sample, Split
+from unigen_ds.data.samples import Sample, Split
 from unigen_ds.data.splits import TokenSplit
 from unigen_ds.data.tokenizers import ModelTokenizer
 from unigen_ds.data.transforms import ImageHeader
@@ -107,7 +107,7 @@ class ModelProcessor(ConversationProcessor):
         for words in (plain[:5], plain[1:6]):
             builder = self.builder()
             for text, at in ((words, 3), (plain[2:5], 1)):  # the images at different positions
-                begin, end = (TokenSplit(tuple(ids), (IGNORED,) * len(ids)) for ids in (text[:at], text[at:]))
+                begin, end = map(TokenSplit.unlearned, (text[:at], text[at:]))
                 builder.add_document([begin, *image, end])
             made.append(builder.batch(2, (), ()))
         return made[0], made[1]

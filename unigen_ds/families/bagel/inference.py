@@ -208,7 +208,7 @@ class InterleaveInferencer:
     def _answered(self, request: Request, max_new_tokens: int, sampling: Sampling, flow: FlowSettings) -> Generated:
         contexts, before = Contexts(), [*request.prompt]
         if len(request.begin) > 1:
-            before.append(TokenSplit(tuple(request.begin[:-1]), (-100,) * (len(request.begin) - 1)))
+            before.append(TokenSplit.unlearned(request.begin[:-1]))
         for split in before:
             if isinstance(split, TextSplit):
                 contexts.without_text = contexts.full.copy()

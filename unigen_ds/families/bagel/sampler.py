@@ -113,8 +113,7 @@ def read(
     open_ones = list(range(len(images)))
     for _ in range(max_new_tokens):
         documents: list[list[Loaded]] = [
-            [seen[i], TokenSplit((processor.tokenizer.bos_id, *written[i]), (-100,) * (1 + len(written[i])))]
-            for i in open_ones
+            [seen[i], TokenSplit.unlearned([processor.tokenizer.bos_id, *written[i]])] for i in open_ones
         ]
         batch = pack_documents(documents, processor).to(device)
         latents_LC = batch.flow_noise  # no latent in these documents: an empty tensor of the right width

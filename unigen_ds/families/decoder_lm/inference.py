@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from unigen_ds.core.errors import DataError
 from unigen_ds.core.log import logger
 from unigen_ds.data.collate import pack_documents
 from unigen_ds.data.splits import TokenSplit
-from unigen_ds.inference.answers import LIKELIEST, TextInterface
+from unigen_ds.inference.answers import LIKELIEST, TextInterface, tokens_left
 from unigen_ds.inference.continuation import chooser, continue_prompts
 from unigen_ds.inference.generated import Generated, Request
 from unigen_ds.inference.sampling import Sampling
@@ -34,8 +33,11 @@ class TextInferencer(TextInterface):
 
         Raises ``DataError`` for a prompt that is longer than these.
         """
-        prompts = [[*each.prompt, TokenSplit(tuple(each.begin), (-100,) * len(each.begin))] for each in requests]
-        left = [self._limit(len(pack_documents([prompt], self.processor).text_ids)) for prompt in prompts]
+        prompts = [[*each.prompt, TokenSplit.unlearned(each.begin)] for each in requests]
+        left = [
+            tokens_left(len(pack_documents([prompt], self.processor).text_ids), self.model.max_document_tokens)
+            for prompt in prompts
+        ]
         short = [i for i, number in enumerate(left) if number < max_new_tokens]
         texts: dict[int, str] = {}
         for group in ([i for i in range(len(left)) if i not in short], *([i] for i in short)):
@@ -50,25 +52,16 @@ class TextInferencer(TextInterface):
             texts |= {i: self.processor.tokenizer.decode(ids) for i, ids in zip(group, written, strict=True)}
         return [Generated(texts[i], []) for i in range(len(requests))]
 
-    def _limit(self, num_tokens: int) -> int:
-        """Tokens that may follow a prompt: the last one is not read any more. Raises ``DataError`` for none."""
-        limit: int = self.model.max_document_tokens
-        if num_tokens > limit:
-            raise DataError(
-                f"the prompt has {num_tokens:,} tokens, and the model has {limit:,} positions",
-                remedy="a shorter prompt",
-            )
-        return limit - num_tokens + 1
-
     def write(
         self, ids: Sequence[int], max_length: int, *, temperature: float = 0.0, top_p: float = 1.0, seed: int = 0
     ) -> list[int]:
         """At most ``max_length`` ids that follow ``ids``; the end token is left out. Temperature 0: the likeliest."""
-        left, limit = self._limit(len(ids)), self.model.max_document_tokens
+        limit = self.model.max_document_tokens
+        left = tokens_left(len(ids), limit)
         [written] = continue_prompts(
             self.model,
             self.processor,
-            [[TokenSplit(tuple(ids), (-100,) * len(ids))]],
+            [[TokenSplit.unlearned(ids)]],
             max_new_tokens=min(max_length, left),
             max_positions=limit + 1,
             choose=chooser(Sampling(temperature, top_p), [seed]),

@@ -28,7 +28,7 @@ class ChatInferencer(TextInterface):
         self, requests: Sequence[Request], *, max_new_tokens: int, sampling: Sampling = LIKELIEST, **_: Any
     ) -> list[Generated]:
         """The answer to each of some records. Arguments for drawing have no effect."""
-        prompts = [[*each.prompt, TokenSplit(tuple(each.begin), (-100,) * len(each.begin))] for each in requests]
+        prompts = [[*each.prompt, TokenSplit.unlearned(each.begin)] for each in requests]
         choose = chooser(sampling, [each.seed for each in requests])
         written = generate(self.model, self.processor, prompts, max_new_tokens=max_new_tokens, choose=choose)
         return [Generated(self.processor.tokenizer.decode(ids), []) for ids in written]
