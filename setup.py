@@ -1,6 +1,7 @@
 """Packaging. ``tools/`` ships as the package ``unigen_ds_tools`` (the ``unigen-*`` commands) and ``ds_configs/`` as
 data inside ``unigen_ds``, so a wheel contains all that a checkout does; ``unigen_ds/core/paths.py`` finds both."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -15,6 +16,12 @@ DEEPSPEED = re.search(
     re.MULTILINE,
 )
 assert DEEPSPEED is not None
+VERSIONS = re.search(
+    r"^ALLOWED = (\{.+?\})$",
+    (ROOT / "unigen_ds" / "core" / "versions.py").read_text(encoding="utf-8"),
+    re.MULTILINE,
+)
+assert VERSIONS is not None
 README = ROOT / "README.md"
 
 # One command for each tool: tools/inspect_data.py -> unigen-inspect-data.
@@ -45,9 +52,8 @@ setup(
     package_dir={"unigen_ds.ds_configs": "ds_configs", "unigen_ds_tools": "tools"},
     package_data={"": ["configs/*.py", "configs/*.yaml", "*.css", "*.js"], "unigen_ds.ds_configs": ["*.json"]},
     install_requires=[
-        "torch>=2.6",
+        *(f"{package}{versions}" for package, versions in ast.literal_eval(VERSIONS.group(1)).items()),
         f"deepspeed{DEEPSPEED.group(1)}",
-        "transformers>=5",
         "filelock>=4.1",
         "safetensors",
         "huggingface_hub",

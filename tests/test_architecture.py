@@ -28,7 +28,8 @@ LAYERS = {
     "hooks": 7, "resume": 7,
     "runner": 8, "examples": 8,
     "planning": 9,
-    "tools": 10,
+    "preflight": 10,
+    "tools": 11,
 }  # fmt: skip
 ENGINES = {"deepspeed", "fsdp", "single"}
 MANY_FILE_LINES, MANY_FUNCTION_LINES = 400, 60

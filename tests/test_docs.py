@@ -292,10 +292,10 @@ def test_architecture_names_no_file_that_is_not_there() -> None:
 
 def listed_modules() -> list[tuple[str, str]]:
     """(package, module) of the plan of the layers: single words between commas, without text in brackets."""
-    block = ARCHITECTURE.split("```\n10 tools/")[1].split("```")[0]
+    block = ARCHITECTURE.split("```\n11 tools/")[1].split("```")[0]
     found, package, text = [], "tools", ""
     for line in [*block.splitlines(), "0  end/"]:
-        heading = re.match(r"[\d ]\s+(?:unigen_ds/)?(\w+)/", line)
+        heading = re.match(r"[\d ]\d?\s+(?:unigen_ds/)?(\w+)/", line)
         if heading:
             words = re.split(r"[,;:]|->|\band\b|\s{2,}", re.sub(r"\([^)]*\)?|[^(]*\)", " , ", text))
             found += [(package, word.strip()) for word in words if re.fullmatch(r"[a-z_]+", word.strip())]

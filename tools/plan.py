@@ -23,30 +23,7 @@ if not __package__:
 from unigen_ds.core.choices import SHIPPED
 from unigen_ds.core.errors import ConfigError, UnigenError
 from unigen_ds.core.pipes import ends_quietly
-
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-         "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
-
-
-def size(text: str) -> int:
-    """``80GiB`` -> bytes."""
-    digits = text.strip().rstrip("BbGgIiKkMmTt ")
-    unit = text.strip()[len(digits) :].strip().upper()
-    try:
-        return round(float(digits) * UNITS[unit])
-    except (ValueError, KeyError):
-        raise argparse.ArgumentTypeError(f"{text!r} is no size: 80GiB, 24GB, 512MiB, or a number of bytes") from None
-
-
-def share(text: str) -> float:
-    """``5%`` -> 0.05."""
-    try:
-        found = float(text.rstrip("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        found = -1.0
-    if not 0 <= found < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no share: 5%, or a number from 0 to below 1")
-    return found
+from unigen_ds.core.quantities import share, size
 
 
 def parser() -> argparse.ArgumentParser:

@@ -1,12 +1,17 @@
 """Train a model: ``python tools/train.py CONFIG [--resume [CKPT]] ...``; installed as ``unigen-train``.
 
+``--dry-run`` checks everything that can fail before the first update, and trains nothing (docs/dry_run.md).
+
 Exit status: 0 done, 1 another error (an unexpected one: with a traceback), 2 wrong usage or config, 3 the resume is
 blocked, 4 the last save failed, 143 stopped by a signal after saving.
+
+``--dry-run`` ends with 0 where it finds no problem, with 1 where it does.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from typing import Any
@@ -14,10 +19,12 @@ from typing import Any
 if not __package__:
     import _path  # noqa: F401 - a script runs from a checkout without installation
 
+from unigen_ds.core import versions
 from unigen_ds.core.choices import AUTO, BATCH_CHOICES, DATA_CHOICES, LAUNCHERS, SHIPPED
 from unigen_ds.core.errors import ConfigError, UnigenError
 from unigen_ds.core.log import logger, quiet_libraries
 from unigen_ds.core.pipes import ends_quietly
+from unigen_ds.core.quantities import positive
 
 STOPPED_BY_SIGNAL = 143
 
@@ -54,13 +61,35 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher adds it
     p.add_argument("--max-updates", type=int, metavar="N",
                    help="stop after N updates of the run; the length of the schedule does not change")  # fmt: skip
+    dry = p.add_argument_group("dry run")
+    dry.add_argument("--dry-run", action="store_true", help="list all problems that a start would have; train nothing")
+    dry.add_argument("--world-size", type=positive, metavar="N",
+                     help="processes to plan for (default: those started, else world_size of the config)")  # fmt: skip
+    dry.add_argument("--per-node", type=positive, metavar="N", help="of them on a node (default: 8, or all if fewer)")
+    dry.add_argument("--json", action="store_true", help="print one JSON object")
     return p
+
+
+DRY = ("world_size", "per_node")
+"""Options that belong to ``--dry-run``: fields of ``preflight.context.Asked``."""
 
 
 @ends_quietly
 def main(argv: list[str] | None = None) -> int:
-    arguments = parser().parse_args(argv)
+    p = parser()
+    arguments = p.parse_args(argv)
     quiet_libraries(int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))))
+    given = [name for name in (*DRY, "json") if getattr(arguments, name)]
+    if given and not arguments.dry_run:
+        p.error(f"--{given[0].replace('_', '-')} belongs to --dry-run")
+    try:
+        versions.check_versions()
+    except ConfigError as error:
+        if not arguments.dry_run:
+            print(f"error: {error}", file=sys.stderr)
+            return error.exit_status
+    if arguments.dry_run:
+        return print_dry_run(arguments)
     from unigen_ds.core import dist, startup  # after parsing: --help and a wrong argument do not wait for torch
     from unigen_ds.core.announced import announce, is_announced
     from unigen_ds.runner import train_config
@@ -99,6 +128,32 @@ def main(argv: list[str] | None = None) -> int:
     if argv is None:  # as a command
         dist.leave(status)
     return status
+
+
+def print_dry_run(arguments: argparse.Namespace) -> int:
+    """Print the results of all checks, on rank 0. Returns the exit status."""
+    from unigen_ds.core import log
+    from unigen_ds.preflight.context import Asked
+    from unigen_ds.preflight.dry_run import dry_run
+    from unigen_ds.preflight.result import lines
+
+    log.setup(rank=int(os.environ.get("RANK", "0")), level="WARNING")
+    options = {name: getattr(arguments, name) for name in DRY if getattr(arguments, name)}
+    auto = arguments.resume == AUTO
+    try:
+        overrides = overrides_of(arguments)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+    results = dry_run(Asked(arguments.config, overrides, auto, **options))
+    if results is None:  # rank 0 prints them
+        return 0
+    found = any(result.status == "problem" for result in results)
+    if arguments.json:
+        print(json.dumps({"problems": found, "results": [vars(result) for result in results]}, indent=1))
+    else:
+        print("\n".join(lines(results, title=f"Dry run of {arguments.config}")))
+    return int(found)
 
 
 def overrides_of(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -8,7 +8,8 @@ import pytest
 
 from tests.engines.users import write_mixed
 from tests.tiny import tiny_config
-from tools.plan import main, share, size
+from tools.plan import main
+from unigen_ds.core.quantities import share, size
 from unigen_ds.runner.parts import config_text
 
 

@@ -223,7 +223,7 @@ def check_resume(
         versions=current_versions(),
         on_batch_change=settings.on_batch_change,
         on_data_change=settings.on_data_change,
-        free_bytes=_free_bytes(settings.checkpoints),
+        free_bytes=free_bytes(settings.checkpoints),
         hashed=hashed,
         unknown=start.unknown,
     )
@@ -268,7 +268,7 @@ def _without_memory(row: Mapping[str, Any]) -> list[tuple[str, nn.Parameter]]:
     return [(name, parameter) for name in (row["name"], *row.get("tied", ()))]
 
 
-def _free_bytes(checkpoints: Path) -> int | None:
+def free_bytes(checkpoints: Path) -> int | None:
     """Free disk space where the folder of the checkpoints is, or will be."""
     folder = next((path for path in (checkpoints, *checkpoints.resolve().parents) if path.exists()), None)
     return shutil.disk_usage(folder).free if folder else None

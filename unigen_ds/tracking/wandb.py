@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import netrc
+import os
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
+from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.registry import WRITERS
 from unigen_ds.tracking.wandb_file import offline_rows
 from unigen_ds.tracking.writer import ALIASES as ALIASES
@@ -15,6 +19,32 @@ from unigen_ds.tracking.writer import RunName, Writer, plain_config, with_aliase
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+_WITHOUT_LOGIN = ("offline", "disabled", "dryrun")
+"""Modes of W&B that need no key."""
+
+
+def _host() -> str:
+    base = os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai"
+    return urlsplit(base).hostname or base
+
+
+def _netrc_file() -> Path:
+    """Where W&B reads and writes keys."""
+    if named := os.environ.get("NETRC"):
+        return Path(named).expanduser()
+    found = (Path.home() / name for name in (".netrc", "_netrc"))
+    return next((path for path in found if path.exists()), Path.home() / ".netrc")
+
+
+def _has_key() -> bool:
+    """Whether this process finds one, as W&B looks for it. Without a network."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    try:
+        return netrc.netrc(_netrc_file()).authenticators(_host()) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
 
 
 @WRITERS.register_module()
@@ -61,6 +91,21 @@ class WandbVisBackend(Writer):
 
     def kept_in(self) -> Mapping[str, Any]:
         return {key: self._init_kwargs.get(key) for key in ("entity", "project")}
+
+    def lacks(self) -> list[ConfigError]:
+        """The package, and the key where lines are sent to a server; whether the server accepts it is not known."""
+        if missing := super().lacks():
+            return missing
+        mode = str(self._init_kwargs.get("mode") or os.environ.get("WANDB_MODE") or "online")
+        if mode in _WITHOUT_LOGIN or self._init_kwargs.get("anonymous") in ("allow", "must") or _has_key():
+            return []
+        return [
+            ConfigError(
+                f"W&B is not logged in: neither WANDB_API_KEY nor {_netrc_file()} has a key for {_host()}",
+                remedy="`wandb login` on this machine, WANDB_API_KEY in the environment of the job, or"
+                " init_kwargs=dict(mode='offline')",
+            )
+        ]
 
     def kept_lines(self, *, work_dir: Path, run_id: str, starts: int) -> Mapping[int, int] | None:
         return offline_rows(Path(self._folder(work_dir)), run_id, starts=starts)

@@ -14,11 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmengine.config import Config
+from packaging.requirements import Requirement
 
+from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.files import make_directory
 from unigen_ds.core.json_values import by_name, json_values
 from unigen_ds.core.log import logger
 from unigen_ds.core.metrics import METRICS_FILE, read_lines
+from unigen_ds.core.versions import installed
 from unigen_ds.tracking.sent import ROUNDING, Line, Sent
 
 if TYPE_CHECKING:
@@ -73,6 +76,14 @@ class Writer:
     def kept_in(self) -> Mapping[str, Any]:
         """Where runs are kept, such as the project: a resume with another value begins a new run there."""
         return {}
+
+    def lacks(self) -> list[ConfigError]:
+        """What ``open`` would fail for, as far as it can be found without a network: for ``--dry-run``."""
+        needed = Requirement(self.package.strip("'")) if self.package else None
+        names = [] if needed is None else sorted(needed.extras) or [needed.name]  # an extra has its package's name
+        missing = [name for name in names if installed(name) is None]
+        name = type(self).__name__
+        return [ConfigError(f"{name} needs {each}", remedy=f"pip install {self.package}") for each in missing]
 
     def kept_lines(self, *, work_dir: Path, run_id: str, starts: int) -> Mapping[int, int] | None:
         """Number of lines by update that the run ``run_id`` has of those it was sent in ``starts`` starts; None: all,

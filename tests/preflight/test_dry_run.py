@@ -1,0 +1,187 @@
+"""``tools/train.py CONFIG --dry-run`` from the command line's arguments to its list."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.engines.users import write_mixed
+from tests.tiny import tiny_config
+from tools.train import main
+from unigen_ds.checkpoint.lock import WorkDirLock
+from unigen_ds.core import versions
+from unigen_ds.preflight.job import launcher_results, slurm_results, time_limit_s
+from unigen_ds.runner.parts import config_text
+from unigen_ds.tracking.wandb import WandbVisBackend
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    found = tmp_path_factory.mktemp("dry")
+    write_mixed(found)
+    return found
+
+
+@pytest.fixture
+def config(folder, tmp_path):
+    """Writes a config, and returns its path."""
+
+    def write(**changed):
+        source = {"type": "UnifiedGenerationDataset", "data_path": str(folder / "digits" / "mixed.jsonl")}
+        overrides = {
+            "train_dataloader__dataset": source, "model__llm__num_hidden_layers": 1, "train_dataloader__batch_size": 2,
+            "optim_wrapper__accumulative_counts": 2, **changed,
+        }  # fmt: skip
+        path = tmp_path / "config.py"
+        path.write_text(config_text(tiny_config(tmp_path / "run", folder, **overrides)), encoding="utf-8")
+        return str(path)
+
+    return write
+
+
+def files(folder: Path) -> dict[str, float]:
+    return {str(path): path.stat().st_mtime for path in folder.rglob("*") if "__pycache__" not in path.parts}
+
+
+def results(capsys) -> dict[str, list[tuple[str, str]]]:
+    found = json.loads(capsys.readouterr().out)["results"]
+    return {
+        check: [(r["status"], r["text"]) for r in found if r["check"] == check] for check in {r["check"] for r in found}
+    }
+
+
+def test_a_config_without_problems(config, tmp_path, capsys):
+    path, environment = config(), dict(os.environ)
+    before = files(tmp_path)
+    status = main([path, "--dry-run", "--json"])
+    found = results(capsys)
+    assert status == 0, found
+    assert files(tmp_path) == before and not (tmp_path / "run").exists()
+    assert dict(os.environ) == environment
+    assert {result for check in found.values() for result, _ in check} <= {"ok", "not checked"}, found
+
+
+def test_a_config_with_many_mistakes_has_a_problem_for_each(config, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    path = config(visualizer={"vis_backends": [{"type": "WandbVisBackend"}]})
+    (tmp_path / "file").write_text("")
+    before = files(tmp_path)
+    changes = [
+        "train_dataloader.dataset.data_path=missing/one.jsonl", "model.llm.hidden_size=33",
+        "optim_wrapper.optimizer.lr='fast'", f"work_dir={tmp_path / 'file' / 'run'}", "seq_len=3",
+    ]  # fmt: skip
+    assert main([path, "--dry-run", "--world-size", "2", "--cfg-options", *changes]) == 1
+    text = capsys.readouterr().out
+    wrong = [line for line in text.splitlines() if line.startswith("problem")]
+    parts = (
+        "hidden_size 33",
+        "lr is 'fast'",
+        "no key 'seq_len'",
+        "missing/one.jsonl",
+        "is not a folder",
+        "WANDB_API_KEY",
+    )
+    assert len(wrong) == len(parts) and all(part in line for part, line in zip(parts, wrong, strict=True)), text
+    assert text.splitlines()[-1].startswith("6 problems, 0 warnings, ")
+    assert files(tmp_path) == before
+
+
+def test_several_data_sets_that_cannot_be_read_are_all_named(config, folder, tmp_path, capsys):
+    broken = []
+    for name in ("one", "two"):
+        broken.append(tmp_path / f"{name}.jsonl")
+        broken[-1].write_text('{"conversations": [\n', encoding="utf-8")
+    sources = [{"type": "UnifiedGenerationDataset", "data_path": str(path)} for path in broken]
+    path = config(train_dataloader__dataset=sources)
+    assert main([path, "--dry-run", "--json"]) == 1
+    found = results(capsys)
+    wrong = [text for status, text in found["start"] if status == "problem"]
+    assert len(wrong) == 2 and "one.jsonl:1" in wrong[0] and "two.jsonl:1" in wrong[1], found
+    assert found["config"][0][0] == found["hooks"][0][0] == "ok" and found["model"][0][0] == "not checked"
+
+
+def test_a_folder_in_which_another_process_trains(config, tmp_path, capsys):
+    path, run = config(), tmp_path / "run"
+    run.mkdir()
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        lock = WorkDirLock(run)
+        os.write(writing, b"1")
+        signal.pause()
+        os._exit(bool(lock))
+    os.read(reading, 1)
+    before = files(tmp_path)
+    try:
+        status = main([path, "--dry-run", "--json", "--cfg-options", "load_from=missing.pth"])
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    found = results(capsys)
+    assert status == 1 and any(f"process {child}" in text for _, text in found["folders"]), found
+    assert [text for status, text in found["paths"] if status == "problem"], found
+    assert files(tmp_path) == before
+
+
+def test_a_process_that_slurm_starts_without_its_launcher(config, capsys, monkeypatch):
+    path = config()
+    for name, value in {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}.items():
+        monkeypatch.setenv(name, value)
+    main([path, "--dry-run", "--json", "--cfg-options", "load_from=missing.pth"])
+    assert any(status == "problem" and "each would train alone" in text for status, text in results(capsys)["job"])
+
+
+def test_the_variables_of_slurm():
+    job = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_CPUS_PER_TASK": "2", "SLURM_GPUS_ON_NODE": "4",
+           "SLURM_NTASKS_PER_NODE": "8"}  # fmt: skip
+    found = [*slurm_results(job, launcher="slurm", world_size=16, num_workers=4)]
+    assert [result.status for result in found] == ["problem", "warning", "problem"]
+    assert "--world-size 8" in found[0].text and "--cpus-per-task=5" in found[1].text
+    fits = {**job, "SLURM_CPUS_PER_TASK": "8", "SLURM_GPUS_ON_NODE": "8"}
+    assert [one.status for one in slurm_results(fits, launcher="slurm", world_size=8, num_workers=4)] == ["ok"]
+    assert time_limit_s({"SLURM_JOB_END_TIME": "1000"}, now=400.0) == 600.0 and time_limit_s({}, now=0.0) is None
+
+
+def test_the_variables_of_a_launcher():
+    started = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    statuses = {
+        "ok": started,
+        "problem": {**started, "RANK": "2"},
+        "warning": {**started, "WORLD_SIZE": "4"},
+    }
+    for status, env in statuses.items():
+        assert status in [one.status for one in launcher_results(env, launcher="pytorch", world_size=2)], env
+    incomplete = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    assert "MASTER_ADDR, MASTER_PORT" in next(launcher_results(incomplete, launcher="none", world_size=2)).text
+
+
+def test_the_login_of_wandb(monkeypatch, tmp_path):
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    (error,) = WandbVisBackend().lacks()
+    assert "api.wandb.ai" in str(error) and "wandb login" in str(error)
+    assert WandbVisBackend(init_kwargs={"mode": "offline"}).lacks() == []
+    (tmp_path / "netrc").write_text("machine api.wandb.ai\n  login user\n  password 1\n", encoding="utf-8")
+    assert WandbVisBackend().lacks() == []
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")
+    assert "wandb.example.org" in str(WandbVisBackend().lacks()[0])
+    monkeypatch.setenv("WANDB_API_KEY", "1")
+    assert WandbVisBackend().lacks() == []
+
+
+def test_a_version_that_is_not_allowed(monkeypatch, capsys):
+    monkeypatch.setattr(versions, "installed", {"torch": "2.5.1", "transformers": "5.23.0"}.get)
+    assert main(["unified_digits"]) == 2
+    assert "torch 2.5.1 is installed. Allowed: torch >=2.6. Remedy: pip install 'torch>=2.6'" in capsys.readouterr().err
+
+
+def test_options_that_belong_to_a_dry_run(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["unified_digits", "--world-size", "4"])
+    assert ended.value.code == 2 and "--world-size belongs to --dry-run" in capsys.readouterr().err

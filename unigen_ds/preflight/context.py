@@ -1,0 +1,73 @@
+"""What the checks of a dry run know: the command line, and what earlier checks have built from the config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from unigen_ds.backends.base import Backend
+from unigen_ds.core.progress import Geometry
+from unigen_ds.resume.plan import ResumePlan
+from unigen_ds.runner.settings import Settings
+from unigen_ds.runner.start import Start
+
+if TYPE_CHECKING:
+    from unigen_ds.preflight.hardware import Hardware
+
+
+class Unknown(Exception):
+    """A check needs what an earlier one could not build: it is reported as not checked."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The command line."""
+
+    config: str
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    resume_auto: bool = False
+    world_size: int | None = None
+    per_node: int | None = None
+
+
+@dataclass
+class Known:
+    """Filled in by the checks, in their order. What is missing is asked for with ``need``."""
+
+    asked: Asked
+    given: dict[str, Any] = field(default_factory=dict)
+    """The config as plain values, with its mistakes: for what can be checked nevertheless."""
+    hardware: Hardware | None = None
+    world_size: int = 1
+    per_node: int = 1
+    settings: Settings | None = None
+    backend: Backend | None = None
+    geometry: Geometry | None = None
+    plan: ResumePlan | None = None
+    start: Start | None = None
+    model: nn.Module | None = None
+    """On the meta device."""
+    paths: Sequence[str] = ()
+    """Those that are reported to be missing."""
+
+    def need(self, name: str) -> Any:
+        """The value ``name``. Raises ``Unknown`` where no check could build it."""
+        value = getattr(self, name)
+        if value is None:
+            raise Unknown(_NAMES[name])
+        return value
+
+
+_NAMES = {
+    "settings": "a config without problems",
+    "backend": "an engine that can be used",
+    "geometry": "an engine that can be used",
+    "plan": "a start without problems",
+    "start": "data and, on a resume, a checkpoint without problems",
+    "model": "a model that can be built",
+    "hardware": "the devices of this machine",
+}
+"""What a user calls each value."""

@@ -1,0 +1,101 @@
+"""Runs the checks: ``Asked`` in, a list of results out. Starts no training, writes and locks nothing of the run.
+
+In a job of several processes each makes the checks of its own machine, rank 0 all others; they meet once, over gloo.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+
+import torch.distributed as td
+
+from unigen_ds.core import dist
+from unigen_ds.core.errors import UnigenError
+from unigen_ds.preflight.checks import CHECKS, LOCAL
+from unigen_ds.preflight.context import Asked, Known, Unknown
+from unigen_ds.preflight.result import Result, problem, problems_of, unchecked
+from unigen_ds.runner.inspect import announced
+
+_JOIN_S = 300.0
+"""How long the processes of a job wait for each other."""
+
+
+def dry_run(asked: Asked) -> list[Result] | None:
+    """All results; None on a rank other than 0, whose results rank 0 has."""
+    known = Known(asked)
+    with _environment_kept():
+        own = [*_results(known, LOCAL)]
+        if dist.env_world_size() > 1 and known.world_size == dist.env_world_size():
+            gathered = _gathered(own)
+            if dist.env_rank() != 0:
+                return None
+            own += gathered
+        with announced(known.world_size, per_node=known.per_node):
+            own += _results(known, (name for name in CHECKS if name not in LOCAL))
+    return own
+
+
+def _results(known: Known, names: Iterable[str]) -> Iterator[Result]:
+    for name in names:
+        for result in _of_check(known, name):
+            repeats = (
+                result.status == "problem" and name != "paths" and any(path in result.text for path in known.paths)
+            )
+            if not repeats:
+                yield replace(result, check=name)
+
+
+def _of_check(known: Known, name: str) -> Iterator[Result]:
+    """Whatever a check raises is one of its results."""
+    try:
+        yield from CHECKS[name](known)
+    except Unknown as missing:
+        yield unchecked(f"needs {missing}")
+    except UnigenError as error:
+        yield from problems_of(error)
+    except Exception as error:  # of a user's own class, too: the other checks continue
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        text = (str(error).splitlines() or [""])[0]
+        yield problem(f"{type(error).__name__}: {text} ({last.filename}:{last.lineno})")
+
+
+def _gathered(own: list[Result]) -> list[Result]:
+    """What other ranks have found on their machines, with their rank; on rank 0, else nothing. Collective."""
+    try:
+        td.init_process_group("gloo", timeout=timedelta(seconds=_JOIN_S))
+    except Exception as error:  # of the network: many kinds
+        text = (str(error).splitlines() or [""])[0]
+        return [
+            replace(problem(f"the processes could not join in {_JOIN_S:.0f} s: {text}",
+                            remedy="see MASTER_ADDR and MASTER_PORT, and that all processes were started"), check="job")
+        ]  # fmt: skip
+    try:
+        found = dist.gather_to_main((platform.node(), own)) or []
+    finally:
+        td.destroy_process_group()
+    known = {(result.check, result.text) for result in own}
+    others: list[Result] = []
+    for rank, (host, results) in enumerate(found):
+        others += [
+            replace(result, text=f"rank {rank} on {host}: {result.text}")
+            for result in results
+            if (result.check, result.text) not in known
+        ]
+    return others
+
+
+@contextmanager
+def _environment_kept() -> Iterator[None]:
+    """The variables that checks set are as before afterwards."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

@@ -1,0 +1,66 @@
+"""What a check of a dry run returns, and how it is shown."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from unigen_ds.core.errors import UnigenError
+
+Status = Literal["ok", "warning", "problem", "not checked"]
+_SEVERAL = re.compile(r"\d+ problems in the config:\n  ")
+
+
+@dataclass(frozen=True)
+class Result:
+    """One line of a dry run."""
+
+    status: Status
+    text: str
+    """A problem: what was given, what is allowed, the remedy."""
+    check: str = ""
+    """Which check it is of: set by the dry run."""
+
+
+def ok(text: str) -> Result:
+    return Result("ok", text)
+
+
+def warning(text: str) -> Result:
+    """The run would start and is probably not what is wanted."""
+    return Result("warning", text)
+
+
+def problem(text: str, *, allowed: str | None = None, remedy: str | None = None) -> Result:
+    """The run would fail, or would not do what the config asks for."""
+    return Result("problem", str(UnigenError(text, allowed=allowed, remedy=remedy)))
+
+
+def unchecked(text: str) -> Result:
+    return Result("not checked", text)
+
+
+def problems_of(error: UnigenError) -> list[Result]:
+    """One for each problem that an error names."""
+    text = str(error)
+    lines = _SEVERAL.sub("", text, count=1).split("\n  ") if _SEVERAL.match(text) else [text]
+    return [Result("problem", line.rstrip()) for line in lines]
+
+
+def lines(results: Sequence[Result], *, title: str) -> Iterator[str]:
+    """As text: all results, then the problems counted."""
+    yield title
+    width = max(len(result.check) for result in results)
+    for result in results:
+        first, *rest = result.text.splitlines()
+        yield f"{result.status:<11}  {result.check:<{width}}  {first}"
+        yield from (" " * (15 + width) + line for line in rest)
+    number = Counter(result.status for result in results)
+    found = number["problem"]
+    yield (
+        f"{found} problem{'s' * (found != 1)}, {number['warning']} warning{'s' * (number['warning'] != 1)},"
+        f" {number['not checked']} not checked. The work dir is as it was."
+    )
