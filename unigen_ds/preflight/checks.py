@@ -32,7 +32,7 @@ from unigen_ds.preflight.context import Known
 from unigen_ds.preflight.given_paths import path_results, writable_results
 from unigen_ds.preflight.hardware import find_hardware
 from unigen_ds.preflight.job import launched_world_size, launcher_results, slurm_results
-from unigen_ds.preflight.result import Result, ok, problem, problems_of, unchecked, warning
+from unigen_ds.preflight.result import Checked, ok, problem, problems_of, unchecked, warning
 from unigen_ds.resume.plan import plan_resume
 from unigen_ds.runner.build import build_hooks, build_model, build_processor
 from unigen_ds.runner.naming import PLACE, name_and_folder
@@ -41,12 +41,12 @@ from unigen_ds.runner.settings import Settings, load_config
 from unigen_ds.runner.start import build_start, check_resume, settle, with_base, with_choices
 from unigen_ds.tracking.settings import Visualizer
 
-Check = Callable[[Known], Iterable[Result]]
+Check = Callable[[Known], Iterable[Checked]]
 _STARTED = {"pytorch": "RANK", "slurm": "SLURM_PROCID", "mpi": "OMPI_COMM_WORLD_RANK"}
 """Launcher -> a variable that each of its processes has."""
 
 
-def check_packages(known: Known) -> Iterator[Result]:
+def check_packages(known: Known) -> Iterator[Checked]:
     """torch and transformers; DeepSpeed's version is checked with the engine that needs it."""
     found = [*version_problems()]
     yield from (result for error in found for result in problems_of(error))
@@ -55,7 +55,7 @@ def check_packages(known: Known) -> Iterator[Result]:
         yield ok(", ".join(f"{name} {version}" for name in names if (version := installed(name))))
 
 
-def check_devices(known: Known) -> Iterator[Result]:
+def check_devices(known: Known) -> Iterator[Checked]:
     """Adds ``hardware``. Before anything else that asks torch for a device."""
     hardware = known.hardware = find_hardware()
     if not hardware.count:
@@ -68,7 +68,7 @@ def check_devices(known: Known) -> Iterator[Result]:
     )
 
 
-def check_config(known: Known) -> Iterator[Result]:
+def check_config(known: Known) -> Iterator[Checked]:
     """Adds ``given``, also of a config with mistakes, and ``settings`` of one without."""
     known.given = _as_far_as_readable(known)
     config = load_config(known.asked.config, known.asked.overrides, whole=True)
@@ -91,7 +91,7 @@ def _as_far_as_readable(known: Known) -> dict[str, Any]:
     return given
 
 
-def check_job(known: Known) -> Iterator[Result]:
+def check_job(known: Known) -> Iterator[Checked]:
     """Adds ``world_size`` and ``per_node``: as asked for, as started, or as the config has it."""
     launcher = str(known.given.get("launcher") or "none")
     if launcher in _STARTED and _STARTED[launcher] in os.environ:
@@ -113,7 +113,7 @@ def check_job(known: Known) -> Iterator[Result]:
         dist.check_port()
 
 
-def check_paths(known: Known) -> Iterator[Result]:
+def check_paths(known: Known) -> Iterator[Checked]:
     """Files and folders that are read."""
     missing = []
     for result, path in path_results(known.given):
@@ -122,7 +122,7 @@ def check_paths(known: Known) -> Iterator[Result]:
     known.paths = missing
 
 
-def check_folders(known: Known) -> Iterator[Result]:
+def check_folders(known: Known) -> Iterator[Checked]:
     """Folders that are written: permissions, and whether another run uses them."""
     folders = {key: known.given.get(key) for key in ("work_dir", "checkpoint_dir")}
     for key, text in folders.items():
@@ -137,7 +137,7 @@ def check_folders(known: Known) -> Iterator[Result]:
             )
 
 
-def check_engine(known: Known) -> Iterator[Result]:
+def check_engine(known: Known) -> Iterator[Checked]:
     """Adds ``backend`` and ``geometry``: versions, compilers, precision and the split of the batch."""
     settings: Settings = known.need("settings")
     hardware = known.hardware
@@ -162,7 +162,7 @@ def check_engine(known: Known) -> Iterator[Result]:
         )
 
 
-def check_trackers(known: Known) -> Iterator[Result]:
+def check_trackers(known: Known) -> Iterator[Checked]:
     """Packages and keys of log writers; no server is asked."""
     for component in Visualizer.parse(known.given.get("visualizer") or {}).vis_backends:
         writer = component.build()
@@ -172,7 +172,7 @@ def check_trackers(known: Known) -> Iterator[Result]:
             yield ok(f"{component.name}: installed, and with a key where it needs one; its server was not asked")
 
 
-def check_tokenizer(known: Known) -> Iterator[Result]:
+def check_tokenizer(known: Known) -> Iterator[Checked]:
     """The tokenizer loads, and has the special tokens of the processor."""
     given = known.given.get("tokenizer")
     if given is None:
@@ -189,13 +189,13 @@ def check_tokenizer(known: Known) -> Iterator[Result]:
         yield ok(f"{len(tokenizer):,} ids; " + ", ".join(f"{name} {number}" for name, number in ids.items()))
 
 
-def check_hooks(known: Known) -> Iterator[Result]:
+def check_hooks(known: Known) -> Iterator[Checked]:
     """All hooks can be built."""
     hooks = build_hooks(known.need("settings"))
     yield ok(", ".join(hook.name or type(hook).__name__ for hook in hooks))
 
 
-def check_start(known: Known) -> Iterator[Result]:
+def check_start(known: Known) -> Iterator[Checked]:
     """Adds ``plan`` and ``start``: the checkpoint to begin with, the checklist of a resume, and all data sets."""
     settings: Settings = known.need("settings")
     backend, geometry = known.need("backend"), known.need("geometry")
@@ -238,7 +238,7 @@ def check_start(known: Known) -> Iterator[Result]:
     )
 
 
-def _of_each_source(settings: Settings) -> Iterator[Result]:
+def _of_each_source(settings: Settings) -> Iterator[Checked]:
     """A problem of each data set that cannot be opened or read: a start names the first."""
     processor = build_processor(settings, seed=settings.seed)
     components: list[Component] = [*settings.train_dataloader.dataset]
@@ -251,7 +251,7 @@ def _of_each_source(settings: Settings) -> Iterator[Result]:
             yield from problems_of(error)
 
 
-def check_model(known: Known) -> Iterator[Result]:
+def check_model(known: Known) -> Iterator[Checked]:
     """Adds ``model``, without memory, with the files of published weights read; its vocabulary has all tokens."""
     settings, start = known.need("settings"), known.need("start")
     with torch.device("meta"):

@@ -19,14 +19,14 @@ from unigen_ds.core import dist
 from unigen_ds.core.errors import UnigenError
 from unigen_ds.preflight.checks import CHECKS, LOCAL
 from unigen_ds.preflight.context import Asked, Known, Unknown
-from unigen_ds.preflight.result import Result, problem, problems_of, unchecked
+from unigen_ds.preflight.result import Checked, problem, problems_of, unchecked
 from unigen_ds.runner.inspect import announced
 
 _JOIN_S = 300.0
 """How long the processes of a job wait for each other."""
 
 
-def dry_run(asked: Asked) -> list[Result] | None:
+def dry_run(asked: Asked) -> list[Checked] | None:
     """All results; None on a rank other than 0, whose results rank 0 has."""
     known = Known(asked)
     with _environment_kept():
@@ -41,7 +41,7 @@ def dry_run(asked: Asked) -> list[Result] | None:
     return own
 
 
-def _results(known: Known, names: Iterable[str]) -> Iterator[Result]:
+def _results(known: Known, names: Iterable[str]) -> Iterator[Checked]:
     for name in names:
         for result in _of_check(known, name):
             repeats = (
@@ -51,7 +51,7 @@ def _results(known: Known, names: Iterable[str]) -> Iterator[Result]:
                 yield replace(result, check=name)
 
 
-def _of_check(known: Known, name: str) -> Iterator[Result]:
+def _of_check(known: Known, name: str) -> Iterator[Checked]:
     """Whatever a check raises is one of its results."""
     try:
         yield from CHECKS[name](known)
@@ -65,7 +65,7 @@ def _of_check(known: Known, name: str) -> Iterator[Result]:
         yield problem(f"{type(error).__name__}: {text} ({last.filename}:{last.lineno})")
 
 
-def _gathered(own: list[Result]) -> list[Result]:
+def _gathered(own: list[Checked]) -> list[Checked]:
     """What other ranks have found on their machines, with their rank; on rank 0, else nothing. Collective."""
     try:
         td.init_process_group("gloo", timeout=timedelta(seconds=_JOIN_S))
@@ -80,7 +80,7 @@ def _gathered(own: list[Result]) -> list[Result]:
     finally:
         td.destroy_process_group()
     known = {(result.check, result.text) for result in own}
-    others: list[Result] = []
+    others: list[Checked] = []
     for rank, (host, results) in enumerate(found):
         others += [
             replace(result, text=f"rank {rank} on {host}: {result.text}")

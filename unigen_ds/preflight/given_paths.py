@@ -12,7 +12,7 @@ from typing import Any
 from unigen_ds.core.choices import AUTO
 from unigen_ds.core.errors import UnigenError
 from unigen_ds.core.paths import PATH_KEYS, expand, is_hub_name
-from unigen_ds.preflight.result import Result, ok, problem, problems_of, unchecked
+from unigen_ds.preflight.result import Checked, ok, problem, problems_of, unchecked
 
 _READ = PATH_KEYS - {"work_dir", "checkpoint_dir", "cache_dir", "save_dir", "root", "config", "resume"}
 """Keys whose files must be there. ``root`` is made by the demo's data set, ``config`` may be the name of a preset."""
@@ -32,7 +32,7 @@ def read_paths(config: Any, *, where: str = "", is_path: bool = False) -> Iterat
         yield "resume", config["resume"]
 
 
-def path_results(config: Mapping[str, Any]) -> Iterator[tuple[Result, str | None]]:
+def path_results(config: Mapping[str, Any]) -> Iterator[tuple[Checked, str | None]]:
     """A result, and the path where it is missing."""
     there = 0
     for where, text in read_paths(config):
@@ -61,7 +61,7 @@ def path_results(config: Mapping[str, Any]) -> Iterator[tuple[Result, str | None
         yield ok(f"{there} path{'s' * (there != 1)} of the config can be read"), None
 
 
-def _of_hub(where: str, name: str) -> Result:
+def _of_hub(where: str, name: str) -> Checked:
     from huggingface_hub.constants import HF_HUB_CACHE, HF_HUB_OFFLINE
 
     name = name.partition("@")[0]
@@ -80,7 +80,7 @@ def existing(folder: Path) -> Path:
     return next(path for path in (folder, *folder.absolute().parents) if path.exists())
 
 
-def writable_results(folder: Path, *, key: str) -> Iterator[Result]:
+def writable_results(folder: Path, *, key: str) -> Iterator[Checked]:
     """Write a file without a name where ``folder`` is, or will be made: it is gone when it is closed."""
     where = existing(folder)
     try:

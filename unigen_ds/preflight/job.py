@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.preflight.result import Result, ok, problem, unchecked, warning
+from unigen_ds.preflight.result import Checked, ok, problem, unchecked, warning
 
 _JOB = "SLURM_JOB_ID"
 
 
-def launcher_results(env: Mapping[str, str], *, launcher: str, world_size: int) -> Iterator[Result]:
+def launcher_results(env: Mapping[str, str], *, launcher: str, world_size: int) -> Iterator[Checked]:
     """Variables of the launcher against each other and against ``world_size``, the processes that are planned."""
     numbers = {}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
@@ -37,7 +37,7 @@ def launcher_results(env: Mapping[str, str], *, launcher: str, world_size: int) 
         yield ok(f"{started} process{'es' * (started != 1)}, launcher {launcher!r}")
 
 
-def slurm_results(env: Mapping[str, str], *, launcher: str, world_size: int, num_workers: int) -> Iterator[Result]:
+def slurm_results(env: Mapping[str, str], *, launcher: str, world_size: int, num_workers: int) -> Iterator[Checked]:
     """The variables of a SLURM job; outside of one nothing is known."""
     if _JOB not in env:
         if launcher == "slurm":

@@ -15,7 +15,7 @@ _SEVERAL = re.compile(r"\d+ problems in the config:\n  ")
 
 
 @dataclass(frozen=True)
-class Result:
+class Checked:
     """One line of a dry run."""
 
     status: Status
@@ -25,32 +25,32 @@ class Result:
     """Which check it is of: set by the dry run."""
 
 
-def ok(text: str) -> Result:
-    return Result("ok", text)
+def ok(text: str) -> Checked:
+    return Checked("ok", text)
 
 
-def warning(text: str) -> Result:
+def warning(text: str) -> Checked:
     """The run would start and is probably not what is wanted."""
-    return Result("warning", text)
+    return Checked("warning", text)
 
 
-def problem(text: str, *, allowed: str | None = None, remedy: str | None = None) -> Result:
+def problem(text: str, *, allowed: str | None = None, remedy: str | None = None) -> Checked:
     """The run would fail, or would not do what the config asks for."""
-    return Result("problem", str(UnigenError(text, allowed=allowed, remedy=remedy)))
+    return Checked("problem", str(UnigenError(text, allowed=allowed, remedy=remedy)))
 
 
-def unchecked(text: str) -> Result:
-    return Result("not checked", text)
+def unchecked(text: str) -> Checked:
+    return Checked("not checked", text)
 
 
-def problems_of(error: UnigenError) -> list[Result]:
+def problems_of(error: UnigenError) -> list[Checked]:
     """One for each problem that an error names."""
     text = str(error)
     lines = _SEVERAL.sub("", text, count=1).split("\n  ") if _SEVERAL.match(text) else [text]
-    return [Result("problem", line.rstrip()) for line in lines]
+    return [Checked("problem", line.rstrip()) for line in lines]
 
 
-def lines(results: Sequence[Result], *, title: str) -> Iterator[str]:
+def lines(results: Sequence[Checked], *, title: str) -> Iterator[str]:
     """As text: all results, then the problems counted."""
     yield title
     width = max(len(result.check) for result in results)
