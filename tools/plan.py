@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 
 if not __package__:
@@ -24,6 +23,7 @@ from unigen_ds.core.choices import SHIPPED
 from unigen_ds.core.errors import ConfigError, UnigenError
 from unigen_ds.core.pipes import ends_quietly
 from unigen_ds.core.quantities import share, size
+from unigen_ds.core.variables import environment
 
 
 def parser() -> argparse.ArgumentParser:
@@ -54,7 +54,11 @@ def main(argv: list[str] | None = None) -> int:
     arguments = p.parse_args(argv)
     if arguments.world_size < 1 or (arguments.per_node or 1) < 1:
         p.error("--world-size and --per-node are 1 or more")
-    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}  # nothing is computed on a device
+    with environment({"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}):  # nothing is computed on a device
+        return _plan(arguments)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
     from unigen_ds.core import log  # after parsing: --help does not wait for torch
     from unigen_ds.core.config import parse_override, with_backend
     from unigen_ds.planning.fits import Reserve, report_lines, report_values

@@ -113,6 +113,10 @@ class Backend(abc.ABC):
     def dp_size(self) -> int:
         return 1
 
+    def unlike_ranks(self) -> Sequence[int]:
+        """Ranks that may need more memory than rank 0, after ``prepare``. Not collective."""
+        return ()
+
     @abc.abstractmethod
     def topology(self) -> dict[str, Any]:
         """Engine, sharding, offload, process count, precision: plain values for the manifest. Not collective."""

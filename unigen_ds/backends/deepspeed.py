@@ -262,6 +262,21 @@ class DeepSpeedBackend(Backend):
             return "deepspeed:zero3"
         return None if self.offloads_optimizer else "deepspeed:zero3_offload"
 
+    def unlike_ranks(self) -> Sequence[int]:
+        """ZeRO-2 keeps whole gradients of every parameter that a rank has a part of, from the first on that the
+        backward pass reaches: the last rank has them while most activations exist, another may have more of them.
+        """
+        owners = getattr(self._zero, "param_to_partition_ids", None)
+        if self.stage == 3 or owners is None:
+            return ()
+        whole = [0] * self.dp_size
+        for group, parameters in enumerate(self._zero.round_robin_bit16_groups):
+            for parameter in parameters:
+                for rank in owners[group].get(self._zero.get_param_id(parameter), ()):
+                    whole[rank] += parameter.numel()
+        last = self.dp_size - 1
+        return sorted({max(range(self.dp_size), key=lambda rank: (whole[rank], rank)), last} - {0})
+
     def topology(self) -> dict[str, Any]:
         return {
             "engine": "deepspeed",

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from unigen_ds.core.cores import TOKENIZERS, num_cores
 from unigen_ds.core.errors import DataError
+from unigen_ds.core.variables import environment
 from unigen_ds.data.array_cache import NewArrays
 from unigen_ds.data.counts import COLUMNS, count, record_digest
 from unigen_ds.data.processor import ConversationProcessor
@@ -98,7 +99,7 @@ def planned(plan: ChunkPlan, num_workers: int) -> Iterator[tuple[int, tuple[NDAr
     if num_workers > 0 and len(chunks) > 1:
         yield from zip(starts, _plan_in_processes(plan, chunks, num_workers, "spawn"), strict=True)
     elif forks > 1:
-        with _environment(TOKENIZERS, "false"):  # as start_worker
+        with environment({TOKENIZERS: "false"}):  # as start_worker
             yield from zip(starts, _plan_in_processes(plan, chunks, forks, "fork"), strict=True)
     else:
         with _no_collections():
@@ -165,7 +166,7 @@ def _plan_in_threads(plan: ChunkPlan, chunks: Sequence[Chunk]) -> Iterator[tuple
         finally:
             idle.put(own)
 
-    with _environment(TOKENIZERS, os.environ.get(TOKENIZERS, "false")), ThreadPoolExecutor(number) as pool:
+    with environment({TOKENIZERS: os.environ.get(TOKENIZERS, "false")}), ThreadPoolExecutor(number) as pool:
         yield from pool.map(found, chunks)
 
 
@@ -179,19 +180,6 @@ def _no_collections() -> Iterator[None]:
     finally:
         if on:
             gc.enable()
-
-
-@contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 @dataclass(frozen=True)

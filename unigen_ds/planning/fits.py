@@ -71,6 +71,7 @@ def _values(plan: EnginePlan, report: MemoryReport, reserve: Reserve) -> dict[st
     if plan.traced is not None:
         found |= {"device": device_bytes(plan.traced, reserve), "host": host_bytes(plan.traced, reserve)}
         found["traced"] = {**vars(plan.traced)}
+        found["step_of_rank"] = {**plan.ranks}
     return found
 
 

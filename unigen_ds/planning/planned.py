@@ -12,11 +12,11 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -25,7 +25,7 @@ from unigen_ds.core.errors import ConfigError, UnigenError
 from unigen_ds.core.optim import settled_precision
 from unigen_ds.core.progress import Geometry
 from unigen_ds.planning.largest import Largest, largest_batches
-from unigen_ds.planning.traced import Traced, fake_group, trace
+from unigen_ds.planning.traced import Traced, fake_group, highest, trace
 from unigen_ds.runner.build import build_data
 from unigen_ds.runner.inspect import announced
 from unigen_ds.runner.parts import build_engine
@@ -37,6 +37,7 @@ ALTERNATIVES = (
 )  # fmt: skip
 CHOSEN = "config"
 """What the engine of the config is called, where it has settings of its own."""
+K = TypeVar("K", bound=Hashable)
 _PRELOADED = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", "torch.distributed.checkpoint")
 
 
@@ -48,6 +49,8 @@ class EnginePlan:
     problem: str | None
     traced: Traced | None = None
     topology: Mapping[str, Any] | None = None
+    ranks: Mapping[int, int] = field(default_factory=dict)
+    """The ranks that were traced, and the highest sum of bytes of each in an update; ``traced`` is the most of them."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +69,11 @@ def plan_memory(
     config: Any, *, world_size: int, per_node: int | None = None, alternatives: bool = True, jobs: int = 2
 ) -> MemoryReport:
     """Plan a run of ``world_size`` processes. Raises ``ConfigError`` and ``DataError`` where a start would."""
-    settings = Settings.from_config(config)
-    settings = settings.with_seed(settings.randomness.seed or 0)
-    settings = settings.with_precision(settled_precision(settings.optim_wrapper.precision))
     per_node = per_node or min(8, world_size)
     with announced(world_size, per_node=per_node):
+        settings = Settings.from_config(config)
+        settings = settings.with_seed(settings.randomness.seed or 0)
+        settings = settings.with_precision(settled_precision(settings.optim_wrapper.precision))
         geometry = build_engine(settings)[1]
         data = build_data(settings, geometry=geometry, ruler=None)
         largest = largest_batches(data, geometry)
@@ -78,7 +81,7 @@ def plan_memory(
             import_module(name)
 
         plans: dict[str, EnginePlan] = {}
-        tasks: dict[str, Callable[[], Any]] = {}
+        engines: dict[str, Settings] = {}
         for name in (CHOSEN, *(ALTERNATIVES if alternatives else ())):
             try:
                 one = settings if name == CHOSEN else _with_engine(settings, name)
@@ -88,11 +91,16 @@ def plan_memory(
                 continue
             if all(topology != plan.topology for plan in plans.values()):
                 plans[name] = EnginePlan(name, None, topology=topology)
-                tasks[name] = partial(_traced, one, data.processor, largest, geometry)
-        found = in_processes(tasks, jobs=jobs)
-    for name, (value, problem) in found.items():
-        traced = None if problem is not None else Traced(**value)
-        plans[name] = replace(plans[name], problem=problem, traced=traced)
+                engines[name] = one
+        run = partial(_trace_ranks, engines, data.processor, largest, geometry, jobs=jobs)
+        found = run([(name, 0) for name in engines])
+        found |= run([(name, rank) for (name, _), (one, _) in found.items() if one is not None for rank in one.unlike])
+    for name in engines:
+        problem = next((text for (engine, _), (_, text) in found.items() if engine == name and text is not None), None)
+        ranks = {rank: one for (engine, rank), (one, _) in found.items() if engine == name and one is not None}
+        steps = {rank: one.peak["step"] for rank, one in ranks.items()}
+        traced = None if problem else highest([*ranks.values()])
+        plans[name] = replace(plans[name], problem=problem, traced=traced, ranks=steps)
     precision = settings.optim_wrapper.precision
     return MemoryReport([*plans.values()], largest, geometry, precision, world_size, per_node)
 
@@ -102,16 +110,31 @@ def _with_engine(settings: Settings, name: str) -> Settings:
     return found.with_seed(settings.seed).with_precision(settings.optim_wrapper.precision)
 
 
-def _traced(settings: Settings, processor: Any, largest: Largest, geometry: Geometry) -> dict[str, Any]:
+def _trace_ranks(
+    engines: Mapping[str, Settings],
+    processor: Any,
+    largest: Largest,
+    geometry: Geometry,
+    ranks: Iterable[tuple[str, int]],
+    *,
+    jobs: int,
+) -> dict[tuple[str, int], tuple[Traced | None, str | None]]:
+    """By (engine, rank): what was traced, or why it could not be."""
+    tasks = {(name, rank): partial(_traced, engines[name], processor, largest, geometry, rank) for name, rank in ranks}
+    found = in_processes(tasks, jobs=jobs)
+    return {key: (None if problem else Traced(**value), problem) for key, (value, problem) in found.items()}
+
+
+def _traced(settings: Settings, processor: Any, largest: Largest, geometry: Geometry, rank: int) -> dict[str, Any]:
     backend, _ = build_engine(settings)
-    with fake_group(geometry.dp_size):
+    with fake_group(geometry.dp_size, rank=rank):
         return asdict(trace(settings, backend, processor, largest.batches, geometry=geometry))
 
 
-def in_processes(tasks: Mapping[str, Callable[[], Any]], *, jobs: int) -> dict[str, tuple[Any, str | None]]:
+def in_processes(tasks: Mapping[K, Callable[[], Any]], *, jobs: int) -> dict[K, tuple[Any, str | None]]:
     """The JSON value of each task, or the text of its error; ``jobs`` forked processes at a time."""
-    running: dict[str, tuple[int, int]] = {}
-    found: dict[str, tuple[Any, str | None]] = {}
+    running: dict[K, tuple[int, int]] = {}
+    found: dict[K, tuple[Any, str | None]] = {}
     waiting = [*tasks]
     while waiting or running:
         while waiting and len(running) < jobs:

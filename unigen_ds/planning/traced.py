@@ -1,4 +1,4 @@
-"""The memory of rank 0 in every part of a run: the engine's own code on tensors without memory, in this process.
+"""The memory of a rank in every part of a run: the engine's own code on tensors without memory, in this process.
 
 The real model, optimizer and engine run as in a training, on a process group of torch's that communicates with nobody
 (its backend ``fake``), so any number of processes can be planned on one machine. Collectives return at once and their
@@ -8,7 +8,6 @@ overflow, a norm of 0. ``torch.compile`` is left out.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from unigen_ds.core.batch import Batch
 from unigen_ds.core.optim import COMPUTE_DTYPE, OptimizerConfig, construct, optimizer_class
 from unigen_ds.core.progress import Geometry
 from unigen_ds.core.shards import BUFFER, MASTER, Shard
+from unigen_ds.core.variables import environment
 from unigen_ds.hooks.ema import EMAHook
 from unigen_ds.models.lora import adapted, base_tensors, hold_base_in
 from unigen_ds.planning.counted import CountedBytes
@@ -30,6 +30,7 @@ from unigen_ds.runner.build import build_groups, build_model, build_optimizer_co
 from unigen_ds.runner.settings import Settings
 
 PHASES = ("load", "step", "evaluate", "save", "resume")
+_NUMBERS = ("built", "held", "host", "masters", "largest", "parameters", "trainable", "saved")
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,18 @@ class Traced:
     trainable: int
     saved: int
     """Of a checkpoint, all ranks together: weights, moments, average, buffers."""
+    unlike: Sequence[int] = ()
+    """Ranks that may need more than rank 0: to be traced, too."""
+
+
+def highest(ranks: Sequence[Traced]) -> Traced:
+    """The most that any of the ranks needs, in every phase."""
+    numbers = {name: max(getattr(one, name) for one in ranks) for name in _NUMBERS}
+    peak, device = (
+        {phase: max(each[phase] for each in phases) for phase in PHASES}
+        for phases in ([one.peak for one in ranks], [one.device for one in ranks])
+    )
+    return Traced(**numbers, peak=peak, device=device, unlike=ranks[0].unlike)
 
 
 def trace(
@@ -124,6 +137,7 @@ def trace(
             parameters=sum(numel for numel, _ in sizes.values()),
             trainable=sum(numel for numel, trained in sizes.values() if trained),
             saved=_saved(backend, len(kinds) + averages),
+            unlike=backend.unlike_ranks(),
         )
         del average, shards
     return result
@@ -240,17 +254,17 @@ def _saved(backend: Backend, copies: int) -> int:
 
 
 @contextmanager
-def fake_group(world_size: int) -> Iterator[None]:
-    """A process group of ``world_size`` processes, of which this one is rank 0 and the others do not exist."""
+def fake_group(world_size: int, *, rank: int = 0) -> Iterator[None]:
+    """A process group of ``world_size`` processes, of which this one is ``rank`` and the others do not exist."""
     import torch.distributed as td
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0"}
-    td.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
-    try:
-        yield
-    finally:
-        td.destroy_process_group()
+    with environment({"RANK": str(rank), "LOCAL_RANK": "0"}):
+        td.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+        try:
+            yield
+        finally:
+            td.destroy_process_group()
 
 
 @contextmanager

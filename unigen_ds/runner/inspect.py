@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from unigen_ds.core.errors import CheckpointError
 from unigen_ds.core.files import write_text_atomic
 from unigen_ds.core.paths import tool
 from unigen_ds.core.progress import Geometry
+from unigen_ds.core.variables import environment
 from unigen_ds.resume.finding import Finding
 from unigen_ds.resume.geometry import MemoryPlan, equal_geometries, geometry_keys, memory_plans
 from unigen_ds.resume.plan import ResumePlan, plan_resume
@@ -104,19 +104,11 @@ def inspect_resume(config: Any, *, world_size: int | None = None, verify: bool =
 @contextmanager
 def announced(world_size: int, *, per_node: int | None = None) -> Iterator[None]:
     """Inside, the environment is that of a launcher with this many processes, ``per_node`` of them on a node."""
-    before = {name: os.environ.get(name) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
-    os.environ["WORLD_SIZE"] = str(world_size)
-    if per_node is not None:
-        os.environ["LOCAL_WORLD_SIZE"] = str(per_node)
-    elif dist.env_processes_per_node() is None:  # no launcher reports the number of nodes: one is assumed
-        os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
+    with environment({"WORLD_SIZE": str(world_size)}):
+        if per_node is None and dist.env_processes_per_node() is None:
+            per_node = world_size  # no launcher reports the number of nodes: one is assumed
+        with environment({} if per_node is None else {"LOCAL_WORLD_SIZE": str(per_node)}):
+            yield
 
 
 def _nearest_geometry(geometries: Sequence[Geometry], batch_size: int) -> Geometry | None:
