@@ -82,6 +82,7 @@ from unigen_ds.data.loader import UpdateLoader
 from unigen_ds.data.order import Draw, GlobalOrder
 from unigen_ds.data.packet import Memory, Packet, SharedBlocks
 from unigen_ds.data.packing import WindowPacking
+from unigen_ds.data.resampling import resized
 from unigen_ds.data.stream import Cursor, SequenceStream
 from unigen_ds.data.transforms import patchify, pixel_patches
 
@@ -245,8 +246,8 @@ def loader_steps(paths: list[Path], data: UnifiedGenerationDataset, processor: A
     opened = [Image.open(path) for path in paths]
     for image in opened:
         image.load()
-    resized = [image.resize((SIDE, SIDE), Image.Resampling.BICUBIC) for image in opened]
-    pixels = [np.asarray(image) for image in resized]
+    small = [resized(image, (SIDE, SIDE)) for image in opened]
+    pixels = [np.asarray(image) for image in small]
     numbers = range(0, len(paths), BATCH)
 
     def batches() -> list[Batch]:
@@ -258,8 +259,9 @@ def loader_steps(paths: list[Path], data: UnifiedGenerationDataset, processor: A
     theirs = torch.stack([Pictures(paths)[i] for i in range(BATCH)])
     steps: dict[str, Callable[[], object]] = {
         "both: open and decode": lambda: [Image.open(path).load() for path in paths],
-        "both: resize": lambda: [image.resize((SIDE, SIDE), Image.Resampling.BICUBIC) for image in opened],
-        "both: pixels as an array": lambda: [np.asarray(image) for image in resized],
+        "theirs: resize": lambda: [image.resize((SIDE, SIDE), Image.Resampling.BICUBIC) for image in opened],
+        "ours: resize": lambda: [resized(image, (SIDE, SIDE)) for image in opened],
+        "both: pixels as an array": lambda: [np.asarray(image) for image in small],
         "theirs: convert('RGB'), a copy": lambda: [image.convert("RGB") for image in opened],
         "theirs: floats and patches": lambda: [
             patchify(torch.from_numpy(one.copy()).permute(2, 0, 1).float().div(255).sub(0.5).div(0.5), PATCH)

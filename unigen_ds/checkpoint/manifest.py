@@ -55,7 +55,7 @@ _KINDS: dict[str, Any] = {
 }  # fmt: skip
 
 
-_PACKAGES = ("unigen_ds", "torch", "transformers", "safetensors", "numpy", "mmengine", "deepspeed")
+_PACKAGES = ("unigen_ds", "torch", "transformers", "safetensors", "numpy", "pillow", "mmengine", "deepspeed")
 
 
 def current_versions() -> dict[str, str]:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from unigen_ds.core.errors import ConfigError
+from unigen_ds.data.resampling import resized
 from unigen_ds.data.transforms import ImageTransform, on_white
 
 IMAGE_TOKEN, GLOBAL_TOKEN = "<|image|>", "<|global_image|>"
@@ -76,8 +77,8 @@ class Tiling:
         """The whole picture at its final size: [3, rows * tile_size, columns * tile_size] float32 in [0, 1]."""
         rows, columns = self.grid(*image.size)
         size = (columns * self.tile_size, rows * self.tile_size)
-        resized = on_white(image, "RGB").resize(size, Image.Resampling.BICUBIC)
-        return torch.from_numpy(np.array(resized, dtype=np.uint8)).permute(2, 0, 1).to(torch.float32).div_(255)
+        made = resized(on_white(image, "RGB"), size)
+        return torch.from_numpy(np.array(made, dtype=np.uint8)).permute(2, 0, 1).to(torch.float32).div_(255)
 
     def __call__(self, image: Image.Image) -> Tensor:
         """[tiles, 3, tile_size, tile_size] float32 in [0, 1]: the global tile if there is one, then row by row."""

@@ -30,6 +30,7 @@ from torch import Tensor
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.registry import TRANSFORMS, checked
 from unigen_ds.data.quick_header import FIRST_BYTES, Header, quick_header
+from unigen_ds.data.resampling import resized
 from unigen_ds.data.rules import CURRENT
 from unigen_ds.data.stored_image import StoredImage
 
@@ -417,7 +418,7 @@ class ImageTransform:
     def resize(self, image: Image.Image) -> Image.Image:
         """The picture in ``mode`` and at its final size. It may be called by several threads."""
         image = on_white(image, self.mode)
-        return image.resize(self.size(*image.size), Image.Resampling.BICUBIC)
+        return resized(image, self.size(*image.size))
 
     def pixels(self, image: Image.Image) -> NDArray[np.uint8]:
         """[H, W, C], as ``__call__`` has it before it is normalised."""
@@ -504,7 +505,7 @@ class CenterCrop(ImageTransform):
         image = on_white(image, self.mode)
         (width, height), side = image.size, min(image.size)
         box = ((width - side) / 2, (height - side) / 2, (width + side) / 2, (height + side) / 2)
-        return image.resize(self.size(width, height), Image.Resampling.BICUBIC, box=box)
+        return resized(image, self.size(width, height), box)
 
 
 @TRANSFORMS.register_module()
