@@ -96,6 +96,15 @@ def check_resume(launched: Launched, name: str) -> Row:
     return Row("", base, figures, len(pairs) == cases.RESUME_UPDATES and not lines and not differing)
 
 
+def check_killed(launched: Launched, name: str) -> Row:
+    straight, killed = launched.outcome("killed/straight", name.partition("/")[2]), launched.outcome(name)
+    pairs = list(zip(straight.lines, killed.lines, strict=True))
+    lines = sum(any(a.get(key) != b.get(key) for key in METRICS) for a, b in pairs)
+    differing = unequal(straight.final, killed.final)
+    figures = {"updates": len(pairs), "differing lines": lines, "differing tensors": len(differing)}
+    return Row("", name, figures, len(pairs) == model_cases.KILLED_UPDATES and not lines and not differing)
+
+
 def check_chain(launched: Launched, name: str) -> Row:
     """Losses and learning rates are those of one process; every record occurs once in each epoch."""
     run, single = launched.outcome(name), launched.outcome("chain/single")
@@ -244,6 +253,11 @@ TITLES: dict[str, tuple[str, Check]] = {
     "resume": (
         "Killed with SIGKILL in update 7, resumed from update 5, compared with a run never stopped: bit-equal",
         check_resume,
+    ),
+    "killed": (
+        "A language model of transformers, and adapters on it: SIGKILL in update 4, or in its save, resumed from update"
+        " 2, compared with a run never stopped: bit-equal",
+        check_killed,
     ),
     "chain": ("Three epochs with changes of engine and split, compared with one process", check_chain),
     "mixture": (

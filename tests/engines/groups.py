@@ -16,6 +16,7 @@ GROUPS: dict[str, Callable[..., list[Job]]] = {
         *feature_cases.adapter(),
         *feature_cases.fused_zero(),
     ],
+    "killed": model_cases.killed,
     "chain": lambda full: cases.chain(),
     "mixture": mixture_cases.mixtures,
     "elastic": cases.elastic,

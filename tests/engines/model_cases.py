@@ -194,3 +194,30 @@ def resume(*, full: bool) -> list[Job]:
         previews = [PREVIEWS["talks"]] if m != "flux" else []
         jobs += killed_and_straight(f"resume/{m}-{engine}@2-fp32", given, previews=previews)
     return jobs
+
+
+KILLED_UPDATES, KILLED_AT, KEPT = 4, 4, 2
+"""Of the jobs of ``killed``: the last update, the one that SIGKILL ends, and that of the checkpoint before it."""
+_ADAPTERS = {"r": 4, "alpha": 8, "dropout": 0.1, "target_modules": r"self_attn\.(q|v)_proj|down_proj"}
+
+
+def killed(*, full: bool) -> list[Job]:
+    """A language model of transformers, and adapters on it: never stopped; and killed with SIGKILL between two
+    micro-batches or between two files of a save, and resumed at the same topology.
+    """
+    runs = {("qwen3", "zero3"): False, ("adapters", "FULL_SHARD"): True}
+    if full:
+        saving = {"qwen3": (False, True), "adapters": (True, False)}
+        runs = {(kind, engine): saving[kind][i % 2] for kind in saving for i, engine in enumerate(ENGINES)}
+    straight, jobs = [], []
+    for (kind, engine), in_a_save in runs.items():
+        settings, data = of_transformers("qwen3")
+        settings |= {"lora": _ADAPTERS} if kind == "adapters" else {}
+        base = config(engine, 2, **settings, default_hooks__checkpoint__interval=2 * KEPT)
+        hook = {"type": "KillHook", "at_update": KILLED_AT, "saving": in_a_save}
+        ended = {**base, "custom_hooks": [*base["custom_hooks"], hook]}
+        phases = [Phase(2, ended, KILLED_UPDATES, killed=True, data=data)]
+        phases.append(Phase(2, {**base, "resume": True}, KILLED_UPDATES, data=data))
+        jobs.append(Job(f"killed/{kind}-{engine}", phases))
+        straight.append(Phase(2, base, KILLED_UPDATES, data=data, folder=f"{kind}-{engine}"))
+    return [Job("killed/straight", straight, same_process=True), *jobs]

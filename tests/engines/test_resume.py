@@ -9,18 +9,19 @@ import json
 
 import pytest
 
-from tests.engines import cases
+from tests.engines import cases, model_cases
 from tests.engines.groups import GROUPS
 from tests.engines.launch import METRICS, tensors, unequal, want
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.metrics import parse_lines
 
-runs = want("resume", "odd")
+runs = want("resume", "odd", "killed")
 pytestmark = pytest.mark.timeout(3600)
 
 NAMES = sorted({job.name.rpartition("/")[0] for job in GROUPS["resume"](full=False)})
 PLAIN = {"hooks.json", "config.py"}
 """Files of every checkpoint that hold no tensor."""
+KILLED = [job.name for job in GROUPS["killed"](full=False) if len(job.phases) == 2 and not job.same_process]
 RESUMED = [job.name for job in cases.odd(full=False) if job.name.endswith("-resumed")]
 
 
@@ -48,6 +49,26 @@ def test_it_really_was_killed_after_the_checkpoint(name):
     assert [line["event"] for line in timeline].count("end") == 1
     saved = Manifest.read(folder / "iter_10.pth")
     assert saved.progress.updates == cases.SAVED_AT
+
+
+@pytest.mark.parametrize("name", KILLED)
+def test_a_model_of_transformers_and_adapters_on_it_go_on_bit_equal(name):
+    """Killed in an update after its first micro-batch, or in a save after its first file."""
+    straight, killed = runs().outcome("killed/straight", name.partition("/")[2]), runs().outcome(name)
+    assert [line["update"] for line in killed.lines] == [*range(1, model_cases.KILLED_UPDATES + 1)]
+    for a, b in zip(straight.lines, killed.lines, strict=True):
+        assert all(a.get(key) == b.get(key) for key in (*METRICS, "lr", "sequences", "tokens", "samples")), a["update"]
+    assert unequal(straight.final, killed.final) == []
+    begun = [line["begun"] for line in killed.records(0)]
+    assert set(begun) == {0, model_cases.KEPT} and begun.count(0) >= 2 * model_cases.KILLED_AT - 1
+    assert {line["event"] for line in parse_lines(killed.folder / "timeline.jsonl")[0]} >= {"start", "end"}
+    trained = {key for kind, key in killed.final if kind == "exp_avg"}
+    assert all(".lora_" in key for key in trained) == ("adapters" in name) and len(trained) > 10
+    saving = killed.folder / "half_saved.json"
+    assert saving.is_file() == ("adapters" in name)
+    if saving.is_file():
+        directory, files = json.loads(saving.read_text())
+        assert directory.startswith("iter_8.pth.tmp-") and files and "manifest.json" not in files
 
 
 def test_the_last_updates_did_change_the_weights():

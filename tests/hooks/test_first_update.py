@@ -93,6 +93,17 @@ def test_an_average_that_is_not_the_weights(published: Path, tmp_path: Path, mon
     assert warned[0].startswith("1 pieces of the average of the weights (EMA) are not the weights")
 
 
+def test_a_tokenizer_that_does_not_know_a_text(
+    published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of ten words, as if it were a published model's."""
+    monkeypatch.setattr("unigen_ds.hooks.first_update.FEWEST_TOKENS", 10)
+    _, (warned,) = lines(tmp_path, published)
+    assert (
+        warned.startswith("the tokenizer reads 'Paris, 1889: ") and "tokens unknown. Likely causes: a damaged" in warned
+    )
+
+
 def test_a_tokenizer_that_changes_texts() -> None:
     from unigen_ds.hooks.first_update import TEXT, _round_trip
 

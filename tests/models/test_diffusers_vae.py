@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 
 from tests.engines.pictures import write_drawings
+from tests.runner.test_hub_names import cached
 from tests.tiny import tiny_config
 from tools.export import main as export
 from unigen_ds.core.errors import ConfigError
@@ -52,6 +55,23 @@ def test_its_numbers_are_diffusers_own(folder: Path) -> None:
         torch.testing.assert_close(latents, expected)
         torch.testing.assert_close(ours.decode(latents), theirs.decode(latents / 0.5 + 0.25).sample)
     assert not [*ours.parameters()]
+
+
+def test_a_name_on_the_hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the cache, offline; of a repository only its config and its own weights are asked for."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    cached(tmp_path / "cache", "maker/vae", folder / "vae")
+    named, given = (DiffusersAutoencoder(path=path) for path in ("maker/vae", str(folder / "vae")))
+    assert all(torch.equal(tensor, given.state_dict()[name]) for name, tensor in named.state_dict().items())
+    with pytest.raises(ConfigError, match=r"model\.vae\.path 'maker/gone' is no folder here.*hf download maker/gone"):
+        DiffusersAutoencoder(path="maker/gone")
+    asked = list[Any]()
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *a, **k: asked.append(k) or str(folder))
+    DiffusersAutoencoder(path="maker/pipeline")
+    names = ["vae/config.json", "vae/diffusion_pytorch_model.safetensors", "flux1-dev.safetensors", "unet/config.json"]
+    patterns = {key: asked[0][f"{key}_patterns"] for key in ("allow", "ignore")}
+    assert [n for n in names if any(fnmatch(n, p) for p in patterns["allow"])] == names[:2] and not patterns["ignore"]
 
 
 def config(folder: Path, work_dir: Path, data: Path, **overrides: Any) -> Any:

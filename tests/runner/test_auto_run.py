@@ -271,14 +271,15 @@ def test_refusals(data: Path, tmp_path: Path) -> None:
 
 
 def test_checkpoints_that_transformers_loads_directly(data: Path, tmp_path: Path) -> None:
-    """Written with each checkpoint, of the average; deleted with it; a failure does not end the run."""
+    """Written beside each checkpoint, and deleted with it; a failure does not end the run."""
     hooks = [{"type": "SavePretrainedHook", "raw": True}]
-    saves = {"default_hooks__checkpoint": {"interval": 2, "by_epoch": False, "max_keep_ckpts": 1}}
+    saves: dict[str, Any] = {"default_hooks__checkpoint": {"interval": 2, "by_epoch": False, "max_keep_ckpts": 1}}
+    saves["checkpoint_dir"] = str(tmp_path / "saved")
     given = config(data, "qwen3", tmp_path / "run", custom_hooks=hooks, **saves)
     Runner.from_cfg(given, max_updates=3).train()
-    folder = tmp_path / "run" / "pretrained"
+    folder = tmp_path / "saved" / "pretrained"
     (last,) = folder.iterdir()
-    (checkpoint,) = (path for path in (tmp_path / "run").glob("iter_*.pth"))
+    (checkpoint,) = (path for path in (tmp_path / "saved").glob("iter_*.pth"))
     assert last.name == checkpoint.stem == "iter_6"
     model, _ = open_model(checkpoint, raw=True)
     theirs = AutoModelForCausalLM.from_pretrained(last)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,16 @@ from typing import Any
 import pytest
 import torch
 
+from tests.data.chat_support import character_tokenizer
 from tests.engines.pictures import write_drawings, write_talks
+from tests.engines.texts import write_decoder
 from tests.engines.users import write_parts
 from tests.golden_files import BAGEL, NANOVLM
 from unigen_ds.core.metrics import read_lines
 from unigen_ds.data.tokenizers import WordTokenizer
 from unigen_ds.runner import Runner
 from unigen_ds.runner.settings import Settings, load_config
+from unigen_ds.runner.trained import open_model
 
 WORDS = ("zero", "one", "two", "three", "four", "draw", "a", "handwritten", "this", "is")
 SMALL = {
@@ -24,6 +28,7 @@ SMALL = {
     "default_hooks.logger.interval": 1,
     "backend": {"type": "single"},
 }
+TEMPLATE = json.loads((NANOVLM / "config.json").read_text(encoding="utf-8"))["lm_chat_template"]
 BAGEL_RECIPES = ("bagel_7b_fsdp", "bagel_7b_zero3", "bagel_from_parts", "bagel_lora")
 
 
@@ -33,6 +38,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("recipes")
     write_drawings(folder / "drawings")
     write_talks(folder / "talks")
+    character_tokenizer("{% if messages %}a{% endif %}" + TEMPLATE).save_pretrained(folder / "chat")
     shutil.copytree(BAGEL, folder / "bagel")
     write_parts(folder / "parts", side=28, patch=14, channels=3)
     (folder / "parts" / "vae").mkdir()
@@ -66,26 +72,53 @@ def test_a_recipe_of_bagel_trains(data: Path, tmp_path: Path, name: str) -> None
     assert [line["update"] for line in lines] == [1, 2]
     assert all(line["loss/text"] > 0 and line["loss/image"] > 0 for line in lines)
     assert "First update: losses image" in log
+    causes = (
+        "another scale and shift of the VAE's latents, another latent patch or latent size, or another timestep_shift"
+    )
+    assert (f"Likely causes: {causes}" in log) == (not from_parts), "random weights, whose first loss is near chance"
     assert (tmp_path / "run" / "iter_2.pth" / "ema").is_dir()
 
 
-def test_the_smaller_nanovlm_trains(data: Path, tmp_path: Path) -> None:
-    lines, _ = trained("nanovlm_230m", tmp_path, {
+@pytest.mark.parametrize("name", ["nanovlm_230m", "nanovlm_460m"])
+def test_a_recipe_of_nanovlm_trains(data: Path, tmp_path: Path, name: str) -> None:
+    """With nanoVLM's own chat template; each checkpoint also is a directory that nanoVLM loads."""
+    lines, log = trained(name, tmp_path, {
         "model.pretrained": str(NANOVLM), "model.llm": None, "model.vit": None, "model.pixel_shuffle_factor": None,
-        "tokenizer.path": str(data / "talks" / "tokenizer"),
+        "tokenizer.path": str(data / "chat"),
         "train_dataloader.dataset.data_path": str(data / "talks" / "mixed.jsonl"),
         "train_dataloader.dataset.filters": None,
         "train_dataloader.seq_length": 400, "train_dataloader.batch_size": 1,
         "processor.max_image_size": 64, "optim_wrapper.accumulative_counts": 1,
+        "custom_hooks": [{"type": "SavePretrainedHook"}],
     })  # fmt: skip
-    assert [line["update"] for line in lines] == [1, 2]
+    assert [line["update"] for line in lines] == [1, 2] and "First update: losses text" in log
+    written = tmp_path / "run" / "pretrained" / "iter_2"
+    assert json.loads((written / "config.json").read_text(encoding="utf-8"))["lm_chat_template"] == TEMPLATE
+    model, again = (open_model(path)[0].state_dict() for path in (tmp_path / "run", written))
+    assert model.keys() == again.keys() and all(torch.equal(model[key], again[key]) for key in model)
+
+
+def test_the_larger_decoder_trains(tmp_path: Path) -> None:
+    """From a tiny Llama; its layers are computed again in the backward pass."""
+    write_decoder(tmp_path / "llama")
+    WordTokenizer(words=WORDS).save_pretrained(str(tmp_path / "llama"))
+    records = [{"text": " ".join(WORDS[(i + k) % 10] for k in range(2 + i % 12))} for i in range(60)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
+    lines, log = trained("decoder_lm_300m", tmp_path, {
+        "model.pretrained": str(tmp_path / "llama"), "model.llm": None,
+        "tokenizer.path": str(tmp_path / "llama"), "tokenizer.bos": "<|im_start|>", "tokenizer.eos": "<|im_end|>",
+        "train_dataloader.dataset.data_path": str(tmp_path / "train.jsonl"), "train_dataloader.batch_size": 2,
+        "train_dataloader.seq_length": 48,
+    })  # fmt: skip
+    assert [line["update"] for line in lines] == [1, 2] and "First update: losses text" in log
 
 
 def test_the_smaller_nanovlm_has_its_size() -> None:
+    """That of ``nanoVLM-230M-8k``: 85.9 M of the vision tower, 134.5 M of the language model, 7.1 M between them."""
     settings = Settings.from_config(load_config("nanovlm_230m", {"work_dir": "run"}))
     with torch.device("meta"):
         model = settings.model.build()
-    assert sum(p.numel() for p in model.parameters()) == 222_119_616 and model.patches_per_tile == 14 * 14
+    assert sum(p.numel() for p in model.parameters()) == 228_063_936 and model.patches_per_tile == 32 * 32
 
 
 @pytest.mark.parametrize(("name", "engine"), [("bagel_7b_fsdp", "fsdp"), ("bagel_7b_zero3", "deepspeed"),

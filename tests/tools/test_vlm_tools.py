@@ -69,6 +69,22 @@ def test_it_answers_with_the_weights_or_their_average(run: Runner, data: Path, t
         inferencer.unified_generate("?", image=red)
 
 
+def test_a_directory_of_nanovlms_first_version_is_refused(
+    published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its models know no image token; of a later version that lacks a newer key the default is used."""
+    shutil.copytree(published, tmp_path / "old")
+    stored = json.loads((published / "config.json").read_text(encoding="utf-8"))
+    for lacking, status in ((("resize_to_max_side_len",), 0), (("lm_chat_template", "max_img_size"), 1)):
+        kept = {key: value for key, value in stored.items() if key not in lacking}
+        (tmp_path / "old" / "config.json").write_text(json.dumps(kept), encoding="utf-8")
+        assert generate([str(tmp_path / "old"), "--prompt", "?", "--out", str(tmp_path / "out"), *FAST]) == status
+    error = capsys.readouterr().err
+    assert (
+        "lacks lm_chat_template, max_img_size: it is of nanoVLM's first version" in error and "nanoVLM-230M-8k" in error
+    )
+
+
 def test_answers_are_drawn_by_temperature_top_p_and_seed(published: Path, tmp_path: Path) -> None:
     """The same for a seed, others for other seeds; so few likely tokens that one is left: the greedy answer."""
     asked = ["--prompt", "?", "--out", str(tmp_path / "out"), *FAST]

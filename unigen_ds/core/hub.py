@@ -29,42 +29,52 @@ _SMALL = ("*.json", "*.txt", "*.model", "*.jinja")
 _FILE_ENDINGS = (".pth", ".pt", ".bin", ".ckpt", ".safetensors", ".json", ".jsonl")
 
 
-def folder_of(given: str | Path, *, where: str, weights: bool = True) -> Path:
+def folder_of(given: str | Path, *, where: str, weights: bool = True, files: tuple[str, ...] = ()) -> Path:
     """The folder that a user names: a path, or ``OWNER/NAME`` of the hub, with ``@REVISION`` for a branch, a tag or a
     commit. Of the hub its files are in the cache of transformers afterwards: downloaded if they are not there, unless
     ``HF_HUB_OFFLINE`` is set.
 
     A path that exists is a path; what can be no name of the hub is returned as it is, for the caller to report.
     ``where``: the key or argument, for the error. ``weights``: safetensors as well, pickled weights where there are
-    none. Raises ``ConfigError`` where the hub or the cache has no such model.
+    none. ``files``: patterns of the files that are needed instead, below folders as well. Raises ``ConfigError`` where
+    the hub or the cache has no such model.
     """
     text = str(given)
     name, _, revision = text.partition("@")
     path = Path(text).expanduser()
     if path.exists() or not is_hub_name(name) or text.endswith(_FILE_ENDINGS):
         return path
-    return download(name, where=f"{where} {text!r}", weights=weights, revision=revision or None)
+    return download(name, where=f"{where} {text!r}", weights=weights, revision=revision or None, files=files)
 
 
 @cache
-def download(name: str, *, where: str, weights: bool, revision: str | None = None) -> Path:
+def download(name: str, *, where: str, weights: bool, revision: str | None = None, files: tuple[str, ...] = ()) -> Path:
     """The folder in the hub's cache with the files of a model, downloaded where they are not there yet.
 
-    ``where``: begins the error. ``weights``: as of ``folder_of``; never code. Raises ``ConfigError``.
+    ``where``: begins the error. ``weights``, ``files``: as of ``folder_of``; never code. Raises ``ConfigError``.
     """
-    found = _snapshot(name, revision, (*_SMALL, *["*.safetensors"] * weights), where=where)
-    if weights and not any(found.glob("*.safetensors")):
+    if files:
+        found = _snapshot(name, revision, files, where=where, ignored=())
+    else:
+        found = _snapshot(name, revision, (*_SMALL, *["*.safetensors"] * weights), where=where)
+    if weights and not files and not any(found.glob("*.safetensors")):
         found = _snapshot(name, revision, (*_SMALL, "*.bin"), where=where)
     logger().info("%s is of the hub: %s.", where, found)
     return found
 
 
-def _snapshot(name: str, revision: str | None, patterns: Sequence[str], *, where: str) -> Path:
+_AGAIN = ("consolidated*", "*/*")
+"""The weights once more, in another form."""
+
+
+def _snapshot(
+    name: str, revision: str | None, patterns: Sequence[str], *, where: str, ignored: Sequence[str] = _AGAIN
+) -> Path:
     from huggingface_hub import snapshot_download
 
-    ignored = ["consolidated*", "*/*"]  # the weights once more, in another form
+    allowed, ignored = list(patterns), list(ignored)
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns), ignore_patterns=ignored))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=allowed, ignore_patterns=ignored))
     except Exception as error:  # of the network, the server, the cache: many kinds
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(

@@ -1,7 +1,7 @@
 """Write the published directory of each checkpoint: what transformers, nanoVLM or BAGEL load directly.
 
-Rank 0 exports to ``pretrained/<checkpoint>/`` of the work dir once the checkpoint is complete; a folder is deleted
-after its checkpoint. The other ranks wait for it in their next collective.
+Rank 0 exports to ``pretrained/<checkpoint>/`` beside the checkpoints once the checkpoint is complete; a folder is
+deleted after its checkpoint. The other ranks wait for it in their next collective.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class SavePretrainedHook(Hook):
 
     def after_run(self, run: Run) -> None:
         if dist.is_main():
-            _delete_without_checkpoint(run.work_dir / FOLDER)
+            _delete_without_checkpoint(run.checkpoint_dir / FOLDER)
 
 
 def _folder_of(checkpoint: Path) -> Path:

@@ -17,10 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.hub import folder_of
 from unigen_ds.core.json_values import stored_object
 from unigen_ds.core.registry import AUTOENCODERS, checked
 
 _CLASS, _CONFIG, _WEIGHTS = "AutoencoderKL", "config.json", "diffusion_pytorch_model.safetensors"
+_FILES = tuple(folder + name for folder in ("", "vae/") for name in (_CONFIG, "diffusion_pytorch_model*.safetensors"))
+"""Those of a repository on the hub that are needed."""
 EXTRA = "pip install 'unigen_ds[diffusers]'"
 
 
@@ -29,8 +32,8 @@ class DiffusersAutoencoder(nn.Module):
     """``encode`` draws from the posterior; latents are shifted and scaled by what the config states.
 
     Args:
-        path: its directory: ``config.json`` and ``diffusion_pytorch_model.safetensors``; of a whole pipeline its folder
-            ``vae``.
+        path: its directory, or its name on the hub: ``config.json`` and ``diffusion_pytorch_model.safetensors``; of a
+            whole pipeline its folder ``vae``.
         config: its config, instead of ``path``: the weights are then a checkpoint's, or random.
     """
 
@@ -39,7 +42,7 @@ class DiffusersAutoencoder(nn.Module):
         super().__init__()
         if (path is None) == (config is None):
             raise ConfigError("model.vae has both path and config, or none of them", allowed="one of the two")
-        folder = None if path is None else _folder(Path(path).expanduser())
+        folder = None if path is None else _folder(folder_of(path, where="model.vae.path", files=_FILES))
         stated = dict(config or {}) if folder is None else stored_object(folder / _CONFIG)
         kind = _autoencoder_class(stated)
         self.config = {key: value for key, value in stated.items() if key != "_name_or_path"}

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.files import copy_files, new_directory
 from unigen_ds.core.json_values import stored_object
 from unigen_ds.core.registry import FAMILIES
@@ -21,6 +21,9 @@ from unigen_ds.families.nanovlm.model import VLM
 from unigen_ds.families.nanovlm.processor import VLMProcessor
 from unigen_ds.families.nanovlm.published import nanovlm_sizes, save_nanovlm, stored_weights, vlm_arguments
 from unigen_ds.models.weights import Pretrained
+
+_CHAT = ("lm_tokenizer", "lm_chat_template", "max_img_size")
+"""Keys of nanoVLM since its models read tiles in a chat."""
 
 
 class NanoVLMDirectory(PublishedFormat):
@@ -35,7 +38,14 @@ class NanoVLMDirectory(PublishedFormat):
 
     def config(self, folder: Path) -> dict[str, Any]:
         """Its tokenizer is the one beside it, or else the one that it names."""
-        stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        stored = stored_object(folder / CONFIG)
+        lacking = [name for name in _CHAT if name not in stored]
+        if lacking:
+            raise CheckpointError(
+                f"{folder / CONFIG} lacks {', '.join(lacking)}: it is of nanoVLM's first version (nanoVLM-222M), whose"
+                " models know no image token and no chat template",
+                remedy="a later model (lusxvr/nanoVLM-230M-8k), or one from parts: model.pretrained=dict(vit=, llm=)",
+            )
         beside = (folder / "tokenizer_config.json").is_file()
         tokenizer = {"path": str(folder) if beside else stored["lm_tokenizer"]}
         return {
@@ -43,7 +53,7 @@ class NanoVLMDirectory(PublishedFormat):
             "tokenizer": {"type": "ChatTokenizer", **tokenizer, "chat_template": stored["lm_chat_template"]},
             "processor": {
                 "max_image_size": stored["max_img_size"],
-                "resize_to_max_side_len": stored["resize_to_max_side_len"],
+                "resize_to_max_side_len": stored.get("resize_to_max_side_len", False),
             },
         }
 

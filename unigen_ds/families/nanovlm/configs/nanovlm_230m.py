@@ -1,7 +1,7 @@
-"""``nanovlm_460m`` with the smaller pair of nanoVLM: SigLIP-base-224 and SmolLM2-135M, 222 M parameters.
+"""``nanovlm_460m`` with nanoVLM's smaller language model: SigLIP2-base-512 and SmolLM2-135M, 228 M parameters.
 
-One image is one tile of 224 pixels, 49 tokens (a pixel shuffle of 2), so a sequence has more samples. It trains on
-one device of 16 GB.
+The sizes of ``lusxvr/nanoVLM-230M-8k``, from which ``model.pretrained=DIR`` begins. An image is one tile of 512 pixels,
+64 tokens.
 
     python tools/train.py nanovlm_230m --cfg-options train_dataloader.dataset.data_path=my.parquet
 """
@@ -16,8 +16,5 @@ model = dict(
         num_attention_heads=9,
         num_key_value_heads=3,
     ),
-    vit=dict(image_size=224),
-    pixel_shuffle_factor=2,
 )
 tokenizer = dict(path="HuggingFaceTB/SmolLM2-135M-Instruct")
-processor = dict(max_image_size=224)

@@ -9,9 +9,14 @@ both: 2048 needs up to 17 tiles for one image. From a published directory: ``mod
 
 batch_size, accumulative_counts, seq_length, max_updates = 2, 8, 4096, 40_000
 max_sample_tiles, max_sequence_tiles = 4, 18
+_chat = (  # nanoVLM's: SmolLM2's own would begin each conversation with a system message
+    "{% for message in messages %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 
 model = dict(type="VLM", llm=dict(), vit=dict(), pixel_shuffle_factor=4, activation_checkpointing=False)
-tokenizer = dict(type="ChatTokenizer", path="HuggingFaceTB/SmolLM2-360M-Instruct")
+tokenizer = dict(type="ChatTokenizer", path="HuggingFaceTB/SmolLM2-360M-Instruct", chat_template=_chat)
 processor = dict(max_image_size=512)
 train_dataloader = dict(
     batch_size=batch_size,
