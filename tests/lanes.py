@@ -28,6 +28,15 @@ from typing import Any
 import pytest
 
 OTHERS = 3
+LONG = (
+    "tracking/test_resume",
+    "runner/test_streamed_ranks",
+    "runner/test_launchers",
+    "test_fake_cuda",
+    "test_kill_resume",
+)
+"""Files of a minute and more, the longest last: the other processes begin with them, so that none is left at the end
+while a core has nothing to do."""
 
 
 @dataclass
@@ -39,6 +48,11 @@ class Other:
     shown: int = 0
 
 
+def _rank(items: list[pytest.Item]) -> int:
+    """0 for a file, or its place in ``LONG``, from 1."""
+    return next((n for n, name in enumerate(LONG, 1) if items[0].path.as_posix().endswith(f"{name}.py")), 0)
+
+
 class Lanes:
     """The test files of a session, which several processes run."""
 
@@ -46,7 +60,7 @@ class Lanes:
         """``own``: whether a test must run in this process. ``begin``: whether the other processes may begin."""
         self._session, self._begin = session, begin
         files = [list(items) for _, items in groupby(session.items, key=lambda item: item.path)]
-        self._shared = [items for items in files if not own(items[0])]
+        self._shared = sorted((items for items in files if not own(items[0])), key=_rank)
         self._own = [items for items in files if own(items[0])]
         self._folder = Path(tempfile.mkdtemp(prefix="lanes-"))
         self._others = [self._fork(self._folder / f"reports_{number}.jsonl") for number in range(OTHERS)]

@@ -71,6 +71,8 @@ _FREE = {
 }  # fmt: skip
 """Variables that nothing which the server imports reads at its import: they may differ from the server's."""
 _FREE_BEGINNINGS = ("SLURM_", "OMPI_")
+_SERVER_OF_HUB = ("HF_ENDPOINT", "HF_HOME", "HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_DISABLE_XET", "NO_PROXY")
+"""Where a server is given: a fork reads huggingface_hub's own variables anew (``fork_server.become``)."""
 
 
 def forkable(command: Sequence[str], environment: Mapping[str, str]) -> bool:
@@ -80,6 +82,12 @@ def forkable(command: Sequence[str], environment: Mapping[str, str]) -> bool:
     if command[1] not in ("-m", "-c") and not command[1].endswith(".py"):
         return False
     free = _FREE if torch.cuda.is_available() else _FREE | {"CUDA_VISIBLE_DEVICES"}
+    if torch.cuda.is_available():
+        free = free - {"DS_ACCELERATOR"}
+    elif environment.get("DS_ACCELERATOR", "cpu") != "cpu":
+        return False  # DeepSpeed has chosen when it was imported: the only one there is
+    if "HF_ENDPOINT" in environment:
+        free = free.union(_SERVER_OF_HUB)
     names = {name for name in environment.keys() | ENVIRONMENT.keys() if not name.startswith(_FREE_BEGINNINGS)} - free
     return all(environment.get(name) == ENVIRONMENT.get(name) for name in names)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from tests import lanes
 from tests.processes import ENVIRONMENT, run
@@ -64,6 +66,16 @@ def test_every_test_runs_once_and_the_processes_share_them(tmp_path: Path) -> No
     assert list(dict.fromkeys(here))[1].endswith("test_own.py"), "its own as soon as the others may begin"
     assert (tmp_path / "closed.txt").read_text() == "closed " * 7
     assert shown.count(" PASSED") == 21
+
+
+def test_the_longest_files_are_the_last_and_exist() -> None:
+    """The other processes begin with the last."""
+    tests = Path(__file__).parent
+    assert all(len(list(tests.rglob(f"{Path(name).name}.py"))) >= 1 for name in lanes.LONG)
+    names = ["z/test_other.py", *(f"{name}.py" for name in reversed(lanes.LONG)), "a/test_other.py"]
+    files: list[Any] = [[SimpleNamespace(path=Path("/tests") / name)] for name in names]
+    ordered = [items[0].path.as_posix().removeprefix("/tests/") for items in sorted(files, key=lanes._rank)]
+    assert ordered == ["z/test_other.py", "a/test_other.py", *(f"{name}.py" for name in lanes.LONG)]
 
 
 def test_a_crash_of_another_process_is_an_error(tmp_path: Path) -> None:

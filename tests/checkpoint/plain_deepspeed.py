@@ -7,8 +7,12 @@ has the weights of the engine. The case ``mmengine`` has the structure and the c
 
 from __future__ import annotations
 
+import atexit
+import fcntl
 import os
+import shutil
 import sys
+import tempfile
 import traceback
 from functools import cache
 from pathlib import Path
@@ -159,21 +163,30 @@ def _process(rank: int, port: int, out: Path) -> None:
         os._exit(status)
 
 
+_OUT = Path(tempfile.mkdtemp(prefix="plain-deepspeed-"))
+"""Made when the tests are collected: of all processes that run them (``tests/lanes.py``)."""
+_OWNER = os.getpid()
+
+
 @cache
 def checkpoints() -> Path:
     """The folder of all cases, written once per test session."""
-    import atexit
-    import shutil
-    import subprocess
-    import tempfile
+    from tests.processes import ENVIRONMENT, ROOT, run
 
-    out = Path(tempfile.mkdtemp(prefix="plain-deepspeed-"))
-    atexit.register(shutil.rmtree, out, ignore_errors=True)
-    command = [sys.executable, "-m", "tests.checkpoint.plain_deepspeed", str(out)]
-    root = Path(__file__).resolve().parents[2]
-    ended = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=600)
-    assert ended.returncode == 0, ended.stderr[-8000:]
-    return out
+    with (_OUT / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (_OUT / "done").exists():
+            command = [sys.executable, "-m", "tests.checkpoint.plain_deepspeed", str(_OUT)]
+            ended = run(command, cwd=ROOT, text=True, timeout=600, env=ENVIRONMENT)
+            assert ended.returncode == 0, ended.stderr[-8000:]
+            (_OUT / "done").touch()
+    return _OUT
+
+
+@atexit.register
+def _remove() -> None:
+    if os.getpid() == _OWNER:
+        shutil.rmtree(_OUT, ignore_errors=True)
 
 
 if __name__ == "__main__":

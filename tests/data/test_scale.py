@@ -36,6 +36,7 @@ from tests.data.support import (
     write_jsonl,
 )
 from tests.data.test_collate import same
+from tests.processes import popen
 from tests.text_run import text_config, trained, words
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.progress import Geometry
@@ -332,9 +333,8 @@ print("done", data.fingerprint, sum(data.sample(i).num_tokens for i in range(len
 
 def build_process(path: Path, slow: float, which: str) -> subprocess.Popen[str]:
     script = BUILD.format(root=str(ROOT))
-    return subprocess.Popen(
-        [sys.executable, "-c", script, str(path), str(slow), which], stdout=subprocess.PIPE, text=True, cwd=ROOT
-    )
+    command = [sys.executable, "-c", script, str(path), str(slow), which]
+    return popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
 
 
 @pytest.mark.parametrize("which", ["_Plan", "_TokenPlan"])

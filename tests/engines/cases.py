@@ -339,7 +339,7 @@ def frozen(*, full: bool) -> list[Job]:
     for engine in engines:
         world = 1 if engine == "single" else 2
         overrides = config(engine, world, model__freeze=["vae", "vit", "connector"])
-        jobs.append(Job(f"frozen/{engine}@{world}", [Phase(world, overrides, MATRIX_UPDATES if full else UPDATES)]))
+        jobs.append(Job(f"frozen/{engine}@{world}", [Phase(world, overrides, MATRIX_UPDATES if full else 6)]))
     return jobs
 
 

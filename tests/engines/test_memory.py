@@ -76,7 +76,7 @@ def test_hybrid_shard_holds_one_part_in_num_shard():
         assert counted["optimizer"] == pytest.approx(single["optimizer"] / 2, rel=0.03)
 
 
-@pytest.mark.parametrize("engine", ["zero2", "FULL_SHARD"])
+@pytest.mark.parametrize("engine", ["zero2"])
 def test_a_plan_is_what_is_counted(engine, tmp_path):
     """``planning/`` on the same config: the highest sum of tensor bytes of any rank, and what is held between updates.
 

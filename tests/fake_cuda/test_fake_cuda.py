@@ -6,19 +6,17 @@ Every case of ``cases.py`` runs in a process of its own (``worker.py``); the tes
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.fake_cuda import cases
 from tests.fake_cuda.device import compile_shim
+from tests.processes import ENVIRONMENT, ROOT, run
 
-ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 900
 pytestmark = pytest.mark.timeout(LIMIT_S + 60)
 ALL = [case.name for case in cases.CASES]
@@ -54,7 +52,7 @@ def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     library = compile_shim(folder)
     chosen = {item.callspec.params["name"] for item in request.session.items if item.path == request.path}
     command = [sys.executable, "-m", "tests.fake_cuda.worker", str(library), str(folder), *sorted(chosen)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+    done = run(command, cwd=ROOT, text=True, timeout=LIMIT_S, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr[-3000:]
 
     @cache

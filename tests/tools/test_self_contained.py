@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.data.chat_support import NANOVLM, character_tokenizer
-from tests.processes import ROOT, run
+from tests.processes import ENVIRONMENT, ROOT, forked_python, run
 from tests.published_run import config_on_bagel, write_bagel
 from tests.runner.test_reading import config as text_config
 from tests.runner.test_reading import data  # noqa: F401 - a fixture
@@ -168,16 +168,16 @@ def test_the_shift_of_the_sampler_and_its_origin(
 def test_to_understand_needs_no_prompt(scratch: Runner, tmp_path: Path) -> None:
     """As a process whose input is closed; and one that ends at once. To draw does need one."""
     picture = make_picture(tmp_path / "grey.png")
-    tool = [sys.executable, str(ROOT / "tools" / "generate.py"), str(scratch.work_dir), *FAST]
+    tool = [str(ROOT / "tools" / "generate.py"), str(scratch.work_dir), *FAST]
     words = ["--understand", "--image", str(picture), "--out"]
-    for number, end in enumerate(("<&-", "< /dev/null")):
-        command = " ".join(map(repr, [*tool, *words, str(tmp_path / str(number))])) + f" {end}"
-        ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    for number, (python, end) in enumerate(((sys.executable, "<&-"), (forked_python(tmp_path), "< /dev/null"))):
+        command = " ".join(map(repr, [python, *tool, *words, str(tmp_path / str(number))])) + f" {end}"
+        ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT)
         assert ended.returncode == 0, ended.stderr
         rows = [json.loads(line) for line in (tmp_path / str(number) / "results.jsonl").read_text().splitlines()]
         assert [row["prompt"] for row in rows] == [""] and rows[0]["file"] is None
         assert ended.stdout.strip() == rows[0]["text"]
-    ended = run([*tool, "--out", str(tmp_path / "none")], text=True, stdin=subprocess.DEVNULL)
+    ended = run([sys.executable, *tool, "--out", str(tmp_path / "none")], text=True, stdin=subprocess.DEVNULL)
     assert ended.returncode == 2 and "there is no prompt" in ended.stderr
 
 
