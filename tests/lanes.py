@@ -49,7 +49,7 @@ class Other:
 
 
 def _rank(items: list[pytest.Item]) -> int:
-    """0 for a file, or its place in ``LONG``, from 1."""
+    """0 for a file, or its position in ``LONG``, from 1."""
     return next((n for n, name in enumerate(LONG, 1) if items[0].path.as_posix().endswith(f"{name}.py")), 0)
 
 
