@@ -24,7 +24,7 @@ from unigen_ds.core.choices import AUTO, BATCH_CHOICES, DATA_CHOICES, LAUNCHERS,
 from unigen_ds.core.errors import ConfigError, UnigenError
 from unigen_ds.core.log import logger, quiet_libraries
 from unigen_ds.core.pipes import ends_quietly
-from unigen_ds.core.quantities import positive
+from unigen_ds.core.quantities import above_zero, positive, share, size
 
 STOPPED_BY_SIGNAL = 143
 
@@ -66,11 +66,18 @@ def parser() -> argparse.ArgumentParser:
     dry.add_argument("--world-size", type=positive, metavar="N",
                      help="processes to plan for (default: those started, else world_size of the config)")  # fmt: skip
     dry.add_argument("--per-node", type=positive, metavar="N", help="of them on a node (default: 8, or all if fewer)")
+    dry.add_argument("--batches", type=positive, metavar="N", dest="num_batches",
+                     help="micro-batches of each rank to make (default 100)")  # fmt: skip
+    dry.add_argument("--device-memory", type=size, metavar="SIZE", help="of a device: 80GiB (default: of this one)")
+    dry.add_argument("--peak-tflops", type=above_zero, metavar="X",
+                     help="of a device, dense (default: env.peak_tflops, or that of this one)")  # fmt: skip
+    dry.add_argument("--mfu", type=share, metavar="SHARE", help="of the peak that the run reaches (default 40%%)")
+    dry.add_argument("--skip", nargs="+", action="extend", metavar="CHECK", help="checks to leave out: memory, say")
     dry.add_argument("--json", action="store_true", help="print one JSON object")
     return p
 
 
-DRY = ("world_size", "per_node")
+DRY = ("world_size", "per_node", "num_batches", "device_memory", "peak_tflops", "mfu", "skip")
 """Options that belong to ``--dry-run``: fields of ``preflight.context.Asked``."""
 
 
@@ -78,10 +85,11 @@ DRY = ("world_size", "per_node")
 def main(argv: list[str] | None = None) -> int:
     p = parser()
     arguments = p.parse_args(argv)
-    quiet_libraries(int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))))
+    rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+    quiet_libraries(rank)
     given = [name for name in (*DRY, "json") if getattr(arguments, name)]
     if given and not arguments.dry_run:
-        p.error(f"--{given[0].replace('_', '-')} belongs to --dry-run")
+        p.error(f"--{given[0].removeprefix('num_').replace('_', '-')} belongs to --dry-run")
     try:
         versions.check_versions()
     except ConfigError as error:
@@ -89,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"error: {error}", file=sys.stderr)
             return error.exit_status
     if arguments.dry_run:
-        return print_dry_run(arguments)
+        return print_dry_run(arguments, rank=rank)
     from unigen_ds.core import dist, startup  # after parsing: --help and a wrong argument do not wait for torch
     from unigen_ds.core.announced import announce, is_announced
     from unigen_ds.runner import train_config
@@ -130,22 +138,21 @@ def main(argv: list[str] | None = None) -> int:
     return status
 
 
-def print_dry_run(arguments: argparse.Namespace) -> int:
+def print_dry_run(arguments: argparse.Namespace, *, rank: int) -> int:
     """Print the results of all checks, on rank 0. Returns the exit status."""
     from unigen_ds.core import log
     from unigen_ds.preflight.context import Asked
     from unigen_ds.preflight.dry_run import dry_run
     from unigen_ds.preflight.result import lines
 
-    log.setup(rank=int(os.environ.get("RANK", "0")), level="WARNING")
+    log.setup(rank=rank, level="WARNING")
     options = {name: getattr(arguments, name) for name in DRY if getattr(arguments, name)}
     auto = arguments.resume == AUTO
     try:
-        overrides = overrides_of(arguments)
+        results = dry_run(Asked(arguments.config, overrides_of(arguments), auto, **options))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_status
-    results = dry_run(Asked(arguments.config, overrides, auto, **options))
     if results is None:  # rank 0 prints them
         return 0
     found = any(result.status == "problem" for result in results)

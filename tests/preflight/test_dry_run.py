@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.engines.users import write_mixed
+from tests.processes import ranks
 from tests.tiny import tiny_config
 from tools.train import main
 from unigen_ds.checkpoint.lock import WorkDirLock
 from unigen_ds.core import versions
+from unigen_ds.core.progress import Geometry, Ruler
+from unigen_ds.hooks.checkpoint import CheckpointHook
+from unigen_ds.preflight import resources
+from unigen_ds.preflight.first_batches import FirstBatches, Kind, MadeBatch
 from unigen_ds.preflight.job import launcher_results, slurm_results, time_limit_s
+from unigen_ds.preflight.rank_calls import Call, Traces, compare
+from unigen_ds.preflight.resources import num_kept, num_saves, seconds_of_update
 from unigen_ds.runner.parts import config_text
 from unigen_ds.tracking.wandb import WandbVisBackend
 
@@ -57,7 +66,7 @@ def results(capsys) -> dict[str, list[tuple[str, str]]]:
 def test_a_config_without_problems(config, tmp_path, capsys):
     path, environment = config(), dict(os.environ)
     before = files(tmp_path)
-    status = main([path, "--dry-run", "--json"])
+    status = main([path, "--dry-run", "--json", "--batches", "2", "--skip", "memory"])
     found = results(capsys)
     assert status == 0, found
     assert files(tmp_path) == before and not (tmp_path / "run").exists()
@@ -136,6 +145,25 @@ def test_a_process_that_slurm_starts_without_its_launcher(config, capsys, monkey
     assert any(status == "problem" and "each would train alone" in text for status, text in results(capsys)["job"])
 
 
+def test_a_launched_job_lists_what_other_machines_lack(config, tmp_path):
+    """Two processes; the second one cannot write its work dir."""
+    path = config()
+    (tmp_path / "file").write_text("")
+    before = files(tmp_path)
+    skipped = ["--skip", "collectives", "memory", "--batches", "1"]
+    code = (
+        "import os, sys; from tools.train import main;"
+        f" folder = ['run', 'file/run'][int(os.environ['RANK'])]; sys.exit(main([{path!r}, '--dry-run',"
+        f" '--backend', 'fsdp:FULL_SHARD', '--work-dir', {str(tmp_path)!r} + '/' + folder, *{skipped!r}]))"
+    )
+    first, second = ranks([sys.executable, "-c", code])
+    assert (first.status, second.status) == (1, 0), first.err
+    (wrong,) = (line for line in first.out.splitlines() if line.startswith("problem"))
+    assert "rank 1 on " in wrong and "is not a folder" in wrong and second.out == ""
+    assert "2 processes, launcher 'none'" in first.out and "2 micro-batches of 2 ranks" not in first.out
+    assert files(tmp_path) == before
+
+
 def test_the_variables_of_slurm():
     job = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_CPUS_PER_TASK": "2", "SLURM_GPUS_ON_NODE": "4",
            "SLURM_NTASKS_PER_NODE": "8"}  # fmt: skip
@@ -184,4 +212,118 @@ def test_a_version_that_is_not_allowed(monkeypatch, capsys):
 def test_options_that_belong_to_a_dry_run(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["unified_digits", "--world-size", "4"])
+    assert main(["unified_digits", "--dry-run", "--skip", "everything"]) == 2
     assert ended.value.code == 2 and "--world-size belongs to --dry-run" in capsys.readouterr().err
+
+
+SHARDED = ["--dry-run", "--json", "--world-size", "3", "--batches", "1", "--backend", "fsdp:FULL_SHARD",
+           "--skip", "memory"]  # fmt: skip
+
+
+def test_ranks_with_and_without_images_call_the_same_collectives(config, tmp_path, capsys):
+    path = config(train_dataloader__batch_size=1, optim_wrapper__accumulative_counts=1)
+    before = files(tmp_path)
+    status = main([path, *SHARDED])
+    found = results(capsys)
+    ((state, text),) = found["collectives"]
+    assert (status, state) == (0, "ok") and "without vit_patches" in text, found
+    assert int(text.split("the same ")[1].split()[0]) == 11, text
+    counted, balance = (text for _, text in found["batches"])
+    assert counted.startswith("3 micro-batches of 3 ranks") and "\nrank 2: " in counted
+    assert "in 1 of 1 iterations the ranks have different kinds" in balance
+    assert files(tmp_path) == before
+
+
+def test_a_part_that_only_some_micro_batches_use_is_a_problem(tmp_path, capsys):
+    rows = "".join(f"[{i}, 1, 2, 3, {'1' if i < 4 else 'null'}]\n" for i in range(16))
+    (tmp_path / "rows.txt").write_text(rows, encoding="utf-8")
+    path = tmp_path / "config.py"
+    path.write_text(
+        f"""
+custom_imports = dict(imports=["tests.plugin", "tests.preflight.skipping"])
+model = dict(type="SkippingNetwork", num_inputs=3)
+train_dataloader = dict(batch_size=2, dataset=dict(type="RowsFile", path={str(tmp_path / "rows.txt")!r}))
+optim_wrapper = dict(optimizer=dict(type="AdamW", lr=1e-3))
+train_cfg = dict(max_epochs=1)
+""",
+        encoding="utf-8",
+    )
+    options = ["--batches", "4", "--world-size", "2", "--cfg-options", f"work_dir={tmp_path / 'run'}"]
+    assert main([str(path), *SHARDED, *options]) == 1
+    found = results(capsys)
+    ((state, text),) = found["collectives"]
+    assert state == "problem" and "micro-batch 1: rank 0 (" in text, found
+    assert "both would wait for ever" in text and "in layers.1" in text and "Remedy: run every part" in text, text
+
+
+def batches(*kinds):
+    """Those of ranks with these kinds in one iteration."""
+    made = [[MadeBatch(kind, 1, 8, 0, {}, 100, 0.0)] for kind in kinds]
+    return FirstBatches(Geometry(1, 1, len(kinds)), made)
+
+
+def test_calls_are_compared_in_every_iteration():
+    whole, texts = Kind((), ("text",)), Kind(("images",), ("text",))
+    gather, reduce = Call("all_gather(8 float32)", "vision"), Call("reduce_scatter(8 float32)", "")
+    same = Traces({whole: [[gather, reduce]], texts: [[gather, reduce], [gather, reduce]]})
+    assert [one.status for one in compare(batches(whole, texts), same)] == ["ok"]
+    other = Traces({whole: [[gather, reduce]], texts: [[reduce]]})
+    (found,) = compare(batches(whole, whole, texts), other)
+    assert found.status == "problem" and "rank 0 (with all parts) and rank 2 (without images)" in found.text
+    assert "call 1 of an update is all_gather(8 float32) in vision on the one" in found.text
+    (found,) = compare(batches(texts, texts), other)
+    assert found.status == "warning" and "no two ranks have both" in found.text
+    uneven = Traces({texts: [[gather], [gather, gather]]})
+    assert next(compare(batches(texts), uneven)).text.startswith("micro-batches of one kind (without images)")
+    (found,) = compare(batches(whole, Kind((), ("text", "image"))), same)
+    assert found.status == "problem" and "target_counts()" in found.text
+
+
+def test_a_sample_that_cannot_be_read_is_named(config, folder, tmp_path, capsys):
+    lines = (folder / "digits" / "mixed.jsonl").read_text(encoding="utf-8").splitlines()[:24]
+    picture = next(json.loads(line) for line in lines if "png" in line)
+    (folder / "digits" / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"0" * 40)
+    text = re.sub(r"[\w/]+\.png", "broken.png", json.dumps(picture))
+    path = folder / "digits" / "with_broken.jsonl"
+    path.write_text("\n".join([*lines, text]) + "\n", encoding="utf-8")
+    source = {"type": "UnifiedGenerationDataset", "data_path": str(path)}
+    options = ["--dry-run", "--json", "--batches", "6", "--skip", "memory"]
+    assert main([config(train_dataloader__dataset=source), *options]) == 1
+    wrong = [text for status, text in results(capsys)["batches"] if status == "problem"]
+    assert len(wrong) == 1 and "with_broken:24" in wrong[0] and "broken.png" in wrong[0], wrong
+
+
+def test_memory_disk_and_time(config, capsys, monkeypatch):
+    hook = {"interval": 1, "max_keep_ckpts": 2}
+    path = config(default_hooks__checkpoint=hook, optim_wrapper__accumulative_counts=1)
+    monkeypatch.setattr(resources, "free_bytes", lambda folder: 1000)
+    for name, value in {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_JOB_END_TIME": "1"}.items():
+        monkeypatch.setenv(name, value)
+    options = ["--batches", "4", "--device-memory", "1GiB", "--peak-tflops", "1e-6", "--mfu", "50%"]
+    assert main([path, "--dry-run", "--json", *options]) == 1
+    found = results(capsys)
+    (memory,) = (text for status, text in found["memory"] if status == "problem")
+    assert "it has 1.0 GiB" in memory and "activation_checkpointing" in memory, found
+    (disk,) = (text for status, text in found["disk"] if status == "problem")
+    assert "(max_keep_ckpts=2)" in disk and "1000 B are free" in disk, found
+    assert [status for status, _ in found["time"]] == ["ok", "ok", "warning"], found
+    assert "at 50% of 1e-06 TFLOPS" in found["time"][0][1] and "SLURM ends the job" in found["time"][2][1], found
+
+
+def test_the_time_of_an_update_is_that_of_the_rank_with_most_to_compute():
+    kind = Kind((), ("text",))
+    costs = [[4.0, 2.0, 1.0, 1.0], [1.0, 1.0, 5.0, 5.0]]  # two updates of two micro-batches
+    made = [[MadeBatch(kind, 1, 8, 0, {}, 100, cost) for cost in rank] for rank in costs]
+    found = FirstBatches(Geometry(1, 2, 2), made)
+    assert seconds_of_update(found, peak_tflops=1e-12, mfu=0.5) == (6 + 10) / 2 / 0.5
+    assert seconds_of_update(batches(kind), peak_tflops=1.0, mfu=0.5) is None
+
+
+def test_how_many_checkpoints_a_run_keeps():
+    ruler = Ruler(Geometry(2, 2, 1), 100)
+    assert num_saves(CheckpointHook(), ruler, 400) == 1
+    assert num_saves(CheckpointHook(1), ruler, 400) == 4
+    assert num_saves(CheckpointHook(15, by_epoch=False), ruler, 400) == 14
+    assert num_kept(CheckpointHook(1), saves=4, have=0) == 4
+    assert num_kept(CheckpointHook(1, max_keep_ckpts=2), saves=4, have=0) == 3
+    assert num_kept(CheckpointHook(1, max_keep_ckpts=2), saves=4, have=2) == 1

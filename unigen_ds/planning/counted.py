@@ -40,6 +40,11 @@ class CountedBytes(TorchDispatchMode):
         self._kept = ExitStack()
         self._without_memory = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
 
+    @property
+    def is_fake(self) -> bool:
+        """Whether new tensors of floating-point numbers have no memory."""
+        return self._without_memory is not None
+
     @torch.no_grad()
     def without_memory(self, module: torch.nn.Module) -> None:
         """Replace the parameters and buffers that have memory by fake ones; tied ones remain one."""
@@ -90,7 +95,7 @@ class CountedBytes(TorchDispatchMode):
         super().__exit__(*error)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, Tensor) and kind not in _PLAIN for kind in types):
+        if any(issubclass(kind, Tensor) and kind not in PLAIN for kind in types):
             return NotImplemented  # a tensor of tensors (DTensor): its parts come here
         if torch._C._get_dispatch_mode(_FAKE) is not None:  # torch itself asks for shapes
             return function(*args, **(kwargs or {}))
@@ -173,7 +178,8 @@ def _apply(module: torch.nn.Module, function: Any, recurse: bool = True) -> torc
     return module
 
 
-_PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
+PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
+"""Tensors that are not made of others."""
 
 
 def _any_value(tensor: Tensor) -> Any:

@@ -77,9 +77,7 @@ def plan_memory(
         geometry = build_engine(settings)[1]
         data = build_data(settings, geometry=geometry, ruler=None)
         largest = largest_batches(data, geometry)
-        for name in _PRELOADED:
-            import_module(name)
-
+        preload()
         plans: dict[str, EnginePlan] = {}
         engines: dict[str, Settings] = {}
         for name in (CHOSEN, *(ALTERNATIVES if alternatives else ())):
@@ -92,22 +90,46 @@ def plan_memory(
             if all(topology != plan.topology for plan in plans.values()):
                 plans[name] = EnginePlan(name, None, topology=topology)
                 engines[name] = one
-        run = partial(_trace_ranks, engines, data.processor, largest, geometry, jobs=jobs)
-        found = run([(name, 0) for name in engines])
-        found |= run([(name, rank) for (name, _), (one, _) in found.items() if one is not None for rank in one.unlike])
-    for name in engines:
-        problem = next((text for (engine, _), (_, text) in found.items() if engine == name and text is not None), None)
-        ranks = {rank: one for (engine, rank), (one, _) in found.items() if engine == name and one is not None}
-        steps = {rank: one.peak["step"] for rank, one in ranks.items()}
-        traced = None if problem else highest([*ranks.values()])
-        plans[name] = replace(plans[name], problem=problem, traced=traced, ranks=steps)
+        found = trace_engines(engines, data.processor, largest, geometry, jobs=jobs)
+    plans |= {name: replace(plans[name], **vars(one)) for name, one in found.items()}
     precision = settings.optim_wrapper.precision
     return MemoryReport([*plans.values()], largest, geometry, precision, world_size, per_node)
+
+
+def preload() -> None:
+    """Import what every traced engine needs, before processes are forked."""
+    for name in _PRELOADED:
+        import_module(name)
 
 
 def _with_engine(settings: Settings, name: str) -> Settings:
     found = Settings.from_config({**settings.given, "backend": backend_spec(name)})
     return found.with_seed(settings.seed).with_precision(settings.optim_wrapper.precision)
+
+
+@dataclass(frozen=True)
+class EngineTrace:
+    """The fields of ``EnginePlan`` that a trace fills in."""
+
+    problem: str | None
+    traced: Traced | None
+    ranks: Mapping[int, int]
+
+
+def trace_engines(
+    engines: Mapping[str, Settings], processor: Any, largest: Largest, geometry: Geometry, *, jobs: int
+) -> dict[str, EngineTrace]:
+    """Each engine on rank 0, and on the ranks that need more than it. ``preload`` comes before, inside ``announced``."""
+    run = partial(_trace_ranks, engines, processor, largest, geometry, jobs=jobs)
+    found = run([(name, 0) for name in engines])
+    found |= run([(name, rank) for (name, _), (one, _) in found.items() if one is not None for rank in one.unlike])
+    traces = {}
+    for name in engines:
+        problem = next((text for (engine, _), (_, text) in found.items() if engine == name and text is not None), None)
+        ranks = {rank: one for (engine, rank), (one, _) in found.items() if engine == name and one is not None}
+        steps = {rank: one.peak["step"] for rank, one in ranks.items()}
+        traces[name] = EngineTrace(problem, None if problem else highest([*ranks.values()]), steps)
+    return traces
 
 
 def _trace_ranks(

@@ -85,21 +85,8 @@ def trace(
     optimizer_cfg = build_optimizer_config(settings, fused=True)
     kinds = _moment_kinds(optimizer_cfg)
     averages = sum(issubclass(hook.cls, EMAHook) for hook in settings.custom_hooks)
-    with counted, _without_compile():
-        model: Any = build_model(settings, processor, seed=settings.seed, stream=True)
-        if fake:
-            counted.without_memory(model)
-        counted.add_all([*model.parameters(), *model.buffers()])
-        built = counted.peak
-        named = named_parameters(model)
-        sizes = {id(p): (p.numel(), p.requires_grad) for _, p in named}
-        groups = build_groups(settings, named)
-        backend.left_out = base_tensors(model)
-        if adapted(model) is not None:
-            hold_base_in(model, COMPUTE_DTYPE[optimizer_cfg.precision])
-        del named
-        backend.prepare(model, groups, optimizer_cfg, geometry=geometry)
-        del model
+    with counted, without_compile():
+        built, sizes = prepare(counted, settings, backend, processor, optimizer_cfg, geometry=geometry)
         found = _Phases(counted, backend, kinds)
         backend.load_tensors(_Zeros(backend, ()), weights_only=True)
         found.ended("load")
@@ -107,7 +94,7 @@ def trace(
         found.ended("load")
         for micro_batches in _updates(batches, geometry.accumulative_counts):
             counted.begin()
-            _update(backend, micro_batches, settings.loss_weights)
+            one_update(backend, micro_batches, settings.loss_weights)
             for one in average:
                 torch._foreach_lerp_(one, list(backend.master_data()), 0.5)
             found.ended("step", extra=(t for one in average for t in one))
@@ -134,13 +121,42 @@ def trace(
             host=counted.host,
             masters=sum(shard.data.nbytes for shard in backend.master_shards()),
             largest=max((shard.data.nbytes for shard in shards), default=0),
-            parameters=sum(numel for numel, _ in sizes.values()),
-            trainable=sum(numel for numel, trained in sizes.values() if trained),
+            parameters=sum(numel for numel, _ in sizes),
+            trainable=sum(numel for numel, trained in sizes if trained),
             saved=_saved(backend, len(kinds) + averages),
             unlike=backend.unlike_ranks(),
         )
         del average, shards
     return result
+
+
+def prepare(
+    counted: CountedBytes,
+    settings: Settings,
+    backend: Backend,
+    processor: Any,
+    optimizer_cfg: OptimizerConfig,
+    *,
+    geometry: Geometry,
+) -> tuple[int, list[tuple[int, bool]]]:
+    """Build the model and pass it to the engine, inside of ``counted``.
+
+    Returns the highest sum while it was built, and of each parameter its elements and whether it is trained.
+    """
+    model: Any = build_model(settings, processor, seed=settings.seed, stream=True)
+    if counted.is_fake:
+        counted.without_memory(model)
+    counted.add_all([*model.parameters(), *model.buffers()])
+    built = counted.peak
+    named = named_parameters(model)
+    sizes = {id(p): (p.numel(), p.requires_grad) for _, p in named}
+    groups = build_groups(settings, named)
+    backend.left_out = base_tensors(model)
+    if adapted(model) is not None:
+        hold_base_in(model, COMPUTE_DTYPE[optimizer_cfg.precision])
+    del named
+    backend.prepare(model, groups, optimizer_cfg, geometry=geometry)
+    return built, [*sizes.values()]
 
 
 class _Phases:
@@ -202,11 +218,12 @@ def _updates(batches: Sequence[Batch], counts: int) -> Iterator[Sequence[Batch]]
         yield [batches[0]] * (min(counts, 2) - 1) + [last]
 
 
-def _update(backend: Backend, micro_batches: Sequence[Batch], loss_weights: Mapping[str, float]) -> None:
+def one_update(backend: Backend, micro_batches: Sequence[Batch], loss_weights: Mapping[str, float]) -> None:
+    """Forward and backward of each micro-batch, and the step."""
     terms: Any = None
     for i, batch in enumerate(micro_batches):
         with backend.accumulate(last=i == len(micro_batches) - 1):
-            terms = backend.model(_copied(batch))
+            terms = backend.model(copied(batch))
             backend.backward(terms.weighted(loss_weights, dict.fromkeys(terms.sums, 1.0)))
     del terms
     backend.step()
@@ -217,11 +234,11 @@ def _evaluate(backend: Backend, batches: Sequence[Batch], *, swap: bool) -> None
     shards = [Shard(s.name, s.shape, s.flat_start, s.data) for s in backend.master_shards()]
     with backend.swapped(shards) if swap else nullcontext(), torch.no_grad():
         for batch in batches:
-            backend.model(_copied(batch))
+            backend.model(copied(batch))
 
 
-def _copied(batch: Batch) -> Batch:
-    """With new tensors, which are counted."""
+def copied(batch: Batch) -> Batch:
+    """With new tensors, which are counted, and whose memory no loader uses again."""
     fields = {name: value.clone() for name, value in vars(batch).items() if isinstance(value, Tensor)}
     return type(batch)(**{**vars(batch), **fields})
 
@@ -268,6 +285,7 @@ def fake_group(world_size: int, *, rank: int = 0) -> Iterator[None]:
 
 
 @contextmanager
-def _without_compile() -> Iterator[None]:
+def without_compile() -> Iterator[None]:
+    """Inside, no module is compiled."""
     with mock.patch.object(nn.Module, "compile", lambda module, *args, **kwargs: None):
         yield

@@ -29,9 +29,12 @@ from unigen_ds.core.translate import translate
 from unigen_ds.core.versions import ALLOWED, installed, version_problems
 from unigen_ds.data.datasets import check_readable
 from unigen_ds.preflight.context import Known
+from unigen_ds.preflight.first_batches import check_batches
 from unigen_ds.preflight.given_paths import path_results, writable_results
 from unigen_ds.preflight.hardware import find_hardware
 from unigen_ds.preflight.job import launched_world_size, launcher_results, slurm_results
+from unigen_ds.preflight.rank_calls import check_collectives
+from unigen_ds.preflight.resources import check_disk, check_memory, check_time, check_workers
 from unigen_ds.preflight.result import Checked, ok, problem, problems_of, unchecked, warning
 from unigen_ds.resume.plan import plan_resume
 from unigen_ds.runner.build import build_hooks, build_model, build_processor
@@ -282,6 +285,12 @@ CHECKS: dict[str, Check] = {
     "hooks": check_hooks,
     "start": check_start,
     "model": check_model,
+    "batches": check_batches,
+    "workers": check_workers,
+    "collectives": check_collectives,
+    "memory": check_memory,
+    "disk": check_disk,
+    "time": check_time,
 }
 """Name -> check, in the order in which they run."""
 LOCAL = ("packages", "devices", "config", "job", "paths", "folders")

@@ -15,6 +15,8 @@ from unigen_ds.runner.settings import Settings
 from unigen_ds.runner.start import Start
 
 if TYPE_CHECKING:
+    from unigen_ds.planning.traced import Traced
+    from unigen_ds.preflight.first_batches import FirstBatches
     from unigen_ds.preflight.hardware import Hardware
 
 
@@ -31,6 +33,13 @@ class Asked:
     resume_auto: bool = False
     world_size: int | None = None
     per_node: int | None = None
+    num_batches: int = 100
+    device_memory: int | None = None
+    """Bytes."""
+    peak_tflops: float | None = None
+    mfu: float = 0.4
+    skip: Sequence[str] = ()
+    """Names of checks that are left out."""
 
 
 @dataclass
@@ -50,6 +59,8 @@ class Known:
     start: Start | None = None
     model: nn.Module | None = None
     """On the meta device."""
+    batches: FirstBatches | None = None
+    traced: Traced | None = None
     paths: Sequence[str] = ()
     """Those that are reported to be missing."""
 
@@ -68,6 +79,8 @@ _NAMES = {
     "plan": "a start without problems",
     "start": "data and, on a resume, a checkpoint without problems",
     "model": "a model that can be built",
+    "batches": "the first micro-batches",
+    "traced": "a traced update",
     "hardware": "the devices of this machine",
 }
 """What a user calls each value."""

@@ -16,7 +16,7 @@ from datetime import timedelta
 import torch.distributed as td
 
 from unigen_ds.core import dist
-from unigen_ds.core.errors import UnigenError
+from unigen_ds.core.errors import ConfigError, UnigenError
 from unigen_ds.preflight.checks import CHECKS, LOCAL
 from unigen_ds.preflight.context import Asked, Known, Unknown
 from unigen_ds.preflight.result import Checked, problem, problems_of, unchecked
@@ -27,7 +27,12 @@ _JOIN_S = 300.0
 
 
 def dry_run(asked: Asked) -> list[Checked] | None:
-    """All results; None on a rank other than 0, whose results rank 0 has."""
+    """All results; None on a rank other than 0, whose results rank 0 has. Raises ``ConfigError`` for a check that there
+    is not.
+    """
+    for name in asked.skip:
+        if name not in CHECKS:
+            raise ConfigError(f"--skip {name}", allowed=", ".join(CHECKS))
     known = Known(asked)
     with _environment_kept():
         own = [*_results(known, LOCAL)]
@@ -53,6 +58,9 @@ def _results(known: Known, names: Iterable[str]) -> Iterator[Checked]:
 
 def _of_check(known: Known, name: str) -> Iterator[Checked]:
     """Whatever a check raises is one of its results."""
+    if name in known.asked.skip:
+        yield unchecked("left out (--skip)")
+        return
     try:
         yield from CHECKS[name](known)
     except Unknown as missing:

@@ -21,7 +21,7 @@ def launcher_results(env: Mapping[str, str], *, launcher: str, world_size: int) 
                 yield problem(f"the environment variable {name} is {env[name]!r}", allowed="a whole number")
     started = numbers.get("WORLD_SIZE")
     if started is None:
-        yield unchecked(f"no launcher has started this process; {world_size} are planned")
+        yield unchecked(f"no launcher has started this process; {world_size} process(es) are planned")
     elif numbers.get("RANK", 0) >= started:
         yield problem(f"RANK is {numbers['RANK']} and WORLD_SIZE {started}", allowed=f"RANK from 0 to {started - 1}")
     elif started > 1 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":

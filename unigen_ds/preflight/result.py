@@ -43,6 +43,20 @@ def unchecked(text: str) -> Checked:
     return Checked("not checked", text)
 
 
+_OF_TRACING = (
+    "DynamicOutputShapeException", "DataDependentOutputException", "UnsupportedOperatorException",
+    "UnsupportedFakeTensorException",
+)  # fmt: skip
+"""Errors of torch's tensors without memory where an operation depends on values."""
+
+
+def untraced(why: str | None) -> Checked:
+    """Why an update could not be traced: the model or the engine fails, or computes what cannot be without memory."""
+    if any(name in str(why) for name in _OF_TRACING):
+        return unchecked(f"an update cannot be traced without memory: {why}")
+    return problem(f"an update fails: {why}")
+
+
 def problems_of(error: UnigenError) -> list[Checked]:
     """One for each problem that an error names."""
     text = str(error)

@@ -1,0 +1,262 @@
+"""The first micro-batches of every rank, made by the loader's own code, and counted.
+
+In: the start of the run. Out: numbers of each micro-batch by rank, and one or two micro-batches of each kind. Batches
+differ in kind where a tensor or a list of one is empty and that of the other is not, or a loss term has no targets:
+images, drawn images, texts. What a model computes may depend on that, so it is what ``rank_calls.py`` compares.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from unigen_ds.core.batch import Batch
+from unigen_ds.core.cores import num_cores
+from unigen_ds.core.errors import UnigenError
+from unigen_ds.core.progress import Geometry
+from unigen_ds.data.loader import BatchLoader, RowSource
+from unigen_ds.planning.traced import copied
+from unigen_ds.preflight.context import Known
+from unigen_ds.preflight.result import Checked, ok, problem, warning
+from unigen_ds.runner.settings import Settings
+from unigen_ds.runner.start import Start
+
+_SHOWN = 8
+_OF_EVERY_BATCH = {field.name for field in dataclasses.fields(Batch)}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a micro-batch has none of, and the terms that its targets are counted by."""
+
+    empty: tuple[str, ...]
+    terms: tuple[str, ...]
+
+    @classmethod
+    def of(cls, batch: Batch) -> Kind:
+        values = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if f.name not in _OF_EVERY_BATCH}
+        sizes = {name: value.numel() if isinstance(value, Tensor) else len(value) for name, value in values.items()
+                 if isinstance(value, (Tensor, tuple))}  # fmt: skip
+        targets = batch.target_counts()
+        empty = [name for name, size in sizes.items() if not size]
+        empty += [f"targets of {term}" for term, number in targets.items() if not number]
+        return cls(tuple(empty), tuple(sorted(targets)))
+
+    @property
+    def text(self) -> str:
+        """As a person reads it: the first of what is empty names it."""
+        if not self.empty:
+            return "with all parts"
+        more = f" and {len(self.empty) - 1} more" if len(self.empty) > 1 else ""
+        return f"without {self.empty[0]}{more}"
+
+
+@dataclass(frozen=True)
+class MadeBatch:
+    """A micro-batch in numbers."""
+
+    kind: Kind
+    samples: int
+    tokens: int
+    images: int
+    targets: Mapping[str, float]
+    nbytes: int
+    flops: float
+
+
+@dataclass
+class FirstBatches:
+    """All that were made."""
+
+    geometry: Geometry
+    of_rank: list[list[MadeBatch | None]]
+    """By rank and iteration; None: it could not be made."""
+    examples: dict[Kind, list[Batch]] = field(default_factory=dict)
+    """Of each kind that with the fewest, and that with the most images and tokens."""
+    skipped: list[Mapping[str, str]] = field(default_factory=list)
+    errors: Counter[str] = field(default_factory=Counter)
+    foreign_ids: list[str] = field(default_factory=list)
+    """Samples with a token that the model's vocabulary does not have."""
+    seconds: float = 0.0
+    timed: int = 0
+    """Micro-batches that ``seconds`` is of: all but the first, which waits for the loading processes to start."""
+    processes: int = 0
+    """Loading processes that made them; 0: this one."""
+
+    @property
+    def made(self) -> list[MadeBatch]:
+        return [one for rank in self.of_rank for one in rank if one is not None]
+
+    @property
+    def seconds_each(self) -> float:
+        """Of one loading process for a micro-batch."""
+        return self.seconds * max(self.processes, 1) / max(self.timed, 1)
+
+    def updates(self) -> Iterator[list[list[MadeBatch]]]:
+        """The whole updates: [rank][iteration of the update]."""
+        step = self.geometry.accumulative_counts
+        for first in range(0, len(self.of_rank[0]) - step + 1, step):
+            found = [[one for one in rank[first : first + step] if one is not None] for rank in self.of_rank]
+            if all(len(rank) == step for rank in found):
+                yield found
+
+
+def make_first_batches(settings: Settings, start: Start, model: torch.nn.Module, geometry: Geometry,
+                       number: int) -> FirstBatches:  # fmt: skip
+    """``number`` micro-batches of each rank, at least one update. Raises what the stream raises."""
+    stream, size = start.data.stream, geometry.sequences_per_iteration
+    number = max(number, geometry.accumulative_counts)
+    rows = [row for row, _ in islice(stream.rows(start.cursor), number * size)]
+    of_ranks = [rows[i : i + size][rank :: geometry.dp_size] for i in range(0, len(rows), size)
+                for rank in range(geometry.dp_size)]  # fmt: skip
+    loading = settings.train_dataloader
+    processes = min(loading.num_workers, num_cores())
+    found = FirstBatches(geometry, [[] for _ in range(geometry.dp_size)], processes=processes)
+    loader = BatchLoader(
+        RowSource(stream.sources, stream.names, stream.sample_length),
+        start.data.processor,
+        of_ranks,
+        num_workers=processes,
+        prefetch_factor=loading.prefetch_factor,
+        timeout=loading.timeout,
+    )
+    begin = time.perf_counter()
+    try:
+        for i in range(len(of_ranks)):
+            rank = found.of_rank[i % geometry.dp_size]
+            begin = begin if i != 1 else time.perf_counter()
+            try:
+                batch = loader.next()
+            except UnigenError as error:
+                found.errors[str(error)] += 1
+                rank.append(None)
+                continue
+            rank.append(_counted(batch, model))
+            _keep(found, batch, rank[-1], vocabulary=getattr(model, "vocab_size", None))
+    finally:
+        loader.close()
+    found.seconds, found.timed = time.perf_counter() - begin, max(len(of_ranks) - 1, 1)
+    return found
+
+
+def _counted(batch: Batch, model: torch.nn.Module) -> MadeBatch:
+    count = getattr(model, "flops", None)
+    tensors = [value for value in vars(batch).values() if isinstance(value, Tensor)]
+    return MadeBatch(
+        Kind.of(batch), batch.num_samples, batch.num_tokens, batch.num_images, batch.target_counts(),
+        nbytes=sum(tensor.nbytes for tensor in tensors), flops=float(count(batch)) if count else 0.0,
+    )  # fmt: skip
+
+
+def _keep(found: FirstBatches, batch: Batch, made: MadeBatch | None, *, vocabulary: object) -> None:
+    """The example of its kind, and what is wrong with it."""
+    assert made is not None
+    examples = found.examples.setdefault(made.kind, [])
+    if not examples:
+        examples.append(copied(batch))
+    else:
+        fewest, most = min(examples, key=_size), max(examples, key=_size)
+        if _size(batch) < _size(fewest):
+            found.examples[made.kind] = [copied(batch), most]
+        elif _size(batch) > _size(most):
+            found.examples[made.kind] = [fewest, copied(batch)]
+    found.skipped += batch.skipped
+    ids = getattr(batch, "text_ids", None)
+    if isinstance(vocabulary, int) and isinstance(ids, Tensor) and ids.numel() and int(ids.max()) >= vocabulary:
+        found.foreign_ids.append(f"{int(ids.max())} in {', '.join(batch.sample_ids[:3])}")
+
+
+def _size(batch: Batch) -> tuple[int, int]:
+    return batch.num_images, batch.num_tokens
+
+
+# ---- the check ------------------------------------------------------------------------------------------------------
+
+
+def check_batches(known: Known) -> Iterator[Checked]:
+    """Adds ``batches``: samples that cannot be read, ids that the model does not have, and how ranks differ."""
+    settings, start, geometry = known.need("settings"), known.need("start"), known.need("geometry")
+    found = make_first_batches(settings, start, known.need("model"), geometry, known.asked.num_batches)
+    for text, number in found.errors.most_common(_SHOWN):
+        yield problem(f"{number} micro-batch{'es' * (number != 1)}: {text}")
+    if len(found.errors) > _SHOWN:
+        yield problem(f"and {len(found.errors) - _SHOWN} other errors")
+    yield from _skipped_results(found, settings.train_dataloader.max_skipped_fraction)
+    if found.foreign_ids:
+        yield problem(
+            f"{len(found.foreign_ids)} micro-batches have token ids that the model's vocabulary does not have:"
+            f" {'; '.join(found.foreign_ids[:3])}",
+            remedy="use the tokenizer of the model",
+        )
+    if not found.made:
+        return
+    known.batches = found
+    seq_length = settings.train_dataloader.seq_length * geometry.batch_size
+    yield ok("\n".join(_rank_lines(found, seq_length)))
+    yield from _kind_results(found)
+
+
+def _skipped_results(found: FirstBatches, limit: float) -> Iterator[Checked]:
+    """Samples that padding replaces."""
+    if not found.skipped:
+        return
+    samples = sum(one.samples for one in found.made)
+    share = len(found.skipped) / max(samples, 1)
+    named = "; ".join(f"{one['sample']}: {one['why']}" for one in found.skipped[:_SHOWN])
+    more = f"; and {len(found.skipped) - _SHOWN} more" if len(found.skipped) > _SHOWN else ""
+    text = f"{len(found.skipped)} of {samples} samples cannot be read: {named}{more}"
+    if share > limit:
+        yield problem(text, allowed=f"a share of {limit:g} (train_dataloader.max_skipped_fraction)")
+    else:
+        yield warning(text)
+
+
+def _rank_lines(found: FirstBatches, seq_length: int) -> Iterator[str]:
+    """All ranks together, then each, or the two with the fewest and the most tokens."""
+    made, ranks = found.made, len(found.of_rank)
+    how = f"by {found.processes} processes" if found.processes else "in this process"
+    yield f"{len(made):,} micro-batches of {ranks} rank{'s' * (ranks != 1)}, {_numbers(made, seq_length)}"
+    yield f"made {how}: {found.seconds_each:.3g} s of one process for each"
+    by_rank = [[one for one in rank if one is not None] for rank in found.of_rank]
+    shown = sorted(range(ranks), key=lambda rank: sum(one.tokens for one in by_rank[rank]))
+    shown = sorted(shown) if ranks <= _SHOWN else [shown[0], shown[-1]]
+    yield from (f"rank {rank}: {_numbers(by_rank[rank], seq_length)}" for rank in shown if ranks > 1)
+
+
+def _numbers(made: Sequence[MadeBatch], seq_length: int) -> str:
+    samples, tokens, images = (sum(getattr(one, name) for one in made) for name in ("samples", "tokens", "images"))
+    terms = sorted({term for one in made for term in one.targets})
+    without = {"images": sum(not one.images for one in made)} if images else {}
+    without |= {f"targets of {term}": sum(not one.targets.get(term) for one in made) for term in terms}
+    lacks = "; ".join(f"{number} without {what}" for what, number in without.items() if number)
+    used = tokens / max(seq_length * len(made), 1)
+    return f"{samples:,} samples, {tokens:,} tokens ({used:.1%} of the length), {images:,} images" + (
+        f"; {lacks}" if lacks else ""
+    )
+
+
+def _kind_results(found: FirstBatches) -> Iterator[Checked]:
+    """How unevenly the ranks of an update are loaded."""
+    updates = [*found.updates()]
+    if len(found.of_rank) == 1 or not updates:
+        return
+    mixed = sum(len({rank[k].kind for rank in update}) > 1 for update in updates for k in range(len(update[0])))
+    costs = [[sum(one.flops or one.tokens for one in rank) for rank in update] for update in updates]
+    waits = sum(1 - sum(ranks) / (len(ranks) * max(ranks)) for ranks in costs if max(ranks)) / len(costs)
+    iterations = sum(len(update[0]) for update in updates)
+    text = (
+        f"in {mixed} of {iterations} iterations the ranks have different kinds of micro-batches; ranks that have less"
+        f" to compute wait for {waits:.1%} of the time"
+    )
+    yield (
+        warning(f"{text}: packing=dict(...), or larger micro-batches, make them more equal")
+        if waits > 0.25
+        else ok(text)
+    )
