@@ -28,8 +28,8 @@ from unigen_ds.core.settings import Component
 from unigen_ds.core.translate import translate
 from unigen_ds.core.versions import ALLOWED, installed, version_problems
 from unigen_ds.data.datasets import check_readable
+from unigen_ds.preflight.batch_checks import check_batches
 from unigen_ds.preflight.context import Known
-from unigen_ds.preflight.first_batches import check_batches
 from unigen_ds.preflight.given_paths import path_results, writable_results
 from unigen_ds.preflight.hardware import find_hardware
 from unigen_ds.preflight.job import launched_world_size, launcher_results, slurm_results
