@@ -119,7 +119,7 @@ class EngineTrace:
 def trace_engines(
     engines: Mapping[str, Settings], processor: Any, largest: Largest, geometry: Geometry, *, jobs: int
 ) -> dict[str, EngineTrace]:
-    """Each engine on rank 0, and on the ranks that need more than it. ``preload`` comes before, inside ``announced``."""
+    """Each engine on rank 0, and on the ranks that need more. ``preload`` comes before, inside ``announced``."""
     run = partial(_trace_ranks, engines, processor, largest, geometry, jobs=jobs)
     found = run([(name, 0) for name in engines])
     found |= run([(name, rank) for (name, _), (one, _) in found.items() if one is not None for rank in one.unlike])
