@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from shared.record import write_result
 
-from tests.engines import cases, mixture_cases, model_cases
+from tests.engines import cases, lora_cases, mixture_cases, model_cases
 from tests.engines.exactness import inexact, misdealt, sequences, windowed
 from tests.engines.formula import expected
 from tests.engines.groups import GROUPS, jobs_of
@@ -103,6 +103,21 @@ def check_killed(launched: Launched, name: str) -> Row:
     differing = unequal(straight.final, killed.final)
     figures = {"updates": len(pairs), "differing lines": lines, "differing tensors": len(differing)}
     return Row("", name, figures, len(pairs) == model_cases.KILLED_UPDATES and not lines and not differing)
+
+
+def check_lora(launched: Launched, name: str) -> Row:
+    """As ``tests/engines/test_lora.py``: a link of a chain, compared with one process that is never stopped."""
+    _, kind, part = name.split("/")
+    number = int(part.partition("-")[0])
+    run, straight = launched.outcome(name), launched.outcome(f"lora/{kind}/straight")
+    after, bound = lora_cases.LINK * number, BOUND if kind == "dora" else 0.05
+    found = metric_deviation(run, straight, after=after, updates=after + lora_cases.LINK)
+    figures: dict[str, float | int | str] = {"loss and norm": found}
+    if number:
+        saved = launched.outcome(lora_cases.link(kind, number - 1)).final
+        differing = unequal(saved, tensors(run.folder / "loaded.pth"))
+        figures["differing tensors of adapters"] = sum(".lora_" in key for key in differing)
+    return Row("", name, figures, found <= bound and not figures.get("differing tensors of adapters"))
 
 
 def check_chain(launched: Launched, name: str) -> Row:
@@ -259,6 +274,10 @@ TITLES: dict[str, tuple[str, Check]] = {
         " 2, compared with a run never stopped: bit-equal",
         check_killed,
     ),
+    "lora": (
+        "Adapters that go from engine to engine, compared with one process: DoRA in fp32, LoRA in bf16, QLoRA",
+        check_lora,
+    ),
     "chain": ("Three epochs with changes of engine and split, compared with one process", check_chain),
     "mixture": (
         "A packed, filtered, weighted mixture of three formats: SIGKILL in an update or in a save, changes of engine,"
@@ -303,7 +322,7 @@ REFERENCES = {
     "bf16": "equivalence", "one_process": "equivalence", "models_bf16": "models", "models_recompute": "models",
 }  # fmt: skip
 """Groups that are compared with runs of another group."""
-SKIPPED = ("/straight", "/plain", "chain/single", "mixture/single")
+SKIPPED = ("/straight", "/plain", "chain/single", "mixture/single", "lora/others", "lora/others-single")
 """Reference runs without a row of their own."""
 
 

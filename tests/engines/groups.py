@@ -29,7 +29,7 @@ GROUPS: dict[str, Callable[..., list[Job]]] = {
     "compiled": cases.compiled,
     "published": cases.published,
     "decoder": cases.decoder,
-    "lora": lambda full: [*lora_cases.lora(), *lora_cases.others()],
+    "lora": lambda full: [*lora_cases.lora(full=full), *lora_cases.others()],
     "memory": cases.memory,
     "one_process": lambda full: cases.one_process(),
     "layouts": lambda full: cases.layouts(),

@@ -13,6 +13,8 @@ CHAINS: dict[str, tuple[tuple[str, int], ...]] = {
     "qlora": (("zero3", 2), ("FULL_SHARD", 2)),
 }
 """Engines and processes of a run."""
+MORE: dict[str, tuple[tuple[str, int], ...]] = {kind: (("zero1", 2), ("zero2", 2)) for kind in ("bf16", "qlora")}
+"""Those that follow in the whole matrix."""
 LINK = 2
 """Updates of an engine."""
 _DECODER = r"self_attn\.(q|v)_proj|down_proj"
@@ -35,10 +37,11 @@ def _phase(kind: str, engine: tuple[str, int], last: int, **more: Any) -> Phase:
     return Phase(engine[1], given, last, data=_DATA[kind])
 
 
-def lora() -> list[Job]:
+def lora(*, full: bool) -> list[Job]:
     """The chains, each link in a folder of its own, and one process that is never stopped."""
     jobs = []
-    for kind, chain in CHAINS.items():
+    for kind, few in CHAINS.items():
+        chain = (*few, *MORE.get(kind, ())) if full else few
         jobs.append(Job(f"lora/{kind}/straight", [_phase(kind, ("single", 1), LINK * len(chain))]))
         for number, engine in enumerate(chain):
             before = link(kind, number - 1) if number else None
@@ -68,5 +71,5 @@ def others() -> list[Job]:
 
 def link(kind: str, number: int) -> str:
     """Name of the job of a chain's engine."""
-    engine, world = CHAINS[kind][number]
+    engine, world = (*CHAINS[kind], *MORE.get(kind, ()))[number]
     return f"lora/{kind}/{number}-{engine}@{world}"

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import gc
 from dataclasses import asdict
+from typing import Any
 
 import pytest
 import torch
 
+from tests.engines.pictures import write_talks
 from tests.engines.users import write_mixed
+from tests.families.tiny_transformers import write_language
 from tests.tiny import tiny_config
 from unigen_ds.planning.counted import CountedBytes
 from unigen_ds.planning.largest import largest_batches
 from unigen_ds.planning.traced import trace
 from unigen_ds.runner.build import build_data
 from unigen_ds.runner.parts import build_engine
-from unigen_ds.runner.settings import Settings
+from unigen_ds.runner.settings import Settings, load_config
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +53,31 @@ def test_every_phase_without_memory_is_what_it_is_with_memory(settings):
         4 * masters + frozen + low, rel=0.02
     )  # weights, two moments, average; copies
     assert planned["saved"] == pytest.approx(4 * masters + frozen, rel=0.02)
+
+
+def test_a_model_of_transformers_is_planned(tmp_path):
+    """That it packs inside of documents is taken for granted: values alone could show it. Given, bytes are exact."""
+    write_talks(tmp_path / "talks")
+    write_language(tmp_path / "qwen3", "qwen3")
+
+    def traced(packing: bool | None, *, fake: bool) -> dict[str, Any]:
+        changes = {
+            "model.pretrained": str(tmp_path / "qwen3"), "tokenizer.path": str(tmp_path / "qwen3"),
+            "train_dataloader.dataset.data_path": str(tmp_path / "talks" / "texts.jsonl"), "val_dataloader": None,
+            "train_dataloader.seq_length": 224, "train_dataloader.num_workers": 0, "backend": {"type": "single"},
+            "train_dataloader.dataset.index_workers": 0, "work_dir": str(tmp_path / "run"), "model.packing": packing,
+        }  # fmt: skip
+        settings = Settings.from_config(load_config("qwen_sft", changes)).with_seed(0)
+        backend, geometry = build_engine(settings)
+        data = build_data(settings, geometry=geometry, ruler=None)
+        batches = largest_batches(data, geometry).batches
+        return asdict(trace(settings, backend, data.processor, batches, geometry=geometry, fake=fake))
+
+    chosen, planned, counted = traced(None, fake=True), traced(True, fake=True), traced(True, fake=False)
+    assert planned == counted and planned["masters"] > 0
+    assert chosen["held"] == planned["held"] and chosen["peak"]["step"] < planned["peak"]["step"], (
+        "no mask of all pairs"
+    )
 
 
 def test_the_largest_micro_batch_is_the_longest_of_all_ranks(settings):

@@ -127,6 +127,10 @@ def test_exports_have_the_logits_of_the_trained_model(run: Path, base: Path, tmp
     assert export([str(run), str(tmp_path / "merged"), "--merge", "--base", str(base)]) == 0
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     torch.testing.assert_close(logits(merged), logits(trained), atol=1e-5, rtol=1e-5)
+    again = open_model(tmp_path / "merged", config=config(tmp_path / "again", base, lora=DORA))[0].eval()
+    assert torch.equal(logits(again), logits(open_model(tmp_path / "merged")[0].eval())), (
+        "lora of the config is not used"
+    )
     raw = open_model(run, raw=True)[0].eval()
     assert (logits(raw) - logits(trained)).abs().max() > 1e-3
 

@@ -113,6 +113,8 @@ class CountedBytes(TorchDispatchMode):
         if any(isinstance(value, FakeTensor) for value in inputs):
             if function is _READ:
                 return _any_value(inputs[0])
+            if function is torch.ops.aten.equal.default:  # a model of transformers keeps documents of a row apart
+                return True
             return function(*args, **kwargs)
         from_meta = any(value.is_meta for value in inputs) and str(kwargs.get("device") or "meta") != "meta"
         if from_meta or (not inputs and _makes_floats(args, kwargs)):

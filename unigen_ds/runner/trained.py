@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from unigen_ds.checkpoint.base_files import Folders, find_base
-from unigen_ds.checkpoint.convert import read_source
+from unigen_ds.checkpoint.convert import Source, read_source
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.checkpoint.saver import TOKENIZER
 from unigen_ds.checkpoint.weight_files import locate
@@ -73,7 +73,7 @@ def open_model(
         import_stored(given, source.directory, allow=allow_custom_imports)
         config = self_contained(given, source.directory)
     else:
-        given = config
+        given = config = _of_weights(config, source)
         import_custom(config)
     if source.base is not None:
         config = on_base(config, find_base(source.base, given=base, checkpoint=source.directory), given=given)
@@ -101,6 +101,15 @@ def open_inferencer(
     model, processor = open_model(path, **source)
     model = model.to(device=device, dtype=dtype).eval().requires_grad_(False)
     return family_of_model(type(model)).inferencer(model, processor)
+
+
+def _of_weights(config: Mapping[str, Any], source: Source) -> Mapping[str, Any]:
+    """The config of a training of adapters, for what ``tools/export.py --merge`` wrote of it."""
+    names = (name for kind in source.reader.kinds() for name in source.reader.names(kind))
+    if not config.get("lora") or any(".lora_" in name for name in names):
+        return config
+    logger().info("%s has no adapters, so lora of the config is not used.", source.directory)
+    return {**config, "lora": None}
 
 
 def self_contained(config: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]:
