@@ -124,6 +124,8 @@ def test_exports_have_the_logits_of_the_trained_model(run: Path, base: Path, tmp
     assert {path.name for path in (tmp_path / "adapters").iterdir()} >= {"adapter_config.json", "tokenizer.json"}
     theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapters").eval()
     torch.testing.assert_close(logits(theirs), logits(trained), atol=1e-5, rtol=1e-5)
+    with pytest.raises(CheckpointError, match=r"holds adapters in peft's form.*export\.py CKPT OUT --merge"):
+        open_model(tmp_path / "adapters")
     assert export([str(run), str(tmp_path / "merged"), "--merge", "--base", str(base)]) == 0
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     torch.testing.assert_close(logits(merged), logits(trained), atol=1e-5, rtol=1e-5)

@@ -116,6 +116,11 @@ def read_foreign(path: Path, *, tag: str | None = None, assume: Mapping[str, int
     if (found := _published(folder)) and (weights := found.weights(folder)):
         return _bare(folder, "published", StoredReader(weights), dict(assume or {}), writer=found.name)
     files = weight_files(folder)
+    if (folder / "adapter_config.json").is_file() and all(file.name.startswith("adapter_model.") for file in files):
+        raise CheckpointError(
+            f"{folder} holds adapters in peft's form, without their base",
+            remedy="the checkpoint that they are of; or the whole model: tools/export.py CKPT OUT --merge",
+        )
     if files and files[0].suffix == ".safetensors":
         reader = SafetensorsReader(files[0].parent, files=[file.name for file in files])
         return _bare(folder, "safetensors", reader, dict(assume or {}))
