@@ -205,7 +205,7 @@ def killed(*, full: bool) -> list[Job]:
     """A language model of transformers, and adapters on it: never stopped; and killed with SIGKILL between two
     micro-batches or between two files of a save, and resumed at the same topology.
     """
-    runs = {("qwen3", "zero3"): False, ("adapters", "FULL_SHARD"): True}
+    runs = {("qwen3", "zero2"): False, ("adapters", "FULL_SHARD"): True}
     if full:
         saving = {"qwen3": (False, True), "adapters": (True, False)}
         runs = {(kind, engine): saving[kind][i % 2] for kind in saving for i, engine in enumerate(ENGINES)}

@@ -312,7 +312,9 @@ def test_the_recipes_train(data: Path, tmp_path: Path, name: str, kind: str) -> 
         "train_dataloader.seq_length": 64,
         "default_hooks.logger.interval": 1,
     }
-    Runner.from_cfg(load_config(name, changes), max_updates=2).train()
+    made = load_config(name, changes)
+    assert made["model"]["activation_checkpointing"], "7 B parameters, or sequences of 4,096 tokens"
+    Runner.from_cfg(made, max_updates=2).train()
     assert [*losses(tmp_path / "run")] == [1, 2]
 
 

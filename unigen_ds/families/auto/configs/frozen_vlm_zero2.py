@@ -12,7 +12,12 @@ batch_size, accumulative_counts, max_epochs, warmup_ratio = 64, 2, 8, 0.03
 save_steps, save_total_limit = 100, 1
 _pretrained = "llava-hf/llava-1.5-7b-hf"
 
-model = dict(type="ImageTextToText", pretrained=_pretrained, freeze=["vision_tower", "language_model", "lm_head"])
+model = dict(
+    type="ImageTextToText",
+    pretrained=_pretrained,
+    freeze=["vision_tower", "language_model", "lm_head"],
+    activation_checkpointing=True,  # the projector's gradient comes through all frozen layers
+)
 tokenizer = dict(type="ModelTokenizer", path=_pretrained)
 train_dataloader = dict(
     batch_size=batch_size,

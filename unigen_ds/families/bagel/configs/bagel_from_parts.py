@@ -2,7 +2,8 @@
 
 The expert that draws begins as a copy of the one that reads (``copy_init_moe``); connectors and the head of the
 velocity begin at their initial values, so the first stage needs more updates and a higher rate than a fine-tune. With
-Qwen2.5-0.5B it trains on one device of 24 GB. Images up to 512 x 512: 1,024 latent patches.
+Qwen2.5-0.5B weights, gradients, moments and average are 28 GB: one device of 40 GB, or 2 of 24 GB. Images up to 512 x
+512: 1,024 latent patches.
 
     torchrun --nproc-per-node 8 tools/train.py bagel_from_parts --cfg-options train_dataloader.dataset.data_path=my.json
 """
