@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
@@ -71,6 +73,12 @@ def inspected(plain: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixtu
     return run
 
 
+def binary_texts(path: Path) -> str:
+    """As programs write it that know no kind of text."""
+    pq.write_table(pa.table({"text": [b"one", b"two"]}), path)
+    return str(path)
+
+
 BROKEN: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
     "delimiter": (lambda f: written(f / "a.csv", "a;;b\n1;;2\n"), {"format": {"type": "csv", "delimiter": ";;"}},
                   "format.delimiter is ';;'. Allowed: one character"),
@@ -107,6 +115,8 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
                                   "in has no file of a known format. Allowed: files of one format for a streamed data"
                                   " set; an image folder is read without streaming"),
     "parquet": (lambda f: written(f / "a.parquet", b"PAR1 broken"), {}, "Remedy: copy or write the file again"),
+    "binary texts": (lambda f: binary_texts(f / "a.parquet"), {},
+                     "a.parquet row 1: text has bytes. Allowed: a text. Remedy: store the column as texts (UTF-8)"),
 }  # fmt: skip
 
 

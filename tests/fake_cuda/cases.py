@@ -1,4 +1,4 @@
-"""What is run on the pretended device: three models, under up to five engines or ways to start."""
+"""What runs on the pretended device: three models, under up to five engines or ways to start; two of transformers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from tests.engines import pictures, texts
 from tests.engines.model_cases import FLUX, VLM
+from tests.families import tiny_transformers
 from tests.golden_files import GOLDEN
 from tests.tiny import tiny_config
 
@@ -18,6 +19,10 @@ RESUMED_AT = 1
 TIMEOUT_S = 77.0
 WORLD, MANY = 8, 1024
 MODELS = ("unified", "vlm", "decoder_lm")
+FILES = {
+    "unified": "drawings/mixed.jsonl", "vlm": "talks/mixed.jsonl", "decoder_lm": "documents.jsonl",
+    "qwen3": "talks/texts.jsonl", "llava": "talks/mixed.jsonl",
+}  # fmt: skip
 KINDS = ("single", "full_shard", "offload", "offload_published", "resume")
 STRATEGIES = ("no_shard", "once", "hybrid")
 """Further kinds, of one model: they count collectives."""
@@ -52,6 +57,9 @@ _SEEN = {("unified", "offload"), ("vlm", "offload")}
 """What they would show of offloading, ``offload_published`` does with the same model."""
 CASES = [Case(model, kind) for model in MODELS for kind in KINDS if (model, kind) not in _SEEN]
 CASES += [Case("decoder_lm", kind) for kind in STRATEGIES]
+TRANSFORMERS = ("qwen3", "llava")
+"""Models of transformers: rows of several documents, and images."""
+CASES += [Case("qwen3", "full_shard"), Case("llava", "single")]
 
 
 def write_data(folder: Path) -> None:
@@ -60,6 +68,7 @@ def write_data(folder: Path) -> None:
     pictures.write_talks(folder / "talks")
     texts.write_documents(folder / "documents.jsonl")
     texts.write_decoder(folder / "decoder")
+    tiny_transformers.write(folder / "models", ["qwen3", "llava"])
 
 
 def _backend(case: Case) -> dict[str, Any]:
@@ -76,6 +85,14 @@ def _backend(case: Case) -> dict[str, Any]:
 def _model(case: Case, data: Path) -> dict[str, Any]:
     """Overrides of ``tests/tiny.py`` that choose the model and its data."""
     published = case.kind == "offload_published"
+    if case.model in TRANSFORMERS:
+        folder = str(data / "models" / case.model)
+        type_ = "ImageTextToText" if case.model in tiny_transformers.IMAGE else "CausalLM"
+        return {
+            "model": {"type": type_, "pretrained": folder}, "tokenizer": {"type": "ModelTokenizer", "path": folder},
+            "processor": None, "train_dataloader__seq_length": 2 * pictures.LONGEST,
+            "train_dataloader__overflow": "truncate",
+        }  # fmt: skip
     if case.model == "unified":
         if not published:
             return {**FLUX, "model__llm__dropout": 0.1, "model__llm__num_hidden_layers": 1}
@@ -97,7 +114,7 @@ def _model(case: Case, data: Path) -> dict[str, Any]:
 def config(case: Case, work_dir: Path, data: Path, *, on_cpu: bool = False, **overrides: Any) -> Any:
     """The config of a case; ``on_cpu``: of the ordinary run whose checkpoint it resumes from."""
     world = 1 if on_cpu else case.world
-    file = {"unified": "drawings/mixed.jsonl", "vlm": "talks/mixed.jsonl", "decoder_lm": "documents.jsonl"}[case.model]
+    file = FILES[case.model]
     source = {"type": "UnifiedGenerationDataset", "data_path": str(data / file)}
     arguments = {"type": "AdamW", "lr": 1e-3}
     if case.kind == "resume":

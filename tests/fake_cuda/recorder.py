@@ -54,6 +54,10 @@ class Recorder(TorchDispatchMode):
             return self._pin(name, args[0])
         if name == "_local_scalar_dense" and isinstance(args[0], FakeTensor):
             return self._read(args[0])
+        if name == "equal" and any(isinstance(x, FakeTensor) for x in tensors):
+            self._look(func, name, args, kwargs, tensors)
+            self.note("value read")
+            return True
         device = kwargs.get("device")
         on_device = device is not None and torch.device(device).type == "cuda"
         if not on_device and not any(isinstance(x, FakeTensor) for x in tensors):

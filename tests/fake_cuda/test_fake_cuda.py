@@ -45,6 +45,15 @@ SAVE = {
 epoch so far, and the gradient norms since the last log line."""
 
 
+PACKING = {
+    ("value read", "families/auto/model.py:_cannot_pack"),
+    ("copy cpu -> cuda from pageable memory", "core/batch.py:<lambda>"),
+}  # fmt: skip
+"""Once in a run, of a model of transformers: whether documents can share a row."""
+IMAGE_TOKENS = ("value read", "families/auto/model.py:_called (import_utils.py:torch_compilable_check)")
+"""LLaVA's own code compares the number of image tokens with that of images, in every forward pass."""
+
+
 @pytest.fixture(scope="module")
 def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reports:
     """Runs the cases that the chosen tests of this file name."""
@@ -97,14 +106,19 @@ def test_the_host_waits_once_an_update(reports: Reports, name: str) -> None:
             found = waits(report, f"update {update}, {phase}")
             if case.model == "decoder_lm" and (update, phase) == (1, "micro-batch 0"):
                 assert found.pop(("copy cpu -> cuda", "families/decoder_lm/model.py:_rotary_on")) == 2  # once in a run
+            if case.model in cases.TRANSFORMERS and (update, phase) == (1, "micro-batch 0"):
+                found = {wait: number for wait, number in found.items() if wait not in PACKING}
+            if case.model == "llava":
+                found.pop(IMAGE_TOKENS, None)
             assert found == expected.get(phase, {}), (update, phase)
     of_epoch = LOG | EPOCH if case.kind == "hybrid" else set()  # its updates have more sequences than an epoch
-    of_first = FIRST if case.kind == "offload_published" else set()
+    of_first = FIRST if case.kind == "offload_published" or case.model in cases.TRANSFORMERS else set()
     assert of_first <= set(waits(report, f"update {first}, hooks")) <= LOG | of_epoch | of_first
-    assert set(waits(report, f"update {cases.UPDATES}, hooks")) <= LOG | SAVE
+    replayed = {IMAGE_TOKENS} if case.model == "llava" else set()
+    assert set(waits(report, f"update {cases.UPDATES}, hooks")) <= LOG | SAVE | replayed
     if first == 1:
         assert set(waits(report, "update 2, hooks")) <= of_epoch
-    assert report["updates"] == cases.UPDATES and report["attention_calls"] > 0
+    assert report["updates"] == cases.UPDATES and (case.model in cases.TRANSFORMERS or report["attention_calls"] > 0)
 
 
 @pytest.mark.parametrize("name", FULL)
@@ -133,7 +147,8 @@ def test_device_and_dtype_of_everything(reports: Reports, name: str) -> None:
     trained = set(tensors["trainable"])
     assert set(tensors["masters"]) == set(tensors["ema"]) <= trained and trained == set(tensors["steps"])
     assert {key.partition("|")[2] for key in tensors["moments"]} == trained
-    assert kinds["buffers"] | kinds["other"] <= {"cuda float32"}
+    numbers = {"cuda int64"} if case.model == "llava" else set()  # the positions of its vision tower
+    assert kinds["buffers"] | kinds["other"] <= {"cuda float32"} | numbers
     if case.model == "unified":
         assert any(key.startswith("vae.") for key in tensors["buffers"])
     if case.model == "decoder_lm":

@@ -11,7 +11,7 @@ S splits, C text targets, M image targets.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -70,23 +70,29 @@ class Batch:
         """
         return {}
 
+    def parts(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """All tensors, by name, that are moved to the model's device; and everything else, for ``of``."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        return tensors, {name: value for name, value in values.items() if name not in tensors}
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor], others: Mapping[str, Any]) -> Self:
+        """The batch of what ``parts`` has returned, or of copies of it."""
+        return cls(**tensors, **others)
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """A copy with every tensor changed."""
+        tensors, others = self.parts()
+        return self.of({name: change(tensor) for name, tensor in tensors.items()}, others)
+
     def to(self, device: torch.device | str, *, non_blocking: bool = True) -> Self:
         """A copy with every tensor on ``device``."""
-        moved: dict[str, Any] = {
-            f.name: value.to(device, non_blocking=non_blocking)
-            for f in dataclasses.fields(self)
-            if isinstance(value := getattr(self, f.name), Tensor)
-        }
-        return dataclasses.replace(self, **moved)
+        return self.changed(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Self:
         """Called by the loader's pinning thread on CUDA machines."""
-        pinned: dict[str, Any] = {
-            f.name: value.pin_memory()
-            for f in dataclasses.fields(self)
-            if isinstance(value := getattr(self, f.name), Tensor)
-        }
-        return dataclasses.replace(self, **pinned)
+        return self.changed(Tensor.pin_memory)
 
 
 @dataclass(frozen=True)

@@ -53,16 +53,14 @@ class Packet:
     block: Tensor | NDArray[np.uint8] | SharedBlock
     """An array where it is pickled by value."""
     parts: dict[str, _Part]
-    """Of each field that is a tensor; bytes of pixels are the last ones."""
+    """Of each tensor; bytes of pixels are the last ones."""
     others: dict[str, Any]
     kind: type[Batch]
 
     @classmethod
     def packed(cls, batch: Batch, blocks: SharedBlocks | None = None) -> Packet:
         """``blocks``: of the worker that sends it."""
-        values = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
-        others = {name: value for name, value in values.items() if not isinstance(value, Tensor)}
-        tensors = {name: value for name, value in values.items() if name not in others}
+        tensors, others = batch.parts()
         tensors |= {name: tensors.pop(name) for name in batch.pixels}
         parts, size = _laid_out({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
         packet = cls(_bytes(size) if blocks is None else blocks.next(size), parts, others, type(batch))
@@ -72,7 +70,7 @@ class Packet:
 
     def unpacked(self) -> Batch:
         """The batch as it was packed; its tensors are views of the block."""
-        return self.kind(**self._tensors(), **self.others)
+        return self.kind.of(self._tensors(), self.others)
 
     def received(self, memory: Memory) -> Batch:
         """The batch in ``memory``, the bytes of its pixels as floats. Its worker may then use the block again."""
@@ -86,7 +84,7 @@ class Packet:
         for name in pixels:
             put_normalised(tensors[name], self.parts[name].view(given))
         self._check()
-        return self.kind(**tensors, **self.others)
+        return self.kind.of(tensors, self.others)
 
     def pin_memory(self) -> Packet:
         """Called by the loader's pinning thread."""

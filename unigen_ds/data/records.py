@@ -558,6 +558,12 @@ def _role(value: Any, field: str, where: object) -> Role:
 
 def _text(record: Mapping[str, Any], key: str, field: str, where: object) -> str:
     value = record.get(key)
+    if isinstance(value, StoredImage):  # which is a ``str``, of its name
+        raise DataError(
+            f"{where}: {field} has bytes",
+            allowed="a text",
+            remedy="store the column as texts (UTF-8), not as binary values",
+        )
     if not isinstance(value, str):
         raise _wrong(where, field, value, "a text")
     if value.isascii():

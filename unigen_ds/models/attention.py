@@ -152,21 +152,22 @@ BucketOf = Callable[[Tensor, Tensor], Bucket]
 def plan_sdpa(lengths: Sequence[int], device: torch.device, row_of: Tensor | None, bucket_of: BucketOf) -> SDPAPlan:
     """Documents of these lengths in buckets. ``row_of``: as of ``plan_attention``."""
     starts = [0, *accumulate(lengths)]
-    buckets, slots, num_slots = [], torch.empty(starts[-1], dtype=torch.int64, device=device), 0
+    # on the CPU, where the lengths are: a device would be waited for
+    buckets, slots, num_slots = [], torch.empty(starts[-1], dtype=torch.int64), 0
     for members in _group(lengths):
         longest = lengths[members[0]]
-        start = torch.tensor([starts[m] for m in members], device=device)[:, None]
-        size = torch.tensor([lengths[m] for m in members], device=device)[:, None]
-        offset = torch.arange(longest, device=device)[None]
+        start = torch.tensor([starts[m] for m in members])[:, None]
+        size = torch.tensor([lengths[m] for m in members])[:, None]
+        offset = torch.arange(longest)[None]
         valid = offset < size  # [B, N]
         tokens = torch.where(valid, start + offset, start)
-        buckets.append(bucket_of(tokens, valid))
+        buckets.append(bucket_of(to_device(tokens, device), to_device(valid, device)))
         slots[tokens[valid]] = num_slots + valid.flatten().nonzero().squeeze(1)
         num_slots += valid.numel()
     if row_of is not None:
-        slots = torch.empty_like(slots).index_copy(0, row_of, slots)
+        slots = torch.empty_like(slots).index_copy(0, row_of.cpu(), slots)
     in_order = num_slots == len(slots) and bool((slots[1:] > slots[:-1]).all())
-    return SDPAPlan(tuple(buckets), None if in_order else slots)
+    return SDPAPlan(tuple(buckets), None if in_order else to_device(slots, device))
 
 
 def _group(lengths: Sequence[int]) -> list[list[int]]:

@@ -239,8 +239,7 @@ def _evaluate(backend: Backend, batches: Sequence[Batch], *, swap: bool) -> None
 
 def copied(batch: Batch) -> Batch:
     """With new tensors, which are counted, and whose memory no loader uses again."""
-    fields = {name: value.clone() for name, value in vars(batch).items() if isinstance(value, Tensor)}
-    return type(batch)(**{**vars(batch), **fields})
+    return batch.changed(Tensor.clone)
 
 
 def _moment_kinds(cfg: OptimizerConfig) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ Shape suffixes: T tokens of the micro-batch.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,9 @@ from unigen_ds.data.transforms import ImageContent, UnreadableImage
 
 Inputs = Mapping[str, Tensor]
 """What an image processor makes of images, by the names of the model's arguments."""
+
+
+_IMAGES = "image_inputs."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,15 +50,16 @@ class ModelBatch(PackedBatch):
     def num_images(self) -> int:
         return self.num_pictures
 
-    def to(self, device: torch.device | str, *, non_blocking: bool = True) -> Self:
-        moved = super().to(device, non_blocking=non_blocking)
-        return moved._with_images(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+    def parts(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tensors, others = super().parts()
+        images = others.pop("image_inputs")
+        return tensors | {f"{_IMAGES}{name}": tensor for name, tensor in images.items()}, others
 
-    def pin_memory(self) -> Self:
-        return super().pin_memory()._with_images(Tensor.pin_memory)
-
-    def _with_images(self, change: Callable[[Tensor], Tensor]) -> Self:
-        return dataclasses.replace(self, image_inputs={name: change(t) for name, t in self.image_inputs.items()})
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor], others: Mapping[str, Any]) -> Self:
+        images = {name.removeprefix(_IMAGES): t for name, t in tensors.items() if name.startswith(_IMAGES)}
+        fields = {name: t for name, t in tensors.items() if not name.startswith(_IMAGES)}
+        return super().of(fields, {**others, "image_inputs": images})
 
 
 @dataclass(frozen=True)
