@@ -79,7 +79,8 @@ class Batch:
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], others: Mapping[str, Any]) -> Self:
         """The batch of what ``parts`` has returned, or of copies of it."""
-        return cls(**tensors, **others)
+        fields: dict[str, Any] = {**tensors, **others}
+        return cls(**fields)
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> Self:
         """A copy with every tensor changed."""
