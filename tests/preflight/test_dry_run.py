@@ -263,7 +263,7 @@ def batches(*kinds):
 
 
 def test_calls_are_compared_in_every_iteration():
-    whole, texts = Kind((), ("text",)), Kind(("images",), ("text",))
+    whole, texts = Kind(("video",), ("text",)), Kind(("video", "images"), ("text",))
     gather, reduce = Call("all_gather(8 float32)", "vision"), Call("reduce_scatter(8 float32)", "")
     same = Traces({whole: [[gather, reduce]], texts: [[gather, reduce], [gather, reduce]]})
     assert [one.status for one in compare(batches(whole, texts), same)] == ["ok"]
@@ -274,8 +274,8 @@ def test_calls_are_compared_in_every_iteration():
     (found,) = compare(batches(texts, texts), other)
     assert found.status == "warning" and "no two ranks have both" in found.text
     uneven = Traces({texts: [[gather], [gather, gather]]})
-    assert next(compare(batches(texts), uneven)).text.startswith("micro-batches of one kind (without images)")
-    (found,) = compare(batches(whole, Kind((), ("text", "image"))), same)
+    assert next(compare(batches(texts), uneven)).text.startswith("micro-batches of one kind (with all parts)")
+    (found,) = compare(batches(whole, Kind(("video",), ("text", "image"))), same)
     assert found.status == "problem" and "target_counts()" in found.text
 
 
@@ -327,3 +327,13 @@ def test_how_many_checkpoints_a_run_keeps():
     assert num_kept(CheckpointHook(1), saves=4, have=0) == 4
     assert num_kept(CheckpointHook(1, max_keep_ckpts=2), saves=4, have=0) == 3
     assert num_kept(CheckpointHook(1, max_keep_ckpts=2), saves=4, have=2) == 1
+
+
+def test_a_problem_that_two_checks_find_is_listed_once(config, capsys):
+    tokenizer = {"type": "PretrainedTokenizer", "path": "no_such_tokenizer"}
+    path = config()
+    changes = [f"tokenizer={tokenizer}", "train_dataloader.num_workers=0"]
+    assert main([path, "--dry-run", "--json", "--cfg-options", *changes]) == 1
+    found = results(capsys)
+    wrong = [(check, text) for check, each in found.items() for status, text in each if status == "problem"]
+    assert [check for check, _ in wrong] == ["paths"] and "no_such_tokenizer" in wrong[0][1], wrong

@@ -63,7 +63,7 @@ def _rank_lines(found: FirstBatches, seq_length: int) -> Iterator[str]:
 
 def _numbers(made: Sequence[MadeBatch], seq_length: int) -> str:
     samples, tokens, images = (sum(getattr(one, name) for one in made) for name in ("samples", "tokens", "images"))
-    terms = sorted({term for one in made for term in one.targets})
+    terms = sorted({term for one in made for term, number in one.targets.items() if number})
     without = {"images": sum(not one.images for one in made)} if images else {}
     without |= {f"targets of {term}": sum(not one.targets.get(term) for one in made) for term in terms}
     lacks = "; ".join(f"{number} without {what}" for what, number in without.items() if number)

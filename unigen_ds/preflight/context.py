@@ -63,6 +63,8 @@ class Known:
     traced: Traced | None = None
     paths: Sequence[str] = ()
     """Those that are reported to be missing."""
+    problems: set[str] = field(default_factory=set)
+    """Texts of those that are listed."""
 
     def need(self, name: str) -> Any:
         """The value ``name``. Raises ``Unknown`` where no check could build it."""

@@ -49,11 +49,16 @@ def dry_run(asked: Asked) -> list[Checked] | None:
 def _results(known: Known, names: Iterable[str]) -> Iterator[Checked]:
     for name in names:
         for result in _of_check(known, name):
-            repeats = (
-                result.status == "problem" and name != "paths" and any(path in result.text for path in known.paths)
-            )
-            if not repeats:
+            if not (result.status == "problem" and _is_listed(known, name, result.text)):
                 yield replace(result, check=name)
+
+
+def _is_listed(known: Known, name: str, text: str) -> bool:
+    """Whether an earlier check has the same problem: a check adds what it has found."""
+    named = name != "paths" and any(path in text for path in known.paths)
+    repeated = text in known.problems
+    known.problems.add(text)
+    return named or repeated
 
 
 def _of_check(known: Known, name: str) -> Iterator[Checked]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -46,13 +46,16 @@ class Kind:
         empty += [f"targets of {term}" for term, number in targets.items() if not number]
         return cls(tuple(empty), tuple(sorted(targets)))
 
-    @property
-    def text(self) -> str:
-        """As a person reads it: the first of what is empty names it."""
-        if not self.empty:
-            return "with all parts"
-        more = f" and {len(self.empty) - 1} more" if len(self.empty) > 1 else ""
-        return f"without {self.empty[0]}{more}"
+
+def titles(kinds: Collection[Kind]) -> dict[Kind, str]:
+    """Each as a person reads it: by the first of what is empty, but not in all of them."""
+    common = set.intersection(*(set(kind.empty) for kind in kinds))
+    found = {}
+    for kind in kinds:
+        empty = [name for name in kind.empty if name not in common]
+        more = f" and {len(empty) - 1} more" if len(empty) > 1 else ""
+        found[kind] = f"without {empty[0]}{more}" if empty else "with all parts"
+    return found
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from unigen_ds.planning.counted import PLAIN, CountedBytes
 from unigen_ds.planning.planned import in_processes, preload
 from unigen_ds.planning.traced import copied, fake_group, one_update, prepare, without_compile
 from unigen_ds.preflight.context import Known
-from unigen_ds.preflight.first_batches import FirstBatches, Kind
+from unigen_ds.preflight.first_batches import FirstBatches, Kind, titles
 from unigen_ds.preflight.result import Checked, ok, problem, untraced, warning
 from unigen_ds.runner.build import build_optimizer_config
 from unigen_ds.runner.parts import build_engine
@@ -143,7 +143,7 @@ def differing(one: Sequence[Call], other: Sequence[Call]) -> str | None:
 
 def compare(batches: FirstBatches, traces: Traces) -> Iterator[Checked]:
     """The first micro-batch in which two ranks differ is a problem; so is a kind whose batches differ."""
-    step = batches.geometry.accumulative_counts
+    step, title = batches.geometry.accumulative_counts, titles(traces.of_kind)
     for i in range(len(batches.of_rank[0])):
         kinds = {rank: made[i].kind for rank, made in enumerate(batches.of_rank) if made[i] is not None}  # type: ignore[union-attr]
         first = next(iter(kinds), None)
@@ -159,15 +159,15 @@ def compare(batches: FirstBatches, traces: Traces) -> Iterator[Checked]:
                 return
             if difference := traces.first_difference(kinds[first], kind):
                 yield problem(
-                    f"update {i // step + 1}, micro-batch {i % step + 1}: rank {first} ({kinds[first].text}) and rank"
-                    f" {rank} ({kind.text}) call different collectives, so both would wait for ever: {difference}",
+                    f"update {i // step + 1}, micro-batch {i % step + 1}: rank {first} ({title[kinds[first]]}) and rank"
+                    f" {rank} ({title[kind]}) call different collectives, so both would wait for ever: {difference}",
                     remedy=REMEDY,
                 )
                 return
     for kind, calls in traces.of_kind.items():
         if difference := differing(calls[0], calls[-1]):
             yield problem(
-                f"micro-batches of one kind ({kind.text}) call different collectives where one has more images or"
+                f"micro-batches of one kind ({title[kind]}) call different collectives where one has more images or"
                 f" tokens: {difference}",
                 remedy="call collectives, and modules whose weights are sharded, as often in every micro-batch",
             )
@@ -176,12 +176,12 @@ def compare(batches: FirstBatches, traces: Traces) -> Iterator[Checked]:
     for kind in others:
         if difference := traces.first_difference(one, kind):
             yield warning(
-                f"micro-batches {one.text} and {kind.text} call different collectives; no two ranks have both in the"
-                f" same iteration yet: {difference}. Remedy: {REMEDY}."
+                f"micro-batches {title[one]} and {title[kind]} call different collectives; no two ranks have both in"
+                f" the same iteration yet: {difference}. Remedy: {REMEDY}."
             )
             return
     number = len(next(iter(traces.of_kind.values()))[0])
-    names = "; ".join(kind.text for kind in traces.of_kind)
+    names = "; ".join(title.values())
     yield ok(f"the same {number} calls in every update of all ranks, for micro-batches {names}")
 
 
