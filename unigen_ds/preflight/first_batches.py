@@ -43,6 +43,7 @@ class Kind:
                  if isinstance(value, (Tensor, tuple))}  # fmt: skip
         targets = batch.target_counts()
         empty = [name for name, size in sizes.items() if not size]
+        empty += ["images"] * (not batch.num_images)  # a family may have them in a mapping
         empty += [f"targets of {term}" for term, number in targets.items() if not number]
         return cls(tuple(empty), tuple(sorted(targets)))
 
