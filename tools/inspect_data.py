@@ -68,6 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     if problem := _misused(arguments):
         print(f"error: {problem}", file=sys.stderr)
         return 2
+    from unigen_ds.core.log import unwritten
     from unigen_ds.data.statistics import describe  # after parsing: --help does not wait for torch
     from unigen_ds.evaluation.report.document import check_writable
     from unigen_ds.runner.settings import load_config
@@ -81,6 +82,8 @@ def main(argv: list[str] | None = None) -> int:
             check_writable(arguments.html)
         settings, data = build_inspected(config, world_size=arguments.world_size, manifest=manifest)
         stream = data.stream
+        for text in unwritten():
+            print(f"note: {text}", file=sys.stderr)
         if arguments.html:
             report = write_html(settings, data, arguments.html, _range_of(arguments, stream), arguments.config)
         elif arguments.ledger:

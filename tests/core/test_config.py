@@ -122,6 +122,43 @@ def test_overrides_that_cannot_work_are_errors(config_file: Path, override: str,
 
 
 @pytest.mark.parametrize(
+    ("overrides", "section"),
+    [
+        (["train_cfg=dict(_delete_=True, max_updates=3)"], {"max_updates": 3}),
+        (["train_cfg._delete_=True", "train_cfg.max_updates=3"], {"max_updates": 3}),
+        (["train_cfg.max_updates=3", "train_cfg._delete_=true"], {"max_updates": 3}),
+        (["train_cfg={'max_updates': 3, '_delete_': True}", "train_cfg.max_tokens=5"],
+         {"max_updates": 3, "max_tokens": 5}),
+    ],
+)  # fmt: skip
+def test_delete_replaces_a_section(overrides: list[str], section: dict[str, int]) -> None:
+    """As in a config file: nothing of what the config has is left."""
+    assert load_config("unified_digits", overrides).train_cfg == section
+
+
+def test_delete_of_a_component_and_in_a_list() -> None:
+    given = ["backend._delete_=True", "backend.type=fsdp", "model.vit._delete_=True", "model.vit.hidden_size=8",
+             "custom_hooks=[dict(_delete_=True, type='EMAHook')]"]  # fmt: skip
+    config = load_config("unified_digits", given)
+    assert config.backend == {"type": "fsdp"} and config.model.vit == {"hidden_size": 8}
+    assert config.custom_hooks == [{"type": "EMAHook"}]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["_delete_=True"], "_delete_=True for the whole config.*Remedy: another CONFIG"),
+        (["train_cfg._delete_=False"], r"train_cfg\._delete_=False.*Allowed: SECTION\._delete_=True"),
+        (["custom_hooks._delete_=True", "custom_hooks.0.type=EMAHook"], "a list as one value"),
+        (["model._delete_=True", "model.llm=2", "model.llm.width=2"], "a list as one value"),
+    ],
+)
+def test_delete_that_cannot_work_is_an_error(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config("unified_digits", overrides)
+
+
+@pytest.mark.parametrize(
     ("text", "value"), [("a=none", None), ("a=False", False), ("a=[1, 2]", [1, 2]), ("a=zero2", "zero2"), ("a=", "")]
 )
 def test_parse_override(text: str, value: Any) -> None:

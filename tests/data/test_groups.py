@@ -104,6 +104,15 @@ def test_groups_and_sources_that_do_not_fit_each_other() -> None:
             DataGroup.model_validate({"weight": weight})
 
 
+@pytest.mark.parametrize("group", [None, "g"])
+@pytest.mark.parametrize("weight", [0, -1.0, float("inf"), float("nan")])
+def test_a_weight_with_which_nothing_is_drawn_names_its_source(weight: float, group: str | None) -> None:
+    sources = [Lengths(name, [1], weight=value, group=group) for name, value in (("first", 1), ("second", weight))]
+    groups = {} if group is None else {"g": DataGroup(weight=1.0)}
+    with pytest.raises(ConfigError, match=rf"the data set second has weight={weight}\. .*remove second from the list"):
+        blend(sources, [1, 1], groups)
+
+
 @pytest.mark.parametrize("mandatory", [("images",), ("images", "texts"), ()])
 def test_every_sequence_has_a_sample_of_each_mandatory_group(mandatory: tuple[str, ...]) -> None:
     groups = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import logging
 import os
 import shutil
 import sys
@@ -30,6 +31,7 @@ from unigen_ds.data.transforms import image_header
 from unigen_ds.families.bagel.published import read_pretrained
 from unigen_ds.families.nanovlm.processor import VLMProcessor
 from unigen_ds.runner import Runner
+from unigen_ds.runner.family_settings import family_problems
 
 
 def jsonl(path: Path, *records: Any) -> str:
@@ -280,3 +282,38 @@ def test_a_base_that_is_not_there(tmp_path: Path) -> None:
         read_base(str(tmp_path))
     with pytest.raises(ConfigError, match=r"has a config.json and no ema.safetensors.* pretrained=dict\(llm='"):
         read_pretrained(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"format": "jsn"}, "format is 'jsn'"),
+        ({"format": {"type": "csv", "delimiter": "ab"}}, "format.delimiter is 'ab'"),
+        ({"streaming": {"mixed_shard": 2}}, "unknown config key 'streaming.mixed_shard'"),
+    ],
+)
+def test_an_error_of_a_mixture_names_its_data_set(more: dict[str, Any], said: str, tmp_path: Path) -> None:
+    data = jsonl(tmp_path / "a.jsonl", {"text": "one two"})
+    kind = "UnifiedGenerationDataset"
+    sources = [{"type": kind, "data_path": data, "weight": 1, **given} for given in ({}, more)]
+    config = tiny_config(tmp_path / "run", tmp_path, train_dataloader__dataset=sources)
+    with pytest.raises(ConfigError) as raised:
+        Runner.from_cfg(config)
+    assert str(raised.value).startswith(f"train_dataloader.dataset[1]: {said}")
+
+
+def test_the_tool_shows_what_a_log_would_have(inspected: Callable[..., Any], tmp_path: Path) -> None:
+    """Files that are given twice, and others of a folder."""
+    data = jsonl(tmp_path / "a" / "a.jsonl", {"text": "one two"})
+    written(tmp_path / "a" / "b.log", "x")
+    logging.getLogger("unigen_ds").handlers.clear()
+    assert f"note: data_path has {data} 2 times: its records are used as often." in inspected(data_path=[data, data])[1]
+    assert "1 files are read, 1 others are not: 1 .log." in inspected(data_path=str(tmp_path / "a"))[1]
+
+
+def test_what_the_class_of_a_model_fixes_is_no_setting_of_its_processor() -> None:
+    given = {"model": {"type": "CausalLM", "pretrained": "x"}, "processor": {"reads_images": True}}
+    problems = [str(problem) for problem in family_problems(given)]
+    assert "processor.reads_images cannot be set. Remedy: delete it." in problems
+    given["processor"] = {"reads_image": True}
+    assert all("reads_images" not in str(problem) for problem in family_problems(given))

@@ -18,7 +18,7 @@ from tools.inspect_data import main as inspect_data
 from unigen_ds.core.config import plain_values
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.datasets import UnifiedGenerationDataset
-from unigen_ds.data.unused import unused_of
+from unigen_ds.data.unused import WEIGHT, unused_of
 from unigen_ds.runner import Runner, train_config
 
 TALK = [{"from": "human", "value": "this is"}, {"from": "gpt", "value": "two"}]
@@ -119,6 +119,27 @@ def test_texts_of_a_sample_of_a_tar_that_are_not_read(tmp_path: Path) -> None:
     assert left_out.pop("an image that the .json does not name") == 1, "of d, not of e, whose image is named"
     left_out.pop("caption")
     assert sorted((key.split()[0], number) for key, number in left_out.items()) == [("a", 1), ("another", 1)]
+
+
+def test_turns_of_role_and_type(tmp_path: Path) -> None:
+    """They have no weights, which is counted; an image that one of them names is used, also of a sample of a tar."""
+    asked, answer = [{"role": role, "type": "text", "content": "one"} for role in ("user", "assistant")]
+    weights: list[list[dict[str, Any]]] = [
+        [asked, {**answer, "weight": 0}], [{**asked, "weight": 0}, answer], [asked, {**answer, "weight": 1}],
+        [asked, {**answer, "weight": None}], [asked, answer, asked, {**answer, "weight": 0.5}],
+    ]  # fmt: skip
+    data = write_jsonl(tmp_path / "turns.jsonl", [{"conversations": turns} for turns in weights])
+    assert found(UnifiedGenerationDataset(data, make_processor())) == {("conversations", WEIGHT): 2}
+    image = picture(tmp_path / "1.png", 8, 8).read_bytes()
+    drawn = [{"role": "assistant", "type": "image", "image_path": name} for name in ("0.png", "1.1.png")]
+    named = [json.dumps({"conversations": [asked, turn]}).encode() for turn in drawn]
+    members = {"0.png": image, "0.json": named[0], "1.0.png": image, "1.1.png": image, "1.json": named[1]}
+    with tarfile.open(tmp_path / "some.tar", "w") as tar:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    assert found(UnifiedGenerationDataset(tmp_path / "some.tar", make_processor())) == {("conversations", "images"): 1}
 
 
 def test_files_of_an_image_folder_that_are_not_read(tmp_path: Path) -> None:

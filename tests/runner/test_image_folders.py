@@ -90,3 +90,17 @@ def test_an_image_that_is_at_neither_is_named_with_both(folder: Path, capsys: An
     lines = str(raised.value).splitlines()
     assert "b/one.png" in lines[2] and "(but c/one.png is there, beside the first data file: image_root='c'" in lines[2]
     assert "b/no.png" in lines[3] and "(nor is there c/no.png, beside the first data file)" in lines[3]
+
+
+def test_streamed_shards_that_a_rule_may_change_are_counted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their records are not known at the start; an ``image_root`` is that of all."""
+    with monkeypatch.context() as former:
+        former.setattr(build, "CURRENT", DataRules(image_folders=0))
+        for name, root in (("run", {}), ("other", {"image_root": "a"})):
+            Runner.from_cfg(config(folder, run=name, dataset={"streaming": True, **root})).train()
+    for name, root, number in (("run", {}, 1), ("other", {"image_root": "a"}, 0)):
+        again = config(folder, run=name, dataset={"streaming": True, **root}, resume=True, train_cfg__max_updates=2)
+        Runner.from_cfg(again).train()
+        log = (folder / name / "train.log").read_text(encoding="utf-8")
+        assert log.count("version 1 would change 1 streamed shards, where they name images by relative") == number
+        assert log.count("image_folders: version 0") == number

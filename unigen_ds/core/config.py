@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -123,12 +123,60 @@ def __getattr__(name: str) -> Any:
     return former.moved(__name__, name)
 
 
+DELETE = "_delete_"
+"""mmengine's key of a section that replaces, where others are merged into what is there."""
 _NODES: Any = (Mapping, Config)  # mmengine's Config behaves like a mapping but is none
 
 
 def overrides_of(given: Iterable[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted path -> value. Raises ``ConfigError`` for a text without a value."""
-    return dict(given) if isinstance(given, Mapping) else dict(map(parse_override, given))
+    """Dotted path -> value, without ``_delete_``. Raises ``ConfigError`` for a text without a value."""
+    found = dict(given) if isinstance(given, Mapping) else dict(map(parse_override, given))
+    return {dotted: without_delete(value) for dotted, value in _replaced(found).items()}
+
+
+def without_delete(value: Any) -> Any:
+    """An override's value without ``_delete_=True``: it replaces what the config has anyway."""
+    if type(value) in (list, tuple):
+        return type(value)(map(without_delete, value))
+    if not isinstance(value, dict):
+        return value
+    return {key: without_delete(one) for key, one in value.items() if (key, one) != (DELETE, True)}
+
+
+def _replaced(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """With ``a._delete_=True``, ``a`` is the one override that the others below ``a`` make."""
+    found = dict(overrides)
+    for dotted, value in overrides.items():
+        *section, last = override_path(dotted)
+        if last != DELETE or dotted not in found:
+            continue
+        if not section or value is not True:
+            given = "" if section else " for the whole config"
+            remedy = "without it the section is changed key by key" if section else "another CONFIG replaces the whole"
+            raise ConfigError(f"override {dotted}={value!r}{given}", allowed="SECTION._delete_=True", remedy=remedy)
+        new: dict[str, Any] = {}
+        below = [key for key in found if key != dotted and override_path(key)[: len(section)] == section]
+        for key in below:
+            _put(new, override_path(key)[len(section) :], found[key], key)
+        name = ".".join(section)
+        merged: dict[str, Any] = {}
+        for key, one in found.items():  # at the position of the first of them
+            if key == dotted or key in below:
+                merged.setdefault(name, new)
+            else:
+                merged[key] = one
+        found = merged
+    return found
+
+
+def _put(section: dict[str, Any], path: Sequence[str], value: Any, dotted: str) -> None:
+    """Set a value of a section that begins empty."""
+    allowed = "keys of the new section; a list as one value"
+    for key in path:
+        if key.isdigit() or not isinstance(section, dict):
+            raise ConfigError(f"override {dotted!r} is of a section that {DELETE}=True replaces", allowed=allowed)
+        parent, section = section, section.setdefault(key, {})
+    parent[path[-1]] = value
 
 
 def whole_sections(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -50,6 +50,14 @@ def notice(text: str) -> None:
         logger().info(text)
 
 
+def unwritten() -> list[str]:
+    """Texts of ``notice`` that no log has: of a tool, which makes none. Each once."""
+    found = [text for text, level in _waiting.items() if level == logging.INFO]
+    for text in found:
+        del _waiting[text]
+    return found
+
+
 def warn_at_setup(text: str) -> None:
     """Log a warning in the next ``setup``: it is known before the folder of the log is."""
     _waiting[text] = logging.WARNING

@@ -72,6 +72,7 @@ def blend(
             )
     if not groups:
         weights = dataset_weights(datasets)
+        _check_positive(datasets)
         if weights is None and _check_streamed(datasets):
             weights = [1.0]
         return Blend(None if weights is None else tuple(weights))
@@ -89,8 +90,7 @@ def blend(
         own = dataset_weights([datasets[k] for k in sources])
         if own is None:
             _check_streamed([datasets[k] for k in sources])
-        if own is not None and not all(0 < weight < math.inf for weight in own):
-            raise ConfigError(f"group {name}: data weights {own}", allowed="one positive number a source")
+        _check_positive([datasets[k] for k in sources])
         parts = [Fraction(sizes[k]) for k in sources] if own is None else [exact(weight) for weight in own]
         for k, part in zip(sources, parts, strict=True):
             found[k] = str(exact(groups[name].weight) / total * part / sum(parts))
@@ -109,6 +109,17 @@ def blend(
         tuple(mandatory),
         {"groups": given, "sources": each},
     )
+
+
+def _check_positive(datasets: Sequence[PlannedDataset]) -> None:
+    """Raise ``ConfigError`` for a weight with which no record would ever be drawn."""
+    for dataset in datasets:
+        if dataset.weight is not None and not 0 < dataset.weight < math.inf:
+            raise ConfigError(
+                f"the data set {dataset.name} has weight={dataset.weight}",
+                allowed="a positive number",
+                remedy=f"remove {dataset.name} from the list to train without it",
+            )
 
 
 def _check_streamed(datasets: Sequence[PlannedDataset]) -> bool:

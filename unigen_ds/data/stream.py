@@ -241,6 +241,12 @@ class SequenceStream:
         return sum(int(d.counts().touched_by(rule).sum()) for d in self.datasets)
 
     @property
+    def num_moved_shards(self) -> int:
+        """Streamed shards that are in another folder than the first one of their data set."""
+        shards = (getattr(whole_of(dataset), "shards", None) for dataset in self.datasets)
+        return sum(one.num_moved for one in shards if one is not None)
+
+    @property
     def _fingerprinted(self) -> dict[str, Any]:
         touched = sorted({item for source in self.fitted for item in source.touched.items()})
         division = division_of(self.datasets)

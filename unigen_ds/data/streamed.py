@@ -247,8 +247,15 @@ class StreamedShards:
         """That images of local shards in different folders start beside each; nothing where it changes none."""
         if not self._layout.folders or self.listed.root is None:
             return ()
-        several = any(Path(shard.url).parent != self.listed.root for shard in self.listed.shards)
-        return (("image_folders", self._layout.folders),) if several else ()
+        return (("image_folders", self._layout.folders),) if self.num_moved else ()
+
+    @property
+    def num_moved(self) -> int:
+        """Local shards in another folder than the first one, of which the rule ``image_folders`` speaks."""
+        root = self.listed.root
+        if root is None or self._layout.folders is None:
+            return 0
+        return sum(Path(shard.url).parent != root for shard in self.listed.shards)
 
     def index(self, shard: int) -> Index:
         """Of a shard, from the cache or by fetching and planning it. Raises ``DataError`` where that is impossible."""

@@ -33,13 +33,15 @@ _LAYOUTS = tuple(_TITLES)
 BESIDE_JSON = "another `caption` or `text` in the .json"
 SECOND_TEXT = "a second text (.txt before .caption, before .text)"
 IMAGE_BESIDE_JSON = "an image that the .json does not name"
+WEIGHT = "a `weight` in a turn of role and type"
 _KEYS = (
     "conversations", "text_prompt", "image_path", "image", "images", "text", "messages", "texts", "image_list",
     "instruction_list", "instruction", "input_image", "input_images", "output_image", "output_images", "caption",
     "captions", "file_name", "system", "tools", BESIDE_JSON, SECOND_TEXT, IMAGE_BESIDE_JSON,
+    WEIGHT,
 )  # fmt: skip
 """All of the layouts, and what a source itself leaves out (``FoundRecord.unused``). Only added to, as ``_LAYOUTS``."""
-_ALL = frozenset(_KEYS[:-3])
+_ALL = frozenset(_KEYS[:-4])
 _OF_CHATS = frozenset(("system", "tools"))
 _SHIFT = 8
 """The bit of the first key; below it is the layout, from 1."""
@@ -62,14 +64,31 @@ def unused_keys(record: Mapping[str, Any], layout: Layout, beside: Sequence[str]
     """0 where all is used. ``record``: with the names of the layouts; ``beside``: of ``_KEYS``, what its source left
     out of it.
     """
+    if record.get("conversations") and _weighs(record["conversations"]):
+        beside = (*beside, WEIGHT)
     if not beside and _complete(tuple(record)):
         return 0
     name = layout_of(record, layout.captions)
     left = _ALL.intersection(record).difference(_used(record, name))
-    found = [key for key in left if record[key] not in (None, "", [])]
+    found = [key for key in left if record[key] not in (None, "", []) and not _in_turns(record, key)]
     if not (found or beside) or not name:
         return 0
     return 1 + _LAYOUTS.index(name) + sum(1 << _SHIFT + _KEYS.index(key) for key in (*found, *beside))
+
+
+def _weighs(turns: Any) -> bool:
+    """Whether an answer has a ``weight`` other than 1, which turns of role and type do not have."""
+    each = (turn for turn in turns if isinstance(turn, Mapping) and "weight" in turn and "from" not in turn)
+    return any(turn["weight"] not in (None, 1) and turn.get("role") != "user" for turn in each)
+
+
+def _in_turns(record: Mapping[str, Any], key: str) -> bool:
+    """Whether turns name all images of ``image`` or ``images``, as those of a sample of a tar do."""
+    turns = record.get("conversations")
+    if key not in ("image", "images") or not isinstance(turns, list):
+        return False
+    named = [turn.get("image_path") for turn in turns if isinstance(turn, Mapping)]
+    return all(image in named for image in (record[key] if isinstance(record[key], list) else [record[key]]))
 
 
 _COMPLETE = frozenset(map(frozenset, (

@@ -162,8 +162,14 @@ class ConversationFamily(Family):
             spec = {**spec, "llm": {**spec["llm"], "vocab_size": vocab_size}}
         model: Any = super().build(spec, vocab_size=vocab_size)
         if vocab_size is not None and model.vocab_size < vocab_size:
+            own = isinstance(llm := spec.get("llm"), Mapping) and "vocab_size" in llm and not spec.get("pretrained")
+            more = f"vocab_size={vocab_size} in model.llm (of a CausalLM in model.config): its new rows begin untrained"
             raise ConfigError(
-                f"model.llm.vocab_size is {model.vocab_size}", allowed=f"at least {vocab_size}, the tokenizer's"
+                f"model.llm.vocab_size is {model.vocab_size}",
+                allowed=f"at least {vocab_size}, the tokenizer's",
+                remedy="leave it out: it is the tokenizer's then"
+                if own
+                else f"the tokenizer of these weights, or {more}",
             )
         return model
 

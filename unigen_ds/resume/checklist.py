@@ -279,7 +279,7 @@ def check_rules(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
             f"data.rules.{rule.name}",
             "warn",
             f"version {rule.version}",
-            f"version {rule.version}, as the checkpoint; version {rule.current} would change {rule.affected:,} records",
+            f"version {rule.version}, as the checkpoint; version {rule.current} would change {rule.shown}",
             f"the run keeps the rule that it began with (docs/data.md describes the versions of {rule.name!r});"
             " --on-data-change restart adopts the new one, with a new epoch",
         )

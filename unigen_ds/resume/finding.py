@@ -40,6 +40,14 @@ class OldRule:
     current: int
     affected: int
     """Records that the current version would read differently."""
+    shards: int = 0
+    """Of streamed data, whose records are not known: shards that it may read differently."""
+
+    @property
+    def shown(self) -> str:
+        shards = f"{self.shards:,} streamed shards, where they name images by relative paths"
+        both = [f"{self.affected:,} records"] * (not self.shards or self.affected > 0) + [shards] * (self.shards > 0)
+        return " and ".join(both)
 
 
 @dataclass(frozen=True)

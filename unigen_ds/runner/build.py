@@ -83,7 +83,7 @@ class Skipped:
 def build_sources(components: Sequence[Component], processor: Any) -> tuple[list[Any], list[Skipped]]:
     """The data sets, and what is left out: one with ``on_error='skip'`` that cannot be opened, or of whose images none
     can be read, with a warning. The others are the data then, also for the fingerprint: a source that comes back is a
-    change. Raises ``DataError`` where none is left.
+    change. Raises ``DataError`` where none is left, and ``ConfigError`` with the path of a data set in the config.
     """
     found, skipped = [], list[Skipped]()
     for component in components:
@@ -92,6 +92,8 @@ def build_sources(components: Sequence[Component], processor: Any) -> tuple[list
             if component.arguments.get("on_error") == "skip":
                 check_readable([made], [made.name])
             found.append(made)
+        except ConfigError as error:
+            raise error.at(component.where) from error
         except DataError as error:
             if component.arguments.get("on_error") != "skip":
                 raise

@@ -33,18 +33,20 @@ def family_of_model(kind: type) -> Family:
 def family_problems(given: Mapping[str, Any]) -> Iterator[ConfigError]:
     """What is wrong with ``tokenizer``, ``processor`` and ``loss_weights``, which depend on the model's family."""
     try:
-        family = family_of_model(find(MODELS, given.get("model") or {}, where=""))
+        kind = find(MODELS, given.get("model") or {}, where="")
+        family = family_of_model(kind)
     except ConfigError:
         return  # reported with the model
     if family.needs_tokenizer and given.get("tokenizer") is None:
         yield ConfigError("the config has no tokenizer", remedy="docs/configs.md describes every key")
     processor, weights = given.get("processor"), given.get("loss_weights")
     if isinstance(processor, Mapping):
+        fixed = (*_FIXED, *getattr(kind, "fixes_of_processor", ()))
         yield from (
-            ConfigError(f"processor.{key} cannot be set", remedy="delete it") for key in _FIXED if key in processor
+            ConfigError(f"processor.{key} cannot be set", remedy="delete it") for key in fixed if key in processor
         )
         listed = {**processor, **{key: [processor[key]] for key in CHANGES if isinstance(processor.get(key), Mapping)}}
-        yield from argument_problems(family.processor_arguments(), listed, where="processor", provided=_FIXED)
+        yield from argument_problems(family.processor_arguments(), listed, where="processor", provided=fixed)
         yield from _of_transforms(processor)
     others = {term for other in families() for term in other.terms}
     for term in weights if isinstance(weights, Mapping) else ():

@@ -239,11 +239,11 @@ def _saves(hook: Component | None) -> Saves:
 def _old_rules(start: Start) -> list[OldRule]:
     """The rules that the run follows in an older version, with the records that the current one would change."""
     stream = start.data.stream
-    return [
-        OldRule(rule, was, now, affected)
+    found = [
+        OldRule(rule, was, now, stream.num_touched(rule), stream.num_moved_shards * (rule == "image_folders"))
         for rule, (was, now) in stream.rules.outdated().items()
-        if (affected := stream.num_touched(rule))
     ]
+    return [rule for rule in found if rule.affected or rule.shards]
 
 
 def _parameters(

@@ -69,6 +69,8 @@ class TransformersModel(PretrainedModel):
     auto: ClassVar[str]
     """transformers' class that chooses the model's own."""
     reads_images: ClassVar[bool]
+    fixes_of_processor: ClassVar[tuple[str, ...]] = ("reads_images",)
+    """Arguments of the processor that follow from the class: no config sets them."""
     forward_methods = ("logits", "next_token_logits")
     """Entry points beside ``forward``; a sharding engine must hook these too."""
 
@@ -116,7 +118,7 @@ class TransformersModel(PretrainedModel):
         self._cost = Cost(causal, self.shard_units())
         freeze_by_name(self, freeze)
         if activation_checkpointing:
-            causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            recompute_layers(causal)
         if compile:
             for layer in self.shard_units():
                 layer.compile()
@@ -400,6 +402,15 @@ class ImageTextToText(TransformersModel):
 
 
 _OWN = "another model, or a family of your own (docs/extending.md)"
+
+
+def recompute_layers(model: Any) -> None:
+    """Activation checkpointing of a model of transformers, by the name that its version has: the former one warns."""
+    how = {"use_reentrant": False}
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=how)
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
 
 
 class Rows:
