@@ -285,21 +285,21 @@ def test_a_base_that_is_not_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "problem"),
     [
         ({"format": "jsn"}, "format is 'jsn'"),
         ({"format": {"type": "csv", "delimiter": "ab"}}, "format.delimiter is 'ab'"),
         ({"streaming": {"mixed_shard": 2}}, "unknown config key 'streaming.mixed_shard'"),
     ],
 )
-def test_an_error_of_a_mixture_names_its_data_set(more: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_an_error_of_a_mixture_names_its_data_set(more: dict[str, Any], problem: str, tmp_path: Path) -> None:
     data = jsonl(tmp_path / "a.jsonl", {"text": "one two"})
     kind = "UnifiedGenerationDataset"
     sources = [{"type": kind, "data_path": data, "weight": 1, **given} for given in ({}, more)]
     config = tiny_config(tmp_path / "run", tmp_path, train_dataloader__dataset=sources)
     with pytest.raises(ConfigError) as raised:
         Runner.from_cfg(config)
-    assert str(raised.value).startswith(f"train_dataloader.dataset[1]: {said}")
+    assert str(raised.value).startswith(f"train_dataloader.dataset[1]: {problem}")
 
 
 def test_the_tool_shows_what_a_log_would_have(inspected: Callable[..., Any], tmp_path: Path) -> None:
