@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,21 @@ def write(rows: list[dict[str, Any]]) -> None:
     result = {"machine": machine, "torch": torch.__version__, "within_bounds": f"{len(good)} of {len(by_case)}",
               "cases": [by_case[case] for case in sorted(by_case)]}  # fmt: skip
     RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print("\n".join(table(by_case)))
     print(result["within_bounds"])
+
+
+def table(by_case: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """How far each plan is off, for docs/planning.md: without and with activation checkpointing."""
+    lines = ["| engine@processes |" + "".join(f" {model} |" for model in MODELS), "|---|" + "---|" * len(MODELS)]
+    for engine in ENGINES:
+        cells = []
+        for model in MODELS:
+            both = [by_case.get(f"{model}{more}/{engine}") for more in ("", "-recompute")]
+            found = [row for row in both if row is not None and row["problem"] is None]
+            cells.append(", ".join(f"{100 * row['peak_off']:.2f} %" for row in found))
+        lines.append(f"| `{engine}` | " + " | ".join(cells) + " |")
+    return lines
 
 
 if __name__ == "__main__":

@@ -63,6 +63,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     from unigen_ds.core.config import parse_override, with_backend
     from unigen_ds.planning.fits import Reserve, report_lines, report_values
     from unigen_ds.planning.planned import plan_memory
+    from unigen_ds.runner.inspect import announced
     from unigen_ds.runner.settings import load_config
 
     log.setup(rank=0)
@@ -70,12 +71,10 @@ def _plan(arguments: argparse.Namespace) -> int:
         overrides = dict(map(parse_override, arguments.cfg_options))
         if arguments.backend is not None:
             overrides = with_backend(overrides, arguments.backend)
-        report = plan_memory(
-            load_config(arguments.config, overrides, whole=True),
-            world_size=arguments.world_size,
-            per_node=arguments.per_node,
-            alternatives=not arguments.only,
-        )
+        world_size, per_node = arguments.world_size, arguments.per_node or min(8, arguments.world_size)
+        with announced(world_size, per_node=per_node):
+            config = load_config(arguments.config, overrides, whole=True)
+        report = plan_memory(config, world_size=world_size, per_node=per_node, alternatives=not arguments.only)
     except UnigenError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1

@@ -21,7 +21,7 @@ def config(tmp_path_factory):
     made = tiny_config(
         folder / "run", folder, train_dataloader__dataset=source, model__llm__num_hidden_layers=1,
         train_dataloader__batch_size=1, optim_wrapper__accumulative_counts=1,
-        backend={"type": "fsdp", "sharding_strategy": "FULL_SHARD"},
+        backend={"type": "fsdp", "sharding_strategy": "HYBRID_SHARD", "num_shard": 8},
     )  # fmt: skip
     path = folder / "config.py"
     path.write_text(config_text(made), encoding="utf-8")
@@ -36,9 +36,9 @@ def test_sixty_four_processes_are_planned_on_one(config, capsys, monkeypatch):
     found = json.loads(capsys.readouterr().out)
     assert status == 0 and dict(os.environ) == before
     (chosen,) = found["engines"]
-    assert chosen["topology"]["dp_size"] == chosen["topology"]["num_shard"] == 16 and chosen["fits"] is True
+    assert (chosen["topology"]["dp_size"], chosen["topology"]["num_shard"], chosen["fits"]) == (16, 8, True)
     traced = chosen["traced"]
-    assert traced["masters"] < 4 * traced["trainable"] / 8, "rank 0 has one part in 16, and whole rows"
+    assert traced["masters"] < 4 * traced["trainable"] / 5, "rank 0 has one part in 8, and whole rows"
     assert chosen["device"]["step"] == round(traced["device"]["step"] * 1.05) + 2 * 2**30
     assert chosen["host"]["step"] == 4 * 2**30
 

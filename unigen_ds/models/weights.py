@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,26 @@ from unigen_ds.core.shards import BUFFER, MASTER
 
 Initialise = Callable[[str, Tensor, torch.Generator | None], None]
 """(name, whole tensor on the CPU, generator) -> fills the tensor with the initial values of that parameter."""
+
+
+class _OpenedLater:
+    """A safetensors file for torch, which maps all of its bytes as memory of this process: not before one is read."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @cached_property
+    def _file(self) -> Any:
+        try:
+            return safe_open(self._path, framework="pt")
+        except Exception as error:  # the reader has its own exception types
+            raise CheckpointError(f"{self._path} cannot be read: {error}") from error
+
+    def get_tensor(self, key: str) -> Tensor:
+        return self._file.get_tensor(key)
+
+    def get_slice(self, key: str) -> Any:
+        return self._file.get_slice(key)
 
 
 @dataclass(frozen=True)
@@ -69,9 +90,9 @@ def stored_tensors(path: Path, *, linear_patches: bool = True) -> dict[str, Stor
     found: dict[str, Stored] = {}
     for each in paths:
         try:
-            file = safe_open(each, framework="pt")
-            for key in file.keys():  # noqa: SIM118 - not a dict
-                shape = tuple(file.get_slice(key).get_shape())
+            header, file = safe_open(each, framework="np"), _OpenedLater(each)
+            for key in header.keys():  # noqa: SIM118 - not a dict
+                shape = tuple(header.get_slice(key).get_shape())
                 patches = key.endswith(("patch_embedding.weight", "patch_embedding.conv.weight"))
                 if linear_patches and patches and len(shape) == 4:
                     found[key] = Stored(file, key, (shape[0], math.prod(shape[1:])), changed=_as_linear)
