@@ -270,6 +270,6 @@ def test_files_larger_than_memory_are_mapped_when_they_are_read(tmp_path):
     header = json.dumps({"w": {"dtype": "BF16", "shape": [2**20, 2**20], "data_offsets": [0, 2**41]}}).encode()
     with (tmp_path / "large.safetensors").open("wb") as stream:
         stream.write(struct.pack("<Q", len(header)) + header)
-        stream.truncate(8 + len(header) + 2**41)  # a hole: it takes no place on the disk
+        stream.truncate(8 + len(header) + 2**41)  # a hole: it needs nothing on the disk
     found = stored_tensors(tmp_path / "large.safetensors")
     assert found["w"].shape == (2**20, 2**20)
