@@ -89,7 +89,7 @@ def test_it_learns_and_goes_on_to_the_bit_where_it_was_stopped(
 ) -> None:
     """With a loader process; its images travel between processes."""
     straight = losses(finished[kind])
-    assert straight[max(straight)] < 0.1 * straight[1]
+    assert straight[max(straight)] < 0.02 * straight[1]  # colours that are not seen leave a tenth
     changes = {"train_dataloader__num_workers": 1}
     Runner.from_cfg(config(data, kind, tmp_path / "run", **changes), max_updates=3).train()
     Runner.from_cfg(config(data, kind, tmp_path / "run", resume=True, **changes), max_updates=6).train()
