@@ -97,6 +97,7 @@ def test_a_plan_is_what_is_counted(engine, tmp_path):
 def test_a_rank_that_needs_more_than_the_first_is_planned():
     """ZeRO-2's last rank begins to keep gradients while the activations of all layers are there."""
     job = next(job for job in cases.memory(full=False) if job.name == "memory/zero2@2-fp32")
+    runs().outcome(job.name)  # which writes the data
     source = {"type": "UnifiedGenerationDataset", "data_path": str(runs().out / "data" / job.phases[0].data)}
     given = {**job.phases[0].config, "train_dataloader__dataset": source, "train_dataloader__batch_size": 8}
     config = tiny_config(runs().out / "wide", runs().out, **{**given, "custom_hooks": []})
