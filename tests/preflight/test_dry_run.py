@@ -329,8 +329,11 @@ def test_how_many_checkpoints_a_run_keeps():
     assert num_kept(CheckpointHook(1, max_keep_ckpts=2), saves=4, have=2) == 1
 
 
-def test_a_problem_that_two_checks_find_is_listed_once(config, capsys):
-    tokenizer = {"type": "PretrainedTokenizer", "path": "no_such_tokenizer"}
+def test_a_problem_that_two_checks_find_is_listed_once(config, capsys, tmp_path):
+    tokenizer = {
+        "type": "PretrainedTokenizer",
+        "path": str(tmp_path / "no_such_tokenizer"),
+    }  # a name is asked of the hub
     path = config()
     changes = [f"tokenizer={tokenizer}", "train_dataloader.num_workers=0"]
     assert main([path, "--dry-run", "--json", "--cfg-options", *changes]) == 1

@@ -149,10 +149,10 @@ def make_first_batches(settings: Settings, start: Start, model: torch.nn.Module,
 
 def _counted(batch: Batch, model: torch.nn.Module) -> MadeBatch:
     count = getattr(model, "flops", None)
-    tensors = [value for value in vars(batch).values() if isinstance(value, Tensor)]
+    tensors, _ = batch.parts()
     return MadeBatch(
         Kind.of(batch), batch.num_samples, batch.num_tokens, batch.num_images, batch.target_counts(),
-        nbytes=sum(tensor.nbytes for tensor in tensors), flops=float(count(batch)) if count else 0.0,
+        nbytes=sum(tensor.nbytes for tensor in tensors.values()), flops=float(count(batch)) if count else 0.0,
     )  # fmt: skip
 
 
