@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import json
 import logging
 import os
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tqdm import tqdm
 
 from tests.data.support import (
     ByteTokenizer,
@@ -290,6 +292,21 @@ def test_a_process_with_threads_is_not_forked(monkeypatch: pytest.MonkeyPatch) -
     assert found == [False] and planning._may_fork() == (sys.platform == "linux")
     monkeypatch.setattr(threading, "active_count", lambda: 2)
     assert not planning._may_fork()
+
+
+def test_the_thread_of_progress_bars_is_no_reason_not_to_fork() -> None:
+    """tqdm starts it with the first bar of a process, for which transformers' loading of weights is enough."""
+
+    def monitors() -> list[threading.Thread]:
+        with tqdm(total=1, file=io.StringIO()):
+            return [thread for thread in threading.enumerate() if thread.name == "tqdm_monitor"]
+
+    started = monitors()
+    planning._may_fork()
+    assert started and not any(thread.is_alive() for thread in started)
+    again = monitors()
+    assert again and again != started, "tqdm goes on with another one"
+    planning._may_fork()
 
 
 def test_a_fork_that_is_killed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,7 +111,13 @@ _adopted: ChunkPlan | None = None
 
 
 def _may_fork() -> bool:
-    """Whether a fork of this process can plan: another thread may hold a lock that the fork would wait for."""
+    """Whether a fork of this process can plan: another thread may hold a lock that the fork would wait for.
+
+    One that tqdm starts with the first progress bar of a process, and again with a later one, is ended.
+    """
+    for thread in threading.enumerate():
+        if type(thread).__module__ == "tqdm._monitor":
+            thread.exit()  # type: ignore[attr-defined]
     alone = threading.active_count() == 1 and threading.current_thread() is threading.main_thread()
     return alone and sys.platform == "linux" and not multiprocessing.current_process().daemon
 
