@@ -305,7 +305,7 @@ def test_the_thread_of_progress_bars_is_no_reason_not_to_fork() -> None:
     planning._may_fork()
     assert started and not any(thread.is_alive() for thread in started)
     again = monitors()
-    assert again and again != started, "tqdm goes on with another one"
+    assert again and again != started, "tqdm starts another one"
     planning._may_fork()
 
 
