@@ -22,9 +22,9 @@ from tests.data.support import picture
 from tests.families.tiny_transformers import write_images, write_language
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.data.collate import pack_documents
-from unigen_ds.data.records import Turn
 from unigen_ds.data.samples import Sample
 from unigen_ds.data.tokenizers import ModelTokenizer
+from unigen_ds.data.turn import Turn
 from unigen_ds.families.auto import attention
 from unigen_ds.families.auto.family import CausalDirectory, ImagesDirectory
 from unigen_ds.families.auto.model import CausalLM, Rows, text_batch

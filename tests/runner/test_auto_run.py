@@ -24,7 +24,7 @@ from tools.zero_to_fp32 import main as merge
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.metrics import read_lines
 from unigen_ds.data.collate import pack_documents
-from unigen_ds.data.records import Turn
+from unigen_ds.data.turn import Turn
 from unigen_ds.runner import Runner
 from unigen_ds.runner.settings import load_config
 from unigen_ds.runner.trained import open_inferencer, open_model

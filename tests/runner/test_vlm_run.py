@@ -20,8 +20,8 @@ from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.metrics import read_lines
 from unigen_ds.core.registry import TRANSFORMS
 from unigen_ds.data.datasets import UnifiedGenerationDataset
-from unigen_ds.data.records import Turn
 from unigen_ds.data.transforms import ImageTransform
+from unigen_ds.data.turn import Turn
 from unigen_ds.evaluation.generation import own_prompt
 from unigen_ds.families.nanovlm.inference import answer
 from unigen_ds.families.nanovlm.model import VLM

@@ -18,7 +18,7 @@ from tests.runner.test_vlm_run import config, data  # noqa: F401 - a fixture
 from tools.export import main as export
 from tools.generate import main as generate
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.data.records import Turn
+from unigen_ds.data.turn import Turn
 from unigen_ds.families.nanovlm.inference import answer
 from unigen_ds.runner import Runner
 from unigen_ds.runner.trained import open_inferencer, open_model

@@ -26,13 +26,14 @@ from unigen_ds.data.filters import RecordFilter
 from unigen_ds.data.index import Index, prefix_digest
 from unigen_ds.data.planning import learnt
 from unigen_ds.data.processor import ConversationProcessor
-from unigen_ds.data.records import Captions, Layout, Turn
+from unigen_ds.data.records import Captions, Layout
 from unigen_ds.data.samples import Sample
 from unigen_ds.data.sources.base import FoundRecord, folder_of
 from unigen_ds.data.sources.find import default_name, open_source
 from unigen_ds.data.sources.huggingface import HuggingFaceSource
 from unigen_ds.data.streamed import StreamedShards, Streaming, stream_shards
 from unigen_ds.data.token_cache import TokenCache
+from unigen_ds.data.turn import Turn
 
 _SHOWN = 5
 

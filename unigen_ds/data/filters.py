@@ -19,8 +19,10 @@ from annotated_types import Ge
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.registry import FILTERS, checked
 from unigen_ds.data.processor import ConversationProcessor
-from unigen_ds.data.records import RATINGS, Layout, Turn, rated_out
+from unigen_ds.data.ratings import RATINGS, rated_out
+from unigen_ds.data.records import Layout
 from unigen_ds.data.sources.base import FoundRecord, folder_of
+from unigen_ds.data.turn import Turn
 
 Limit = Annotated[int, Ge(1)] | None
 RATED = "rated"

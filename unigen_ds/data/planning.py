@@ -26,10 +26,11 @@ from unigen_ds.core.variables import environment
 from unigen_ds.data.array_cache import NewArrays
 from unigen_ds.data.counts import COLUMNS, count, record_digest
 from unigen_ds.data.processor import ConversationProcessor
-from unigen_ds.data.records import Layout, Turn, unused_texts
+from unigen_ds.data.records import Layout, unused_texts
 from unigen_ds.data.rules import TOUCH_BITS
 from unigen_ds.data.sources.base import FoundRecord, RecordSource, folder_of
 from unigen_ds.data.stored_image import StoredImage
+from unigen_ds.data.turn import Turn
 from unigen_ds.data.unused import unused_keys
 from unigen_ds.data.worker_process import start_worker
 

@@ -19,54 +19,27 @@ is a ``DataError`` that names file, line and field.
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hashlib
 import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from unigen_ds.core.errors import DataError, close
-from unigen_ds.data.stored_image import StoredImage
+from unigen_ds.data.chat_records import (
+    is_llava,
+    listed_images,
+    llava_turns,
+    nanovlm_turns,
+    openai_turns,
+    typed_turn,
+)
+from unigen_ds.data.ratings import well_rated
+from unigen_ds.data.record_values import image_path, key_names, text_value, wrong
+from unigen_ds.data.turn import PLACEHOLDER, Turn
 
 Captions = Literal["generate", "understand"]
-Role = Literal["user", "assistant", "system"]
-PLACEHOLDER = "<image>"
-_UNCHANGED = re.compile(r"[^/.][^/]*(?:/[^/.][^/]*)*")
-"""Relative paths that pathlib leaves as they are."""
-RATINGS = ("relevance", "image_correspondence", "visual_dependency", "formatting")
-"""nanoVLM's ratings of a question and its answer; a record has them as ``relevance_ratings`` and so on."""
-_ROLES: dict[str, Role] = {
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "system": "system",
-}
-
-
-class Turn(NamedTuple):
-    """One text or one image of a conversation. ``role`` is user, assistant or system."""
-
-    role: Role
-    kind: Literal["text", "image"]
-    value: str
-    """The text, or the path of the image; one inside of another file is a ``StoredImage``."""
-    learned: bool = True
-    """False: of the assistant, and only read: an answer of ``weight`` 0."""
-
-    @property
-    def is_target(self) -> bool:
-        """Whether it is learned."""
-        return self.learned and self.role == "assistant"
-
-
-def same_message(last: Turn, turn: Turn) -> bool:
-    """Whether two turns that follow each other are of one message."""
-    return last.role == turn.role and last.learned == turn.learned
 
 
 @dataclass(frozen=True)
@@ -93,7 +66,7 @@ class Layout:
         missing = [given for given, _ in self.columns if given not in record]
         if missing:
             raise DataError(
-                f"{where}: columns names {', '.join(missing)}, and the record has: {_names(record)}",
+                f"{where}: columns names {', '.join(missing)}, and the record has: {key_names(record)}",
                 remedy=_other_columns(missing, dict(self.columns), record),
             )
         new = {name: record[given] for given, name in self.columns}
@@ -115,50 +88,6 @@ class Layout:
         return (*facts, ("ratings", *self.ratings)) if self.ratings else facts
 
 
-def rated_out(record: Mapping[str, Any], ratings: Sequence[tuple[str, int]], where: object) -> list[str | None]:
-    """For each question of nanoVLM's rows the first rating that is below its least one, or None: it is kept. Other
-    layouts have none. As in nanoVLM, a rating that is missing or null keeps a question.
-
-    Raises ``DataError`` where the ratings of a record are not one number for each question.
-    """
-    texts = record.get("texts")
-    if not isinstance(texts, list):
-        return []
-    found: list[str | None] = [None] * len(texts)
-    for name, least in ratings:
-        given = record.get(f"{name}_ratings")
-        if given is None:
-            continue
-        if not isinstance(given, list) or len(given) != len(texts):
-            raise _wrong_ratings(where, name, given, len(texts))
-        for i, rating in enumerate(given):
-            if rating is None:
-                continue
-            if type(rating) not in _NUMBERS:
-                raise _wrong_ratings(where, name, given, len(texts))
-            if rating < least and found[i] is None:
-                found[i] = name
-    return found
-
-
-_NUMBERS = (int, float)
-"""Types of a rating: ``bool`` is none."""
-
-
-def _wrong_ratings(where: object, name: str, given: Any, number: int) -> DataError:
-    return _wrong(where, f"{name}_ratings", given, f"{number} numbers or null, one for each of texts")
-
-
-def well_rated(record: Mapping[str, Any], ratings: Sequence[tuple[str, int]], where: object) -> Mapping[str, Any]:
-    """``record`` without its questions that are rated too low. One without any other question is as it was: a filter
-    leaves it out as a whole.
-    """
-    found = rated_out(record, ratings, where)
-    if None not in found or not any(found):
-        return record
-    return {**record, "texts": [text for text, rule in zip(record["texts"], found, strict=True) if rule is None]}
-
-
 def parse_record(
     record: Mapping[str, Any], where: object, *, image_root: Path | None = None, captions: Captions | None = None
 ) -> list[Turn]:
@@ -169,36 +98,36 @@ def parse_record(
     """
     layout = layout_of(record, captions)
     if layout == "document":
-        return [Turn("assistant", "text", _text(record, "text", "text", where))]
+        return [Turn("assistant", "text", text_value(record, "text", "text", where))]
     if layout == "conversations":
         turns = record["conversations"]
         if not isinstance(turns, list) or not turns:
-            raise _wrong(where, "conversations", turns, "a list of at least one turn")
-        if _is_llava(turns):
-            return list(_llava(record, turns, where, image_root))
-        return [_turn(turn, f"conversations[{i}]", where, image_root) for i, turn in enumerate(turns)]
+            raise wrong(where, "conversations", turns, "a list of at least one turn")
+        if is_llava(turns):
+            return list(llava_turns(record, turns, where, image_root))
+        return [typed_turn(turn, f"conversations[{i}]", where, image_root) for i, turn in enumerate(turns)]
     if layout == "text_prompt":
-        prompt = _text(_having(record, "text_prompt", where), "text_prompt", "text_prompt", where)
+        prompt = text_value(_having(record, "text_prompt", where), "text_prompt", "text_prompt", where)
         key = drawn_key(record)
-        return _captioned(prompt, _image_path(_having(record, key, where)[key], key, where, image_root), captions)
+        return _captioned(prompt, image_path(_having(record, key, where)[key], key, where, image_root), captions)
     if layout == "text":
-        text = _text(record, "text", "text", where)
-        return _captioned(text, _image_path(record["image"], "image", where, image_root), captions)
+        text = text_value(record, "text", "text", where)
+        return _captioned(text, image_path(record["image"], "image", where, image_root), captions)
     if layout == "messages":
-        return _openai(record, where, image_root)
+        return openai_turns(record, where, image_root)
     if layout == "texts":
-        return _nanovlm(record, where, image_root)
+        return nanovlm_turns(record, where, image_root)
     if layout == "image_list":
         return _edits(record, where, image_root)
     if layout == "instruction":
         return _instructed(record, where, image_root)
     if layout == "caption":
-        image = _image_path(_having(record, "image", where)["image"], "image", where, image_root)
+        image = image_path(_having(record, "image", where)["image"], "image", where, image_root)
         return _captioned(_caption(record, where), image, captions)
     if "texts" in record:
-        raise _wrong(where, "texts", record["texts"], "nanoVLM's list of {user, assistant}; a document is {text}")
+        raise wrong(where, "texts", record["texts"], "nanoVLM's list of {user, assistant}; a document is {text}")
     raise DataError(
-        f"{where}: conversations is missing (the record has: {_names(record) or 'nothing'})",
+        f"{where}: conversations is missing (the record has: {key_names(record) or 'nothing'})",
         allowed="{conversations: [...]}, {text_prompt, image_path}, {text}, LLaVA's {image, conversations},"
         " {messages}, {images, texts}, {image, caption}, {image, captions}, {image_list, instruction_list} or"
         " {instruction, input_images, output_images}",
@@ -220,7 +149,7 @@ def _having(record: Mapping[str, Any], key: str, where: object) -> Mapping[str, 
     if record.get(key) is None:
         what = "null" if key in record else "missing"
         raise DataError(
-            f"{where}: {key} is {what} (the record has: {_names(record)})",
+            f"{where}: {key} is {what} (the record has: {key_names(record)})",
             allowed="the path of an image" if key.startswith("image") else "a text",
             remedy=None if key in record else _renamed(record, (key,)),
         )
@@ -271,19 +200,9 @@ def layout_of(record: Mapping[str, Any], captions: Captions | None) -> str:
     return "caption" if "caption" in record or "captions" in record else ""
 
 
-def _is_llava(turns: Any) -> bool:
-    """Whether turns have ``from`` and ``value``."""
-    return isinstance(turns[0], Mapping) and "from" in turns[0] and "role" not in turns[0]
-
-
 def drawn_key(record: Mapping[str, Any]) -> str:
     """Of the image that is drawn from a ``text_prompt``."""
     return "image" if "image_path" not in record and "image" in record else "image_path"
-
-
-def image_key(record: Mapping[str, Any]) -> str:
-    """Of the images of LLaVA's, OpenAI's and nanoVLM's records."""
-    return "image" if record.get("image") is not None else "images"
 
 
 def several(record: Mapping[str, Any], key: str) -> str:
@@ -299,12 +218,12 @@ def _captioned(text: str, image: str, captions: Captions | None) -> list[Turn]:
 
 def _caption(record: Mapping[str, Any], where: object) -> str:
     if "captions" not in record:
-        return _text(record, "caption", "caption", where)
+        return text_value(record, "caption", "caption", where)
     texts = _alternatives(record["captions"])
     if texts is None:
         allowed = "a list of texts, or an object of texts, also as JSON in a text"
-        raise _wrong(where, "captions", record["captions"], allowed)
-    return _text({"captions": _chosen(texts)}, "captions", "captions", where)
+        raise wrong(where, "captions", record["captions"], allowed)
+    return text_value({"captions": _chosen(texts)}, "captions", "captions", where)
 
 
 def _alternatives(given: Any) -> list[Any] | None:
@@ -341,17 +260,17 @@ def _edits(record: Mapping[str, Any], where: object, image_root: Path | None) ->
     """BAGEL's ``unified_edit``: the first image, then for each step its instruction and the image that results."""
     images, steps = record["image_list"], record.get("instruction_list")
     if not isinstance(images, list) or len(images) < 2:
-        raise _wrong(where, "image_list", images, "a list of at least two images")
+        raise wrong(where, "image_list", images, "a list of at least two images")
     if not isinstance(steps, list) or len(steps) != len(images) - 1:
-        raise _wrong(where, "instruction_list", steps, f"a list of {len(images) - 1}: one for each image but the first")
-    turns = [Turn("user", "image", _image_path(images[0], "image_list[0]", where, image_root))]
+        raise wrong(where, "instruction_list", steps, f"a list of {len(images) - 1}: one for each image but the first")
+    turns = [Turn("user", "image", image_path(images[0], "image_list[0]", where, image_root))]
     for i, step in enumerate(steps):
         field = f"instruction_list[{i}]"
         texts = [step] if isinstance(step, str) else step
         if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
-            raise _wrong(where, field, step, "a text, or a list of texts to choose from")
-        turns.append(Turn("user", "text", _text({field: _chosen(texts)}, field, field, where)))
-        image = _image_path(images[i + 1], f"image_list[{i + 1}]", where, image_root)
+            raise wrong(where, field, step, "a text, or a list of texts to choose from")
+        turns.append(Turn("user", "text", text_value({field: _chosen(texts)}, field, field, where)))
+        image = image_path(images[i + 1], f"image_list[{i + 1}]", where, image_root)
         turns.append(Turn("assistant", "image", image))
     return turns
 
@@ -362,11 +281,11 @@ def _instructed(record: Mapping[str, Any], where: object, image_root: Path | Non
     they come first.
     """
     inputs, outputs = (
-        _listed_images(record, several(record, key), where, image_root) for key in ("input_image", "output_image")
+        listed_images(record, several(record, key), where, image_root) for key in ("input_image", "output_image")
     )
     if not outputs:
-        raise _wrong(where, "output_images", record.get("output_images"), "the path of an image, or a list of them")
-    pieces = _text(record, "instruction", "instruction", where).split(PLACEHOLDER)
+        raise wrong(where, "output_images", record.get("output_images"), "the path of an image, or a list of them")
+    pieces = text_value(record, "instruction", "instruction", where).split(PLACEHOLDER)
     if len(pieces) - 1 not in (0, len(inputs)):
         raise DataError(
             f"{where}: instruction has {len(pieces) - 1} {PLACEHOLDER} and the record has {len(inputs)} input images",
@@ -381,236 +300,3 @@ def _instructed(record: Mapping[str, Any], where: object, image_root: Path | Non
         if text or len(pieces) == 1:
             turns.append(Turn("user", "text", text))
     return [*turns, *(Turn("assistant", "image", image) for image in outputs)]
-
-
-def _listed_images(record: Mapping[str, Any], key: str, where: object, image_root: Path | None) -> list[str]:
-    """Those of a key: one, a list, or none where it is missing or null."""
-    given = record.get(key)
-    if given is None:
-        return []
-    if not isinstance(given, list):
-        return [_image_path(given, key, where, image_root)]
-    return [_image_path(one, f"{key}[{i}]", where, image_root) for i, one in enumerate(given)]
-
-
-def _nanovlm(record: Mapping[str, Any], where: object, image_root: Path | None) -> list[Turn]:
-    """nanoVLM's rows: all images, then questions and answers."""
-    turns = [Turn("user", "image", image) for image in _images(record, where, image_root)]
-    for i, pair in enumerate(record["texts"]):
-        field = f"texts[{i}]"
-        if not isinstance(pair, Mapping):
-            raise _wrong(where, field, pair, "an object {user, assistant}")
-        turns.append(Turn("user", "text", _text(pair, "user", f"{field}.user", where)))
-        turns.append(Turn("assistant", "text", _text(pair, "assistant", f"{field}.assistant", where)))
-    return turns
-
-
-def _images(record: Mapping[str, Any], where: object, image_root: Path | None) -> list[str]:
-    """Those of ``image`` or ``images``: one, or a list; none where both are missing."""
-    return _listed_images(record, image_key(record), where, image_root)
-
-
-_OPENAI_ROLES: dict[str, Role] = {
-    "user": "user", "assistant": "assistant", "system": "system", "developer": "system",
-}  # fmt: skip
-
-
-def _openai(record: Mapping[str, Any], where: object, image_root: Path | None) -> list[Turn]:
-    """OpenAI's ``messages``. A part ``{type: image}`` without a value, and ``<image>`` in a text, is the next image."""
-    messages, images = record["messages"], _images(record, where, image_root)
-    if not isinstance(messages, list) or not messages:
-        raise _wrong(where, "messages", messages, "a list of at least one message")
-    queue, turns = iter(images), list[Turn]()
-    asked = 0
-    for i, message in enumerate(messages):
-        field = f"messages[{i}]"
-        if not isinstance(message, Mapping):
-            raise _wrong(where, field, message, "an object {role, content}")
-        given = message.get("role")
-        if not isinstance(given, str) or given not in _OPENAI_ROLES:
-            raise _wrong(where, f"{field}.role", given, ", ".join(_OPENAI_ROLES))
-        role, content = _OPENAI_ROLES[given], message.get("content")
-        learned = _is_learned(message, role, field, where)
-        parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-        for k, part in enumerate(parts):
-            name = f"{field}.content[{k}]" if isinstance(content, list) else f"{field}.content"
-            for turn in _part(part, role, name, where, image_root, with_images=bool(images)):
-                if turn is None:
-                    asked += 1
-                    turns += [Turn(role, "image", image, learned) for image in [next(queue, "")] if image]
-                else:
-                    turns.append(turn if learned else turn._replace(learned=False))
-    if asked != len(images):
-        raise DataError(
-            f"{where}: the messages ask for {asked} images and the record has {len(images)}",
-            allowed=f"one {PLACEHOLDER}, or one part {{type: image}}, for each image",
-        )
-    return turns
-
-
-def _is_learned(message: Mapping[str, Any], role: Role, field: str, where: object) -> bool:
-    """False of an assistant message with OpenAI's ``weight`` of 0. Raises ``DataError`` for one that is not 0 or 1."""
-    if role != "assistant" or message.get("weight") is None:
-        return True
-    if message["weight"] not in (0, 1):
-        allowed = "1: the message is learned, or 0: it is only read"
-        raise _wrong(where, f"{field}.weight", message["weight"], allowed)
-    return bool(message["weight"])
-
-
-def _part(
-    part: Any, role: Role, field: str, where: object, image_root: Path | None, *, with_images: bool
-) -> Iterator[Turn | None]:
-    """The turns of one part of a message's content; None: the next of the record's images."""
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind == "text":
-        text = _text(part, "text", field, where)
-        pieces = text.split(PLACEHOLDER) if with_images and role == "user" else [text]
-        for number, piece in enumerate(pieces):
-            if number:
-                yield None
-            piece = piece.strip() if len(pieces) > 1 else piece
-            if piece or len(pieces) == 1:
-                yield Turn(role, "text", piece)
-        return
-    if kind not in ("image", "image_url"):
-        raise _wrong(where, f"{field}.type", kind, "text, image, image_url")
-    value = part.get("image_url", part.get("image", part.get("url", part.get("path"))))
-    if isinstance(value, Mapping):
-        value = value.get("url")
-    if value is None and kind == "image":
-        yield None
-    else:
-        yield Turn(role, "image", _linked_image(value, f"{field}.{kind}", where, image_root))
-
-
-def _linked_image(value: Any, field: str, where: object, image_root: Path | None) -> str:
-    """A path, or base64 as ``data:image/png;base64,...``."""
-    if isinstance(value, StoredImage) or not isinstance(value, str):
-        return _image_path(value, field, where, image_root)
-    if value.startswith(("http://", "https://")):
-        raise _wrong(where, field, value, "a path, or data:image/...;base64,...: nothing is downloaded")
-    if not value.startswith("data:"):
-        return _image_path(value.removeprefix("file://"), field, where, image_root)
-    head, separator, text = value.partition(",")
-    if not separator or not head.endswith(";base64"):
-        raise _wrong(where, field, value, "data:image/...;base64,...")
-    try:
-        return StoredImage(f"{_short(where)}: {field}", base64.b64decode(text, validate=True))
-    except (binascii.Error, ValueError) as error:
-        raise _wrong(where, field, value, "valid base64") from error
-
-
-def _short(where: object) -> object:
-    """A position without counting lines: it would be done for every image."""
-    path, offset = getattr(where, "path", None), getattr(where, "offset", None)
-    return where if path is None else f"{path.name}, byte {offset}"
-
-
-def _llava(record: Mapping[str, Any], turns: Sequence[Any], where: object, image_root: Path | None) -> Iterator[Turn]:
-    """LLaVA's record: ``image`` or ``images`` (one, or a list of them) and turns of ``from`` and ``value``."""
-    paths = _images(record, where, image_root)
-    used, found = 0, list[Turn]()
-    for i, turn in enumerate(turns):
-        field = f"conversations[{i}]"
-        if not isinstance(turn, Mapping):
-            raise _wrong(where, field, turn, "an object {from, value}")
-        role, value = _role(turn.get("from"), f"{field}.from", where), _text(turn, "value", f"{field}.value", where)
-        learned = _is_learned(turn, role, field, where)
-        parts = value.split(PLACEHOLDER) if role == "user" else [value]
-        for number, part in enumerate(parts):
-            if number:
-                found += [Turn("user", "image", path) for path in paths[used : used + 1]]
-                used += 1
-            text = part.strip() if len(parts) > 1 else part
-            if text or len(parts) == 1:
-                found.append(Turn(role, "text", text, learned))
-    if used != len(paths):
-        raise DataError(
-            f"{where}: the human turns have {used} {PLACEHOLDER} and the record has {len(paths)} images",
-            allowed=f"one {PLACEHOLDER} for each image",
-        )
-    yield from found
-
-
-def _turn(turn: Any, field: str, where: object, image_root: Path | None) -> Turn:
-    if not isinstance(turn, Mapping):
-        raise _wrong(where, field, turn, "an object {role, type, content | image_path}")
-    role, kind = _role(turn.get("role"), f"{field}.role", where), turn.get("type")
-    if kind == "text":
-        return Turn(role, "text", _text(turn, "content", f"{field}.content", where))
-    if kind == "image":
-        return Turn(role, "image", _path(turn, f"{field}.image_path", where, image_root))
-    if kind is None and "content" in turn:
-        raise DataError(
-            f"{where}: {field}.type is missing",
-            allowed="text, image",
-            remedy="turns of role and content alone are OpenAI's: columns={'conversations': 'messages'}",
-        )
-    raise _wrong(where, f"{field}.type", kind, "text, image")
-
-
-def _role(value: Any, field: str, where: object) -> Role:
-    if not isinstance(value, str) or value not in _ROLES:
-        raise _wrong(where, field, value, ", ".join(_ROLES))
-    return _ROLES[value]
-
-
-def _text(record: Mapping[str, Any], key: str, field: str, where: object) -> str:
-    value = record.get(key)
-    if isinstance(value, StoredImage):  # which is a ``str``, of its name
-        raise DataError(
-            f"{where}: {field} has bytes",
-            allowed="a text",
-            remedy="store the column as texts (UTF-8), not as binary values",
-        )
-    if not isinstance(value, str):
-        raise _wrong(where, field, value, "a text")
-    if value.isascii():
-        return value
-    try:
-        value.encode()  # JSON can spell half of a character, which no tokenizer accepts
-    except UnicodeEncodeError as error:
-        half = f"{field}, character {error.start}"
-        raise _wrong(where, half, value[error.start], "a text without unpaired surrogates") from error
-    return value
-
-
-def _path(record: Mapping[str, Any], field: str, where: object, image_root: Path | None) -> str:
-    return _image_path(record.get("image_path"), field, where, image_root)
-
-
-def _image_path(value: Any, field: str, where: object, image_root: Path | None) -> str:
-    if not isinstance(value, str) or not value:
-        raise _wrong(where, field, value, "the path of an image")
-    if isinstance(value, StoredImage):
-        return value
-    if value.startswith("data:image/"):
-        return _linked_image(value, field, where, image_root)
-    return _in_folder(image_root, value) if image_root is not None else value
-
-
-def _in_folder(folder: Path, name: str) -> str:
-    """``str(folder / name)``, for which pathlib needs five times as long."""
-    prefix = str(folder)
-    return f"{prefix}/{name}" if _UNCHANGED.fullmatch(name) and len(prefix) > 1 else str(folder / name)
-
-
-def _wrong(where: object, field: str, value: Any, allowed: str) -> DataError:
-    what = "missing" if value is None else shown_value(value)
-    return DataError(f"{where}: {field} is {what}", allowed=allowed)
-
-
-def _names(record: Mapping[str, Any]) -> str:
-    """A record's keys, as a terminal and a log file accept them: JSON can spell half of a character."""
-    text = ", ".join(map(str, record)).encode(errors="backslashreplace").decode()
-    return text if len(text) <= 200 else text[:197] + "..."
-
-
-def shown_value(value: Any) -> str:
-    """A value as a message about its record shows it: its first 57 characters."""
-    try:
-        text = repr(value)
-    except RecursionError:  # JSON may be nested as deeply as Python can follow it, and this is called further down
-        text = f"a {type(value).__name__}, nested too deeply to be shown"
-    return text if len(text) <= 60 else text[:57] + "..."

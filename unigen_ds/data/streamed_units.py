@@ -23,11 +23,11 @@ from unigen_ds.data.held_out import record_number
 from unigen_ds.data.index import Index
 from unigen_ds.data.order import Draw
 from unigen_ds.data.overflow import Fitted, Overflow, overflow_line
-from unigen_ds.data.records import Turn
 from unigen_ds.data.samples import Sample
 from unigen_ds.data.shard_order import ShardWalk
 from unigen_ds.data.sources.spool import shown
 from unigen_ds.data.streamed import SPAN, Recent, StreamedShards
+from unigen_ds.data.turn import Turn
 
 
 def fitted(dataset: PlannedDataset, overflow: Overflow) -> Fitted:

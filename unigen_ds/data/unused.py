@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from unigen_ds.data.records import Layout, drawn_key, image_key, layout_of, several
+from unigen_ds.data.chat_records import image_key
+from unigen_ds.data.records import Layout, drawn_key, layout_of, several
 
 Array = NDArray[np.int64]
 _TITLES = {

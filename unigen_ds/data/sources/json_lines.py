@@ -21,7 +21,8 @@ from unigen_ds.core.errors import DataError
 from unigen_ds.core.files import quick_digest
 from unigen_ds.core.registry import SOURCES
 from unigen_ds.data.data_file import LATIN1, check_data_file, no_record
-from unigen_ds.data.records import Captions, shown_value
+from unigen_ds.data.record_values import shown_value
+from unigen_ds.data.records import Captions
 from unigen_ds.data.sources.base import Arrays, FoundRecord, RecordSource
 from unigen_ds.data.stored_image import lost
 

@@ -21,11 +21,11 @@ from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.registry import checked
 from unigen_ds.data.augment import Augment
 from unigen_ds.data.processor import ConversationProcessor, is_document
-from unigen_ds.data.records import Turn, same_message
 from unigen_ds.data.rules import CURRENT, DataRules
 from unigen_ds.data.samples import Sample, Split, TextTokenizer
 from unigen_ds.data.splits import ImageKind, ImageSplit, TextSplit
 from unigen_ds.data.transforms import ImageHeader, ImageTransform
+from unigen_ds.data.turn import Turn, same_message
 
 Probability = Annotated[float, Ge(0), Le(1)]
 
