@@ -19,13 +19,13 @@ from tests.data.chat_support import character_tokenizer
 from tests.data.support import make_processor, write_jsonl
 from tests.tiny import tiny_config
 from unigen_ds.core.metrics import read_lines
-from unigen_ds.data import transforms
+from unigen_ds.data import image_files
 from unigen_ds.data.collate import collate
 from unigen_ds.data.datasets import UnifiedGenerationDataset
+from unigen_ds.data.image_files import FORMATS, image_header, open_image
 from unigen_ds.data.order import Draw
 from unigen_ds.data.rules import DataRules
 from unigen_ds.data.tokenizers import ChatTokenizer
-from unigen_ds.data.transforms import FORMATS, image_header, open_image
 from unigen_ds.families.nanovlm.processor import VLMProcessor
 from unigen_ds.runner import Runner, start
 
@@ -140,7 +140,7 @@ def test_only_pictures_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     Image.new("RGB", (4, 4)).save(eps, "EPS")
     monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *a, **k: pytest.fail("started Ghostscript"))
     assert "none of the formats (read are JPEG" in image_header(eps).error
-    with pytest.raises(transforms.UnreadableImage, match="none of the formats"):
+    with pytest.raises(image_files.UnreadableImage, match="none of the formats"):
         make_processor().read_image(eps)
     assert not {"EPS", "WMF", "PDF"} & set(FORMATS)
 
@@ -148,10 +148,10 @@ def test_only_pictures_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_pixels_are_counted_before_they_are_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "large.png"
     Image.new("L", (20, 20)).save(path)
-    monkeypatch.setattr(transforms, "MAX_PIXELS", 399)
+    monkeypatch.setattr(image_files, "MAX_PIXELS", 399)
     monkeypatch.setattr("PIL.PngImagePlugin.PngImageFile.load", lambda *_: pytest.fail("decoded"))
     assert "it has 20 x 20 pixels; at most 399 are decoded" in image_header(path).error
-    with pytest.raises(transforms.UnreadableImage, match=r"large\.png cannot be decoded: .* 20 x 20 pixels"):
+    with pytest.raises(image_files.UnreadableImage, match=r"large\.png cannot be decoded: .* 20 x 20 pixels"):
         open_image(path)
 
 
@@ -207,7 +207,7 @@ def test_reading_images_in_threads_leaves_the_users_warnings_as_they_were(tmp_pa
     """Two overlapping reads, in any order of their ends; ``warnings.catch_warnings`` would leave warnings disabled."""
     Image.fromarray(GREY.astype(np.uint8)).save(tmp_path / "a.png")
     before = list(warnings.filters)
-    first, second = (transforms._opened(tmp_path / "a.png", "read", 1) for _ in range(2))
+    first, second = (image_files._opened(tmp_path / "a.png", "read", 1) for _ in range(2))
     with ExitStack() as one, ExitStack() as two:
         one.enter_context(first)
         two.enter_context(second)

@@ -27,7 +27,7 @@ from unigen_ds.checkpoint.base_files import read_base
 from unigen_ds.core.config import plain_values
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.pipes import READER_GONE, ends_quietly
-from unigen_ds.data.transforms import image_header
+from unigen_ds.data.image_files import image_header
 from unigen_ds.families.bagel.published import read_pretrained
 from unigen_ds.families.nanovlm.processor import VLMProcessor
 from unigen_ds.runner import Runner

@@ -50,6 +50,7 @@ from unigen_ds.data.datasets import UnifiedGenerationDataset
 from unigen_ds.data.filtered import filtered
 from unigen_ds.data.filters import CheckedRecord
 from unigen_ds.data.held_out import Division, divided
+from unigen_ds.data.image_files import image_header, open_image
 from unigen_ds.data.index import Index
 from unigen_ds.data.loader import UpdateLoader
 from unigen_ds.data.order import Draw, GlobalOrder
@@ -60,14 +61,7 @@ from unigen_ds.data.quick_header import quick_header
 from unigen_ds.data.splits import ImageSplit
 from unigen_ds.data.stream import Cursor, SequenceStream
 from unigen_ds.data.tokenizers import ChatTokenizer
-from unigen_ds.data.transforms import (
-    ImageTransform,
-    image_header,
-    normalised_,
-    open_image,
-    patchify,
-    pixel_patches,
-)
+from unigen_ds.data.transforms import ImageTransform, normalised_, patchify, pixel_patches
 from unigen_ds.families.nanovlm.processor import VLMProcessor
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -413,7 +407,7 @@ def test_quick_headers_are_those_of_pil(tmp_path: Path, monkeypatch: pytest.Monk
             quick += quick_header(given[:8192]) is not None
             found = image_header(path)
             with monkeypatch.context() as patch:
-                patch.setattr("unigen_ds.data.transforms.quick_header", lambda _: None)
+                patch.setattr("unigen_ds.data.image_files.quick_header", lambda _: None)
                 expected = image_header(path)
             assert found == expected, given[:200]
     assert quick > 200

@@ -14,11 +14,12 @@ from unigen_ds.core.batch import CAUSAL
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.collate import collate
 from unigen_ds.data.datasets import UnifiedGenerationDataset
+from unigen_ds.data.image_files import open_image
 from unigen_ds.data.order import Draw
 from unigen_ds.data.records import parse_record
 from unigen_ds.data.tiles import GLOBAL_TOKEN, tile_token
 from unigen_ds.data.tokenizers import ChatTokenizer
-from unigen_ds.data.transforms import open_image, patchify
+from unigen_ds.data.transforms import patchify
 from unigen_ds.families.nanovlm.processor import VLMProcessor
 from unigen_ds.families.nanovlm.splits import TiledSplit
 

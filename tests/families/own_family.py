@@ -15,9 +15,9 @@ from unigen_ds.core.batch import Batch, LossTerms
 from unigen_ds.core.registry import DATASETS, FAMILIES, MODELS
 from unigen_ds.core.seeding import generator
 from unigen_ds.data.datasets import ScannedDataset
+from unigen_ds.data.image_files import UnreadableImage
 from unigen_ds.data.rules import CURRENT, DataRules
 from unigen_ds.data.samples import Sample, Split, Tally
-from unigen_ds.data.transforms import UnreadableImage
 from unigen_ds.families.base import Family
 
 

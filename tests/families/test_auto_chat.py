@@ -13,8 +13,8 @@ from tests.data.support import picture
 from tests.families.tiny_transformers import CHATML, IMAGE, MARKED, tokenizer, write_images
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.collate import pack_documents
+from unigen_ds.data.image_files import UnreadableImage
 from unigen_ds.data.tokenizers import ModelTokenizer
-from unigen_ds.data.transforms import UnreadableImage
 from unigen_ds.data.turn import Turn
 from unigen_ds.families.auto.processor import ModelProcessor
 

@@ -20,7 +20,7 @@ from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.metrics import read_lines
 from unigen_ds.core.seeding import rng_state, set_rng_state
 from unigen_ds.data import planning
-from unigen_ds.data.transforms import ImageContent, raise_png_text_limit
+from unigen_ds.data.image_files import ImageContent, raise_png_text_limit
 from unigen_ds.models.vision import VisionLayer
 from unigen_ds.runner import Runner, environment
 

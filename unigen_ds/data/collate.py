@@ -23,6 +23,7 @@ from unigen_ds.core import former
 from unigen_ds.core.batch import Batch
 from unigen_ds.core.seeding import generator
 from unigen_ds.data.datasets import PlannedDataset, planned_tokens, source_names
+from unigen_ds.data.image_files import ImageContent, UnreadableImage
 from unigen_ds.data.order import Draw
 from unigen_ds.data.overflow import part_of, unit_tokens
 from unigen_ds.data.packed import PackedBuilder
@@ -31,7 +32,6 @@ from unigen_ds.data.samples import Loaded as Loaded
 from unigen_ds.data.samples import Sample, Split
 from unigen_ds.data.splits import unreadable
 from unigen_ds.data.stream import Row
-from unigen_ds.data.transforms import ImageContent, UnreadableImage
 
 
 def collate(

@@ -17,11 +17,12 @@ from unigen_ds.core import former
 from unigen_ds.core.batch import Batch
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.augment import Augment
+from unigen_ds.data.image_files import ImageContent, ImageHeader, flattened, image_header, open_image
 from unigen_ds.data.packed import PackedBuilder
 from unigen_ds.data.rules import CURRENT, DataRules
 from unigen_ds.data.samples import Loaded, Sample
 from unigen_ds.data.splits import ImageKind, ImageSplit
-from unigen_ds.data.transforms import ImageContent, ImageHeader, ImageTransform, flattened, image_header, open_image
+from unigen_ds.data.transforms import ImageTransform
 from unigen_ds.data.turn import Turn
 
 

@@ -2,7 +2,7 @@
 
 Only what PIL reads in the same way, whatever comes later in the file: a JPEG without EXIF, XMP or several pictures, a
 PNG of 8 bits without palette, transparent colour or text before its pixels. For everything else, and for whatever looks
-wrong, the answer is None, and PIL decides (``transforms.py``).
+wrong, the answer is None, and PIL decides (``image_files.py``).
 """
 
 from __future__ import annotations

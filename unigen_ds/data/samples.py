@@ -15,8 +15,8 @@ import numpy as np
 
 from unigen_ds.core import former
 from unigen_ds.core.errors import DataError
+from unigen_ds.data.image_files import ImageContent
 from unigen_ds.data.rules import CURRENT, TOUCH_BITS
-from unigen_ds.data.transforms import ImageContent
 
 IGNORED = -100
 """A label: nothing is to be predicted."""

@@ -25,17 +25,10 @@ from torch import Tensor
 from unigen_ds.core.batch import FULL, NOISE
 from unigen_ds.core.seeding import generator
 from unigen_ds.data.augment import Augment, changed
+from unigen_ds.data.image_files import ImageContent, UnreadableImage
 from unigen_ds.data.packed import Latent, PackedBuilder
 from unigen_ds.data.samples import IGNORED, Split, Tally, TextTokenizer
-from unigen_ds.data.transforms import (
-    ImageContent,
-    ImageTransform,
-    UnreadableImage,
-    normalised,
-    only_resizes,
-    patchify,
-    pixel_patches,
-)
+from unigen_ds.data.transforms import ImageTransform, normalised, only_resizes, patchify, pixel_patches
 
 ImageKind = Literal["vit", "vae", "noise"]
 END = -1

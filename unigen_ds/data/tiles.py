@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from unigen_ds.core.errors import ConfigError
+from unigen_ds.data.image_files import on_white
 from unigen_ds.data.resampling import resized
-from unigen_ds.data.transforms import ImageTransform, on_white
+from unigen_ds.data.transforms import ImageTransform
 
 IMAGE_TOKEN, GLOBAL_TOKEN = "<|image|>", "<|global_image|>"
 MAX_TILES_PER_SIDE = 8

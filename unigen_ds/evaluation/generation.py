@@ -24,9 +24,9 @@ from unigen_ds.core.errors import ConfigError, TrainingError
 from unigen_ds.core.seeding import derive_seed
 from unigen_ds.data.datasets import PlannedDataset
 from unigen_ds.data.held_out import record_number, whole_of
+from unigen_ds.data.image_files import UnreadableImage
 from unigen_ds.data.samples import IGNORED, Loaded, Sample, Split
 from unigen_ds.data.splits import ImageSplit, TextSplit, TokenSplit
-from unigen_ds.data.transforms import UnreadableImage
 from unigen_ds.data.turn import Turn
 from unigen_ds.evaluation.validation import evaluating
 from unigen_ds.families.base import Family, family_of

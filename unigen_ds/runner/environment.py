@@ -12,7 +12,7 @@ from unigen_ds.core.cores import TOKENIZERS
 from unigen_ds.core.log import logger
 from unigen_ds.core.settings import Section
 from unigen_ds.core.values import Number
-from unigen_ds.data.transforms import limit_png_text
+from unigen_ds.data.image_files import limit_png_text
 
 _ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 _ALLOCATORS = (_ALLOCATOR, "PYTORCH_ALLOC_CONF")

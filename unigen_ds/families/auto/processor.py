@@ -16,12 +16,12 @@ from typing import Any
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.registry import checked
 from unigen_ds.data.chat import RenderedChat, encode_chats, next_token_labels
+from unigen_ds.data.image_files import ImageHeader
 from unigen_ds.data.processor import ConversationProcessor, is_document
 from unigen_ds.data.rules import CURRENT, DataRules
 from unigen_ds.data.samples import Sample, Split
 from unigen_ds.data.splits import TokenSplit
 from unigen_ds.data.tokenizers import ModelTokenizer
-from unigen_ds.data.transforms import ImageHeader
 from unigen_ds.data.turn import Turn, same_message
 from unigen_ds.families.auto.batch import ModelBatch, ModelBuilder, PictureSplit
 from unigen_ds.families.auto.pictures import Pictures

@@ -20,11 +20,12 @@ from annotated_types import Ge, Le
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.registry import checked
 from unigen_ds.data.augment import Augment
+from unigen_ds.data.image_files import ImageHeader
 from unigen_ds.data.processor import ConversationProcessor, is_document
 from unigen_ds.data.rules import CURRENT, DataRules
 from unigen_ds.data.samples import Sample, Split, TextTokenizer
 from unigen_ds.data.splits import ImageKind, ImageSplit, TextSplit
-from unigen_ds.data.transforms import ImageHeader, ImageTransform
+from unigen_ds.data.transforms import ImageTransform
 from unigen_ds.data.turn import Turn, same_message
 
 Probability = Annotated[float, Ge(0), Le(1)]

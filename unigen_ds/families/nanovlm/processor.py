@@ -16,13 +16,14 @@ from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.registry import checked
 from unigen_ds.data.augment import Augment
 from unigen_ds.data.chat import RenderedChat, encode_chats, next_token_labels
+from unigen_ds.data.image_files import ImageHeader
 from unigen_ds.data.processor import ConversationProcessor, is_document
 from unigen_ds.data.rules import CURRENT, DataRules
 from unigen_ds.data.samples import Sample, Split
 from unigen_ds.data.splits import ImageKind, ImageSplit, TokenSplit
 from unigen_ds.data.tiles import IMAGE_TOKEN, Tiling, TransformTiling, image_string, num_tiles
 from unigen_ds.data.tokenizers import ChatTokenizer
-from unigen_ds.data.transforms import ImageHeader, ImageTransform
+from unigen_ds.data.transforms import ImageTransform
 from unigen_ds.data.turn import Turn, same_message
 from unigen_ds.families.nanovlm.splits import TiledSplit
 

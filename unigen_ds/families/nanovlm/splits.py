@@ -12,11 +12,12 @@ from torch import Tensor
 
 from unigen_ds.core.batch import CAUSAL
 from unigen_ds.data.augment import Augment
+from unigen_ds.data.image_files import ImageContent, UnreadableImage
 from unigen_ds.data.packed import PackedBuilder
 from unigen_ds.data.samples import Split, Tally
 from unigen_ds.data.splits import augmented, count_image, unreadable
 from unigen_ds.data.tiles import Tiling, TransformTiling, num_tiles, split_tiles
-from unigen_ds.data.transforms import ImageContent, UnreadableImage, only_resizes, patchify
+from unigen_ds.data.transforms import only_resizes, patchify
 
 
 class TileProcessor(Protocol):
