@@ -1,8 +1,10 @@
 """Sharded training against the plain loop: time of an update, scaling efficiency, memory of a process.
 
-In: nothing. Out: a table, and ``results/scaling_<date>.json``. Accepted if with two processes every engine of ours
-trains at least 0.9 times as many tokens a second as torch's ``DistributedDataParallel`` on the same batches, if FSDP
-needs at most 0.75 of its memory, and if the losses of all sides agree.
+In: nothing. Out: a table, and ``results/scaling_<date>.json``. Accepted if on one process the Runner
+trains at least 0.95 times as many tokens a second as the plain loop, if FSDP on two needs at most 0.75 of the memory of
+torch's ``DistributedDataParallel``, and if the losses of all sides agree. How fast an engine is over gloo, between
+processes that share the memory of one machine, is shown and has no limit: it is the engine's, and the network's. What
+the Runner adds to an engine's own loop is measured by ``overhead.py``.
 
 The model is a decoder of 70 M parameters in fp32 with AdamW. Every process trains one sequence of 256 tokens an
 update, so twice the processes train twice the tokens (weak scaling). ``plain``: forward, backward, clipping and step of
@@ -51,8 +53,9 @@ from unigen_ds.runner.parts import build_parts
 from unigen_ds.runner.runner import Runner
 from unigen_ds.runner.settings import Settings, load_config
 
-SPEED, MEMORY, AGREE = 0.9, 0.75, 1e-3
-"""Limits: tokens a second and memory against ``ddp@2``; relative difference of the last losses."""
+SPEED, MEMORY, AGREE = 0.95, 0.75, 1e-3
+"""Limits: tokens a second of ``single@1`` against ``plain@1``; memory of ``fsdp@2`` against ``ddp@2``; relative difference
+of the last losses."""
 LENGTH, WORDS, WARM_UP = 256, 8192, 2
 BUCKET = 4_000_000
 """Elements of DeepSpeed's buckets and of what ZeRO-3 keeps gathered; the presets have more than this model."""
@@ -218,8 +221,8 @@ def problems(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """What exceeds a limit, with its whole confidence interval."""
     found = []
     for side, row in rows.items():
-        if row["speed_to_ddp"] and row["speed_to_ddp"]["high"] < SPEED:
-            found.append(f"{side}: {row['speed_to_ddp']['median']:.2f} times the tokens a second of ddp@2")
+        if side == "single@1" and row["efficiency"] and row["efficiency"]["high"] < SPEED:
+            found.append(f"{side}: {row['efficiency']['median']:.2f} times the tokens a second of plain@1")
         if side == "fsdp@2" and row["memory_to_ddp"] and row["memory_to_ddp"]["low"] > MEMORY:
             found.append(f"{side}: {row['memory_to_ddp']['median']:.2f} times the memory of ddp@2")
         peers = [other["loss"] for other in rows.values() if other["processes"] == row["processes"]]

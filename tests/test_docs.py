@@ -240,6 +240,29 @@ def test_the_table_against_plain_trainers_has_the_numbers_of_the_results() -> No
     assert all((folder / "results" / result).exists() for result in re.findall(r"`(\w+\.json)`", table))
 
 
+def test_the_table_of_sharded_training_has_the_numbers_of_the_results() -> None:
+    page = (
+        (ROOT / "docs" / "engines.md")
+        .read_text(encoding="utf-8")
+        .split("## What sharding costs and saves")[1]
+        .split("\n## ")[0]
+    )
+    (path,) = (ROOT / "benchmarks" / "results").glob("scaling_*.json")
+    record = json.loads(path.read_text(encoding="utf-8"))
+    shown = re.findall(r"^\| .+ \| (\d) \| ([\d.]+) s \| (\d+) \| ([\d.]+) \| ([\d,]+) MiB \|$", page, re.MULTILINE)
+    assert shown == [
+        (
+            str(row["processes"]),
+            f"{row['seconds']:.2f}",
+            f"{row['processes'] * record['tokens_per_process'] / row['seconds']:.0f}",
+            f"{row['efficiency']['median']:.2f}",
+            f"{row['peak'] / 2**20:,.0f}",
+        )
+        for row in record["rows"].values()
+    ]
+    assert f"`benchmarks/results/{path.name}`" in page and record["accepted"]
+
+
 # --- all pages ----------------------------------------------------------------------------------------------------
 
 
