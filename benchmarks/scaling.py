@@ -54,8 +54,8 @@ from unigen_ds.runner.runner import Runner
 from unigen_ds.runner.settings import Settings, load_config
 
 SPEED, MEMORY, AGREE = 0.95, 0.75, 1e-3
-"""Limits: tokens a second of ``single@1`` against ``plain@1``; memory of ``fsdp@2`` against ``ddp@2``; relative difference
-of the last losses."""
+"""Limits: tokens a second of ``single@1`` against ``plain@1``; memory of ``fsdp@2`` against ``ddp@2``; relative
+difference of the last losses."""
 LENGTH, WORDS, WARM_UP = 256, 8192, 2
 BUCKET = 4_000_000
 """Elements of DeepSpeed's buckets and of what ZeRO-3 keeps gathered; the presets have more than this model."""
