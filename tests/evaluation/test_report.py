@@ -25,7 +25,8 @@ from unigen_ds.core.errors import ConfigError
 from unigen_ds.evaluation.provenance import REQUIRED, Result, write_results
 from unigen_ds.evaluation.report.charts import MOST_POINTS, reduced, smoothed
 from unigen_ds.evaluation.report.goodput import PARTS, idle_before, spent_by_start
-from unigen_ds.evaluation.report.reading import flat, masked, read_work_dir, run_names
+from unigen_ds.evaluation.report.reading import masked, read_work_dir, run_names
+from unigen_ds.evaluation.report.results import flat
 from unigen_ds.runner import Runner
 
 SAVES = {"default_hooks__checkpoint__interval": 3, "default_hooks__checkpoint__by_epoch": False}

@@ -34,13 +34,14 @@ def run_case(case: Any, library: Path, out: Path) -> dict[str, Any]:
     """Train a case on the pretended device. Changes this process for good."""
     from tests.fake_cuda import cases, device, report
     from tests.fake_cuda.recorder import Recorder
+    from unigen_ds.core import dist
     from unigen_ds.core.metrics import read_lines
     from unigen_ds.runner import Runner
 
     if case.world > 1:
         os.environ.update(
             RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(case.world), LOCAL_WORLD_SIZE=str(case.world),
-            MASTER_ADDR="127.0.0.1", MASTER_PORT="29500",
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(dist.free_port()),
         )  # fmt: skip
     device.install(library)
     recorder = Recorder()

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from unigen_ds.evaluation.report.reading import RunStart, is_update, number
+from unigen_ds.evaluation.report.lines import is_update, number
+from unigen_ds.evaluation.report.reading import RunStart
 
 PARTS = ("training", "data", "saves", "evaluation", "start_up", "repeated")
 _EVALUATION = ("hook:evaluate", "hook:preview", "hook:async_evaluate")

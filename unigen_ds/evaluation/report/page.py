@@ -8,6 +8,7 @@ from typing import Any
 
 from unigen_ds.evaluation.report import sections
 from unigen_ds.evaluation.report.document import document, write_document
+from unigen_ds.evaluation.report.lines import number
 from unigen_ds.evaluation.report.markup import (
     Html,
     grouped,
@@ -21,7 +22,8 @@ from unigen_ds.evaluation.report.markup import (
     value_text,
 )
 from unigen_ds.evaluation.report.panels import overlay
-from unigen_ds.evaluation.report.reading import WorkDir, flat, number, read_work_dir, run_names
+from unigen_ds.evaluation.report.reading import WorkDir, read_work_dir, run_names
+from unigen_ds.evaluation.report.results import flat
 
 MAX_PICTURES = 16 * 2**20
 """Bytes of all pictures of a page."""

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from unigen_ds.evaluation.report.charts import Mark, Series, chart
 from unigen_ds.evaluation.report.goodput import changes
+from unigen_ds.evaluation.report.lines import Line, number
 from unigen_ds.evaluation.report.markup import Html, details, plural, tag, value_text
-from unigen_ds.evaluation.report.reading import Line, WorkDir, number
+from unigen_ds.evaluation.report.reading import WorkDir
 
 _MAIN = {"loss", "grad_norm", "tokens_per_second", "memory", "memory_reserved"}
 _NOT_CURVES = {"update", "iteration", "epoch", "sequences", "samples", "tokens", "applied"}

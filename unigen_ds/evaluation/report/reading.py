@@ -6,13 +6,10 @@ file contains. Times are in seconds; ``update`` counts optimizer steps of the ru
 
 from __future__ import annotations
 
-import bisect
-import json
-import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,14 +23,19 @@ from unigen_ds.checkpoint.partial import REPORT_FILE
 from unigen_ds.checkpoint.saver import CONFIG_FILE, HOOKS_FILE
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.metrics import LEDGER_FILE, METRICS_FILE, SKIPPED_FILE, TIMELINE_FILE, in_effect, parse_lines
-from unigen_ds.evaluation.jobs import RESULT, numbers_of, read_result
+from unigen_ds.evaluation.report import results
+from unigen_ds.evaluation.report.lines import (
+    Line,
+    interpolated,
+    is_count,
+    known_sequences,
+    lines_of_updates,
+    number,
+    well_formed,
+)
+from unigen_ds.evaluation.report.results import RESULTS, SCORES, STATISTICS, Evaluated, json_object
 
-BEST_HINT, LOG_FILE, PREVIEWS, RESULTS = "best_checkpoint", "train.log", "previews", "eval_results"
-SCORES = "evaluations"
-"""Of the metrics of ``EvaluateHook``, whose lines in ``metrics.jsonl`` have the same values without provenance."""
-STATISTICS = "training_stats"
-"""Event of the lines with the statistics over ranks."""
-Line = dict[str, Any]
+BEST_HINT, LOG_FILE, PREVIEWS = "best_checkpoint", "train.log", "previews"
 _OF_A_RUN = (METRICS_FILE, TIMELINE_FILE, LEDGER_FILE, LOG_FILE, CONFIG_FILE, SCORES, RESULTS)
 _MOST_NAMES = 10
 _SECRET = re.compile(r"(?i)(api_?key|password|passwd|secret|access_token)$")
@@ -60,16 +62,6 @@ class RunStart:
         """How it ended; None where it was killed, runs still, or where that is not recorded."""
         last = self.times[-1] if self.times else {}
         return str(last.get("reason")) if last.get("event") == "end" else None
-
-
-@dataclass(frozen=True)
-class Evaluated:
-    """A validation or an evaluation: a line of ``metrics.jsonl``, or a file of results."""
-
-    update: int | None
-    values: Mapping[str, float]
-    provenance: Mapping[str, Any]
-    origin: str
 
 
 @dataclass(frozen=True)
@@ -117,54 +109,6 @@ class WorkDir:
         return known_sequences(self.updates)
 
 
-def known_sequences(updates: Iterable[Line]) -> list[tuple[float, float]]:
-    """Updates and sequences of the logged lines, from the beginning on."""
-    return [(0.0, 0.0), *((line["update"], n) for line in updates if (n := number(line.get("sequences"))))]
-
-
-def interpolated(known: Sequence[tuple[float, float]], x: float) -> float | None:
-    """y at ``x`` between (x, y) in order; None beyond the last."""
-    at = bisect.bisect_left(known, (x, -math.inf))
-    if at == len(known):
-        return None
-    (x0, y0), (x1, y1) = known[max(0, at - 1)], known[at]
-    return y1 if x == x1 else y0 + (y1 - y0) * (x - x0) / (x1 - x0)
-
-
-def number(value: object) -> float | None:
-    """A finite number as float; None for everything else."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    try:
-        found = float(value)
-    except OverflowError:
-        return None
-    return found if math.isfinite(found) else None
-
-
-def is_update(line: Line) -> bool:
-    """Whether a line of ``metrics.jsonl`` is that of an update."""
-    return "event" not in line and "loss" in line and _whole(line.get("update"))
-
-
-def lines_of_updates(lines: Iterable[Line]) -> list[Line]:
-    """The last line of each update, in the order of updates."""
-    latest = {line["update"]: line for line in lines if is_update(line)}
-    return [latest[update] for update in sorted(latest)]
-
-
-def read_updates(metrics_file: Path) -> list[Line]:
-    """The lines of updates that count: those that no resume made void."""
-    return lines_of_updates(in_effect(_well_formed(parse_lines(metrics_file)[0])[0]))
-
-
-def read_values(metrics_file: Path, key: str) -> list[tuple[int, float]]:
-    """Update and value of each evaluation that counts, in order; of an update that was evaluated twice the last."""
-    lines = in_effect(_well_formed(parse_lines(metrics_file)[0])[0])
-    latest = {line["update"]: n for line in lines if "update" in line and (n := number(line.get(key))) is not None}
-    return sorted(latest.items())
-
-
 def _is_run(path: Path) -> bool:
     """Whether a folder has anything that a report shows."""
     return any((path / name).exists() for name in _OF_A_RUN) or any(path.glob(f"*/{MANIFEST}"))
@@ -206,8 +150,10 @@ def read_work_dir(path: Path) -> WorkDir:
         starts=starts,
         updates=lines_of_updates(kept),
         abandoned=_abandoned(metrics, kept),
-        statistics=[line for line in kept if line.get("event") == STATISTICS and _whole(line.get("update"))],
-        evaluations=_once(_evaluations(kept), _results(path, problems, prefix=_async_prefix(config, kept))),
+        statistics=[line for line in kept if line.get("event") == STATISTICS and is_count(line.get("update"))],
+        evaluations=results.once(
+            results.of_lines(kept), results.of_files(path, problems, prefix=results.async_prefix(config, kept))
+        ),
         checkpoints=checkpoints,
         lineage=_lineage(home, problems),
         best=best,
@@ -215,7 +161,7 @@ def read_work_dir(path: Path) -> WorkDir:
         skipped=in_effect(_journal(skipped_file, problems)) if skipped_file.exists() else [],
         previews=_previews(path),
         log=_log(path / LOG_FILE, problems),
-        load_report=_json(path / REPORT_FILE, problems) if (path / REPORT_FILE).exists() else None,
+        load_report=json_object(path / REPORT_FILE, problems) if (path / REPORT_FILE).exists() else None,
         config=masked(config),
         config_text=_text(path / CONFIG_FILE, problems),
         problems=problems,
@@ -248,43 +194,13 @@ def masked(config: Mapping[str, Any]) -> dict[str, Any]:
     return {str(key): of(str(key), value) for key, value in config.items()}
 
 
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value, lists by index."""
-    found: dict[str, Any] = {}
-    for key, value in config.items():
-        name = f"{prefix}{key}"
-        items = dict(enumerate(value)) if isinstance(value, list) else value
-        nested = isinstance(items, Mapping) and items and (isinstance(value, Mapping) or _has_mappings(value))
-        found |= flat({str(k): v for k, v in items.items()}, f"{name}.") if nested else {name: value}
-    return found
-
-
-def _has_mappings(value: Any) -> bool:
-    return any(isinstance(inner, Mapping) for inner in value)
-
-
-def _whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
-
-
-def _well_formed(lines: Iterable[Line]) -> tuple[list[Line], int]:
-    """Without lines whose counts are no counts; and their number."""
-    lines = list(lines)
-    good = [
-        line
-        for line in lines
-        if (_whole(line.get("updates")) if line.get("event") == "resume" else _whole(line.get("update", 0)))
-    ]
-    return good, len(lines) - len(good)
-
-
 def _journal(path: Path, problems: list[tuple[str, str]]) -> list[Line]:
     try:
         parsed, damaged = parse_lines(path)
     except OSError as error:
         problems.append((path.name, f"cannot be read: {error.strerror or error}"))
         return []
-    lines, wrong = _well_formed(parsed)
+    lines, wrong = well_formed(parsed)
     if damaged + wrong:
         problems.append((path.name, f"{damaged + wrong} of {len(parsed) + damaged} lines are damaged and left out"))
     if not path.exists():
@@ -341,114 +257,6 @@ def _abandoned(metrics: Iterable[Line], kept: Iterable[Line]) -> list[list[Line]
     return [found for lines in void if (found := lines_of_updates(lines))]
 
 
-def _evaluations(lines: Iterable[Line]) -> list[Evaluated]:
-    """Of lines with an event, and of those of updates that have ``val/...``."""
-    found = []
-    for line in lines:
-        event = line.get("event")
-        if event == STATISTICS:
-            continue
-        names = [key for key in line if key.startswith("val/")] if event is None else [*line]
-        values = {key: n for key in names if key not in _POSITION and (n := number(line[key])) is not None}
-        given = line.get("provenance")
-        if values and "update" in line:
-            origin = METRICS_FILE if event is None else f"{METRICS_FILE}, {event}"
-            found.append(Evaluated(line["update"], values, given if isinstance(given, Mapping) else {}, origin))
-    return found
-
-
-_POSITION = {"update", "iteration", "epoch", "sequences", "samples", "tokens", "updates"}
-
-
-def _once(lines: Iterable[Evaluated], files: Sequence[Evaluated]) -> list[Evaluated]:
-    """Without the values of lines that a file has with their provenance."""
-    stored = {(one.update, key) for one in files for key in one.values}
-    kept = [
-        replace(line, values={key: n for key, n in line.values.items() if (line.update, key) not in stored})
-        for line in lines
-    ]
-    return [*(line for line in kept if line.values), *files]
-
-
-def _async_prefix(config: Mapping[str, Any], lines: Iterable[Line]) -> str | None:
-    """Of the names that ``AsyncEvaluateHook`` logs; None: the run has no such hook."""
-    hooks = config.get("custom_hooks")
-    for hook in hooks if isinstance(hooks, list) else ():
-        if isinstance(hook, Mapping) and str(hook.get("type")).rpartition(".")[2] == "AsyncEvaluateHook":
-            return str(hook.get("prefix", "lmms_eval"))
-    names = (key for line in lines if line.get("event") == "async_evaluation" for key in line)
-    return next((key.partition("/")[0] for key in names if "/" in key), None)
-
-
-def _of_process(file: Path, content: Line, update: int, prefix: str) -> list[Evaluated]:
-    """A result by the rules and with the names of ``AsyncEvaluateHook``. Raises ``ValueError`` where it refuses it."""
-    read_result(file, update=update)
-    listed = content["results"]
-    parts = listed if isinstance(listed, list) else [{"values": listed}]
-    found = []
-    for part in parts:
-        values = {f"{prefix}/{key}": n for key, value in numbers_of(part["values"]).items() if (n := number(value))
-                  is not None}  # fmt: skip
-        given = part.get("provenance")
-        found.append(Evaluated(update, values, given if isinstance(given, Mapping) else {}, RESULTS))
-    return [one for one in found if one.values]
-
-
-def _results(path: Path, problems: list[tuple[str, str]], *, prefix: str | None) -> list[Evaluated]:
-    """``eval_results/**/*.json``, ``evaluations/*.json`` and ``results.json``: what ``provenance.write_results`` wrote,
-    ``{"values", "provenance"}``, or names and numbers.
-    """
-    files = sorted((path / RESULTS).rglob("*.json")) if (path / RESULTS).is_dir() else []
-    scores = sorted((path / SCORES).glob("*.json"), key=lambda file: (len(file.name), file.name))
-    files += [*scores, *(file for file in (path / "results.json",) if file.is_file())]
-    found = []
-    for file in files:
-        name = str(file.relative_to(path))
-        content = _json(file, problems, name=name)
-        if content is None:
-            continue
-        if prefix is not None and file.is_relative_to(path / RESULTS) and (match := RESULT.fullmatch(file.name)):
-            try:
-                found += _of_process(file, content, int(match[1]), prefix)
-            except ValueError as error:
-                problems.append((name, f"is not logged by AsyncEvaluateHook: {error}"))
-            continue
-        step = re.search(r"(\d+)\.json$", file.name)
-        update = content.get("update", content.get("updates", int(step[1]) if step else None))
-        listed = content.get("results")
-        parts = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else [content]
-        read = [one for part in parts if (one := _result_of(part, update if _whole(update) else None, name)).values]
-        if len(read) < len(parts) or not parts:
-            problems.append((name, f"{len(parts) - len(read)} of {len(parts)} results have no number"))
-        if file in scores:
-            named = [
-                {key if key.startswith("val/") else f"val/{key}": value for key, value in one.values.items()}
-                for one in read
-            ]
-            read = [replace(one, values=v, origin=SCORES) for one, v in zip(read, named, strict=True)]
-        found += read
-    return found
-
-
-def _result_of(content: Line, update: int | None, origin: str) -> Evaluated:
-    given = next((content[k] for k in ("values", "results", "metrics") if isinstance(content.get(k), Mapping)), content)
-    values = {k: n for k, v in flat(given).items() if (n := number(v)) is not None}
-    values = {k: v for k, v in values.items() if k not in _POSITION and not k.startswith("provenance.")}
-    provenance = content.get("provenance")
-    return Evaluated(update, values, provenance if isinstance(provenance, Mapping) else {}, origin)
-
-
-def _json(file: Path, problems: list[tuple[str, str]], *, name: str | None = None) -> dict[str, Any] | None:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        if isinstance(content, dict):
-            return content
-        problems.append((name or file.name, f"has a {type(content).__name__}, not an object"))
-    except (OSError, ValueError, RecursionError) as error:
-        problems.append((name or file.name, f"cannot be read: {type(error).__name__}: {error}"[:300]))
-    return None
-
-
 def _text(file: Path, problems: list[tuple[str, str]]) -> str | None:
     try:
         return file.read_text(encoding="utf-8", errors="replace")
@@ -491,7 +299,7 @@ def _best(
     name = _text(hint, problems) if hint.exists() else None
     for found in reversed(checkpoints):
         if found.manifest is not None and (found.path / HOOKS_FILE).is_file():
-            states = _json(found.path / HOOKS_FILE, problems, name=f"{found.path.name}/{HOOKS_FILE}") or {}
+            states = json_object(found.path / HOOKS_FILE, problems, name=f"{found.path.name}/{HOOKS_FILE}") or {}
             state = states.get("evaluate")
             state = state.get("best", state) if isinstance(state, Mapping) else {}
             return name and Path(name.strip()).name, state if isinstance(state, Mapping) else {}

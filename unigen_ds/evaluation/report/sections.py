@@ -11,6 +11,7 @@ from typing import Any
 from unigen_ds.checkpoint.listing import size_text
 from unigen_ds.evaluation.report.charts import bar
 from unigen_ds.evaluation.report.goodput import PARTS, Spent, changes, idle_before, spent_by_start
+from unigen_ds.evaluation.report.lines import number
 from unigen_ds.evaluation.report.markup import (
     Html,
     details,
@@ -27,7 +28,8 @@ from unigen_ds.evaluation.report.markup import (
 )
 from unigen_ds.evaluation.report.panels import curves, validation_curves
 from unigen_ds.evaluation.report.pictures import strip
-from unigen_ds.evaluation.report.reading import WorkDir, flat, number
+from unigen_ds.evaluation.report.reading import WorkDir
+from unigen_ds.evaluation.report.results import flat
 
 TITLES = {
     "training": "training",

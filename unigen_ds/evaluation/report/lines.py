@@ -1,0 +1,77 @@
+"""Lines of ``metrics.jsonl`` as values: which count, of which update, and numbers between them."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from unigen_ds.core.metrics import in_effect, parse_lines
+
+Line = dict[str, Any]
+
+
+def known_sequences(updates: Iterable[Line]) -> list[tuple[float, float]]:
+    """Updates and sequences of the logged lines, from the beginning on."""
+    return [(0.0, 0.0), *((line["update"], n) for line in updates if (n := number(line.get("sequences"))))]
+
+
+def interpolated(known: Sequence[tuple[float, float]], x: float) -> float | None:
+    """y at ``x`` between (x, y) in order; None beyond the last."""
+    at = bisect.bisect_left(known, (x, -math.inf))
+    if at == len(known):
+        return None
+    (x0, y0), (x1, y1) = known[max(0, at - 1)], known[at]
+    return y1 if x == x1 else y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+
+
+def number(value: object) -> float | None:
+    """A finite number as float; None for everything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        found = float(value)
+    except OverflowError:
+        return None
+    return found if math.isfinite(found) else None
+
+
+def is_update(line: Line) -> bool:
+    """Whether a line of ``metrics.jsonl`` is that of an update."""
+    return "event" not in line and "loss" in line and is_count(line.get("update"))
+
+
+def lines_of_updates(lines: Iterable[Line]) -> list[Line]:
+    """The last line of each update, in the order of updates."""
+    latest = {line["update"]: line for line in lines if is_update(line)}
+    return [latest[update] for update in sorted(latest)]
+
+
+def read_updates(metrics_file: Path) -> list[Line]:
+    """The lines of updates that count: those that no resume made void."""
+    return lines_of_updates(in_effect(well_formed(parse_lines(metrics_file)[0])[0]))
+
+
+def read_values(metrics_file: Path, key: str) -> list[tuple[int, float]]:
+    """Update and value of each evaluation that counts, in order; of an update that was evaluated twice the last."""
+    lines = in_effect(well_formed(parse_lines(metrics_file)[0])[0])
+    latest = {line["update"]: n for line in lines if "update" in line and (n := number(line.get(key))) is not None}
+    return sorted(latest.items())
+
+
+def is_count(value: object) -> bool:
+    """Whether it is a number of updates."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
+def well_formed(lines: Iterable[Line]) -> tuple[list[Line], int]:
+    """Without lines whose counts are no counts; and their number."""
+    lines = list(lines)
+    good = [
+        line
+        for line in lines
+        if (is_count(line.get("updates")) if line.get("event") == "resume" else is_count(line.get("update", 0)))
+    ]
+    return good, len(lines) - len(good)
