@@ -30,6 +30,19 @@ if [[ -z "$nproc_per_node" ]]; then
     ((nproc_per_node > 0)) || nproc_per_node=1
 fi
 
+if [[ ! "$num_nodes" =~ ^([0-9]+:)?[1-9][0-9]*$ ]]; then
+    echo "error: num_nodes is '$num_nodes'; allowed: 1 or more" >&2
+    exit 2
+fi
+if [[ ! "$node_rank" =~ ^[0-9]+$ ]] || ((10#$node_rank >= ${num_nodes##*:})); then
+    echo "error: node_rank is '$node_rank', of num_nodes $num_nodes; allowed: 0 to num_nodes - 1" >&2
+    exit 2
+fi
+if [[ ! "$nproc_per_node" =~ ^([1-9][0-9]*|gpu|cpu|auto)$ ]]; then
+    echo "error: nproc_per_node is '$nproc_per_node'; allowed: 1 or more, gpu, cpu, auto" >&2
+    exit 2
+fi
+
 launcher=("${PYTHON:-python}" -m torch.distributed.run --nnodes "$num_nodes" --nproc_per_node "$nproc_per_node")
 if [[ "$num_nodes" == 1 && -z "$master_port" ]]; then
     launcher+=(--standalone)

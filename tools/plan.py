@@ -22,19 +22,20 @@ if not __package__:
 from unigen_ds.core.choices import SHIPPED
 from unigen_ds.core.errors import ConfigError, UnigenError
 from unigen_ds.core.pipes import ends_quietly
-from unigen_ds.core.quantities import share, size
+from unigen_ds.core.quantities import memory, positive, share, size
 from unigen_ds.core.variables import environment
 
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="unigen-plan", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     p.add_argument("config", help=f"a config file, or the name of a shipped config: {SHIPPED}")
-    p.add_argument("--world-size", type=int, default=1, metavar="N", help="processes, one for each device (default 1)")
-    p.add_argument("--per-node", type=int, metavar="N", help="processes of a node (default: 8, or all if fewer)")
+    p.add_argument("--world-size", type=positive, metavar="N",
+                   help="processes, one for each device (default: world_size of the config, else 1)")  # fmt: skip
+    p.add_argument("--per-node", type=positive, metavar="N", help="processes of a node (default: 8, or all if fewer)")
     p.add_argument("--backend", help="single | deepspeed[:zero1|zero2|zero3|...|FILE.json] | fsdp[:FULL_SHARD|...]")
     p.add_argument("--only", action="store_true", help="plan the engine of the config alone, not the others")
-    p.add_argument("--device-memory", type=size, metavar="SIZE", help="of a device: 80GiB")
-    p.add_argument("--host-memory", type=size, metavar="SIZE", help="of a node: 512GiB")
+    p.add_argument("--device-memory", type=memory, metavar="SIZE", help="of a device: 80GiB")
+    p.add_argument("--host-memory", type=memory, metavar="SIZE", help="of a node: 512GiB")
     p.add_argument("--device-reserve", type=size, default=size("2GiB"), metavar="SIZE",
                    help="of a device, for what is not traced: CUDA's context, NCCL, cuBLAS (default 2GiB)")  # fmt: skip
     p.add_argument("--fragmentation", type=share, default=0.05, metavar="SHARE",
@@ -50,10 +51,7 @@ def parser() -> argparse.ArgumentParser:
 
 @ends_quietly
 def main(argv: list[str] | None = None) -> int:
-    p = parser()
-    arguments = p.parse_args(argv)
-    if arguments.world_size < 1 or (arguments.per_node or 1) < 1:
-        p.error("--world-size and --per-node are 1 or more")
+    arguments = parser().parse_args(argv)
     with environment({"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}):  # nothing is computed on a device
         return _plan(arguments)
 
@@ -61,6 +59,7 @@ def main(argv: list[str] | None = None) -> int:
 def _plan(arguments: argparse.Namespace) -> int:
     from unigen_ds.core import log  # after parsing: --help does not wait for torch
     from unigen_ds.core.config import parse_override, with_backend
+    from unigen_ds.core.readable import given_values, given_world_size
     from unigen_ds.planning.fits import Reserve, report_lines, report_values
     from unigen_ds.planning.planned import plan_memory
     from unigen_ds.runner.inspect import announced
@@ -71,7 +70,8 @@ def _plan(arguments: argparse.Namespace) -> int:
         overrides = dict(map(parse_override, arguments.cfg_options))
         if arguments.backend is not None:
             overrides = with_backend(overrides, arguments.backend)
-        world_size, per_node = arguments.world_size, arguments.per_node or min(8, arguments.world_size)
+        world_size = arguments.world_size or given_world_size(given_values(arguments.config, overrides))
+        per_node = arguments.per_node or min(8, world_size)
         with announced(world_size, per_node=per_node):
             config = load_config(arguments.config, overrides, whole=True)
         report = plan_memory(config, world_size=world_size, per_node=per_node, alternatives=not arguments.only)

@@ -24,7 +24,8 @@ from unigen_ds.core.choices import AUTO, BATCH_CHOICES, DATA_CHOICES, LAUNCHERS,
 from unigen_ds.core.errors import ConfigError, UnigenError
 from unigen_ds.core.log import logger, quiet_libraries
 from unigen_ds.core.pipes import ends_quietly
-from unigen_ds.core.quantities import above_zero, positive, share, size
+from unigen_ds.core.quantities import above_zero, memory, positive, share_above_zero
+from unigen_ds.core.variables import wrong_numbers
 
 STOPPED_BY_SIGNAL = 143
 
@@ -68,10 +69,12 @@ def parser() -> argparse.ArgumentParser:
     dry.add_argument("--per-node", type=positive, metavar="N", help="of them on a node (default: 8, or all if fewer)")
     dry.add_argument("--batches", type=positive, metavar="N", dest="num_batches",
                      help="micro-batches of each rank to make (default 100)")  # fmt: skip
-    dry.add_argument("--device-memory", type=size, metavar="SIZE", help="of a device: 80GiB (default: of this one)")
+    dry.add_argument("--device-memory", type=memory, metavar="SIZE", help="of a device: 80GiB (default: of this one)")
     dry.add_argument("--peak-tflops", type=above_zero, metavar="X",
                      help="of a device, dense (default: env.peak_tflops, or that of this one)")  # fmt: skip
-    dry.add_argument("--mfu", type=share, metavar="SHARE", help="of the peak that the run reaches (default 40%%)")
+    dry.add_argument(
+        "--mfu", type=share_above_zero, metavar="SHARE", help="of the peak that the run reaches (default 40%%)"
+    )
     dry.add_argument("--skip", nargs="+", action="extend", metavar="CHECK", help="checks to leave out: memory, say")
     dry.add_argument("--json", action="store_true", help="print one JSON object")
     return p
@@ -85,12 +88,15 @@ DRY = ("world_size", "per_node", "num_batches", "device_memory", "peak_tflops", 
 def main(argv: list[str] | None = None) -> int:
     p = parser()
     arguments = p.parse_args(argv)
-    rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+    wrong = wrong_numbers(os.environ)
+    rank = 0 if wrong else int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
     quiet_libraries(rank)
-    given = [name for name in (*DRY, "json") if getattr(arguments, name)]
+    given = [name for name in DRY if getattr(arguments, name) is not None] + ["json"] * arguments.json
     if given and not arguments.dry_run:
         p.error(f"--{given[0].removeprefix('num_').replace('_', '-')} belongs to --dry-run")
     try:
+        if wrong:
+            raise wrong[0]
         versions.check_versions()
     except ConfigError as error:
         if not arguments.dry_run:
@@ -146,7 +152,7 @@ def print_dry_run(arguments: argparse.Namespace, *, rank: int) -> int:
     from unigen_ds.preflight.result import lines
 
     log.setup(rank=rank, level="WARNING")
-    options = {name: getattr(arguments, name) for name in DRY if getattr(arguments, name)}
+    options = {name: given for name in DRY if (given := getattr(arguments, name)) is not None}
     auto = arguments.resume == AUTO
     try:
         results = dry_run(Asked(arguments.config, overrides_of(arguments), auto, **options))

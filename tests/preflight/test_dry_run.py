@@ -19,7 +19,7 @@ from unigen_ds.checkpoint.lock import WorkDirLock
 from unigen_ds.core import versions
 from unigen_ds.core.progress import Geometry, Ruler
 from unigen_ds.hooks.checkpoint import CheckpointHook
-from unigen_ds.preflight import resources
+from unigen_ds.preflight import first_batches, resources
 from unigen_ds.preflight.first_batches import FirstBatches, Kind, MadeBatch
 from unigen_ds.preflight.job import launcher_results, slurm_results, time_limit_s
 from unigen_ds.preflight.rank_calls import Call, Traces, compare
@@ -57,17 +57,24 @@ def files(folder: Path) -> dict[str, float]:
 
 
 def results(capsys) -> dict[str, list[tuple[str, str]]]:
-    found = json.loads(capsys.readouterr().out)["results"]
+    return by_check(capsys.readouterr().out)
+
+
+def by_check(printed: str) -> dict[str, list[tuple[str, str]]]:
+    found = json.loads(printed)["results"]
     return {
         check: [(r["status"], r["text"]) for r in found if r["check"] == check] for check in {r["check"] for r in found}
     }
 
 
-def test_a_config_without_problems(config, tmp_path, capsys):
+def test_a_config_without_problems(config, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(first_batches, "SHOWN_EVERY_S", 0.0)
     path, environment = config(), dict(os.environ)
     before = files(tmp_path)
     status = main([path, "--dry-run", "--json", "--batches", "2", "--skip", "memory"])
-    found = results(capsys)
+    printed = capsys.readouterr()
+    found = by_check(printed.out)
+    assert "1 of 2 micro-batches are made (--batches makes fewer)" in printed.err
     assert status == 0, found
     assert files(tmp_path) == before and not (tmp_path / "run").exists()
     assert dict(os.environ) == environment
@@ -90,13 +97,14 @@ def test_a_config_with_many_mistakes_has_a_problem_for_each(config, tmp_path, ca
     parts = (
         "hidden_size 33",
         "lr is 'fast'",
+        "was started with 2 processes",
         "no key 'seq_len'",
         "missing/one.jsonl",
         "is not a folder",
         "WANDB_API_KEY",
     )
     assert len(wrong) == len(parts) and all(part in line for part, line in zip(parts, wrong, strict=True)), text
-    assert text.splitlines()[-1].startswith("6 problems, 0 warnings, ")
+    assert text.splitlines()[-1].startswith("7 problems, 0 warnings, ")
     assert files(tmp_path) == before
 
 
@@ -188,6 +196,32 @@ def test_the_variables_of_a_launcher():
     assert "MASTER_ADDR, MASTER_PORT" in next(launcher_results(incomplete, launcher="none", world_size=2)).text
 
 
+LATER = ["--skip", "start", "batches", "memory", "collectives"]
+
+
+def test_a_config_for_several_processes_is_checked_for_as_many(config, capsys):
+    """Also under SLURM, whose variables the launcher reads."""
+    path = config(backend={"type": "fsdp", "sharding_strategy": "HYBRID_SHARD", "num_shard": 4})
+    assert main([path, "--dry-run", "--json", "--world-size", "8", *LATER]) == 0
+    assert "2 per device x 8 process(es)" in results(capsys)["engine"][0][1]
+    assert main([path, "--dry-run", "--json", "--cfg-options", "world_size=4", *LATER]) == 0
+    assert "2 per device x 4 process(es)" in results(capsys)["engine"][0][1]
+    assert main([path, "--dry-run", "--json", "--world-size", "6", *LATER]) == 1
+    assert "num_shard is 4 and there are 6 process(es)" in results(capsys)["config"][0][1]
+
+
+@pytest.mark.parametrize("variable", ["RANK", "SLURM_PROCID"])
+def test_a_variable_of_the_launcher_that_is_no_number(config, capsys, monkeypatch, variable):
+    monkeypatch.setenv(variable, "x")
+    wrong = f"the environment variable {variable} is 'x'. Allowed: a whole number."
+    path = config(launcher="slurm" if variable == "SLURM_PROCID" else "none")
+    assert main([path]) == 2 and wrong in capsys.readouterr().err
+    assert main([path, "--dry-run", "--json", *LATER]) == 1
+    found = results(capsys)
+    assert [wrong in text for status, text in found["job"] if status == "problem"] == [True], found
+    assert found["engine"][0][0] == "ok"
+
+
 def test_the_login_of_wandb(monkeypatch, tmp_path):
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
@@ -214,6 +248,10 @@ def test_options_that_belong_to_a_dry_run(capsys):
         main(["unified_digits", "--world-size", "4"])
     assert main(["unified_digits", "--dry-run", "--skip", "everything"]) == 2
     assert ended.value.code == 2 and "--world-size belongs to --dry-run" in capsys.readouterr().err
+    for given in (["--device-memory", "0"], ["--device-memory", "80"], ["--mfu", "0"], ["--device-memory=-5GiB"]):
+        with pytest.raises(SystemExit):
+            main(["unigen_digits", "--dry-run", *given])
+        assert f"argument {given[0].partition('=')[0]}: " in capsys.readouterr().err
 
 
 SHARDED = ["--dry-run", "--json", "--world-size", "3", "--batches", "1", "--backend", "fsdp:FULL_SHARD",

@@ -299,6 +299,9 @@ def test_the_address_of_rank_0_under_slurm(monkeypatch, nodes, first):
     ("name", "given", "said"),
     [
         ("train_torchrun.sh", {"num_nodes": "2"}, "num_nodes is 2, and master_addr is not set"),
+        ("train_torchrun.sh", {"num_nodes": "two"}, "num_nodes is 'two'; allowed: 1 or more"),
+        ("train_torchrun.sh", {"num_nodes": "2", "node_rank": "2"}, "node_rank is '2', of num_nodes 2; allowed: 0 to"),
+        ("train_torchrun.sh", {"nproc_per_node": "0"}, "nproc_per_node is '0'; allowed: 1 or more"),
         ("train_deepspeed.sh", {"hostfile": "no/such"}, "hostfile no/such cannot be read"),
         (
             "train_deepspeed.sh",

@@ -31,7 +31,7 @@ def config(tmp_path_factory):
 def test_sixty_four_processes_are_planned_on_one(config, capsys, monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "cuda")
     before = dict(os.environ)
-    status = main([config, "--world-size", "16", "--only", "--json", "--device-memory", "2.1GiB",
+    status = main([config, "--cfg-options", "world_size=16", "--only", "--json", "--device-memory", "2.1GiB",
                    "--host-memory", "64GiB"])  # fmt: skip
     found = json.loads(capsys.readouterr().out)
     assert status == 0 and dict(os.environ) == before
@@ -56,6 +56,15 @@ def test_a_plan_that_does_not_fit_has_exit_status_1(config, capsys):
 )
 def test_sizes(text, wanted):
     assert size(text) == wanted
+
+
+@pytest.mark.parametrize(
+    "given", [["--device-memory", "0"], ["--host-memory", "-1GiB"], ["--device-reserve=-1GiB"], ["--per-node", "0"]]
+)
+def test_sizes_and_numbers_that_cannot_be(given, capsys):
+    with pytest.raises(SystemExit):
+        main(["unified_digits", *given])
+    assert f"argument {given[0].partition('=')[0]}: " in capsys.readouterr().err
 
 
 def test_shares():

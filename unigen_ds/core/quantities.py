@@ -7,15 +7,28 @@ import argparse
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
          "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
 
+LEAST_MEMORY = 2**20
+
 
 def size(text: str) -> int:
     """``80GiB`` -> bytes."""
     digits = text.strip().rstrip("BbGgIiKkMmTt ")
     unit = text.strip()[len(digits) :].strip().upper()
     try:
-        return round(float(digits) * UNITS[unit])
+        found = round(float(digits) * UNITS[unit])
     except (ValueError, KeyError, OverflowError):
-        raise argparse.ArgumentTypeError(f"{text!r} is no size: 80GiB, 24GB, 512MiB, or a number of bytes") from None
+        found = -1
+    if found < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: 80GiB, 24GB, 512MiB, or a number of bytes")
+    return found
+
+
+def memory(text: str) -> int:
+    """The same, of a device or a machine."""
+    found = size(text)
+    if found < LEAST_MEMORY:
+        raise argparse.ArgumentTypeError(f"{text!r} is {found} bytes; allowed: 1MiB or more: 80GiB, 24GB, 512MiB")
+    return found
 
 
 def share(text: str) -> float:
@@ -26,6 +39,14 @@ def share(text: str) -> float:
         found = -1.0
     if not 0 <= found < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no share: 5%, or a number from 0 to below 1")
+    return found
+
+
+def share_above_zero(text: str) -> float:
+    """The same, of something that is divided by it."""
+    found = share(text)
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r}; allowed: a share above 0: 40%")
     return found
 
 

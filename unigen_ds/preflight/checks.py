@@ -17,15 +17,14 @@ import torch
 
 from unigen_ds.checkpoint.home import check_home, same
 from unigen_ds.checkpoint.lock import other_owner
-from unigen_ds.core import config as files
 from unigen_ds.core import dist
 from unigen_ds.core.choices import AUTO
 from unigen_ds.core.errors import ConfigError, UnigenError
 from unigen_ds.core.optim import AUTO as AUTO_PRECISION
 from unigen_ds.core.paths import expand_paths
+from unigen_ds.core.readable import given_values, given_world_size
 from unigen_ds.core.registry import TOKENIZERS, build
 from unigen_ds.core.settings import Component
-from unigen_ds.core.translate import translate
 from unigen_ds.core.versions import ALLOWED, installed, version_problems
 from unigen_ds.data.datasets import check_readable
 from unigen_ds.preflight.batch_checks import check_batches
@@ -38,6 +37,7 @@ from unigen_ds.preflight.resources import check_disk, check_memory, check_time, 
 from unigen_ds.preflight.result import Checked, ok, problem, problems_of, unchecked, warning
 from unigen_ds.resume.plan import plan_resume
 from unigen_ds.runner.build import build_hooks, build_model, build_processor
+from unigen_ds.runner.inspect import announced
 from unigen_ds.runner.naming import PLACE, name_and_folder
 from unigen_ds.runner.parts import build_engine
 from unigen_ds.runner.settings import Settings, load_config
@@ -72,48 +72,51 @@ def check_devices(known: Known) -> Iterator[Checked]:
 
 
 def check_config(known: Known) -> Iterator[Checked]:
-    """Adds ``given``, also of a config with mistakes, and ``settings`` of one without."""
-    known.given = _as_far_as_readable(known)
-    config = load_config(known.asked.config, known.asked.overrides, whole=True)
-    if known.asked.resume_auto:
-        config["resume"] = config.get("resume") or AUTO
-    known.settings = Settings.from_config(config)
+    """Adds ``given``, also of a config with mistakes, the number of processes, and ``settings`` of one without."""
+    known.given = given_values(known.asked.config, known.asked.overrides)
+    with suppress(ConfigError):  # reported by ``check_job``
+        _count_processes(known)
+    with announced(known.world_size, per_node=known.per_node):
+        config = load_config(known.asked.config, known.asked.overrides, whole=True)
+        if known.asked.resume_auto:
+            config["resume"] = config.get("resume") or AUTO
+        known.settings = Settings.from_config(config)
     yield ok(f"{known.asked.config}: every key and value")
 
 
-def _as_far_as_readable(known: Known) -> dict[str, Any]:
-    """The config's values with the overrides, whatever is wrong with them; empty where there is no such file."""
-    try:
-        config = files.read(known.asked.config)
-    except ConfigError:
-        return {}
-    files.as_in_the_file(config, known.asked.overrides)
-    given: dict[str, Any] = files.plain_values(config)
-    with suppress(Exception):  # reported by ``load_config``
-        translate(given)
-    return given
+def _count_processes(known: Known) -> None:
+    """Adds ``world_size`` and ``per_node``: as asked for, as started, or as the config has it.
 
-
-def check_job(known: Known) -> Iterator[Checked]:
-    """Adds ``world_size`` and ``per_node``: as asked for, as started, or as the config has it."""
-    launcher = str(known.given.get("launcher") or "none")
+    Raises ``ConfigError`` for variables of the launcher that are missing or wrong.
+    """
+    launcher, missing = str(known.given.get("launcher") or "none"), None
     if launcher in _STARTED and _STARTED[launcher] in os.environ:
         try:
             dist.launcher_environment(launcher)
         except ConfigError as error:
-            yield from problems_of(error)
-    started, wanted = launched_world_size(os.environ), known.given.get("world_size")
-    wanted = wanted if isinstance(wanted, int) and wanted > 0 else 1
-    known.world_size = known.asked.world_size or started or wanted
+            missing = error
+    started = launched_world_size(os.environ)
+    known.world_size = known.asked.world_size or started or given_world_size(known.given)
     on_node = dist.env_processes_per_node() if started == known.world_size and started > 1 else None
     known.per_node = min(known.asked.per_node or on_node or 8, known.world_size)
+    if missing is not None:
+        raise missing
+
+
+def check_job(known: Known) -> Iterator[Checked]:
+    """What the launcher has set, against the number of processes."""
+    launcher = str(known.given.get("launcher") or "none")
+    yield from (result for error in known.wrong_numbers for result in problems_of(error))
+    try:
+        _count_processes(known)
+    except ConfigError as error:
+        yield from problems_of(error)
     yield from launcher_results(os.environ, launcher=launcher, world_size=known.world_size)
     loader = known.given.get("train_dataloader")
     workers = loader.get("num_workers") if isinstance(loader, Mapping) else 0
     num_workers = workers if isinstance(workers, int) else 0
     yield from slurm_results(os.environ, launcher=launcher, world_size=known.world_size, num_workers=num_workers)
-    with suppress(ValueError):  # a MASTER_PORT that is no number, which is reported
-        dist.check_port()
+    dist.check_port()
 
 
 def check_paths(known: Known) -> Iterator[Checked]:

@@ -10,6 +10,7 @@ from torch import nn
 
 from unigen_ds.backends.base import Backend
 from unigen_ds.core.progress import Geometry
+from unigen_ds.core.variables import WrongNumber
 from unigen_ds.resume.plan import ResumePlan
 from unigen_ds.runner.settings import Settings
 from unigen_ds.runner.start import Start
@@ -47,6 +48,8 @@ class Known:
     """Filled in by the checks, in their order. What is missing is asked for with ``need``."""
 
     asked: Asked
+    wrong_numbers: Sequence[WrongNumber] = ()
+    """Variables of the launcher that are no numbers: as if they were not set."""
     given: dict[str, Any] = field(default_factory=dict)
     """The config as plain values, with its mistakes: for what can be checked nevertheless."""
     hardware: Hardware | None = None

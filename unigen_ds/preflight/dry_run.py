@@ -15,8 +15,9 @@ from datetime import timedelta
 
 import torch.distributed as td
 
-from unigen_ds.core import dist
+from unigen_ds.core import dist, log
 from unigen_ds.core.errors import ConfigError, UnigenError
+from unigen_ds.core.variables import wrong_numbers
 from unigen_ds.preflight.checks import CHECKS, LOCAL
 from unigen_ds.preflight.context import Asked, Known, Unknown
 from unigen_ds.preflight.result import Checked, problem, problems_of, unchecked
@@ -33,8 +34,10 @@ def dry_run(asked: Asked) -> list[Checked] | None:
     for name in asked.skip:
         if name not in CHECKS:
             raise ConfigError(f"--skip {name}", allowed=", ".join(CHECKS))
-    known = Known(asked)
     with _environment_kept():
+        known = Known(asked, wrong_numbers(os.environ))
+        for error in known.wrong_numbers:
+            del os.environ[error.variable]
         own = [*_results(known, LOCAL)]
         if dist.env_world_size() > 1 and known.world_size == dist.env_world_size():
             gathered = _gathered(own)
@@ -48,9 +51,11 @@ def dry_run(asked: Asked) -> list[Checked] | None:
 
 def _results(known: Known, names: Iterable[str]) -> Iterator[Checked]:
     for name in names:
-        for result in _of_check(known, name):
-            if not (result.status == "problem" and _is_listed(known, name, result.text)):
-                yield replace(result, check=name)
+        found = [*_of_check(known, name)]
+        new = [one for one in found if not (one.status == "problem" and _is_listed(known, name, one.text))]
+        if found and not new:
+            new = [unchecked("ended at a problem that is listed above")]
+        yield from (replace(one, check=name) for one in new)
 
 
 def _is_listed(known: Known, name: str, text: str) -> bool:
@@ -80,6 +85,10 @@ def _of_check(known: Known, name: str) -> Iterator[Checked]:
 
 def _gathered(own: list[Checked]) -> list[Checked]:
     """What other ranks have found on their machines, with their rank; on rank 0, else nothing. Collective."""
+    if dist.env_rank() == 0:
+        log.logger().warning(
+            "Waits for the other %d processes of the job, at most %.0f s.", dist.env_world_size() - 1, _JOIN_S
+        )
     try:
         td.init_process_group("gloo", timeout=timedelta(seconds=_JOIN_S))
     except Exception as error:  # of the network: many kinds

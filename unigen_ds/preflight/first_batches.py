@@ -20,12 +20,15 @@ from torch import Tensor
 from unigen_ds.core.batch import Batch
 from unigen_ds.core.cores import num_cores
 from unigen_ds.core.errors import UnigenError
+from unigen_ds.core.log import logger
 from unigen_ds.core.progress import Geometry
 from unigen_ds.data.loader import BatchLoader, RowSource
 from unigen_ds.planning.traced import copied
 from unigen_ds.runner.settings import Settings
 from unigen_ds.runner.start import Start
 
+SHOWN_EVERY_S = 30.0
+"""A line about how many micro-batches are made."""
 _OF_EVERY_BATCH = {field.name for field in dataclasses.fields(Batch)}
 
 
@@ -128,9 +131,14 @@ def make_first_batches(settings: Settings, start: Start, model: torch.nn.Module,
         prefetch_factor=loading.prefetch_factor,
         timeout=loading.timeout,
     )
-    begin = time.perf_counter()
+    begin = shown = time.perf_counter()
     try:
         for i in range(len(of_ranks)):
+            if time.perf_counter() - shown > SHOWN_EVERY_S:
+                shown = time.perf_counter()
+                logger().warning(
+                    "%s of %s micro-batches are made (--batches makes fewer)", f"{i:,}", f"{len(of_ranks):,}"
+                )
             rank = found.of_rank[i % geometry.dp_size]
             begin = begin if i != 1 else time.perf_counter()
             try:
