@@ -24,6 +24,7 @@ from unigen_ds.data.sources import unpacked
 from unigen_ds.data.sources.base import Row
 from unigen_ds.data.sources.find import default_name, open_source
 from unigen_ds.data.sources.unpacked import unpacked_file
+from unigen_ds.data.stored_image import StoredImage
 
 TEXTS = [{"text": f"document {i} of some words"} for i in range(7)]
 
@@ -292,6 +293,18 @@ def test_members_of_a_tar(tmp_path: Path, caplog: pytest.LogCaptureFixture, monk
     make.tar(tmp_path / "d.tar", [("1.cls", b"1")])
     with pytest.raises(DataError, match=r"d\.tar holds no record: 1 of another kind \(\.cls\)"):
         dataset(tmp_path / "d.tar")
+
+
+@pytest.mark.parametrize(
+    "name", ["1.jpg", "./1.jpg", "images/1.jpg", "/data/images/1.jpg", "jpg", "2.jpg", "images/jpg"]
+)
+def test_an_image_that_the_json_of_a_tar_names(tmp_path: Path, name: str) -> None:
+    """Its member, whatever folder the name has; any other name is a path, as in every file."""
+    image = picture(tmp_path / "a.jpg", 8, 8).read_bytes()
+    make.tar(tmp_path / "a.tar", [("1.jpg", image), ("1.json", json.dumps({"image": name, "caption": "one"}).encode())])
+    (found,) = [turn.value for turn in dataset(tmp_path / "a.tar").turns(0) if turn.kind == "image"]
+    assert isinstance(found, StoredImage) == (name not in ("2.jpg", "images/jpg"))
+    assert not isinstance(found, StoredImage) or found.read() == image
 
 
 # --- unpacked copies ----------------------------------------------------------------------------------------------

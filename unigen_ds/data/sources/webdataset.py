@@ -3,7 +3,8 @@ random: a member is a range of bytes of the tar.
 
 The name ends at the first dot of the last part: ``photos/0001.seg.png`` belongs to ``photos/0001``. Images become
 images, ``.txt`` and ``.caption`` the text, the object of a ``.json`` the record itself, in any layout; an image that
-it names (``0001.jpg``, or ``jpg``) is the member. Members need not be sorted. Pickled ones are never loaded.
+it names (``0001.jpg``, in whatever folder, or ``jpg``) is the member.
+Members need not be sorted. Pickled ones are never loaded.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ class WebDatasetSource(RecordSource):
 
     @property
     def cache_facts(self) -> tuple[object, ...]:
-        """An index of before has no images that a ``.json`` does not name."""
-        return (self.fingerprint, IMAGE_BESIDE_JSON)
+        """An index of before has no images that a ``.json`` does not name, or names with a folder."""
+        return (self.fingerprint, IMAGE_BESIDE_JSON, "names with a folder")
 
     def scan(self) -> Arrays:
         groups: dict[str, dict[str, tuple[int, int]]] = {}
@@ -255,10 +256,11 @@ def _before(suffix: str) -> tuple[int, str]:
 def _resolved(value: Any, images: Mapping[str, StoredImage], used: set[str], named: bool = False) -> Any:
     """``value`` with the images in place of their names, under the keys that images have; ``used`` gets these names."""
     if isinstance(value, str):
-        if not named or value not in images:
+        name = value if value in images else value.rpartition("/")[2]
+        if not named or name not in images or ("." not in name and name != value):
             return value
-        used.add(value)
-        return images[value]
+        used.add(name)
+        return images[name]
     if isinstance(value, list):
         return [_resolved(one, images, used, named) for one in value]
     if isinstance(value, dict):
