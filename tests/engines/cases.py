@@ -468,7 +468,7 @@ def decoder(*, full: bool) -> list[Job]:
 
 
 def memory(*, full: bool) -> list[Job]:
-    """Larger, so that a batch's own tensors do not count; three updates of one sequence an iteration."""
+    """Larger, so that a batch's own tensors do not count; three updates of one or two sequences an iteration."""
     sizes = {
         "model__llm__hidden_size": 128, "model__llm__intermediate_size": 512, "model__llm__num_hidden_layers": 3,
         "model__freeze": ["vae", "vit"], "custom_hooks": [{"type": "CountedBytesHook"}, {"type": "MemoryHook"}],
@@ -479,7 +479,8 @@ def memory(*, full: bool) -> list[Job]:
     runs += [("HYBRID_SHARD", 4, "fp32")]
     runs += [("single", 1, "bf16")] + [(e, 2, "bf16") for e in ENGINES] if full else []
     for engine, world, precision in runs:
-        overrides = {**config(engine, world, geometry=(1, 2)), **sizes, "optim_wrapper__precision": precision}
+        geometry = (2, 2) if engine == "zero2" else (1, 2)  # with one sequence its ranks need the same
+        overrides = {**config(engine, world, geometry=geometry), **sizes, "optim_wrapper__precision": precision}
         overrides["backend"] = with_buckets(ALL[engine], buckets)
         jobs.append(Job(f"memory/{engine}@{world}-{precision}", [Phase(world, overrides, 3)]))
     return jobs

@@ -80,6 +80,7 @@ def test_hybrid_shard_holds_one_part_in_num_shard():
 def test_a_plan_is_what_is_counted(engine, tmp_path):
     """``planning/`` on the same config: the highest sum of tensor bytes of any rank, and what is held between updates.
 
+    ZeRO-2's last rank begins to keep gradients while the activations of all layers are there, so it is planned, too.
     Every engine and three models: ``benchmarks/plan_memory.py``.
     """
     job = next(job for job in cases.memory(full=False) if job.name == f"memory/{engine}@2-fp32")
@@ -92,15 +93,5 @@ def test_a_plan_is_what_is_counted(engine, tmp_path):
     assert 0.98 <= plan.traced.peak["step"] / max(rank["peak"] for rank in counted) <= 1.05
     assert plan.traced.held == pytest.approx(max(rank["held"] for rank in counted), rel=0.005)
     assert plan.traced.masters == pytest.approx(2 * plan.traced.trainable, rel=0.01)
-
-
-def test_a_rank_that_needs_more_than_the_first_is_planned():
-    """ZeRO-2's last rank begins to keep gradients while the activations of all layers are there."""
-    job = next(job for job in cases.memory(full=False) if job.name == "memory/zero2@2-fp32")
-    runs().outcome(job.name)  # which writes the data
-    source = {"type": "UnifiedGenerationDataset", "data_path": str(runs().out / "data" / job.phases[0].data)}
-    given = {**job.phases[0].config, "train_dataloader__dataset": source, "train_dataloader__batch_size": 8}
-    config = tiny_config(runs().out / "wide", runs().out, **{**given, "custom_hooks": []})
-    (plan,) = plan_memory(config, world_size=2, alternatives=False).plans
-    assert plan.traced is not None and [*plan.ranks] == [0, 1]
-    assert plan.traced.peak["step"] == plan.ranks[1] > 1.02 * plan.ranks[0]
+    first, last = plan.ranks[0], plan.ranks[1]
+    assert plan.traced.peak["step"] == last > first and len(plan.ranks) == 2

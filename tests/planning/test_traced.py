@@ -13,6 +13,8 @@ from tests.engines.pictures import write_talks
 from tests.engines.users import write_mixed
 from tests.families.tiny_transformers import write_language
 from tests.tiny import tiny_config
+from unigen_ds.core.errors import UnigenError
+from unigen_ds.planning import traced
 from unigen_ds.planning.counted import CountedBytes
 from unigen_ds.planning.largest import largest_batches
 from unigen_ds.planning.traced import trace
@@ -55,12 +57,30 @@ def test_every_phase_without_memory_is_what_it_is_with_memory(settings):
     assert planned["saved"] == pytest.approx(4 * masters + frozen, rel=0.02)
 
 
+def test_parts_of_a_trace_may_have_processes_of_their_own(settings, monkeypatch):
+    """They begin where the first update ends, and their highest sums are those of one process."""
+    backend, geometry = build_engine(settings)
+    data = build_data(settings, geometry=geometry, ruler=None)
+    batches = largest_batches(data, geometry).batches[::-1]  # what the first needs is not the plan
+    alone = trace(settings, backend, data.processor, batches, geometry=geometry)
+    backend = build_engine(settings)[0]
+    assert trace(settings, backend, data.processor, batches, geometry=geometry, jobs=2) == alone
+    backend = build_engine(settings)[0]
+    monkeypatch.setattr(traced, "_evaluate", _fails)
+    with pytest.raises(UnigenError, match="no memory for this"):
+        trace(settings, backend, data.processor, batches, geometry=geometry, jobs=2)
+
+
+def _fails(*args: Any, **kwargs: Any) -> None:
+    raise UnigenError("no memory for this")
+
+
 def test_a_model_of_transformers_is_planned(tmp_path):
     """That it packs inside of documents is taken for granted: values alone could show it. Given, bytes are exact."""
     write_talks(tmp_path / "talks")
     write_language(tmp_path / "qwen3", "qwen3")
 
-    def traced(packing: bool | None, *, fake: bool) -> dict[str, Any]:
+    def of_model(packing: bool | None, *, fake: bool) -> dict[str, Any]:
         changes = {
             "model.pretrained": str(tmp_path / "qwen3"), "tokenizer.path": str(tmp_path / "qwen3"),
             "train_dataloader.dataset.data_path": str(tmp_path / "talks" / "texts.jsonl"), "val_dataloader": None,
@@ -73,7 +93,7 @@ def test_a_model_of_transformers_is_planned(tmp_path):
         batches = largest_batches(data, geometry).batches
         return asdict(trace(settings, backend, data.processor, batches, geometry=geometry, fake=fake))
 
-    chosen, planned, counted = traced(None, fake=True), traced(True, fake=True), traced(True, fake=False)
+    chosen, planned, counted = of_model(None, fake=True), of_model(True, fake=True), of_model(True, fake=False)
     assert planned == counted and planned["masters"] > 0
     assert chosen["held"] == planned["held"] and chosen["peak"]["step"] < planned["peak"]["step"], (
         "no mask of all pairs"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
 from unittest import mock
@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from unigen_ds.planning.shortcuts import by_shapes_alone
 
 _READ = torch.ops.aten._local_scalar_dense.default
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
@@ -100,22 +101,24 @@ class CountedBytes(TorchDispatchMode):
         if torch._C._get_dispatch_mode(_FAKE) is not None:  # torch itself asks for shapes
             return function(*args, **(kwargs or {}))
         result = self._run(function, args, kwargs or {})
-        for value in tree_leaves(result):
-            if isinstance(value, Tensor):
-                self.add(value)
+        if isinstance(result, Tensor):
+            self.add(result)
+        else:
+            self.add_all(tensors_of(result))
         return result
 
     def _run(self, function: Any, args: Any, kwargs: Any) -> Any:
         mode = self._without_memory
         if mode is None:
             return function(*args, **kwargs)
-        inputs = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
-        if any(isinstance(value, FakeTensor) for value in inputs):
+        inputs = [*tensors_of(args), *tensors_of(kwargs)]
+        if any(type(value) is FakeTensor for value in inputs):
             if function is _READ:
                 return _any_value(inputs[0])
             if function is torch.ops.aten.equal.default:  # a model of transformers keeps documents of a row apart
                 return True
-            return function(*args, **kwargs)
+            result = by_shapes_alone(mode, function, args, kwargs, inputs)
+            return function(*args, **kwargs) if result is NotImplemented else result
         from_meta = any(value.is_meta for value in inputs) and str(kwargs.get("device") or "meta") != "meta"
         if from_meta or (not inputs and _makes_floats(args, kwargs)):
             with mode:
@@ -178,6 +181,21 @@ def _apply(module: torch.nn.Module, function: Any, recurse: bool = True) -> torc
             if buffer is not None:
                 part._buffers[name] = function(buffer)
     return module
+
+
+def tensors_of(values: Any) -> Iterator[Tensor]:
+    """Those in arguments or results of an operation, which are nested in lists, tuples and dicts alone."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            if isinstance(value, Tensor):
+                yield value
+            elif isinstance(value, (list, tuple, dict)):
+                yield from tensors_of(value)
+    elif isinstance(values, dict):
+        for value in values.values():
+            yield from tensors_of(value)
 
 
 PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)

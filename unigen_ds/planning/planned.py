@@ -6,24 +6,17 @@ group, and DeepSpeed changes functions of torch.
 
 from __future__ import annotations
 
-import json
-import logging
-import os
-import sys
-import traceback
-import warnings
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib import import_module
-from typing import Any, TypeVar
-
-import torch
+from typing import Any
 
 from unigen_ds.core.config_hints import backend_spec
-from unigen_ds.core.errors import ConfigError, UnigenError
+from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.optim import settled_precision
 from unigen_ds.core.progress import Geometry
+from unigen_ds.planning.forked import in_processes
 from unigen_ds.planning.largest import Largest, largest_batches
 from unigen_ds.planning.traced import Traced, fake_group, highest, trace
 from unigen_ds.runner.build import build_data
@@ -37,7 +30,6 @@ ALTERNATIVES = (
 )  # fmt: skip
 CHOSEN = "config"
 """What the engine of the config is called, where it has settings of its own."""
-K = TypeVar("K", bound=Hashable)
 _PRELOADED = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", "torch.distributed.checkpoint")
 
 
@@ -142,59 +134,19 @@ def _trace_ranks(
     jobs: int,
 ) -> dict[tuple[str, int], tuple[Traced | None, str | None]]:
     """By (engine, rank): what was traced, or why it could not be."""
-    tasks = {(name, rank): partial(_traced, engines[name], processor, largest, geometry, rank) for name, rank in ranks}
+    ranks = [*ranks]
+    each = max(1, jobs // max(1, len(ranks)))
+    tasks = {
+        (name, rank): partial(_traced, engines[name], processor, largest, geometry, rank, jobs=each)
+        for name, rank in ranks
+    }
     found = in_processes(tasks, jobs=jobs)
     return {key: (None if problem else Traced(**value), problem) for key, (value, problem) in found.items()}
 
 
-def _traced(settings: Settings, processor: Any, largest: Largest, geometry: Geometry, rank: int) -> dict[str, Any]:
+def _traced(
+    settings: Settings, processor: Any, largest: Largest, geometry: Geometry, rank: int, *, jobs: int
+) -> dict[str, Any]:
     backend, _ = build_engine(settings)
     with fake_group(geometry.dp_size, rank=rank):
-        return asdict(trace(settings, backend, processor, largest.batches, geometry=geometry))
-
-
-def in_processes(tasks: Mapping[K, Callable[[], Any]], *, jobs: int) -> dict[K, tuple[Any, str | None]]:
-    """The JSON value of each task, or the text of its error; ``jobs`` forked processes at a time."""
-    running: dict[K, tuple[int, int]] = {}
-    found: dict[K, tuple[Any, str | None]] = {}
-    waiting = [*tasks]
-    while waiting or running:
-        while waiting and len(running) < jobs:
-            name = waiting.pop(0)
-            running[name] = _forked(tasks[name])
-        name, (child, pipe) = next(iter(running.items()))
-        with open(pipe, encoding="utf-8") as stream:
-            text = stream.read()
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        del running[name]
-        found[name] = tuple(json.loads(text)) if text else (None, f"the process that traced it ended with {status}")
-    return found
-
-
-def _forked(task: Callable[[], Any]) -> tuple[int, int]:
-    """(process, end of a pipe that has its outcome)."""
-    reading, writing = os.pipe()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    child = os.fork()
-    if child:
-        os.close(writing)
-        return child, reading
-    try:
-        os.close(reading)
-        torch.set_num_threads(1)  # torch's threads do not survive the fork
-        logging.disable(logging.CRITICAL)  # what an engine logs at its start is not of this command
-        warnings.simplefilter("ignore")
-        try:
-            outcome: tuple[Any, str | None] = (task(), None)
-        except UnigenError as error:
-            outcome = (None, str(error))
-        except Exception as error:
-            last = traceback.extract_tb(error.__traceback__)[-1]
-            where = f"{last.filename}:{last.lineno}"
-            text = (str(error).splitlines() or [""])[0]
-            outcome = (None, f"it could not be traced: {type(error).__name__}: {text} ({where})")
-        with open(writing, "w", encoding="utf-8") as stream:
-            json.dump(outcome, stream)
-    finally:
-        os._exit(0)
+        return asdict(trace(settings, backend, processor, largest.batches, geometry=geometry, jobs=jobs))

@@ -8,9 +8,11 @@ overflow, a norm of 0. ``torch.compile`` is left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 
 from unigen_ds.backends.base import Backend
 from unigen_ds.core.batch import Batch
+from unigen_ds.core.errors import UnigenError
 from unigen_ds.core.optim import COMPUTE_DTYPE, OptimizerConfig, construct, optimizer_class
 from unigen_ds.core.progress import Geometry
 from unigen_ds.core.shards import BUFFER, MASTER, Shard
@@ -26,6 +29,8 @@ from unigen_ds.core.variables import environment
 from unigen_ds.hooks.ema import EMAHook
 from unigen_ds.models.lora import adapted, base_tensors, hold_base_in
 from unigen_ds.planning.counted import CountedBytes
+from unigen_ds.planning.forked import in_processes
+from unigen_ds.planning.shortcuts import placements_looked_at_once
 from unigen_ds.runner.build import build_groups, build_model, build_optimizer_config, named_parameters
 from unigen_ds.runner.settings import Settings
 
@@ -62,11 +67,16 @@ class Traced:
 def highest(ranks: Sequence[Traced]) -> Traced:
     """The most that any of the ranks needs, in every phase."""
     numbers = {name: max(getattr(one, name) for one in ranks) for name in _NUMBERS}
-    peak, device = (
-        {phase: max(each[phase] for each in phases) for phase in PHASES}
-        for phases in ([one.peak for one in ranks], [one.device for one in ranks])
-    )
+    peak, device = _most(one.peak for one in ranks), _most(one.device for one in ranks)
     return Traced(**numbers, peak=peak, device=device, unlike=ranks[0].unlike)
+
+
+def _most(each: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """By phase the highest of several sums."""
+    found: dict[str, int] = {}
+    for phases in each:
+        found |= {phase: max(nbytes, found.get(phase, 0)) for phase, nbytes in phases.items()}
+    return found
 
 
 def trace(
@@ -77,57 +87,54 @@ def trace(
     *,
     geometry: Geometry,
     fake: bool = True,
+    jobs: int = 1,
 ) -> Traced:
-    """Run the phases. Of several processes the group must be a fake one (``fake_group``). ``fake=False``: the same with
-    memory, on one process alone. Raises what the model or engine raises.
+    """Run the phases. Of several processes the group must be a fake one (``fake_group``).
+
+    Args:
+        fake: without memory; False: the same with memory, on one process alone.
+        jobs: processes for what follows the first update, which leaves the engine as every later update does: each
+            further update, and evaluation with save and resume, begins there. 1: one after the other, in this process.
+
+    Raises what the model or engine raises; ``UnigenError`` of its own where one of several processes fails.
     """
     counted = CountedBytes(fake=fake)
     optimizer_cfg = build_optimizer_config(settings, fused=True)
-    kinds = _moment_kinds(optimizer_cfg)
     averages = sum(issubclass(hook.cls, EMAHook) for hook in settings.custom_hooks)
-    with counted, without_compile():
+    with counted, without_compile(), placements_looked_at_once():
         built, sizes = prepare(counted, settings, backend, processor, optimizer_cfg, geometry=geometry)
-        found = _Phases(counted, backend, kinds)
-        backend.load_tensors(_Zeros(backend, ()), weights_only=True)
-        found.ended("load")
-        average = [[t.detach().clone() for t in backend.master_data()] for _ in range(averages)]
-        found.ended("load")
-        for micro_batches in _updates(batches, geometry.accumulative_counts):
-            counted.begin()
-            one_update(backend, micro_batches, settings.loss_weights)
-            for one in average:
-                torch._foreach_lerp_(one, list(backend.master_data()), 0.5)
-            found.ended("step", extra=(t for one in average for t in one))
-        held = counted.now
-        counted.begin()
-        _evaluate(backend, batches, swap=bool(average))
-        found.ended("evaluate")
-        backend.model.train()
-        counted.begin()
-        files = backend.state_files()
-        found.ended("save")
-        del files
-        counted.begin()
-        backend.load_tensors(_Zeros(backend, kinds))
-        found.ended("resume")
-        found.peak["resume"] = max(found.peak["resume"], found.peak["load"])
-        found.device["resume"] = max(found.device["resume"], found.device["load"])
+        run = _Phases(counted, backend, _moment_kinds(optimizer_cfg), settings.loss_weights)
+        run.load(averages)
+        first, *updates = _updates(batches, geometry.accumulative_counts)
+        run.update(first)
+        parts = [*(partial(run.update, each) for each in updates), partial(run.evaluate_and_resume, batches)]
+        found = [part() for part in parts] if jobs == 1 else _forked(parts, jobs=jobs)
         shards = [*backend.master_shards(), *backend.frozen_shards()]
         result = Traced(
             built=built,
-            held=held,
-            peak=found.peak,
-            device=found.device,
-            host=counted.host,
+            held=max(one["held"] for one in found),
+            peak=_most(one["peak"] for one in found),
+            device=_most(one["device"] for one in found),
+            host=max(one["host"] for one in found),
             masters=sum(shard.data.nbytes for shard in backend.master_shards()),
             largest=max((shard.data.nbytes for shard in shards), default=0),
             parameters=sum(numel for numel, _ in sizes),
             trainable=sum(numel for numel, trained in sizes if trained),
-            saved=_saved(backend, len(kinds) + averages),
+            saved=_saved(backend, len(run.kinds) + averages),
             unlike=backend.unlike_ranks(),
         )
-        del average, shards
+        del run, parts, shards
     return result
+
+
+def _forked(parts: Sequence[Callable[[], dict[str, Any]]], *, jobs: int) -> list[dict[str, Any]]:
+    """What each part returns, in processes of their own. Raises ``UnigenError`` with the first problem."""
+    gc.freeze()  # else a collection in one of them copies the pages of all objects
+    outcomes = in_processes(dict(enumerate(parts)), jobs=jobs).values()
+    for _, problem in outcomes:
+        if problem is not None:
+            raise UnigenError(problem)
+    return [value for value, _ in outcomes]
 
 
 def prepare(
@@ -160,18 +167,57 @@ def prepare(
 
 
 class _Phases:
-    """Peaks by phase, and which tensors the engine holds in host memory."""
+    """The phases after ``prepare``, their peaks, and which tensors the engine holds in host memory."""
 
-    def __init__(self, counted: CountedBytes, backend: Backend, kinds: Sequence[str]) -> None:
-        self._counted, self._backend, self.kinds = counted, backend, kinds
+    def __init__(
+        self, counted: CountedBytes, backend: Backend, kinds: Sequence[str], loss_weights: Mapping[str, float]
+    ) -> None:
+        self._counted, self._backend, self.kinds, self._weights = counted, backend, kinds, loss_weights
         self._offloads = _offloads(backend)
-        self.peak: dict[str, int] = {}
-        self.device: dict[str, int] = {}
+        self._averages: list[list[Tensor]] = []
+        self._peak: dict[str, int] = {}
+        self._device: dict[str, int] = {}
 
-    def ended(self, phase: str, *, extra: Iterable[Tensor] = ()) -> None:
+    def load(self, averages: int) -> None:
+        """Published or initial weights, and the averages of ``EMAHook``. A part of the peak that ``prepare`` began."""
+        self._backend.load_tensors(_Zeros(self._backend, ()), weights_only=True)
+        self._ended("load")
+        self._averages = [[t.detach().clone() for t in self._backend.master_data()] for _ in range(averages)]
+        self._ended("load")
+
+    def update(self, micro_batches: Sequence[Batch]) -> dict[str, Any]:
+        """One update, with the averages. What is returned, of this and all phases before: JSON values in bytes."""
+        self._counted.begin()
+        one_update(self._backend, micro_batches, self._weights)
+        for average in self._averages:
+            torch._foreach_lerp_(average, list(self._backend.master_data()), 0.5)
+        self._ended("step", extra=(t for average in self._averages for t in average))
+        return self._found(held=self._counted.now)
+
+    def evaluate_and_resume(self, batches: Sequence[Batch]) -> dict[str, Any]:
+        """The phases ``evaluate``, ``save`` and ``resume``; a resume begins with what ``load`` needs."""
+        self._counted.begin()
+        _evaluate(self._backend, batches, swap=bool(self._averages))
+        self._ended("evaluate")
+        self._backend.model.train()
+        self._counted.begin()
+        files = self._backend.state_files()
+        self._ended("save")
+        del files
+        self._counted.begin()
+        self._backend.load_tensors(_Zeros(self._backend, self.kinds))
+        self._ended("resume")
+        for phases in (self._peak, self._device):
+            phases["resume"] = max(phases["resume"], phases["load"])
+        return self._found(held=0)
+
+    def _found(self, *, held: int) -> dict[str, Any]:
+        return {"peak": self._peak, "device": self._device, "held": held, "host": self._counted.host}
+
+    def _ended(self, phase: str, *, extra: Iterable[Tensor] = ()) -> None:
         """Note the peak; then the state that exists now is known to be on the host, where the engine offloads it."""
         counted = self._counted
-        self.peak[phase] = max(counted.peak, self.peak.get(phase, 0))
+        self._peak[phase] = max(counted.peak, self._peak.get(phase, 0))
         if self._offloads:
             held = [shard.data for shard in self._backend.master_shards()]
             if phase != "load":  # the first update makes them
@@ -180,7 +226,7 @@ class _Phases:
             before = counted.host
             counted.on_host(held)
             counted.device_peak -= counted.host - before  # it was there all the time
-        self.device[phase] = max(counted.device_peak, self.device.get(phase, 0))
+        self._device[phase] = max(counted.device_peak, self._device.get(phase, 0))
 
 
 class _Zeros:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from unigen_ds.planning.planned import in_processes
+from unigen_ds.planning.forked import in_processes
 
 
 @dataclass(frozen=True)

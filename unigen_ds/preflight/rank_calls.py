@@ -23,7 +23,8 @@ from torch.utils._pytree import tree_leaves
 from unigen_ds.core.batch import Batch
 from unigen_ds.core.progress import Geometry
 from unigen_ds.planning.counted import PLAIN, CountedBytes
-from unigen_ds.planning.planned import in_processes, preload
+from unigen_ds.planning.forked import in_processes
+from unigen_ds.planning.planned import preload
 from unigen_ds.planning.traced import copied, fake_group, one_update, prepare, without_compile
 from unigen_ds.preflight.context import Known
 from unigen_ds.preflight.first_batches import FirstBatches, Kind, titles
