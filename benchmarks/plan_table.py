@@ -1,12 +1,12 @@
 """Planned memory of BAGEL-7B and nanoVLM with every engine on 1, 8 and 64 devices, and the time of a plan.
 
-    python benchmarks/plan_table.py                  # the table, half an hour on two cores
+    python benchmarks/plan_table.py [MODEL ...]      # the table; bagel, nanovlm, lora
     python benchmarks/plan_table.py --seconds        # only the time of a plan for 1,024 processes
+    python benchmarks/plan_table.py --show FILE      # of a result file, as docs/planning.md has it
 
 The recipes are the shipped ones. BAGEL-7B is a directory whose weights are files of headers alone, with the shapes of
-the published ones: a plan reads no value. The data is made: pictures of the largest size of the recipe, drawn, edited
-and read, with texts of the length that ``DATA`` states, so that packed sequences are full. No plan of these sizes was
-compared with a run. Results: ``results/plan_table_<date>.json``; docs/planning.md has what ``tables`` makes of it.
+the published ones: a plan reads no value. The data is made, so that one record or 18 fill a sequence: ``write_edits``,
+``write_talks``. No plan of these sizes was compared with a run. Results: ``results/plan_table_<date>.json``.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 GIB = 2**30
 DEVICES, MEMORY, PER_NODE = (1, 8, 64), (24, 40, 80), 8
+DEVICE_RESERVE, FRAGMENTATION, PROCESS_RESERVE = "2GiB", 0.05, "4GiB"
+"""Those of tools/plan.py."""
 RECIPES = {
     "bagel": ("bagel_7b_fsdp", "BAGEL-7B, all but the VAE trained (`bagel_7b_fsdp`, `bagel_7b_zero3`)"),
     "lora": ("bagel_lora", "BAGEL-7B, adapters of rank 16 trained (`bagel_lora`)"),
     "nanovlm": ("nanovlm_460m", "nanoVLM-460M (`nanovlm_460m`)"),
 }
 WORDS = tuple(f"word{i}" for i in range(100))
-DATA = {"caption": 60, "instruction": 40, "answer": 300}
-"""Words of a text; each is a token."""
 BAGEL: dict[str, Any] = {
     "llm": {
         "vocab_size": 152_064, "hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28,
@@ -89,80 +89,110 @@ def write_bagel(folder: Path) -> Path:
     return folder
 
 
-def write_records(folder: Path, *, sides: Sequence[int], draws: bool) -> Path:
-    """1,200 records: texts, pictures of ``sides`` pixels that are read, and where the model ``draws`` drawn and edited."""
+def write_edits(folder: Path) -> str:
+    """Edits of 1,024 x 1,024 pixels: a picture that is read and encoded, 3,000 words, and the picture to draw."""
+    return _write(folder, side=1024, turns=[("user", None), ("user", 40), ("assistant", 3000), ("assistant", None)])
+
+
+def write_talks(folder: Path) -> str:
+    """Conversations about a picture of 512 x 512 pixels, of which 18 fill nanoVLM's sequence."""
+    return _write(folder, side=512, turns=[("user", None), ("user", 40), ("assistant", 105)])
+
+
+def write_mixed(folder: Path) -> str:
+    """Texts, and pictures of three sizes that are read, edited and drawn: of a sequence with the most tokens, with the
+    most targets and with the most images each is another.
+    """
+    kinds = (
+        [("user", 40), ("assistant", 300)],
+        [("user", None), ("user", 40), ("assistant", 300)],
+        [("user", None), ("user", 40), ("assistant", None)],
+        [("user", 60), ("assistant", None)],
+    )
+    for side in (1024, 512, 256):
+        for i, turns in enumerate(kinds):
+            _write(folder, side=side, turns=turns, name=f"{side}-{i}")
+    lines = [path.read_text(encoding="utf-8").splitlines() for path in sorted(folder.glob("*-*.jsonl"))]
+    path = folder / "mixed.jsonl"
+    path.write_text("".join(f"{line}\n" for same in zip(*lines, strict=True) for line in same), encoding="utf-8")
+    return str(path)
+
+
+def _write(folder: Path, *, side: int, turns: Sequence[tuple[str, int | None]], name: str = "train") -> str:
+    """100 equal records. ``turns``: (role, words), of an image None."""
     from PIL import Image
 
-    folder.mkdir(parents=True)
-    for side in sides:
-        Image.new("RGB", (side, side)).save(folder / f"{side}.png")
-
-    def words(kind: str, i: int) -> str:
-        return " ".join(WORDS[(i + k) % len(WORDS)] for k in range(DATA[kind]))
-
-    def record(i: int) -> Any:
-        picture = {"type": "image", "image_path": f"{sides[i // 4 % len(sides)]}.png"}
-        question = {"role": "user", "type": "text", "content": words("instruction", i)}
-        answer = {"role": "assistant", "type": "text", "content": words("answer", i)}
-        shown, made = {"role": "user", **picture}, {"role": "assistant", **picture}
-        read, edited = {"conversations": [shown, question, answer]}, {"conversations": [shown, question, made]}
-        drawn = {"text_prompt": words("caption", i), "image_path": picture["image_path"]}
-        return ({"conversations": [question, answer]}, read, *((edited, drawn) if draws else (read, read)))[i % 4]
-
-    path = folder / "train.jsonl"
-    path.write_text("".join(json.dumps(record(i)) + "\n" for i in range(1200)), encoding="utf-8")
-    return path
+    folder.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (side, side)).save(folder / f"{side}.png")
+    made = [
+        {"role": role, "type": "text", "content": " ".join(WORDS[i % len(WORDS)] for i in range(words))}
+        if words
+        else {"role": role, "type": "image", "image_path": f"{side}.png"}
+        for role, words in turns
+    ]
+    path = folder / f"{name}.jsonl"
+    path.write_text(f"{json.dumps({'conversations': made})}\n" * 100, encoding="utf-8")
+    return str(path)
 
 
-def overrides(model: str, folder: Path) -> dict[str, Any]:
-    """What the shipped recipe lacks here: weights, tokenizer and data."""
+def overrides(model: str, folder: Path, *, data: str) -> dict[str, Any]:
+    """What the shipped recipe lacks here: weights, tokenizer and data. No condition is dropped from the batch."""
     common = {"train_dataloader.dataset.index_workers": 0, "train_dataloader.num_workers": 0,
-              "work_dir": str(folder / "run")}  # fmt: skip
+              "train_dataloader.dataset.data_path": data, "work_dir": str(folder / "run")}  # fmt: skip
     if model == "nanovlm":
-        return {**common, "tokenizer.path": str(folder / "chat"), "model.llm": {"vocab_size": 49_218},
-                "train_dataloader.dataset.data_path": str(folder / "small" / "train.jsonl")}  # fmt: skip
-    return {**common, "model.pretrained": str(folder / "bagel"), "tokenizer.path": str(folder / "bagel"),
-            "train_dataloader.dataset.data_path": str(folder / "large" / "train.jsonl")}  # fmt: skip
+        return {**common, "tokenizer.path": str(folder / "bagel"), "model.llm": {"vocab_size": 49_218},
+                "train_dataloader.dataset.filters": None}  # fmt: skip
+    kept = {f"processor.{kind}_dropout": 0.0 for kind in ("text", "vae", "vit")}
+    return {**common, **kept, "model.pretrained": str(folder / "bagel"), "tokenizer.path": str(folder / "bagel")}
 
 
-def planned(model: str, folder: Path, *, world: int, alternatives: bool = True) -> dict[str, Any]:
-    """One plan, as plain values."""
+def planned(model: str, folder: Path, *, data: str, world: int, alternatives: bool = True) -> dict[str, Any]:
+    """One plan, as plain values; ``seconds`` by the clock and of all processes together."""
     from unigen_ds.core.quantities import size
-    from unigen_ds.planning.fits import Reserve, report_values
+    from unigen_ds.planning.fits import Reserve, name_of, report_values
     from unigen_ds.planning.planned import plan_memory
     from unigen_ds.runner.inspect import announced
     from unigen_ds.runner.settings import load_config
 
-    per_node = min(PER_NODE, world)
-    begun = time.perf_counter()
+    per_node, begun, used = min(PER_NODE, world), time.perf_counter(), sum(os.times()[:4])
     with announced(world, per_node=per_node):
-        config = load_config(RECIPES[model][0], overrides(model, folder), whole=True)
+        config = load_config(RECIPES[model][0], overrides(model, folder, data=data), whole=True)
     report = plan_memory(config, world_size=world, per_node=per_node, alternatives=alternatives)
-    seconds = time.perf_counter() - begun
-    values = report_values(report, Reserve(size("2GiB"), 0.05, size("4GiB")))
-    return {"model": model, "devices": world, "seconds": seconds, **values}
+    values = report_values(report, Reserve(size(DEVICE_RESERVE), FRAGMENTATION, size(PROCESS_RESERVE)))
+    rows = [
+        row(name_of(plan), one, on_node=per_node) for plan, one in zip(report.plans, values["engines"], strict=True)
+    ]
+    return {
+        "model": model, "devices": world, "micro_batches": [facts(batch) for batch in report.largest.batches],
+        "geometry": values["geometry"], "precision": values["precision"], "load": os.getloadavg(),
+        "seconds": time.perf_counter() - begun, "cpu_seconds": sum(os.times()[:4]) - used, "rows": rows,
+    }  # fmt: skip
 
 
-def row(engine: Mapping[str, Any], *, on_node: int) -> dict[str, Any]:
+def facts(batch: Any) -> dict[str, Any]:
+    """Tokens, and targets by term, of a micro-batch."""
+    return {"tokens": int(batch.num_tokens), **{f"{k}_targets": int(v) for k, v in batch.target_counts().items()}}
+
+
+def row(name: str, engine: Mapping[str, Any], *, on_node: int) -> dict[str, Any]:
     """Of the result file: GiB with the reserve, of a device and of the host of a node."""
-    name = engine["title"].removesuffix(" (config)")
+    name = name.removesuffix(" (config)")
     if engine["problem"] is not None:
         return {"engine": name, "problem": engine["problem"]}
     device = max(engine["device"].values())
     return {
-        "engine": name,
-        "problem": None,
-        "device_gib": device / GIB,
+        "engine": name, "problem": None, "device_gib": device / GIB,
         "phase": max(engine["device"], key=engine["device"].__getitem__),
         "node_gib": on_node * max(engine["host"].values()) / GIB,
-        "enough_gb": next((gb for gb in MEMORY if device <= gb * GIB), None),
-        "traced": engine["traced"],
-    }
+        "enough_gb": next((gb for gb in MEMORY if device <= gb * GIB), None), "traced": engine["traced"],
+    }  # fmt: skip
 
 
 def table(plans: Iterable[Mapping[str, Any]]) -> list[str]:
     """Markdown of one model: a row for each engine, a column for each number of devices."""
-    columns = {plan["devices"]: {one["engine"]: one for one in plan["rows"]} for plan in plans}
+    columns = {
+        plan["devices"]: {one["engine"]: one for one in plan["rows"] if one["problem"] is None} for plan in plans
+    }
     names = dict.fromkeys(name for rows in columns.values() for name in rows)
     lines = ["| engine |" + "".join(f" {n} device{'s' * (n > 1)} |" for n in columns), "|---|" + "---|" * len(columns)]
     for name in names:
@@ -172,7 +202,7 @@ def table(plans: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def _cell(one: Mapping[str, Any] | None) -> str:
-    if one is None or one["problem"] is not None:
+    if one is None:
         return ""
     enough = f"**{one['enough_gb']} GB**" if one["enough_gb"] else "too large"
     return f"{one['device_gib']:.1f} / {one['node_gib']:.0f}: {enough}"
@@ -182,8 +212,11 @@ def page(record: Mapping[str, Any]) -> str:
     """The tables of docs/planning.md."""
     parts = []
     for model, (_, title) in RECIPES.items():
-        plans = [plan for plan in record["plans"] if plan["model"] == model]
-        parts.append("\n".join([f"{title}, {plans[0]['largest']}:", "", *table(plans)]))
+        plans = sorted((p for p in record["plans"] if p["model"] == model), key=lambda plan: plan["devices"])
+        if plans:
+            (batch,) = plans[0]["micro_batches"]
+            size = f"{batch['tokens']:,} tokens in a micro-batch, {batch['text_targets']:,} text targets"
+            parts.append("\n".join([f"{title}, {size}:", "", *table(plans)]))
     return "\n\n".join(parts)
 
 
@@ -191,22 +224,34 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("models", nargs="*", help="those of: " + " ".join(RECIPES))
     parser.add_argument("--seconds", action="store_true", help="only the time of a plan for 1,024 processes")
+    parser.add_argument("--show", type=Path, metavar="FILE", help="print the tables of a result file")
     arguments = parser.parse_args()
-    from unigen_ds.core import log
+    if arguments.show:
+        print(page(json.loads(arguments.show.read_text(encoding="utf-8"))))
+        return 0
+    from shared.record import write_result
 
-    log.setup(rank=0)
+    reserve = {"device": DEVICE_RESERVE, "fragmentation": FRAGMENTATION, "process": PROCESS_RESERVE}
+    record: dict[str, Any] = {"reserve": reserve, "memory_gib": MEMORY, "plans": []}
     with tempfile.TemporaryDirectory(prefix="plan-table-") as made:
         folder = Path(made)
         write_bagel(folder / "bagel")
-        write_records(folder / "large", sides=(1024, 512, 256), draws=True)
-        write_records(folder / "small", sides=(512, 256), draws=False)
-        from unigen_ds.data.tokenizers import WordTokenizer
-
-        WordTokenizer(words=WORDS).save_pretrained(str(folder / "chat"))
-        begun = time.perf_counter()
-        found = planned("bagel", folder, world=1024, alternatives=False)
-        print(time.perf_counter() - begun)
-        print(json.dumps(found, indent=1, default=str)[:6000])
+        if arguments.seconds:
+            data = write_mixed(folder / "mixed")
+            record["plans"].append(planned("bagel", folder, data=data, world=1024, alternatives=False))
+            print({key: record["plans"][0][key] for key in ("seconds", "cpu_seconds", "load", "micro_batches")})
+            print(f"Written: {os.path.relpath(write_result('plan_seconds', record))}")
+            return 0
+        written: Path | None = None
+        for model in arguments.models or RECIPES:
+            data = write_talks(folder / "talks") if model == "nanovlm" else write_edits(folder / "edits")
+            for world in DEVICES:
+                record["plans"].append(planned(model, folder, data=data, world=world))
+                print(json.dumps({k: v for k, v in record["plans"][-1].items() if k != "rows"}), flush=True)
+                print("\n".join(table(record["plans"][-1:])), flush=True)
+                if written is not None:
+                    written.unlink()
+                written = write_result("plan_table", record)  # what there is, if it is ended here
     return 0
 
 

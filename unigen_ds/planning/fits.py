@@ -84,7 +84,7 @@ def report_lines(report: MemoryReport, reserve: Reserve) -> list[str]:
         f"{'engine':26}" + "".join(f"{phase:>15}" for phase in PHASES) + f"{'held':>9}{'checkpoint':>12}",
     ]
     for plan in report.plans:
-        name = _name(plan)
+        name = name_of(plan)
         if plan.traced is None:
             lines.append(f"{name:26} not planned: {plan.problem}")
             continue
@@ -99,7 +99,8 @@ def report_lines(report: MemoryReport, reserve: Reserve) -> list[str]:
     return lines
 
 
-def _name(plan: EnginePlan) -> str:
+def name_of(plan: EnginePlan) -> str:
+    """As ``--backend`` names it; the config's own by what it is."""
     if plan.engine != CHOSEN:
         return plan.engine
     topology: Mapping[str, Any] = plan.topology or {}
