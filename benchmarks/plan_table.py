@@ -155,8 +155,11 @@ def planned(model: str, folder: Path, *, data: str, world: int, alternatives: bo
     from unigen_ds.runner.settings import load_config
 
     per_node, begun, used = min(PER_NODE, world), time.perf_counter(), sum(os.times()[:4])
+    given = overrides(model, folder, data=data)
+    if world == 1:  # the recipe's HYBRID_SHARD needs 8
+        given |= {"backend": {"type": "single"}}
     with announced(world, per_node=per_node):
-        config = load_config(RECIPES[model][0], overrides(model, folder, data=data), whole=True)
+        config = load_config(RECIPES[model][0], given, whole=True)
     report = plan_memory(config, world_size=world, per_node=per_node, alternatives=alternatives)
     values = report_values(report, Reserve(size(DEVICE_RESERVE), FRAGMENTATION, size(PROCESS_RESERVE)))
     rows = [

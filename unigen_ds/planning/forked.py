@@ -1,4 +1,4 @@
-"""Tasks in forked processes: each has what this process has read and imported, and leaves nothing behind."""
+"""Tasks in forked processes: each has what this process has read and imported, and changes nothing in it."""
 
 from __future__ import annotations
 
