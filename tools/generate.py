@@ -2,7 +2,8 @@
 
 MODEL is a checkpoint of any layout, a work dir (its newest checkpoint), or a published directory. The average of the
 weights (EMA) is used if there is one. Without --prompt and --prompts, prompts are read from the standard input;
---understand needs no prompt. A VLM answers in text, with or without --understand; a DecoderLM continues the prompt.
+--understand needs no prompt. VLM, CausalLM and ImageTextToText answer in text, with or without --understand; a
+DecoderLM continues the prompt.
 
 The folder of --out receives 00000.png, 00001.png, ... and results.jsonl with one line per answer; existing files are
 kept, and new numbers follow the highest existing one. Answer i of a call uses the seed --seed + i. With --grid a
@@ -243,10 +244,11 @@ def generate(arguments: argparse.Namespace) -> None:
     from unigen_ds.checkpoint.convert import DTYPES
     from unigen_ds.evaluation.sheet import contact_sheet
     from unigen_ds.runner.settings import load_config
-    from unigen_ds.runner.trained import open_inferencer
+    from unigen_ds.runner.trained import check_device, open_inferencer
 
-    flow, asked, output = flow_of(arguments), in_advance(arguments), Output(arguments.out)
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    check_device(device)
+    flow, asked, output = flow_of(arguments), in_advance(arguments), Output(arguments.out)
     dtype = arguments.dtype or ("fp32" if device == "cpu" else "bf16")
     inferencer = open_inferencer(
         arguments.model,

@@ -110,6 +110,7 @@ def test_overrides_may_be_a_mapping(config_file: Path) -> None:
         ("param_scheduler.2.end=9", "not an index of a list of 2"),
         ("param_scheduler.x=9", "not an index of a list of 2"),
         ("train_dataloader.packing.window=9", "None and has no keys"),
+        ("optim_wrapper.optimizer.betaz.x.y=9", r"no 'betaz' yet.*optimizer\.betaz=\"dict\(x=dict\(y=\.\.\.\)\)\""),
         ("optim_wrapper.clip_grad={'maxnorm': 1}", "did you mean 'max_norm'"),
         ("batch_size=8", "would have no effect"),
         ("lr", "KEY=VALUE"),

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 from tests.data.support import image, talk, text, write_jsonl
 from tests.engines.launch import tensors, unequal
 from tests.families.tiny_transformers import IMAGE, write, write_images, write_language
+from tests.golden_files import BAGEL, NANOVLM
 from tools.evaluate import main as evaluate
 from tools.export import main as export
 from tools.generate import main as generate
@@ -268,6 +269,42 @@ def test_refusals(data: Path, tmp_path: Path) -> None:
         write_language(tmp_path / "small", "qwen3", vocab_size=60)
         given["model"]["pretrained"] = str(tmp_path / "small")
         Runner.from_cfg(given)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "match"),
+    [
+        ("qwen3", {"model__config": {"hidden_sizes": 64}}, r"model\.config\.hidden_sizes'.*did you mean 'hidden_size'"),
+        ("llava", {"model__config": {"hidden_size": 64}}, r"it is a key of .*text_config.*dict\(hidden_size=\.\.\.\)"),
+        ("llava", {"model__config": {"text_config": {"hiden_size": 64}}}, r"'model\.config\.text_config\.hiden_size'."),
+        ("qwen3", {"model__config": {"num_hidden_layers": 3}}, r"^model\.config: .*num_hidden_layers` \(3\)"),
+        ("qwen3", {"model__config": {"intermediate_size": 64}},
+         r"model\.config\.intermediate_size is 64, and the files have 48: so .*qwen3 does not fit \(reshaped: "),
+        ("qwen3", {"model__config": {"tie_word_embeddings": False}},
+         r"model\.config\.tie_word_embeddings is False, and the files have True: .*missing: lm_head\.weight"),
+        ("qwen3", {"model__pretrained": "{data}/llava"}, r"AutoModelForImageTextToText, and .*model\.type='Image"),
+        ("qwen3", {"model__pretrained": str(BAGEL)}, r"BAGEL's directory, and not for .*model\.type='UnifiedModel'"),
+        ("llava", {"model__pretrained": str(NANOVLM)}, r"nanoVLM's directory, and not for .*model\.type='VLM'"),
+        ("qwen3", {"model__pretrained": "{data}"}, r"has no config\.json"),
+        ("llava", {"tokenizer__path": "{data}/qwen3"}, r"qwen3' has no image processor\. Allowed"),
+        ("qwen3", {"model__freeze": ["nothing"]}, r"'nothing' matches no parameter\. Allowed: .*lm_head\.weight\.$"),
+    ],
+)  # fmt: skip
+def test_what_contradicts_the_files_is_named_by_its_key(
+    data: Path, tmp_path: Path, kind: str, changes: dict[str, Any], match: str
+) -> None:
+    """Keys that transformers would keep without using them, sizes of others, and directories of other models."""
+    given = {key: v.format(data=data) if isinstance(v, str) else v for key, v in changes.items()}
+    with pytest.raises(ConfigError, match=match):
+        Runner.from_cfg(config(data, kind, tmp_path / "run", **given))
+
+
+@pytest.mark.parametrize("packing", [None, True])
+def test_the_processor_of_another_model_is_named(data: Path, tmp_path: Path, packing: bool | None) -> None:
+    write_images(tmp_path / "qwen2_5_vl", "qwen2_5_vl")
+    changes = {"tokenizer__path": str(tmp_path / "qwen2_5_vl"), "model__packing": packing}
+    with pytest.raises(ConfigError, match=r"cannot compute images of Qwen2_5_VLProcessor.*tokenizer\.path names"):
+        Runner.from_cfg(config(data, "llava", tmp_path / "run", **changes)).train()
 
 
 def test_checkpoints_that_transformers_loads_directly(data: Path, tmp_path: Path) -> None:

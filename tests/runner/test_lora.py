@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,9 @@ def test_checkpoints_hold_adapters_alone_and_a_resume_is_exact(
     tmp_path: Path, base: Path, lora: dict[str, Any]
 ) -> None:
     overrides = {"lora": {**LORA, **lora}}
-    Runner.from_cfg(config(tmp_path / "whole", base, **overrides), max_updates=8).train()
+    with warnings.catch_warnings():  # peft does not know the packed layers
+        warnings.simplefilter("error", UserWarning)
+        Runner.from_cfg(config(tmp_path / "whole", base, **overrides), max_updates=8).train()
     Runner.from_cfg(config(tmp_path / "twice", base, **overrides), max_updates=4).train()
     Runner.from_cfg(config(tmp_path / "twice", base, **overrides, resume=True), max_updates=8).train()
     whole, twice = lines(tmp_path / "whole"), lines(tmp_path / "twice")
@@ -168,6 +171,18 @@ def test_another_base_is_refused_by_name(run: Path, base: Path, tmp_path: Path, 
         merge(run, tmp_path / "plain")
     with pytest.raises(ConfigError, match="no effect"):
         open_model(base, base=str(other))
+
+
+def test_the_record_of_a_base_is_found_from_any_folder(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``--base`` was relative; the next resume begins elsewhere."""
+    shutil.copytree(base, tmp_path / "moved")
+    Runner.from_cfg(config(tmp_path / "a", base), max_updates=1).train()
+    monkeypatch.chdir(tmp_path)
+    Runner.from_cfg(config(tmp_path / "a", base, resume=True, base="moved"), max_updates=2).train()
+    recorded = Manifest.read(tmp_path / "a" / "run" / "iter_2.pth").base
+    assert recorded is not None and recorded["path"] == str(tmp_path / "moved")
 
 
 def test_what_cannot_be_adapted_is_refused(tmp_path: Path, base: Path) -> None:

@@ -15,6 +15,7 @@ from tests.engines.pictures import write_drawings, write_talks
 from tests.engines.texts import write_decoder
 from tests.engines.users import write_parts
 from tests.golden_files import BAGEL, NANOVLM
+from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.metrics import read_lines
 from unigen_ds.data.tokenizers import WordTokenizer
 from unigen_ds.runner import Runner
@@ -28,6 +29,10 @@ SMALL = {
     "default_hooks.logger.interval": 1,
     "backend": {"type": "single"},
 }
+SMALL_IMAGES = {
+    "processor.vae_transform.max_size": 32, "processor.vae_transform.min_size": 16,
+    "processor.vit_transform.max_size": 28, "processor.vit_transform.min_size": 14,
+}  # fmt: skip
 TEMPLATE = json.loads((NANOVLM / "config.json").read_text(encoding="utf-8"))["lm_chat_template"]
 BAGEL_RECIPES = ("bagel_7b_fsdp", "bagel_7b_zero3", "bagel_from_parts", "bagel_lora")
 
@@ -66,8 +71,7 @@ def test_a_recipe_of_bagel_trains(data: Path, tmp_path: Path, name: str) -> None
         "tokenizer.path": str(data / ("parts/llm" if from_parts else "bagel")),
         "train_dataloader.dataset.data_path": str(data / "drawings" / "mixed.jsonl"),
         "train_dataloader.seq_length": 200,
-        "processor.vae_transform.max_size": 32, "processor.vae_transform.min_size": 16,
-        "processor.vit_transform.max_size": 28, "processor.vit_transform.min_size": 14,
+        **SMALL_IMAGES,
     })  # fmt: skip
     assert [line["update"] for line in lines] == [1, 2]
     assert all(line["loss/text"] > 0 and line["loss/image"] > 0 for line in lines)
@@ -96,6 +100,33 @@ def test_a_recipe_of_nanovlm_trains(data: Path, tmp_path: Path, name: str) -> No
     assert json.loads((written / "config.json").read_text(encoding="utf-8"))["lm_chat_template"] == TEMPLATE
     model, again = (open_model(path)[0].state_dict() for path in (tmp_path / "run", written))
     assert model.keys() == again.keys() and all(torch.equal(model[key], again[key]) for key in model)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "match"),
+    [
+        ("nanovlm_230m", {"model.pretrained": str(NANOVLM), "tokenizer.path": "{data}/chat"},
+         r"model\.llm\.hidden_size is 576, and the files have 64; .*pixel_shuffle_factor is 4, and the files have 2"),
+        ("bagel_7b_fsdp", {"model.pretrained": "{data}/bagel", "tokenizer.path": "{data}/bagel",
+                           "model.llm": {"num_hidden_layers": 3}, **SMALL_IMAGES},
+         r"model\.llm\.num_hidden_layers is 3, and the files have 2: so .*or set them to None"),
+        ("bagel_7b_fsdp", {"model.pretrained": str(NANOVLM), "tokenizer.path": "{data}/bagel"},
+         r"nanoVLM's directory, and not for model\.type 'UnifiedModel'.*Remedy: model\.type='VLM'\.$"),
+        ("decoder_lm_90m", {"model.pretrained": "{data}/llama", "tokenizer.path": "{data}/bagel"},
+         r"model\.llm\.hidden_size is 640, and the files have \d+; .*Remedy: leave these keys out"),
+    ],
+)  # fmt: skip
+def test_sizes_of_a_recipe_that_contradict_its_weights_are_named(
+    data: Path, tmp_path: Path, name: str, changes: dict[str, Any], match: str
+) -> None:
+    given = {key: v.format(data=data) if isinstance(v, str) else v for key, v in changes.items()}
+    drawn = name.startswith("bagel")
+    given["train_dataloader.dataset.data_path"] = str(data / ("drawings" if drawn else "talks") / "mixed.jsonl")
+    if name == "decoder_lm_90m":
+        write_decoder(data / "llama")
+        given["train_dataloader.dataset.data_path"] = str(data / "talks" / "texts.jsonl")
+    with pytest.raises(ConfigError, match=match):
+        Runner.from_cfg(load_config(name, {**SMALL, **given, "work_dir": str(tmp_path / "run")}))
 
 
 def test_the_larger_decoder_trains(tmp_path: Path) -> None:

@@ -135,6 +135,7 @@ def test_a_contact_sheet_of_several_answers_to_several_prompts(run: Runner, tmp_
         (["--grid", "--columns", "0"], "--columns is 0"),
         (["--columns", "2"], "without --grid"),
         (["--understand", "--size", "8", "8"], "--size with --understand"),
+        (["--device", "cuda:99"], "device 'cuda:99' cannot be used: "),
     ],
 )
 def test_bad_values_are_refused_before_the_model_is_opened(

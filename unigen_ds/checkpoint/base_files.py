@@ -79,7 +79,7 @@ def find_base(base: Base, *, given: str | None, checkpoint: Path | None) -> Fold
 
     Raises ``CheckpointError`` naming the file that differs or is missing, for each of them.
     """
-    choices: list[Folders] = [_inside(base, folder_of(given, where="--base"))] if given is not None else []
+    choices: list[Folders] = [_inside(base, folder_of(given, where="--base").absolute())] if given is not None else []
     if given is None:
         copy = outer(checkpoint).parent / FOLDER if checkpoint is not None else None
         choices = [*([_inside(base, copy)] if copy is not None and copy.is_dir() else []), base.path]

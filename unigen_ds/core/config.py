@@ -253,6 +253,12 @@ def _step(node: Any, key: str, path: list[str], dotted: str) -> Any:
         return node[_list_index(node, key, dotted)]
     if not isinstance(node, _NODES) or key not in node:
         valid = node if isinstance(node, _NODES) else ()
+        if isinstance(node, _NODES) and "type" in node and suggestion(key, valid) is None:
+            inner, rest = ".".join([*path, key]), dotted.split(".")[len(path) + 1 :]
+            raise ConfigError(
+                f"override {dotted!r}: {'.'.join(path)} has no {key!r} yet",
+                remedy=f'if {node["type"]} has it: {inner}="dict({"=dict(".join(rest)}=...{")" * len(rest)}"',
+            )
         raise ConfigError(f"override {dotted!r}: no key {key!r} in {'.'.join(path) or 'the config'}",
                           remedy=nearest(key, valid))  # fmt: skip
     return node[key]

@@ -31,8 +31,9 @@ NAMED = 3
 """Tensors that a warning names."""
 TEXT = "Paris, 1889: the tower is 300 m high; e = 2.718 (about)."
 CAUSES = {
-    "text": "names of weights that did not match (load_report.json in the work dir), the tokenizer or the chat template"
-    " of another model, or special tokens that its embedding does not have",
+    "text": "the tokenizer or the chat template of another model, special tokens that its embedding does not have,"
+    " weights that are not the trained ones (random, or exchanged tensors of one shape), or names of weights that did"
+    " not match (with load_from: load_report.json in the work dir)",
     "image": "another scale and shift of the VAE's latents, another latent patch or latent size, or another"
     " timestep_shift than the model was trained with",
 }

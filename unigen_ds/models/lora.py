@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -72,7 +73,8 @@ def add_adapters(model: Any, lora: Lora, *, seed: int) -> None:
     files: frozenset[str] = getattr(model, "from_files", frozenset())
     meta = any(parameter.is_meta for parameter in model.parameters())
     base = model.initial_weights(seed=seed) if meta and hasattr(model, "initial_weights") else None  # by other names
-    with torch.device("meta") if meta else nullcontext():
+    with torch.device("meta") if meta else nullcontext(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Unsupported layer type .*QuantizedLinear")  # registered in ``_peft_config``
         inject(_peft_config(lora, layers), model, adapter_name=ADAPTER)
     for name, layer in weights.items():
         wrapper = model.get_submodule(name)

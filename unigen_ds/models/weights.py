@@ -237,10 +237,31 @@ class InitialWeights:
         return self._made[1]
 
 
-def match(model: nn.Module, source: Pretrained) -> dict[str, Stored]:
+def contradictions(given: Mapping[str, Any], stated: Mapping[str, Any], where: str = "model") -> list[str]:
+    """A text for each key of the section ``where`` that has another value than the files of ``pretrained`` state.
+
+    A larger vocabulary is none: it may grow.
+    """
+    found: list[str] = []
+    for key, value in given.items():
+        own = stated.get(key)
+        if isinstance(value, Mapping) and isinstance(own, Mapping):
+            found += contradictions(value, own, f"{where}.{key}")
+        elif value is None or own is None or (key == "vocab_size" and value >= own):
+            continue
+        elif (list(value) if isinstance(value, tuple) else value) != own:
+            found.append(f"{where}.{key} is {value!r}, and the files have {own!r}")
+    return found
+
+
+def match(model: nn.Module, source: Pretrained, *, contradicted: Sequence[str] = ()) -> dict[str, Stored]:
     """The stored tensors that the model accepts. Raises ``CheckpointError`` with all names that do not fit.
 
     The model gets ``from_files``, the names of the tensors that the files have whole.
+
+    Args:
+        contradicted: ``contradictions`` of the config and the files, of which a misfit is then the consequence: a
+            ``ConfigError`` names them.
     """
     stored = by_first_name(source.tensors, tied_names(model))
     own = {name: tuple(tensor.shape) for name, tensor in _named_tensors(model).items()}
@@ -255,6 +276,11 @@ def match(model: nn.Module, source: Pretrained) -> dict[str, Stored]:
         unexpected=[name for name in found.unexpected if not re.search(source.may_leave, name)],
         reshaped={name: shapes for name, shapes in found.reshaped.items() if name not in grown},
     )
+    if wrong and contradicted:
+        raise ConfigError(
+            f"{'; '.join(contradicted)}: so model.pretrained {source.where} does not fit ({wrong})",
+            remedy="leave these keys out, or set them to None where a recipe has them: the files have every size",
+        )
     refuse_misfit(source.where, wrong)
     for what, names in (
         ("not used", found.unexpected),
@@ -284,9 +310,12 @@ class PretrainedModel(nn.Module):
         raise NotImplementedError
 
     @torch.no_grad()
-    def start_from(self, source: Pretrained | None) -> None:
-        """Called at the end of the constructor: initial values, and over them what the files hold."""
-        self._stored = match(self, source) if source else {}
+    def start_from(self, source: Pretrained | None, *, contradicted: Sequence[str] = ()) -> None:
+        """Called at the end of the constructor: initial values, and over them what the files hold.
+
+        ``contradicted``: as of ``match``.
+        """
+        self._stored = match(self, source, contradicted=contradicted) if source else {}
         own = _named_tensors(self)
         if any(tensor.is_meta for tensor in own.values()):
             return

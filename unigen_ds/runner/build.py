@@ -54,7 +54,7 @@ from unigen_ds.hooks.timeline import TimelineHook
 from unigen_ds.models.lora import add_adapters
 from unigen_ds.optim.param_groups import build_param_groups
 from unigen_ds.resume.geometry import lr_factor
-from unigen_ds.runner.family_settings import family_of_model
+from unigen_ds.runner.family_settings import family_of_model, of_its_kind
 from unigen_ds.runner.settings import ModelSettings, Settings, TrainCfg
 from unigen_ds.schedule.schedule import Schedules
 
@@ -234,9 +234,9 @@ def rules_of(settings: Settings, manifest: Manifest | None) -> DataRules:
 def build_processor(settings: ModelSettings, *, seed: int, rules: DataRules = CURRENT) -> Any:
     """The tokenizer and the family's processor; every size that the model determines is read from the model."""
     tokenizer = None if settings.tokenizer is None else settings.tokenizer.build()
-    return family_of_model(settings.model.cls).processor(
-        _located(settings.model.spec), dict(settings.processor), tokenizer=tokenizer, seed=seed, rules=rules
-    )
+    kind, spec, given = settings.model.cls, _located(settings.model.spec), dict(settings.processor)
+    with of_its_kind(kind, spec):
+        return family_of_model(kind).processor(spec, given, tokenizer=tokenizer, seed=seed, rules=rules)
 
 
 def _located(spec: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -278,7 +278,7 @@ def build_model(settings: ModelSettings, processor: Any, *, seed: int, stream: b
     torch.manual_seed(seed)
     packed = spec.get("quantize") or (settings.lora is not None and settings.lora.quantize)
     stream = stream and bool(spec.get("pretrained")) and not packed and hasattr(kind, "initial_weights")
-    with torch.device("meta") if stream else nullcontext():
+    with of_its_kind(kind, spec), torch.device("meta") if stream else nullcontext():
         model = family_of_model(kind).build(spec, vocab_size=None if tokenizer is None else len(tokenizer))
     if getattr(processor, "vocab_size", 0) is None:
         processor.vocab_size = getattr(model, "vocab_size", None)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, get_args
 
-from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.log import notice
 from unigen_ds.core.registry import MODELS, argument_problems, find
 from unigen_ds.core.settings import Component, Of, one_or_many
@@ -13,6 +15,7 @@ from unigen_ds.data.augment import CHANGES, misplaced
 from unigen_ds.data.settings import Transform
 from unigen_ds.families.bagel.family import Bagel
 from unigen_ds.families.base import Family, families, family_of
+from unigen_ds.families.directories import published_format
 
 PROCESSOR_KEYS = (
     "vit_transform", "vae_transform", "augment", "vit_augment", "text_dropout", "vit_dropout", "vae_dropout",
@@ -25,9 +28,47 @@ _CHANNELS = {"RGB": 3, "L": 1}
 _WITH_MODE = ("ImageTransform", "CenterCrop", "FixedSize")
 
 
+_LANGUAGE = ("CausalLM", "DecoderLM")
+"""Models that may be a part of another one."""
+
+
 def family_of_model(kind: type) -> Family:
     """The family of a model's class; a model that no family has is trained on conversations, as ``UnifiedModel`` is."""
     return family_of(kind) or Bagel()
+
+
+@contextmanager
+def of_its_kind(kind: type, spec: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, an error about ``model.pretrained`` says so where the folder is what another kind of model is read from.
+
+    Raises ``ConfigError``.
+    """
+    try:
+        yield
+    except (CheckpointError, ConfigError) as error:
+        given, family = spec.get("pretrained"), family_of(kind)
+        folder = Path(given) if isinstance(given, str) else None
+        if (
+            folder is None
+            or not folder.is_dir()
+            or family is None
+            or any(f.recognises(folder) for f in family.published)
+        ):
+            raise
+        found = published_format(folder)
+        if found is None:
+            raise
+        try:
+            other = found.config(folder)["model"]["type"]
+        except (CheckpointError, ConfigError):
+            other = None
+        own = error.remedy is not None and other in _LANGUAGE
+        parts = f"; or {error.remedy}" if own else ""
+        raise ConfigError(
+            f"model.pretrained is {given!r}: {found.name}, and not for model.type {kind.__name__!r}",
+            allowed=", ".join(each.name for each in family.published) or None,
+            remedy=(f"model.type={other!r}" if other else "another folder") + parts,
+        ) from error
 
 
 def family_problems(given: Mapping[str, Any]) -> Iterator[ConfigError]:

@@ -98,9 +98,21 @@ def open_inferencer(
     path: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, **source: Any
 ) -> Any:
     """``open_model``, which accepts ``source``, as the inferencer of its family (``Family.inferencer``)."""
+    check_device(device)
     model, processor = open_model(path, **source)
     model = model.to(device=device, dtype=dtype).eval().requires_grad_(False)
     return family_of_model(type(model)).inferencer(model, processor)
+
+
+def check_device(device: torch.device | str) -> None:
+    """Raise ``ConfigError`` for a device that is not here: before the model is read."""
+    try:
+        torch.empty(1, device=device)
+    except (AssertionError, NotImplementedError, RuntimeError) as error:
+        raise ConfigError(
+            f"device {str(device)!r} cannot be used: {str(error).strip().splitlines()[0]}",
+            remedy="device 'cpu', or the PyTorch build for your CUDA version and a free GPU (README.md, GPU)",
+        ) from error
 
 
 def _of_weights(config: Mapping[str, Any], source: Source) -> Mapping[str, Any]:

@@ -25,7 +25,7 @@ def freeze_by_name(model: nn.Module, patterns: Sequence[str]) -> None:
         found = [parameter for name, parameter in named if compiled.search(name)]
         if not found:
             parts = dict.fromkeys(".".join(name.split(".")[:2]) for name, _ in named)
-            raise ConfigError(f"{where} {pattern!r} matches no parameter", allowed=f"a part of {', '.join(parts)}, ...")
+            raise ConfigError(f"{where} {pattern!r} matches no parameter", allowed=f"a part of {', '.join(parts)}")
         for parameter in found:
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for _, parameter in named):

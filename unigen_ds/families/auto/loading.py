@@ -8,6 +8,7 @@ rule also computes (experts that are stored one by one), transformers loads the 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unigen_ds.core.errors import CheckpointError, ConfigError
+from unigen_ds.core.errors import CheckpointError, ConfigError, UnknownKey
 from unigen_ds.core.hub import folder_of
 from unigen_ds.core.json_values import stored_object
 from unigen_ds.core.log import logger
@@ -47,27 +48,92 @@ def read_config(folder: Path | None, given: Mapping[str, Any]) -> Any:
 
     Raises ``ConfigError`` for a kind of model or a value that cannot work.
     """
-    from transformers import CONFIG_MAPPING, AutoConfig
+    from transformers import CONFIG_MAPPING
 
-    try:
-        if folder is None:
-            stored = {"model_type": given.get("model_type")}
-        else:
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-            stored = config.to_dict()
-        kind = stored["model_type"]
-        if kind not in CONFIG_MAPPING:
-            raise ConfigError(f"model.config.model_type is {kind!r}", allowed="a kind of model that transformers has")
-        if given or folder is None:
+    stored = {"model_type": given.get("model_type")}
+    if folder is not None:
+        config = _stored_config(folder)
+        stored = config.to_dict()
+    kind = stored["model_type"]
+    if kind not in CONFIG_MAPPING:
+        raise ConfigError(f"model.config.model_type is {kind!r}", allowed="a kind of model that transformers has")
+    if given or folder is None:
+        _check_keys(given, CONFIG_MAPPING[kind], stored)
+        try:
             config = CONFIG_MAPPING[kind].from_dict(_over(stored, plain(given)))
-    except ConfigError:
-        raise
-    except Exception as error:  # strict dataclasses, JSON, the hub: many kinds
-        where = "model.config" if folder is None else f"model.pretrained {folder}"
-        raise ConfigError(f"{where}: {str(error).strip().splitlines()[0]}") from error
+        except Exception as error:  # strict dataclasses and the kind's own checks
+            raise ConfigError(f"model.config: {_in_one_line(error)}") from error
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError(f"{folder or 'model.config'} holds quantised weights", remedy="the model's unquantised files")
     return config
+
+
+def _stored_config(folder: Path) -> Any:
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    where = f"model.pretrained {folder}"
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{where} has no config.json", allowed="a model's folder as save_pretrained writes it")
+    try:
+        raw = stored_object(folder / "config.json")
+        if "auto_map" in raw and raw.get("model_type") not in CONFIG_MAPPING:
+            raise ConfigError(
+                f"{where} is a {raw.get('model_type')!r} with code of its own (auto_map), which is never run",
+                allowed="a kind of model that transformers has",
+                remedy="a family of your own, in custom_imports (docs/extending.md)",
+            )
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except ConfigError:
+        raise
+    except Exception as error:  # strict dataclasses, JSON, the hub: many kinds
+        raise ConfigError(f"{where}: {_in_one_line(error)}") from error
+
+
+def _in_one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:400]
+
+
+_OF_EVERY_CONFIG = {"id2label", "return_dict", "output_hidden_states"}
+_FORMER_KEYS = ("rope_theta", "rope_scaling", "torch_dtype", "dtype", "model_type")
+"""That configs of transformers accept and keep under other names."""
+
+
+def _check_keys(given: Mapping[str, Any], kind: Any, stored: Mapping[str, Any], where: str = "model.config") -> None:
+    """Raise ``ConfigError`` for a key that a kind's config does not have: transformers would keep it and not use it."""
+    if set(given) >= _OF_EVERY_CONFIG:  # a whole one of ``plain_config``, perhaps of another version of transformers
+        return
+    known = {*_own_keys(kind), *stored, *_FORMER_KEYS}
+    inner = {name: _mapping(stored.get(name)) for name in kind.sub_configs}
+    parts = {
+        name: _kind_of(part, {**inner[name], **_mapping(given.get(name))}) for name, part in kind.sub_configs.items()
+    }
+    for key, value in given.items():
+        if key not in known:
+            below = [name for name, part in parts.items() if key in {*_own_keys(part), *inner[name]}]
+            hint = (
+                f"it is a key of {' and of '.join(below)}: config=dict({below[0]}=dict({key}=...))" if below else None
+            )
+            raise UnknownKey(key, section=where, valid=known, hint=hint)
+        if key in parts:
+            _check_keys(_mapping(value), parts[key], inner[key], f"{where}.{key}")
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _own_keys(kind: Any) -> set[str]:
+    """Of a config's class; none of one that transformers chooses by ``model_type``."""
+    fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
+    return {*(field.name for field in fields), *getattr(kind, "attribute_map", ())}
+
+
+def _kind_of(part: Any, values: Mapping[str, Any]) -> Any:
+    """The class of a part's config: its own, or that of its ``model_type``."""
+    from transformers import CONFIG_MAPPING
+
+    named = values.get("model_type")
+    return CONFIG_MAPPING[named] if named in CONFIG_MAPPING else part  # noqa: SIM401 - no plain mapping
 
 
 def plain_config(config: Any) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from unigen_ds.families.auto.freezing import freeze_by_name
 from unigen_ds.families.auto.loading import build, model_folder, plain_config, read_config, read_weights
 from unigen_ds.families.auto.rows import Rows, text_batch
 from unigen_ds.models.losses import loss_terms, text_losses
-from unigen_ds.models.weights import PretrainedModel, match
+from unigen_ds.models.weights import PretrainedModel, contradictions, match
 
 _CHECKED_IDS = ((5, 3, 9, 4, 7), (8, 2, 6))
 """Two short documents, where no processor has others."""
@@ -45,6 +45,8 @@ _SWAPPED = (_CHECKED_IDS[0], _OTHER_IDS)
 _TOLERANCE = {torch.float32: 1e-3}
 """Of a hidden state's root mean square, packed against separate."""
 _LOW_TOLERANCE = 0.1
+_OF_INPUTS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+"""Of a model that is given the images of another model's processor."""
 _NO_MASK = (AttributeError, IndexError, TypeError, ValueError)
 """Of a model's own attention that is given something else than a mask."""
 
@@ -108,12 +110,15 @@ class TransformersModel(PretrainedModel):
         self.packing = packing
         self._may_change_attention = attention is None and not compile
         self._inside_documents = False
+        self._other_processor: str | None = None
         self._pair: Callable[[], tuple[ModelBatch, ModelBatch]] | None = None
         self._targets: Tensor | None = None
         causal.get_output_embeddings().register_forward_pre_hook(self._of_targets)
         self._stored = {}
         if folder is not None:
-            self._stored = match(self, read_weights(folder, causal, auto=self.auto))
+            stated = {"config": read_config(folder, {}).to_dict()} if config else {}
+            contradicted = contradictions({"config": config or {}}, stated)
+            self._stored = match(self, read_weights(folder, causal, auto=self.auto), contradicted=contradicted)
             if not meta:
                 self._fill()
         self._cost = Cost(causal, self.shard_units())
@@ -141,6 +146,8 @@ class TransformersModel(PretrainedModel):
     def use_processor(self, processor: Any) -> None:
         """Called once, with the processor of the data: packing is then checked with images, too."""
         self._pair = getattr(processor, "two_documents", None)
+        pictures = getattr(processor, "pictures", None)
+        self._other_processor = pictures.of_another(self.transformers_model.config.model_type) if pictures else None
 
     @property
     def transformers_model(self) -> Any:
@@ -259,7 +266,16 @@ class TransformersModel(PretrainedModel):
 
     def _called(self, inputs: Mapping[str, Any], index: Tensor) -> Tensor:
         with self._head(index):
-            return self.transformers_model(**inputs, use_cache=False).logits.flatten(0, 1)
+            try:
+                return self.transformers_model(**inputs, use_cache=False).logits.flatten(0, 1)
+            except _OF_INPUTS as error:
+                if self._other_processor is None or isinstance(error, torch.OutOfMemoryError):
+                    raise
+                raise ConfigError(
+                    f"{type(self.transformers_model).__name__} cannot compute images of {self._other_processor}, which"
+                    f" is the processor in tokenizer.path ({str(error).strip().splitlines()[0]})",
+                    remedy="tokenizer.path names the directory of the same model as model.pretrained",
+                ) from error
 
     @contextmanager
     def _head(self, index: Tensor) -> Iterator[None]:

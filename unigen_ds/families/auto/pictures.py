@@ -63,6 +63,15 @@ class Pictures:
         """The text of an image in the rendered conversation."""
         return str(self.processor.image_token)
 
+    def of_another(self, model_type: str) -> str | None:
+        """The name of the processor's class where transformers has another one for this kind of model. Some published
+        models have such a one and work.
+        """
+        from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+        name = type(self.processor).__name__
+        return None if PROCESSOR_MAPPING_NAMES.get(model_type, name) == name else name
+
     def text(self, size: tuple[int, int]) -> str:
         """What replaces ``token`` for an image of (width, height) pixels: it depends on nothing else."""
         if size not in self._texts:
@@ -104,8 +113,10 @@ def _processor(tokenizer: ModelTokenizer) -> Any:
         try:
             images = AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False)
         except (OSError, ValueError, ImportError) as error:
+            files = {"preprocessor_config.json", "processor_config.json"} & set(tokenizer.files)
+            why = f": {str(error).strip().splitlines()[0]}" if files else ""
             raise ConfigError(
-                f"{where} has no image processor: {str(error).strip().splitlines()[0]}",
+                f"{where} has no image processor{why}",
                 allowed="a directory with preprocessor_config.json or processor_config.json",
             ) from error
         name = _class_name(tokenizer.files)

@@ -49,7 +49,7 @@ from unigen_ds.models.quantized import quantize_frozen
 from unigen_ds.models.settings import Quantize, VisionSizes
 from unigen_ds.models.vae import encode_by_size, hold_as_buffers
 from unigen_ds.models.vision import VisionModel
-from unigen_ds.models.weights import PretrainedModel
+from unigen_ds.models.weights import PretrainedModel, contradictions
 
 FREEZABLE = ("vae", "vit", "llm", "connector")
 _INIT_STD = 0.02
@@ -212,14 +212,15 @@ class UnifiedModel(PretrainedModel):
         if copy_init_moe and not pretrained:
             raise ConfigError("model.copy_init_moe has no effect without model.pretrained")
         source = read_pretrained(pretrained, vit_select_layer=vit_select_layer) if pretrained else None
-        given = {
+        given: dict[str, Any] = {
             "latent_patch_size": latent_patch_size,
             "max_latent_size": max_latent_size,
             "vit_max_patches_per_side": vit_max_patches_per_side,
         }
         found = source.sizes if source is not None else {}
         self.vit_select_layer: int = found.get("vit_select_layer", vit_select_layer or VIT_SELECT_LAYER)
-        self.sizes = sizes = model_sizes(source, {"llm": llm, "vit": vit, "vae": vae, **given})
+        given |= {"llm": llm, "vit": vit, "vae": vae}
+        self.sizes = sizes = model_sizes(source, given)
         config, vit = sizes["llm"], sizes["vit"]
         if config["vocab_size"] is None:
             raise ConfigError("model.llm.vocab_size is not given", remedy="the tokenizer's number of tokens, or more")
@@ -245,7 +246,7 @@ class UnifiedModel(PretrainedModel):
         self.latent_pos_embed = PositionTable(self.max_latent_size, width)
         if source is not None and copy_init_moe:
             source = with_copied_experts(source, self.state_dict(keep_vars=True))
-        self.start_from(source)
+        self.start_from(source, contradicted=contradictions(given, found))
         self._freeze(freeze)
         quantize_frozen(self.parts(), quantize or {})
         self.language_model.model.activation_checkpointing = activation_checkpointing

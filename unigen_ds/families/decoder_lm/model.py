@@ -28,7 +28,7 @@ from unigen_ds.families.decoder_lm.settings import DecoderSizes
 from unigen_ds.models.attention import Attend, plan_attention
 from unigen_ds.models.flops import attention_flops, linear_flops, trains
 from unigen_ds.models.losses import loss_terms, text_losses
-from unigen_ds.models.weights import PretrainedModel
+from unigen_ds.models.weights import PretrainedModel, contradictions
 
 FREEZABLE = ("embed", "layers", "head")
 _ATTENTION = "unigen_documents"
@@ -72,7 +72,8 @@ class DecoderLM(PretrainedModel):
         self.vocab_size: int = causal.config.vocab_size
         self.model, self.lm_head = causal.model, causal.lm_head
         self.model.rotary_emb = _rotary(self.model.rotary_emb)
-        self.start_from(source)
+        contradicted = contradictions({"llm": llm or {}}, {"llm": source.sizes}) if source else ()
+        self.start_from(source, contradicted=contradicted)
         self._freeze(freeze)
         for layer in self.model.layers:
             if dropout:

@@ -5,7 +5,8 @@ velocity begin at their initial values, so the first stage needs more updates an
 Qwen2.5-0.5B weights, gradients, moments and average are 28 GB: one device of 40 GB, or 2 of 24 GB. Images up to 512 x
 512: 1,024 latent patches.
 
-    torchrun --nproc-per-node 8 tools/train.py bagel_from_parts --cfg-options train_dataloader.dataset.data_path=my.json
+    torchrun --nproc-per-node 8 tools/train.py bagel_from_parts \\
+        --cfg-options train_dataloader.dataset.data_path=my.jsonl
 """
 
 _base_ = "bagel_7b_fsdp.py"
