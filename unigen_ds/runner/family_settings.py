@@ -39,7 +39,7 @@ def family_of_model(kind: type) -> Family:
 
 @contextmanager
 def of_its_kind(kind: type, spec: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, an error about ``model.pretrained`` states it where the folder is what another kind of model is read from.
+    """Inside, an error about ``model.pretrained`` states it where another kind of model is read from that folder.
 
     Raises ``ConfigError``.
     """
