@@ -40,7 +40,11 @@ def parser() -> argparse.ArgumentParser:
 
 @ends_quietly
 def main(argv: list[str] | None = None) -> int:
-    arguments = parser().parse_args(argv)
+    p = parser()
+    arguments, unknown = p.parse_known_args(argv)
+    if unknown:
+        p.error(f"{' '.join(unknown)}: put -- before the old command line: unigen-migrate {arguments.guide} --"
+                f" {' '.join([*arguments.given, *unknown])}")  # fmt: skip
     from unigen_ds.migration.guides import migrate  # after parsing: --help does not wait for torch
     from unigen_ds.runner.settings import problems_of
 

@@ -207,6 +207,65 @@ def test_a_script_of_exported_variables(migrated, tmp_path: Path) -> None:
     assert {path: written.get(path) for path in expected} == expected
 
 
+SCRIPT = """#!/bin/bash
+set -e; cd "$(dirname "$0")/.."
+MODEL=/data/BAGEL  # where it is
+export master_addr="localhost"; export master_port="12345"
+DATA=${DATA_ROOT:-/data}/unified
+OPTS="--learning_rate 2e-5 --batch_size 2"
+ARGS=(--text_loss_weight 0.5  # texts
+      --image_loss_weight 2.0)
+ARGS+=(--wandb_project "my project")
+if [ -n "$DEBUG" ]; then
+    echo "python train.py"
+fi
+mkdir -p logs && nohup env WANDB_MODE=offline torchrun --nproc_per_node=4 \\
+    train_unified_generation.py --model_path $MODEL \\
+    --train_data_path "$DATA/train.jsonl" $OPTS "${ARGS[@]}" $NOTHING --num_epochs 4 > train.log 2>&1 &
+echo 'not closed
+"""
+
+
+def test_a_script_as_people_write_it(migrated, tmp_path: Path) -> None:
+    """Several commands in a line, arrays, variables with several flags, and words before the launcher."""
+    (tmp_path / "run.sh").write_text(SCRIPT, encoding="utf-8")
+    written = migrated("unified_generation", "run.sh")
+    expected = {
+        "model.pretrained": "/data/BAGEL", "train_dataloader.dataset.data_path": "/data/unified/train.jsonl",
+        "optim_wrapper.optimizer.lr": 2e-5, "train_dataloader.batch_size": 2, "train_cfg.max_epochs": 4,
+        "loss_weights.text": 0.5, "loss_weights.image": 2.0, "visualizer.vis_backends.0.project": "my project",
+    }  # fmt: skip
+    assert {path: written.get(path) for path in expected} == expected
+    start = written.text.splitlines()[2].strip()
+    assert start.startswith(
+        "WANDB_MODE=offline torchrun --master_addr=localhost --master_port=12345 --nproc_per_node=4 tools/train.py "
+    )
+    assert written.left == [
+        "set -e", 'cd $(dirname "$0")/..', "if [ -n $DEBUG ]", "echo python train.py", "mkdir -p logs", "nohup env",
+        "> train.log 2>&1", "echo 'not closed", "$NOTHING",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("line", "start"),
+    [
+        ("cd nanoVLM && python3.10 -u train.py --lr_mp 0.25", "python tools/train.py"),
+        ("time python -m torch.distributed.launch --nproc_per_node=2 train.py --lr_mp=0.25",
+         "torchrun --nproc_per_node=2 tools/train.py"),
+        ("conda run -n vlm accelerate launch --num_processes 16 --num_machines 2 --machine_rank 1 --main_process_ip h"
+         " --main_process_port 7 train.py --lr_mp 0.25",
+         "torchrun --nnodes=2 --node_rank=1 --master_addr=h --master_port=7 --nproc_per_node=8 tools/train.py"),
+    ],
+)  # fmt: skip
+def test_how_a_training_is_started(migrated, line: str, start: str) -> None:
+    """As words, and as one text in quotes."""
+    for words in (shlex.split(line), [line]):
+        written = migrated("nanovlm", *words)
+        assert written.get("optim_wrapper.paramwise_cfg.groups.0.lr") == 0.25, words
+        assert written.text.splitlines()[2].strip().startswith(f"{start} ")
+        assert "train.py" not in written.left and "argument without a name" not in written.text
+
+
 def test_three_parts_instead_of_a_directory(migrated, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "2")
@@ -268,6 +327,9 @@ def test_nanovlms_other_settings(migrated) -> None:
 
 
 def test_wrong_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["nanovlm", "python", "train.py", "--lr_mp", "0.01"])
+    assert "unigen-migrate nanovlm -- python train.py --lr_mp 0.01" in capsys.readouterr().err
     out = tmp_path / "out.py"
     for words, part in (
         (["nanovlm", "--", "--max_grad_norm", "-1"], "max_norm"),
@@ -400,6 +462,17 @@ def test_a_config_in_the_style_of_flmm(migrated, tmp_path: Path) -> None:
     left = "\n".join(written.left)
     for name in ("PNGDataset", "RefCocoDataset", "model.mask_head", "model.loss_mask", "for hook in default_hooks"):
         assert name in left, name
+
+
+def test_options_of_the_command_of_xtuner(migrated, tmp_path: Path) -> None:
+    """``--cfg-options`` are read as if the file had them."""
+    shutil.copy(HERE / "llava.config", tmp_path / "llava.py")
+    line = "xtuner train llava.py --deepspeed deepspeed_zero3"
+    line += " --cfg-options train_dataloader.batch_size=7 custom_hooks=[] x"
+    written = migrated("xtuner", *line.split())
+    expected = {"train_dataloader.batch_size": 7, "custom_hooks": [], "backend.config": "zero3"}
+    assert {path: written.get(path) for path in expected} == expected
+    assert "--cfg-options x" in written.left and not any("batch_size" in one for one in written.left)
 
 
 def test_settings_of_a_config_alone(migrated) -> None:

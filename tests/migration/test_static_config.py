@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mmengine.config import Config
 
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.migration.static_config import Computed, Reference, read_static
@@ -91,8 +92,33 @@ del plain
     found, left = read(tmp_path, text)
     assert (found["a"], found["c"], found["section"]) == (5, "yes", {"x": "torch.optim.AdamW"})
     assert isinstance(found["section"]["x"], Reference) and found["section"]["x"].last == "AdamW"
-    assert isinstance(found["b"], Computed) and isinstance(found["listed"], Computed) and "plain" not in found
-    assert [one.split("(")[0] for one in left] == ["listed.append", "for i in range", "def helper"]
+    assert isinstance(found["b"], Computed) and found["listed"] == [1, 2] and "plain" not in found
+    assert [one.split("(")[0] for one in left] == ["for i in range", "def helper"]
+    found, left = read(tmp_path, "listed = [3, 1]\nlisted.sort()\n")
+    assert isinstance(found["listed"], Computed) and left == ["listed.sort()"]
+
+
+def test_a_config_that_changes_its_base_is_what_mmengine_reads(tmp_path: Path) -> None:
+    """With ``read_base`` an assignment replaces, and sections are changed by their methods."""
+    (tmp_path / "base.py").write_text(
+        "optim = dict(opt=dict(lr=2.0, momentum=0.9), clip=1)\nhooks = [dict(type='A')]\nlength = dict(a=1, b=2)\n"
+    )
+    (tmp_path / "schedule.py").write_text("steps = 5\nunwanted = dict(a=1)\n")
+    path = tmp_path / "lazy.py"
+    path.write_text(
+        "from mmengine.config import read_base\nwith read_base():\n    from .base import *\n"
+        "    from .schedule import steps as num_steps\n"
+        "optim.update(dict(clip=3), wait=num_steps)\noptim['opt']['lr'] *= 2\noptim.opt.momentum = 0.5\n"
+        "hooks.append(dict(type='B'))\nhooks.extend([dict(type='C')])\nhooks.insert(0, dict(type='D'))\n"
+        "hooks[1] = dict(type='E')\n"
+        "length = dict(a=7)\nextra = dict(x=1, y=2, z=3)\nextra.pop('x')\nextra.setdefault('y', 5)\ndel extra['z']\n"
+    )
+    found, left = read_static(path)
+    found.pop("read_base")
+    assert not left and found == Config.fromfile(path).to_dict()
+    assert found["length"] == {"a": 7} and found["extra"] == {"y": 2} and found["optim"]["clip"] == 3
+    path.write_text(path.read_text().replace("    from .base", "    from mmdet.configs.base import *\n    from .base"))
+    assert read_static(path)[1][0].startswith("from mmdet.configs.base import *: of a package that is not read")
 
 
 def test_bases_are_merged_as_mmengine_merges_them(tmp_path: Path) -> None:

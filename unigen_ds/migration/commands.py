@@ -1,7 +1,8 @@
 """Command lines, exported variables, shell scripts and YAML -> names and values, in their order. No shell is started.
 
-Understood: ``[NAME=VALUE] torchrun|python|... SCRIPT --name value``, ``export NAME=VALUE``, ``${NAME:-default}``.
-Everything else of a script is kept as text, so that it can be reported.
+Understood: ``[NAME=VALUE] torchrun|python|... SCRIPT --name value``, ``export NAME=VALUE``, and all
+that ``shell.py`` reads. Everything else of a script is kept as text, so that it can
+be reported.
 """
 
 from __future__ import annotations
@@ -15,19 +16,30 @@ from typing import Any
 
 from unigen_ds.core.config_file import read_file
 from unigen_ds.core.errors import ConfigError
+from unigen_ds.migration.shell import Shell, Simple
 
-STARTERS = ("torchrun", "python", "python3", "deepspeed", "accelerate", "bash", "sh", "sbatch", "srun", "xtuner")
+_STARTER = re.compile(r"torchrun|python[\d.]*|deepspeed|accelerate|bash|sh|sbatch|srun|xtuner")
 """Commands that start a training."""
 _LAUNCHERS = ("torchrun", "deepspeed")
+_MODULES = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch", "accelerate")
+"""After ``python -m``: a launcher, whose options and script follow."""
+_WRAPPERS = {
+    "nohup", "exec", "env", "command", "sudo", "time", "nice", "ionice", "timeout", "setsid", "stdbuf", "unbuffer",
+    "numactl", "taskset", "conda", "mamba", "micromamba", "uv", "poetry", "pipenv", "singularity", "apptainer",
+    "docker", "then", "do", "else", "{", "!",
+}  # fmt: skip
+"""Words before a command that starts a training."""
+_CONDITIONS = {"if", "elif", "for", "while", "until", "case"}
+_KEYWORDS = {"then", "else", "fi", "do", "done", "esac", "{", "}", "!", "function"}
+_OF_ACCELERATE = {"num_machines": "nnodes", "machine_rank": "node_rank", "main_process_ip": "master_addr",
+                  "main_process_port": "master_port"}  # fmt: skip
+_OF_PYTHON = re.compile(r"-[BEIOsSuvx]+")
 LAUNCH = ("num_nodes", "nnodes", "node_rank", "nproc_per_node", "master_addr", "master_port")
 """Arguments of a launcher, under torchrun's names and BAGEL's."""
 _ENVIRONMENT = re.compile(
     r"(CUDA|TORCH|NCCL|GLOO|WANDB|HF|PYTORCH|OMP|MKL|TOKENIZERS|PYTHON|DEEPSPEED|SLURM)[A-Z0-9_]*"
 )
 """Variables that libraries read, here as there."""
-_ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
-_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^}]*))?\})")
-_OPERATOR = re.compile(r"\d?>.*|\||\|\||&&?|;|<.*")
 _SCRIPTS = (".py", ".sh", ".slurm")
 _SOURCES = (*_SCRIPTS, ".yaml", ".yml", ".json")
 
@@ -59,6 +71,8 @@ class Command:
     """Words before the first argument: ``torchrun``, ``train.py``."""
     other: list[tuple[str, str]] = field(default_factory=list)
     """Text that is no setting, and why it is none."""
+    helpers: set[str] = field(default_factory=set)
+    """Variables of a script whose values its commands have."""
 
 
 def read_command(words: Sequence[str]) -> Command:
@@ -69,13 +83,16 @@ def read_command(words: Sequence[str]) -> Command:
     """
     if not words:
         raise ConfigError("nothing is given", allowed="a file, or -- and the command line: -- --learning_rate 1e-5")
-    found = Command()
-    if len(words) == 1 and words[0].endswith((".sh", ".slurm")):
-        read_script(Path(words[0]), found)
-    elif len(words) == 1 and words[0].endswith(_SOURCES):
+    found, shell = Command(), Shell()
+    if len(words) == 1 and words[0].endswith((".sh", ".slurm")) and " " not in words[0]:
+        _read_commands(shell.script(_script(Path(words[0]))), found)
+    elif len(words) == 1 and words[0].endswith(_SOURCES) and (Path(words[0]).is_file() or " " not in words[0]):
         found.files.append(words[0])
+    elif len(words) == 1 and " " in words[0]:  # a command line in quotes
+        _read_commands(shell.script(words[0]), found)
     else:
-        _read_words([*words], found, {})
+        _read_commands(shell.command_line(words), found)
+    found.helpers = shell.used
     if not (found.given or found.launch or found.environment or found.files or found.starts):
         raise ConfigError(
             f"{shlex.join(words)} starts no training, and states no settings",
@@ -84,57 +101,55 @@ def read_command(words: Sequence[str]) -> Command:
     return found
 
 
-def read_script(path: Path, found: Command) -> None:
-    """A shell script, line by line; its ``if``, ``for`` and functions are not interpreted."""
+def _script(path: Path) -> str:
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}", allowed="a shell script") from error
-    variables: dict[str, str] = {}
-    for line in re.sub(r"\\\n", " ", text).splitlines():
-        try:
-            words = shlex.split(line, comments=True)
-        except ValueError as error:
-            found.other.append((line.strip(), f"it is not a whole command: {error}"))
+
+
+def _read_commands(commands: Iterable[Simple], found: Command) -> None:
+    """One after the other; ``if``, ``for`` and functions are not interpreted."""
+    for one in commands:
+        if one.unfinished:
+            found.other.append((one.source, f"it is not a whole command: {one.unfinished}"))
             continue
-        if words:
-            _read_words(words, found, variables)
+        for name, value in one.assigned:
+            _keep(name, value, f"{name}={shlex.quote(value)}", found)
+        if one.words:
+            _read_simple(one, found)
 
 
-def _expanded(text: str, variables: Mapping[str, str]) -> str:
-    """``$NAME`` and ``${NAME:-default}`` of the script itself; others stay."""
-
-    def value(match: re.Match[str]) -> str:
-        name = match[1] or match[2]
-        return variables.get(name, match[0] if match[3] is None else match[3].strip("\"'"))
-
-    return _VARIABLE.sub(value, text)
-
-
-def _read_words(words: list[str], found: Command, variables: dict[str, str]) -> None:
-    """The words of one command."""
-    line = shlex.join(words)
-    if words and words[0] == "export":
-        words = words[1:]
-    while words and (match := _ASSIGNMENT.fullmatch(words[0])):
-        name, value = match[1], _expanded(match[2], variables)
-        variables[name] = value
-        _keep(name, value, f"{name}={shlex.quote(value)}", found)
-        words = words[1:]
-    if not words:
-        return
-    end = next((i for i, word in enumerate(words) if _OPERATOR.fullmatch(word)), len(words))
-    if end < len(words):
-        found.other.append((shlex.join(words[end:]), "it is of the shell: append it to the command that you start"))
-        words = words[:end]
-    first = Path(words[0]).name
-    if not words[0].startswith("-") and first not in STARTERS and not words[0].endswith(_SOURCES):
-        found.other.append((line, "it starts no training: docs/migrating.md has what replaces it"))
+def _read_simple(one: Simple, found: Command) -> None:
+    """The words of one command, without the variables in front of it."""
+    words = one.words
+    first = next((i for i, word in enumerate(words) if _STARTER.fullmatch(Path(word).name)), None)
+    if first and words[0] in _WRAPPERS:  # nohup, env NAME=VALUE, conda run -n NAME, then
+        for word in words[:first]:
+            name, equals, value = word.partition("=")
+            if equals and name.isidentifier():
+                _keep(name, value, f"{name}={shlex.quote(value)}", found)
+        if kept := [word for word in words[:first] if "=" not in word and word not in _KEYWORDS]:
+            found.other.append((shlex.join(kept), "it is of the shell: put it before the command that you start"))
+        words = words[first:]
+    if not words[0].startswith("-") and not _starts(words[0]):
+        if words[0] in _CONDITIONS:
+            found.other.append((one.source, "it is not interpreted: the commands inside are read one after the other"))
+        elif words[0] not in _KEYWORDS or words[0] in ("[", "[["):
+            found.other.append(
+                (one.source + one.after, "it starts no training: docs/migrating.md has what replaces it")
+            )
         return
     if len(words) > 1 and Path(words[1]).name.startswith("eval"):  # sbatch eval.slurm
-        found.other.append((line, "it starts an evaluation: docs/evaluation.md"))
+        found.other.append((shlex.join(words), "it starts an evaluation: docs/evaluation.md"))
         return
-    _read_arguments([_expanded(word, variables) for word in words], found)
+    if one.after:
+        found.other.append((one.after.strip(), "it is of the shell: append it to the command that you start"))
+    _read_arguments(words, found)
+
+
+def _starts(word: str) -> bool:
+    return bool(_STARTER.fullmatch(Path(word).name)) or (word.endswith(_SOURCES) and not word.startswith("-"))
 
 
 def _read_arguments(words: list[str], found: Command) -> None:
@@ -148,13 +163,23 @@ def _read_arguments(words: list[str], found: Command) -> None:
             while not equals and words and _is_value(words[0]) and not (values and not of_script):
                 if not of_script and words[0].endswith(_SCRIPTS):
                     break
+                if values and words[0].startswith("$"):  # a variable of more arguments, which is not known
+                    break
                 values.append(words[0])
                 words = words[1:]
             key = name.replace("-", "_")
             shown = word if equals else shlex.join([word, *values])
             if key == "m" and not of_script:  # python -m MODULE
-                found.starts += values
-                of_script = True
+                launches = bool(values) and values[0] in _MODULES
+                found.starts += ["torchrun" if launches and "torch" in values[0] else one for one in values]
+                of_script = not launches
+            elif not of_script and _OF_PYTHON.fullmatch(word) and found.starts:
+                found.other.append((word, "it is an option of the interpreter"))
+                words = [*values, *words]
+            elif not of_script and key in _OF_ACCELERATE and values:
+                _keep(_OF_ACCELERATE[key], values[0], shown, found)
+            elif not of_script and key == "num_processes" and values:
+                found.launch["num_processes"] = values[0]
             else:
                 _keep(key, True if not values else values[0] if len(values) == 1 else values, shown, found)
         elif word == "...":
@@ -179,9 +204,12 @@ def _keep(name: str, value: Any, shown: str, found: Command) -> None:
 def start_command(command: Command, config: str) -> str:
     """How the written config is started, as the old one was: with the same processes and variables."""
     launch = {{"num_nodes": "nnodes"}.get(name, name): value for name, value in command.launch.items()}
-    words = [f"{name}={value}" for name, value in command.environment.items()]
+    total, nodes = launch.pop("num_processes", ""), launch.get("nnodes", "1")
+    if total.isdecimal() and nodes.isdecimal() and int(nodes):  # accelerate counts those of all nodes
+        launch["nproc_per_node"] = str(int(total) // int(nodes))
+    words = [f"{name}={shlex.quote(value)}" for name, value in command.environment.items()]
     started_by = next((word for word in command.starts if word in _LAUNCHERS), "torchrun" if launch else "python")
-    words += [started_by, *(f"--{name}={value}" for name, value in launch.items())]
+    words += [started_by, *(f"--{name}={shlex.quote(value)}" for name, value in launch.items())]
     return " ".join([*words, "tools/train.py", config])
 
 

@@ -87,9 +87,11 @@ class Draft:
         """What was given and is not in the config, and why."""
         self.notes: list[str] = []
         """What the reader should know or fill in."""
-        self.num_given = len(command.given) + len(command.other) + len(command.launch) + len(command.files)
+        helpers = sum(one.name in command.helpers for one in command.given)
+        self.num_given = len(command.given) - helpers + len(command.other) + len(command.launch) + len(command.files)
         for one in self.given.repeated:
-            self.leave(one.shown, "it is given again later")
+            if one.name not in command.helpers:
+                self.leave(one.shown, "it is given again later")
         for shown, why in command.other:
             self.leave(shown, why)
 
@@ -164,6 +166,8 @@ class Draft:
         """Whatever was not taken is not carried over; ``why``: name -> reason."""
         for one in [*self.given.values()]:
             del self.given[one.name]
+            if one.name in self.command.helpers:  # its value is where it is used
+                continue
             self.leave(one.shown, why.get(one.name, "this project has no setting of that name: docs/migrating.md"))
         for name in self.command.files:
             self.leave(name, "it is an argument without a name, whose meaning is not known")

@@ -1,7 +1,8 @@
 """A config in Python, read from its syntax tree: nothing of it is executed, and what it imports need not be installed.
 
 Understood: assignments, literals, ``dict(...)``, names, arithmetic, ``int``, ``float``, ``str``, ``len``, ``min``,
-``max``, ``os.path.join``, f-strings, conditions, ``_base_`` and ``with read_base()``. An imported name is a
+``max``, ``os.path.join``, f-strings, conditions, ``section.update(...)``, ``hooks.append(...)``, ``_base_`` and
+``with read_base()``. An imported name is a
 ``Reference``, its dotted path; everything else that only code could compute is ``Computed``, its source.
 """
 
@@ -97,8 +98,8 @@ class _Reader:
             self._assign(node, node.targets[0], node.value)
         elif isinstance(node, ast.AnnAssign) and node.value is not None:
             self._assign(node, node.target, node.value)
-        elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
-            read = ast.Name(node.target.id, ast.Load())
+        elif isinstance(node, ast.AugAssign) and isinstance(node.target, (ast.Name, ast.Subscript, ast.Attribute)):
+            read = ast.parse(ast.unparse(node.target), mode="eval").body
             value = ast.copy_location(ast.BinOp(read, node.op, node.value), node)
             self._assign(node, node.target, ast.fix_missing_locations(value))
         elif isinstance(node, ast.If) and not isinstance(chosen := self._value(node.test), Computed):
@@ -106,15 +107,12 @@ class _Reader:
                 self._statement(inner)
         elif isinstance(node, ast.With) and "read_base" in ast.unparse(node.items[0]):
             for base in node.body:
-                if isinstance(base, ast.ImportFrom) and base.level:
-                    folder = self.path.parent
-                    for _ in range(base.level - 1):
-                        folder = folder.parent
-                    self._read_base(folder / ((base.module or "").replace(".", "/") + ".py"), base)
-                    self.names |= {name: value for name, value in self.base.items() if name not in self.names}
-        elif isinstance(node, ast.Delete) and all(isinstance(target, ast.Name) for target in node.targets):
+                self._import_base(base)
+        elif isinstance(node, ast.Delete):
             for target in node.targets:
-                self.names.pop(getattr(target, "id", ""), None)
+                self._delete(node, target)
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and self._changed(node.value):
+            pass
         elif not (isinstance(node, ast.Pass) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))):
             self._not_understood(node)
 
@@ -143,7 +141,8 @@ class _Reader:
             if target.id == "_base_":
                 given = [value] if isinstance(value, str) else value if isinstance(value, (list, tuple)) else [""]
                 for name in given:
-                    self._read_base(self.path.parent / Path(str(name)).expanduser(), node)
+                    found = self._read_base(self.path.parent / Path(str(name)).expanduser(), node)
+                    self.base = _merged(self.base, found)
                 self.names["_base_"] = self.base
         elif isinstance(target, ast.Tuple) and isinstance(value, (list, tuple)) and len(value) == len(target.elts):
             for one, inner in zip(target.elts, value, strict=True):
@@ -151,22 +150,79 @@ class _Reader:
                     self._not_understood(node)
                     return
                 self.names[one.id] = inner
-        elif isinstance(target, ast.Subscript):
-            holder, key = self._value(target.value), self._value(target.slice)
-            if not isinstance(holder, dict) or isinstance(key, Computed):
+        elif isinstance(target, (ast.Subscript, ast.Attribute)):
+            holder, key = self._place(target)
+            if isinstance(holder, dict) or (isinstance(holder, list) and isinstance(key, int) and key < len(holder)):
+                holder[key] = value
+            else:
                 self._not_understood(node)
-                return
-            holder[key] = value
         else:
             self._not_understood(node)
 
-    def _read_base(self, path: Path, node: ast.stmt) -> None:
+    def _import_base(self, node: ast.stmt) -> None:
+        """``from .base import *``, or some of its names, inside of ``with read_base():``."""
+        if not isinstance(node, ast.ImportFrom) or not node.level:
+            self.statements.append(f"{self._source(node)}: of a package that is not read; give its settings here")
+            return
+        folder = self.path.parent
+        for _ in range(node.level - 1):
+            folder = folder.parent
+        imported = {alias.name: alias.asname or alias.name for alias in node.names}
+        found = self._read_base(folder / ((node.module or "").replace(".", "/") + ".py"), node)
+        if "*" not in imported:
+            found = {imported[name]: value for name, value in found.items() if name in imported}
+        self.names |= found  # as in mmengine: what the file assigns replaces it, and is not merged
+
+    def _read_base(self, path: Path, node: ast.stmt) -> dict[str, Any]:
         if not path.is_file() or path.suffix != ".py":
             self.statements.append(f"{self._source(node)}: there is no config {path}")
-            return
+            return {}
         reader = _Reader(path, depth=self.depth + 1)
-        self.base = _merged(self.base, reader.whole())
+        found = reader.whole()
         self.statements += reader.statements
+        return found
+
+    def _delete(self, node: ast.stmt, target: ast.expr) -> None:
+        """``del name``, ``del section['key']``."""
+        if isinstance(target, ast.Name):
+            self.names.pop(target.id, None)
+            return
+        holder, key = self._place(target)
+        if isinstance(holder, dict) and key in holder:
+            del holder[key]
+        else:
+            self._not_understood(node)
+
+    def _place(self, target: ast.expr) -> tuple[Any, Any]:
+        """The section and the key of ``section['key']`` and ``section.key``; None: it is no section."""
+        if isinstance(target, ast.Attribute):
+            return self._value(target.value), target.attr
+        if isinstance(target, ast.Subscript):
+            key = self._value(target.slice)
+            return (None if isinstance(key, (Computed, dict, list)) else self._value(target.value)), key
+        return None, None
+
+    def _changed(self, call: ast.Call) -> bool:
+        """``section.update(...)``, ``hooks.append(...)``: done. False for another call, or another object."""
+        if not isinstance(call.func, ast.Attribute) or any(keyword.arg is None for keyword in call.keywords):
+            return False
+        holder, name = self._value(call.func.value), call.func.attr
+        given = [self._value(one) for one in call.args]
+        named = {keyword.arg: self._value(keyword.value) for keyword in call.keywords}
+        if isinstance(holder, dict) and name == "update" and all(isinstance(one, dict) for one in given):
+            for one in [*given, named]:
+                holder.update(one)
+        elif isinstance(holder, dict) and name in ("pop", "setdefault") and given and isinstance(given[0], str):
+            getattr(holder, name)(*given, *([None] if len(given) == 1 else []))
+        elif isinstance(holder, list) and name == "append" and len(given) == 1:
+            holder.append(given[0])
+        elif isinstance(holder, list) and name == "extend" and len(given) == 1 and isinstance(given[0], (list, tuple)):
+            holder.extend(given[0])
+        elif isinstance(holder, list) and name == "insert" and len(given) == 2 and isinstance(given[0], int):
+            holder.insert(*given)
+        else:
+            return False
+        return True
 
     # ---- values -----------------------------------------------------------------------------------------------------
 

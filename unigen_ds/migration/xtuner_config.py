@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from unigen_ds.core.config import parse_override
 from unigen_ds.core.config_file import read_file, unread_names
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.translate import FOREIGN, translate
@@ -77,6 +78,7 @@ def config_file(command: Command) -> Draft:
     path = Path(files[0])
     command.files.remove(files[0])
     names, statements = read_static(path) if path.suffix == ".py" else (read_file(path).to_dict(), [])
+    _overrides(command, names)
     sections = {name: _copied(value) for name, value in names.items() if name in SECTIONS or name in FOREIGN}
     draft = Draft(sections, command, what=f"The config {path.name}")
     draft.num_given = sum(1 for _ in _leaves(sections)) + len(statements) + len(command.given)
@@ -294,7 +296,7 @@ def _lora(draft: Draft, path: str, given: Any, pattern: str) -> None:
     patterns = [*before.get("target_modules", ()), pattern]
     draft.values["lora"] = {**before, **found, "target_modules": patterns}
     draft.comments["lora"] = ", ".join(filter(None, [draft.comments.get("lora"), path]))
-    if len(patterns) == 1:
+    if len(patterns) == 1 and path != "model.lora":
         draft.notes.append("With lora the adapters alone are trained; xtuner also trains the projector.")
 
 
@@ -546,6 +548,22 @@ def _snippet(command: Command) -> Draft:
     _settings(draft)
     draft.finish({})
     return draft
+
+
+def _overrides(command: Command, names: dict[str, Any]) -> None:
+    """``--cfg-options K=V ...`` of mmengine's and xtuner's command lines: as if the file had it."""
+    for one in [one for one in command.given if one.name in ("cfg_options", "options")]:
+        command.given.remove(one)
+        for text_of in one.value if isinstance(one.value, list) else [one.value]:
+            try:
+                dotted, value = parse_override(str(text_of))
+                *above, last = dotted.split(".")
+                node: Any = names
+                for step in above:
+                    node = node[int(step)] if isinstance(node, list) else node.setdefault(step, {})
+                node[int(last) if isinstance(node, list) else last] = value
+            except (ConfigError, ValueError, LookupError, AttributeError, TypeError):
+                command.other.append((f"--cfg-options {text_of}", "it is no KEY=VALUE of a section of this config"))
 
 
 def _settings(draft: Draft) -> None:
