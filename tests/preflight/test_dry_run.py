@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.engines.users import write_mixed
+from tests.families.tiny_transformers import write_language, write_talks
 from tests.processes import ranks
 from tests.tiny import tiny_config
 from tools.train import main
@@ -270,6 +271,21 @@ def test_ranks_with_and_without_images_call_the_same_collectives(config, tmp_pat
     assert counted.startswith("3 micro-batches of 3 ranks") and "\nrank 2: " in counted
     assert "in 1 of 1 iterations the ranks have different kinds" in balance
     assert files(tmp_path) == before
+
+
+def test_an_engine_that_learns_the_order_of_modules_late(tmp_path, capsys):
+    """A model of transformers runs its modules several times in the first update, and ZeRO-3 follows their order."""
+    write_talks(tmp_path / "talks")
+    write_language(tmp_path / "qwen3", "qwen3")
+    changes = [
+        f"model.pretrained={tmp_path / 'qwen3'}", f"tokenizer.path={tmp_path / 'qwen3'}", "val_dataloader=None",
+        f"train_dataloader.dataset.data_path={tmp_path / 'talks' / 'texts.jsonl'}", "train_dataloader.seq_length=224",
+        "train_dataloader.num_workers=0", "train_dataloader.dataset.index_workers=0",
+    ]  # fmt: skip
+    later = ["--batches", "8", "--skip", "memory", "--cfg-options", *changes, f"work_dir={tmp_path / 'run'}"]
+    status = main(["qwen_sft", "--dry-run", "--json", "--world-size", "2", "--backend", "deepspeed:zero3", *later])
+    found = results(capsys)
+    assert (status, found["collectives"][0][0]) == (0, "ok"), found
 
 
 def test_a_part_that_only_some_micro_batches_use_is_a_problem(tmp_path, capsys):

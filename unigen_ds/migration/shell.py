@@ -23,7 +23,7 @@ Quote = Literal["", '"', "'", "word"]
 
 
 @dataclass(frozen=True)
-class Piece:
+class Quoted:
     """A part of a word that is quoted in one way."""
 
     text: str
@@ -34,7 +34,7 @@ class Piece:
 class Word:
     """A word as it is written; of ``NAME=(...)`` the members are in ``array``."""
 
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[Quoted] = field(default_factory=list)
     array: list[Word] | None = None
 
     @property
@@ -68,7 +68,7 @@ def _as_words(given: Sequence[str]) -> Iterator[list[Word] | str]:
             yield from (words, text)
             words = []
         else:
-            words.append(Word([Piece(text, "word")]))
+            words.append(Word([Quoted(text, "word")]))
     yield words
 
 
@@ -109,7 +109,7 @@ class _Scanner:
                 _end(word, words)
                 word = None
                 self.at = redirection.end()
-                words.append(Word([Piece(redirection[0], "word")]))
+                words.append(Word([Quoted(redirection[0], "word")]))
             elif operator:
                 _end(word, words)
                 word = None
@@ -145,18 +145,18 @@ class _Scanner:
         found, self.at = self.text[self.at : end], end + len(closing)
         return found
 
-    def _pieces(self) -> Iterator[Piece]:
+    def _pieces(self) -> Iterator[Quoted]:
         """The next piece of a word."""
         here = self.text[self.at]
         if here == "'":
             self.at += 1
-            yield Piece(self._until("'"), "'")
+            yield Quoted(self._until("'"), "'")
         elif here == '"':
             self.at += 1
-            yield Piece("", '"')  # also "" is a word
+            yield Quoted("", '"')  # also "" is a word
             yield from self._double_quoted()
         elif here == "\\":
-            yield Piece(self.text[self.at + 1 : self.at + 2], "'")
+            yield Quoted(self.text[self.at + 1 : self.at + 2], "'")
             self.at += 2
         elif here in "`$":
             yield self._computed("")
@@ -165,31 +165,31 @@ class _Scanner:
             self.at += 1
             while self.at < len(self.text) and self.text[self.at] not in _SPECIAL - {"#"}:
                 self.at += 1
-            yield Piece(self.text[begin : self.at])
+            yield Quoted(self.text[begin : self.at])
 
-    def _double_quoted(self) -> Iterator[Piece]:
+    def _double_quoted(self) -> Iterator[Quoted]:
         while self.at < len(self.text) and self.text[self.at] != '"':
             here = self.text[self.at]
             if here == "\\":
                 escaped = self.text[self.at + 1 : self.at + 2]
                 self.at += 2
-                yield Piece("" if escaped == "\n" else escaped if escaped in '"\\$`' else f"\\{escaped}", "'")
+                yield Quoted("" if escaped == "\n" else escaped if escaped in '"\\$`' else f"\\{escaped}", "'")
             elif here in "`$":
                 yield self._computed('"')
             else:
                 begin = self.at
                 while self.at < len(self.text) and self.text[self.at] not in '"\\`$':
                     self.at += 1
-                yield Piece(self.text[begin : self.at], "'")
+                yield Quoted(self.text[begin : self.at], "'")
         self._expect('"')
 
-    def _computed(self, quote: Quote) -> Piece:
+    def _computed(self, quote: Quote) -> Quoted:
         """``$NAME`` and ``${...}``, which are replaced; `` `...` `` and ``$(...)``, which are kept as they are."""
         begin = self.at
         if self.text[begin] == "`":
             self.at += 1
             self._until("`")
-            return Piece(self.text[begin : self.at], "'")
+            return Quoted(self.text[begin : self.at], "'")
         opening = self.text[begin + 1 : begin + 2]
         if opening in ("(", "{"):
             depth, closing = 0, {"(": ")", "{": "}"}[opening]
@@ -197,12 +197,12 @@ class _Scanner:
                 depth += {opening: 1, closing: -1}.get(self.text[self.at], 0)
                 self.at += 1
                 if not depth and self.at > begin + 1:
-                    return Piece(self.text[begin : self.at], "'" if opening == "(" else quote)
+                    return Quoted(self.text[begin : self.at], "'" if opening == "(" else quote)
             raise _Unfinished(f"no closing {closing}")
         found = re.compile(r"\$(?:\w+|.|)").match(self.text, begin)
         assert found
         self.at = max(found.end(), begin + 1) if found[0][1:].isidentifier() else begin + len(found[0][:2])
-        return Piece(self.text[begin : self.at], quote)
+        return Quoted(self.text[begin : self.at], quote)
 
 
 def _end(word: Word | None, words: list[Word]) -> None:
@@ -279,7 +279,7 @@ class Shell:
             value = [*([before] if isinstance(before, str) else before), *value] if more else value
         else:
             rest = word.pieces[0].text.partition("=")[2]
-            value = "".join(self._joined(Piece(rest, word.pieces[0].quote))) + "".join(
+            value = "".join(self._joined(Quoted(rest, word.pieces[0].quote))) + "".join(
                 self._joined(piece) for piece in word.pieces[1:]
             )
             value = f"{self._text(name)}{value}" if more else value
@@ -293,7 +293,7 @@ class Shell:
         value = self.variables.get(name, "")
         return value if isinstance(value, str) else " ".join(value)
 
-    def _joined(self, piece: Piece) -> str:
+    def _joined(self, piece: Quoted) -> str:
         """A piece as one text."""
         if piece.quote == "'":
             return piece.text

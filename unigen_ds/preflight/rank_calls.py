@@ -9,7 +9,7 @@ What an engine does later because of earlier updates is seen only as far as it d
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +20,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from unigen_ds.backends.base import Backend
 from unigen_ds.core.batch import Batch
 from unigen_ds.core.progress import Geometry
 from unigen_ds.planning.counted import PLAIN, CountedBytes
@@ -35,8 +36,9 @@ from unigen_ds.runner.settings import Settings
 
 _OF_GROUPS = ("c10d", "_c10d_functional")
 """Namespaces of torch's operators that are collective."""
-_WARM_UP = 2
-"""Updates before calls are recorded: the first makes the optimizer's state, and engines learn the order of modules."""
+_WARM_UP, _MOST_WARM_UP = 2, 8
+"""Updates before calls are recorded: the first makes the optimizer's state, and engines learn the order of modules, which
+is another one in the first update of a model of transformers. They end when two have the same calls."""
 REMEDY = (
     "run every part in each micro-batch, also where it has no input, so that its weights are gathered and get a zero"
     " gradient (as the vision tower in unigen_ds/families/nanovlm/model.py)"
@@ -108,13 +110,28 @@ def record_calls(
         prepare(counted, settings, backend, processor, optimizer_cfg, geometry=geometry)
         for batch in batches:
             if not found or _what(found[-1]) != _what(found[0]):  # an engine has learnt another order
-                for _ in range(_WARM_UP):
-                    one_update(backend, [batches[0]], settings.loss_weights)
-            recorded = _Recorded(backend.model)
-            with recorded.recording():
-                one_update(backend, [copied(batch)], settings.loss_weights)
-            found.append(recorded.calls)
+                _warm_up(lambda: _calls_of(backend, batches[0], settings))
+            found.append(_calls_of(backend, batch, settings))
     return found
+
+
+def _warm_up(update: Callable[[], list[tuple[str, str]]]) -> None:
+    """Updates until two have the same calls."""
+    for _ in range(_WARM_UP - 1):
+        update()
+    last = update()
+    for _ in range(_MOST_WARM_UP - _WARM_UP):
+        before, last = last, update()
+        if _what(last) == _what(before):
+            return
+
+
+def _calls_of(backend: Backend, batch: Batch, settings: Settings) -> list[tuple[str, str]]:
+    """Of one update."""
+    recorded = _Recorded(backend.model)
+    with recorded.recording():
+        one_update(backend, [copied(batch)], settings.loss_weights)
+    return recorded.calls
 
 
 def _what(calls: Sequence[tuple[str, str]]) -> list[str]:

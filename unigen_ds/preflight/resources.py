@@ -67,6 +67,7 @@ def check_workers(known: Known) -> Iterator[Checked]:
 def check_memory(known: Known) -> Iterator[Checked]:
     """Adds ``traced``: one update of the engine on the largest micro-batch, without memory."""
     settings, start, geometry = known.need("settings"), known.need("start"), known.need("geometry")
+    known.need("model")  # of one that cannot be built the problem is listed
     preload()
     largest = largest_batches(start.data, geometry)
     found = trace_engines({CHOSEN: settings}, start.data.processor, largest, geometry, jobs=1)[CHOSEN]
