@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.engines.pictures import write_talks
 from tests.engines.users import write_mixed
-from tests.families.tiny_transformers import write_language, write_talks
+from tests.families.tiny_transformers import write_language
 from tests.processes import ranks
 from tests.tiny import tiny_config
 from tools.train import main

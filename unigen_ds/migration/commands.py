@@ -121,7 +121,7 @@ def _read_commands(commands: Iterable[Simple], found: Command) -> None:
 
 
 def _read_simple(one: Simple, found: Command) -> None:
-    """The words of one command, without the variables in front of it."""
+    """The words of one command, without the variables before it."""
     words = one.words
     first = next((i for i, word in enumerate(words) if _STARTER.fullmatch(Path(word).name)), None)
     if first and words[0] in _WRAPPERS:  # nohup, env NAME=VALUE, conda run -n NAME, then

@@ -47,7 +47,7 @@ class Simple:
     """One command: its words, and what follows it (a redirection, a pipe)."""
 
     words: list[str]
-    """With variables replaced; without the assignments in front."""
+    """With variables replaced; without the assignments before them."""
     assigned: list[tuple[str, str]]
     after: str = ""
     source: str = ""
@@ -239,7 +239,7 @@ class Shell:
         return found
 
     def _read(self, parts: Iterator[list[Word] | str], found: list[Simple]) -> None:
-        """A pipe and what is behind it are ``after`` of the command before it."""
+        """A pipe and what is after it are ``after`` of the command before it."""
         piped = False
         for part in parts:
             if isinstance(part, str):

@@ -37,8 +37,8 @@ from unigen_ds.runner.settings import Settings
 _OF_GROUPS = ("c10d", "_c10d_functional")
 """Namespaces of torch's operators that are collective."""
 _WARM_UP, _MOST_WARM_UP = 2, 8
-"""Updates before calls are recorded: the first makes the optimizer's state, and engines learn the order of modules, which
-is another one in the first update of a model of transformers. They end when two have the same calls."""
+"""Updates before calls are recorded: the first makes the optimizer's state, and engines learn the order of modules,
+another one in the first update of a model of transformers. They end when two have the same calls."""
 REMEDY = (
     "run every part in each micro-batch, also where it has no input, so that its weights are gathered and get a zero"
     " gradient (as the vision tower in unigen_ds/families/nanovlm/model.py)"
