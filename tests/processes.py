@@ -235,7 +235,11 @@ class Ended:
 
 
 def together(
-    commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]], *, timeout_s: float = 240.0
+    commands: Sequence[Sequence[str]],
+    environments: Sequence[Mapping[str, str]],
+    *,
+    timeout_s: float = 240.0,
+    cwd: Path = ROOT,
 ) -> list[Ended]:
     """Run commands at the same time, each with additional variables; after ``timeout_s`` they are killed.
 
@@ -249,7 +253,7 @@ def together(
                 started.append(
                     popen(
                         command,
-                        cwd=ROOT,
+                        cwd=cwd,
                         env={**ENVIRONMENT, **environment},
                         text=True,
                         errors="replace",
@@ -267,13 +271,16 @@ def together(
     return ended
 
 
-def ranks(command: Sequence[str], *, world_size: int = 2, timeout_s: float = 240.0, **environment: str) -> list[Ended]:
+def ranks(
+    command: Sequence[str], *, world_size: int = 2, timeout_s: float = 240.0, cwd: Path = ROOT, **environment: str
+) -> list[Ended]:
     """The same command in every rank of one job, started as by torchrun on one node, but without torchrun."""
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
     return together(
         [command] * world_size,
         [{**shared, **environment, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)],
         timeout_s=timeout_s,
+        cwd=cwd,
     )
 
 

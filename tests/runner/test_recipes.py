@@ -1,4 +1,6 @@
-"""Shipped recipes for published models, each trained from a tiny published directory through ``Runner``."""
+"""Shipped recipes for published models, trained from a tiny published directory through ``Runner``; those of BAGEL and
+``nanovlm_230m`` by the commands of their pages: ``test_pages.py``.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,6 @@ import torch
 from tests.data.chat_support import character_tokenizer
 from tests.engines.pictures import write_drawings, write_talks
 from tests.engines.texts import write_decoder
-from tests.engines.users import write_parts
 from tests.golden_files import BAGEL, NANOVLM
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.metrics import read_lines
@@ -34,22 +35,17 @@ SMALL_IMAGES = {
     "processor.vit_transform.max_size": 28, "processor.vit_transform.min_size": 14,
 }  # fmt: skip
 TEMPLATE = json.loads((NANOVLM / "config.json").read_text(encoding="utf-8"))["lm_chat_template"]
-BAGEL_RECIPES = ("bagel_7b_fsdp", "bagel_7b_zero3", "bagel_from_parts", "bagel_lora")
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """BAGEL's directory and the parts of such a model, nanoVLM's directory, and records with pictures."""
+    """BAGEL's directory, nanoVLM's template, and records with pictures."""
     folder = tmp_path_factory.mktemp("recipes")
     write_drawings(folder / "drawings")
     write_talks(folder / "talks")
     character_tokenizer("{% if messages %}a{% endif %}" + TEMPLATE).save_pretrained(folder / "chat")
     shutil.copytree(BAGEL, folder / "bagel")
-    write_parts(folder / "parts", side=28, patch=14, channels=3)
-    (folder / "parts" / "vae").mkdir()
-    shutil.copyfile(BAGEL / "ae.safetensors", folder / "parts" / "vae" / "ae.safetensors")
-    for name in ("bagel", "parts/llm"):
-        WordTokenizer(words=WORDS).save_pretrained(str(folder / name))
+    WordTokenizer(words=WORDS).save_pretrained(str(folder / "bagel"))
     return folder
 
 
@@ -61,32 +57,9 @@ def trained(name: str, tmp_path: Path, changes: dict[str, Any]) -> tuple[list[di
     return lines, (tmp_path / "run" / "train.log").read_text()
 
 
-@pytest.mark.parametrize("name", BAGEL_RECIPES)
-def test_a_recipe_of_bagel_trains(data: Path, tmp_path: Path, name: str) -> None:
-    """With its own precision, curve, packing, average and dropouts, from a tiny directory; images are small."""
-    parts = {"llm": str(data / "parts" / "llm"), "vit": str(data / "parts" / "vit"), "vae": str(data / "parts" / "vae")}
-    from_parts = name == "bagel_from_parts"
-    lines, log = trained(name, tmp_path, {
-        "model.pretrained": parts if from_parts else str(data / "bagel"),
-        "tokenizer.path": str(data / ("parts/llm" if from_parts else "bagel")),
-        "train_dataloader.dataset.data_path": str(data / "drawings" / "mixed.jsonl"),
-        "train_dataloader.seq_length": 200,
-        **SMALL_IMAGES,
-    })  # fmt: skip
-    assert [line["update"] for line in lines] == [1, 2]
-    assert all(line["loss/text"] > 0 and line["loss/image"] > 0 for line in lines)
-    assert "First update: losses image" in log
-    causes = (
-        "another scale and shift of the VAE's latents, another latent patch or latent size, or another timestep_shift"
-    )
-    assert (f"Likely causes: {causes}" in log) == (not from_parts), "random weights, whose first loss is near chance"
-    assert (tmp_path / "run" / "iter_2.pth" / "ema").is_dir()
-
-
-@pytest.mark.parametrize("name", ["nanovlm_230m", "nanovlm_460m"])
-def test_a_recipe_of_nanovlm_trains(data: Path, tmp_path: Path, name: str) -> None:
+def test_a_recipe_of_nanovlm_trains(data: Path, tmp_path: Path) -> None:
     """With nanoVLM's own chat template; each checkpoint also is a directory that nanoVLM loads."""
-    lines, log = trained(name, tmp_path, {
+    lines, log = trained("nanovlm_460m", tmp_path, {
         "model.pretrained": str(NANOVLM), "model.llm": None, "model.vit": None, "model.pixel_shuffle_factor": None,
         "tokenizer.path": str(data / "chat"),
         "train_dataloader.dataset.data_path": str(data / "talks" / "mixed.jsonl"),
