@@ -219,6 +219,10 @@ ARGS+=(--wandb_project "my project")
 if [ -n "$DEBUG" ]; then
     echo "python train.py"
 fi
+cat > hosts.txt <<'EOF'
+batch_size=9
+it's a host
+EOF
 mkdir -p logs && nohup env WANDB_MODE=offline torchrun --nproc_per_node=4 \\
     train_unified_generation.py --model_path $MODEL \\
     --train_data_path "$DATA/train.jsonl" $OPTS "${ARGS[@]}" $NOTHING --num_epochs 4 > train.log 2>&1 &
@@ -241,8 +245,8 @@ def test_a_script_as_people_write_it(migrated, tmp_path: Path) -> None:
         "WANDB_MODE=offline torchrun --master_addr=localhost --master_port=12345 --nproc_per_node=4 tools/train.py "
     )
     assert written.left == [
-        "set -e", 'cd $(dirname "$0")/..', "if [ -n $DEBUG ]", "echo python train.py", "mkdir -p logs", "nohup env",
-        "> train.log 2>&1", "echo 'not closed", "$NOTHING",
+        "set -e", 'cd $(dirname "$0")/..', "if [ -n $DEBUG ]", "echo python train.py", "cat > hosts.txt << EOF",
+        "mkdir -p logs", "nohup env", "> train.log 2>&1", "echo 'not closed", "$NOTHING",
     ]  # fmt: skip
 
 

@@ -137,7 +137,7 @@ def _read_simple(one: Simple, found: Command) -> None:
             found.other.append((one.source, "it is not interpreted: the commands inside are read one after the other"))
         elif words[0] not in _KEYWORDS or words[0] in ("[", "[["):
             found.other.append(
-                (one.source + one.after, "it starts no training: docs/migrating.md has what replaces it")
+                (f"{one.source} {one.after}".strip(), "it starts no training: docs/migrating.md has what replaces it")
             )
         return
     if len(words) > 1 and Path(words[1]).name.startswith("eval"):  # sbatch eval.slurm

@@ -1,8 +1,8 @@
 """The commands of a shell script, with its own variables replaced as the shell does it. No shell is started.
 
 Understood: quotes, comments, continued lines, ``;``, ``&&``, pipes, redirections, ``NAME=VALUE``, ``NAME=(...)``,
-``$NAME``, ``${NAME:-default}``, ``"${NAME[@]}"``. Conditions and loops are not: their commands are read, one after the
-other. What only the shell knows (``$1``, ``$(date)``) stays as it is written.
+``$NAME``, ``${NAME:-default}``, ``"${NAME[@]}"``; texts after ``<<EOF`` are passed over. Conditions and loops are not:
+their commands are read, one after the other. What only the shell knows (``$1``, ``$(date)``) stays as it is written.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{(\w+)(\[[@*]\])?(?::?-([^}]*))?\})")
 _OPERATORS = ("&&", "||", ";;", ";", "|&", "|", "&", "(", ")", "\n")
 _REDIRECTION = re.compile(r"\d?(?:>>|>&|>\||>|<<<|<<|<&|<>|<)&?\d?-?|&>>?")
+_DOCUMENT = re.compile(r"\s*['\"\\]?(\w+)")
 _SPECIAL = frozenset(" \t\n;&|<>()#'\"\\`$")
 Quote = Literal["", '"', "'", "word"]
 """How a piece of a word is quoted; ``word``: the shell has split it already, its variables are still replaced."""
@@ -79,6 +80,8 @@ class _Scanner:
         self.text, self.at = text, 0
         self.begin = 0
         """Of the present command."""
+        self.document = ""
+        """The word that ends the text of ``<<WORD``, which follows the present line."""
 
     def line(self) -> str:
         """The rest of the present line, which is passed over."""
@@ -110,10 +113,14 @@ class _Scanner:
                 word = None
                 self.at = redirection.end()
                 words.append(Word([Quoted(redirection[0], "word")]))
+                if (begun := _DOCUMENT.match(self.text, self.at)) and redirection[0] in ("<<", "<<-"):
+                    self.document = begun[1]
             elif operator:
                 _end(word, words)
                 word = None
                 self.at += len(operator)
+                while self.document and operator == "\n" and self.at < len(self.text):
+                    self.document = "" if self.line() == self.document else self.document
                 yield from (words, operator)
                 words, word = [], None
                 self.begin = self.begin if end else self.at
@@ -263,7 +270,7 @@ class Shell:
             words = words[1:]
         if exported:  # `export NAME` alone changes no value
             words = [word for word in words if word.text not in self.variables]
-        source = " ".join(word.text for word in parts)
+        source = " ".join(word.text for word in parts[:end])
         return Simple([text for word in words for text in self._fields(word)], assigned, after, source)
 
     def _assignment(self, word: Word) -> tuple[str, str] | None:

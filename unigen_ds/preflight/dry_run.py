@@ -87,7 +87,7 @@ def _gathered(own: list[Checked]) -> list[Checked]:
     """What other ranks have found on their machines, with their rank; on rank 0, else nothing. Collective."""
     if dist.env_rank() == 0:
         log.logger().warning(
-            "Waits for the other %d processes of the job, at most %.0f s.", dist.env_world_size() - 1, _JOIN_S
+            "Waits for the other %d process(es) of the job, at most %.0f s.", dist.env_world_size() - 1, _JOIN_S
         )
     try:
         td.init_process_group("gloo", timeout=timedelta(seconds=_JOIN_S))
