@@ -214,6 +214,8 @@ def test_adapters_are_where_another_training_begins(tmp_path: Path, base: Path, 
     assert lines(tmp_path / "b")[0]["loss"] == pytest.approx(lines(tmp_path / "c")[0]["loss"], rel=1e-6)
     with pytest.raises(ResumeBlocked, match=r"lora\.alpha was 8.* and is 9"):
         Runner.from_cfg(config(tmp_path / "a", base, lora={**DORA, "alpha": 9}, resume=True))
+    with pytest.raises(ResumeBlocked, match=r"now: lora\.target_modules was \[.* and is 'v_proj'; "):
+        Runner.from_cfg(config(tmp_path / "a", base, lora={**DORA, "target_modules": "v_proj"}, resume=True))
 
 
 def test_the_base_is_held_in_the_compute_precision_alone(tmp_path: Path, base: Path) -> None:

@@ -18,7 +18,8 @@ def model_findings(
     """The findings on model and optimizer, by parameter names: computed again for the real model once it is built."""
     number = f"{len(manifest.parameters)} parameters"
     other = other_sizes(manifest.config, config) + _other_packing(manifest.config, config)
-    other += other_shapes(manifest.parameters, parameters)
+    if shapes := other_shapes(manifest.parameters, parameters):
+        other += [*_other_layers(manifest.config, config), *shapes]
     frozen = _other_training(manifest, parameters)
     kinds = optimizer_type(manifest.config), optimizer_type(config)
     groups = _groups(manifest.parameters), _groups(parameters)
@@ -63,6 +64,17 @@ def _other_packing(stored: Mapping[str, Any], config: Mapping[str, Any]) -> list
     """Parts whose weights are packed in another way. (Packed or not, that is another set of parameters.)"""
     was, now = ((c.get("model") or {}).get("quantize") or {} for c in (stored, config))
     return [f"{part} was {was[part]} and is {now[part]}" for part in was if now.get(part, was[part]) != was[part]]
+
+
+def _other_layers(stored: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
+    """The patterns that choose other layers for adapters; other ones may choose the same."""
+    was, now = ((c.get("lora") or {}).get("target_modules") for c in (stored, config))
+    same = was == now or None in (was, now) or [*_listed(was)] == [*_listed(now)]
+    return [] if same else [f"lora.target_modules was {was!r} and is {now!r}"]
+
+
+def _listed(patterns: Any) -> Sequence[str]:
+    return [patterns] if isinstance(patterns, str) else patterns
 
 
 def _groups(parameters: Sequence[Mapping[str, Any]]) -> str:
