@@ -1,12 +1,13 @@
 """Planned memory of BAGEL-7B and nanoVLM with every engine on 1, 8 and 64 devices, and the time of a plan.
 
-    python benchmarks/plan_table.py [MODEL ...]      # the table; bagel, nanovlm, lora
+    python benchmarks/plan_table.py [--minutes N]    # what the newest result file lacks; N: begins nothing after that
     python benchmarks/plan_table.py --seconds        # only the time of a plan for 1,024 processes
     python benchmarks/plan_table.py --show FILE      # of a result file, as docs/planning.md has it
 
 The recipes are the shipped ones. BAGEL-7B is a directory whose weights are files of headers alone, with the shapes of
 the published ones: a plan reads no value. The data is made, so that one record or 18 fill a sequence: ``write_edits``,
-``write_talks``. No plan of these sizes was compared with a run. Results: ``results/plan_table_<date>.json``.
+``write_talks``. No plan of these sizes was compared with a run. Results: ``results/plan_table_<date>.json``, written
+after each engine.
 """
 
 from __future__ import annotations
@@ -34,6 +35,17 @@ RECIPES = {
     "lora": ("bagel_lora", "BAGEL-7B, adapters of rank 16 trained (`bagel_lora`)"),
     "nanovlm": ("nanovlm_460m", "nanoVLM-460M (`nanovlm_460m`)"),
 }
+ENGINES = (
+    "single", "deepspeed:zero1", "deepspeed:zero2", "deepspeed:zero2_offload", "deepspeed:zero3",
+    "deepspeed:zero3_offload", "fsdp:NO_SHARD", "fsdp:SHARD_GRAD_OP", "fsdp:FULL_SHARD", "fsdp:HYBRID_SHARD",
+)  # fmt: skip
+"""Those of tools/plan.py."""
+FIRST = (
+    ("bagel", 8, "fsdp:HYBRID_SHARD"), ("bagel", 64, "fsdp:FULL_SHARD"), ("nanovlm", 8, "fsdp:NO_SHARD"),
+    ("lora", 1, "fsdp:FULL_SHARD"), ("lora", 8, "fsdp:FULL_SHARD"), ("bagel", 8, "deepspeed:zero3"),
+    ("nanovlm", 1, "single"), ("bagel", 64, "deepspeed:zero3"), ("bagel", 64, "fsdp:HYBRID_SHARD"),
+    ("nanovlm", 8, "deepspeed:zero2"), ("bagel", 8, "deepspeed:zero3_offload"), ("nanovlm", 64, "fsdp:NO_SHARD"),
+)  # fmt: skip
 WORDS = tuple(f"word{i}" for i in range(100))
 BAGEL: dict[str, Any] = {
     "llm": {
@@ -146,30 +158,40 @@ def overrides(model: str, folder: Path, *, data: str) -> dict[str, Any]:
     return {**common, **kept, "model.pretrained": str(folder / "bagel"), "tokenizer.path": str(folder / "bagel")}
 
 
-def planned(model: str, folder: Path, *, data: str, world: int, alternatives: bool = True) -> dict[str, Any]:
-    """One plan, as plain values; ``seconds`` by the clock and of all processes together."""
+def planned(model: str, folder: Path, *, data: str, world: int, engine: str | None = None) -> dict[str, Any]:
+    """One engine, None: the recipe's own, as plain values; ``seconds`` by the clock and of all processes together."""
+    from unigen_ds.core.config import with_backend
+    from unigen_ds.core.errors import ConfigError
     from unigen_ds.core.quantities import size
-    from unigen_ds.planning.fits import Reserve, name_of, report_values
+    from unigen_ds.planning.fits import Reserve, report_values
     from unigen_ds.planning.planned import plan_memory
     from unigen_ds.runner.inspect import announced
     from unigen_ds.runner.settings import load_config
 
     per_node, begun, used = min(PER_NODE, world), time.perf_counter(), sum(os.times()[:4])
     given = overrides(model, folder, data=data)
-    if world == 1:  # the recipe's HYBRID_SHARD needs 8
-        given |= {"backend": {"type": "single"}}
-    with announced(world, per_node=per_node):
-        config = load_config(RECIPES[model][0], given, whole=True)
-    report = plan_memory(config, world_size=world, per_node=per_node, alternatives=alternatives)
+    asked = {"model": model, "devices": world, "engine": engine}
+    try:
+        with announced(world, per_node=per_node):
+            config = load_config(RECIPES[model][0], with_backend(given, engine) if engine else given, whole=True)
+        report = plan_memory(config, world_size=world, per_node=per_node, alternatives=False)
+    except ConfigError as error:  # this engine is not for so many processes
+        return {**asked, "problem": str(error)}
     values = report_values(report, Reserve(size(DEVICE_RESERVE), FRAGMENTATION, size(PROCESS_RESERVE)))
-    rows = [
-        row(name_of(plan), one, on_node=per_node) for plan, one in zip(report.plans, values["engines"], strict=True)
-    ]
-    return {
-        "model": model, "devices": world, "micro_batches": [facts(batch) for batch in report.largest.batches],
-        "geometry": values["geometry"], "precision": values["precision"], "load": os.getloadavg(),
-        "seconds": time.perf_counter() - begun, "cpu_seconds": sum(os.times()[:4]) - used, "rows": rows,
+    (one,) = values["engines"]
+    found = {
+        **asked, "problem": one["problem"], "micro_batches": [facts(batch) for batch in report.largest.batches],
+        "geometry": values["geometry"], "seconds": time.perf_counter() - begun,
+        "cpu_seconds": sum(os.times()[:4]) - used, "load": os.getloadavg(),
     }  # fmt: skip
+    if one["problem"] is None:
+        device = max(one["device"].values())
+        found |= {
+            "device_gib": device / GIB, "phase": max(one["device"], key=one["device"].__getitem__),
+            "node_gib": per_node * max(one["host"].values()) / GIB,
+            "enough_gb": next((gb for gb in MEMORY if device <= gb * GIB), None), "traced": one["traced"],
+        }  # fmt: skip
+    return found
 
 
 def facts(batch: Any) -> dict[str, Any]:
@@ -177,35 +199,18 @@ def facts(batch: Any) -> dict[str, Any]:
     return {"tokens": int(batch.num_tokens), **{f"{k}_targets": int(v) for k, v in batch.target_counts().items()}}
 
 
-def row(name: str, engine: Mapping[str, Any], *, on_node: int) -> dict[str, Any]:
-    """Of the result file: GiB with the reserve, of a device and of the host of a node."""
-    name = name.removesuffix(" (config)")
-    if engine["problem"] is not None:
-        return {"engine": name, "problem": engine["problem"]}
-    device = max(engine["device"].values())
-    return {
-        "engine": name, "problem": None, "device_gib": device / GIB,
-        "phase": max(engine["device"], key=engine["device"].__getitem__),
-        "node_gib": on_node * max(engine["host"].values()) / GIB,
-        "enough_gb": next((gb for gb in MEMORY if device <= gb * GIB), None), "traced": engine["traced"],
-    }  # fmt: skip
-
-
-def table(plans: Iterable[Mapping[str, Any]]) -> list[str]:
+def table(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     """Markdown of one model: a row for each engine, a column for each number of devices."""
-    columns = {
-        plan["devices"]: {one["engine"]: one for one in plan["rows"] if one["problem"] is None} for plan in plans
-    }
-    names = dict.fromkeys(name for rows in columns.values() for name in rows)
-    lines = ["| engine |" + "".join(f" {n} device{'s' * (n > 1)} |" for n in columns), "|---|" + "---|" * len(columns)]
-    for name in names:
-        cells = (_cell(rows.get(name)) for rows in columns.values())
-        lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
-    return lines
+    cells = {(one["engine"], one["devices"]): _cell(one) for one in rows}
+    names = [name for name in ENGINES if any(cells.get((name, devices)) for devices in DEVICES)]
+    lines = ["| engine |" + "".join(f" {n} device{'s' * (n > 1)} |" for n in DEVICES), "|---|" + "---|" * len(DEVICES)]
+    return lines + [
+        f"| `{name}` | " + " | ".join(cells.get((name, n), "not planned") for n in DEVICES) + " |" for name in names
+    ]
 
 
-def _cell(one: Mapping[str, Any] | None) -> str:
-    if one is None:
+def _cell(one: Mapping[str, Any]) -> str:
+    if one["problem"] is not None:
         return ""
     enough = f"**{one['enough_gb']} GB**" if one["enough_gb"] else "too large"
     return f"{one['device_gib']:.1f} / {one['node_gib']:.0f}: {enough}"
@@ -215,47 +220,63 @@ def page(record: Mapping[str, Any]) -> str:
     """The tables of docs/planning.md."""
     parts = []
     for model, (_, title) in RECIPES.items():
-        plans = sorted((p for p in record["plans"] if p["model"] == model), key=lambda plan: plan["devices"])
-        if plans:
-            (batch,) = plans[0]["micro_batches"]
+        rows = [row for row in record["rows"] if row["model"] == model]
+        batch = next((row["micro_batches"][0] for row in rows if row["problem"] is None), None)
+        if batch is not None:
             size = f"{batch['tokens']:,} tokens in a micro-batch, {batch['text_targets']:,} text targets"
-            parts.append("\n".join([f"{title}, {size}:", "", *table(plans)]))
+            parts.append("\n".join([f"{title}, {size}:", "", *table(rows)]))
     return "\n\n".join(parts)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("models", nargs="*", help="those of: " + " ".join(RECIPES))
     parser.add_argument("--seconds", action="store_true", help="only the time of a plan for 1,024 processes")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no engine after this time")
     parser.add_argument("--show", type=Path, metavar="FILE", help="print the tables of a result file")
     arguments = parser.parse_args()
     if arguments.show:
         print(page(json.loads(arguments.show.read_text(encoding="utf-8"))))
         return 0
-    from shared.record import write_result
-
-    reserve = {"device": DEVICE_RESERVE, "fragmentation": FRAGMENTATION, "process": PROCESS_RESERVE}
-    record: dict[str, Any] = {"reserve": reserve, "memory_gib": MEMORY, "plans": []}
     with tempfile.TemporaryDirectory(prefix="plan-table-") as made:
         folder = Path(made)
         write_bagel(folder / "bagel")
         if arguments.seconds:
-            data = write_mixed(folder / "mixed")
-            record["plans"].append(planned("bagel", folder, data=data, world=1024, alternatives=False))
-            print({key: record["plans"][0][key] for key in ("seconds", "cpu_seconds", "load", "micro_batches")})
-            print(f"Written: {os.path.relpath(write_result('plan_seconds', record))}")
-            return 0
-        written: Path | None = None
-        for model in arguments.models or RECIPES:
-            data = write_talks(folder / "talks") if model == "nanovlm" else write_edits(folder / "edits")
-            for world in DEVICES:
-                record["plans"].append(planned(model, folder, data=data, world=world))
-                print(json.dumps({k: v for k, v in record["plans"][-1].items() if k != "rows"}), flush=True)
-                print("\n".join(table(record["plans"][-1:])), flush=True)
-                if written is not None:
-                    written.unlink()
-                written = write_result("plan_table", record)  # what there is, if it is ended here
+            seconds(folder)
+        else:
+            complete(folder, until=time.monotonic() + 60 * arguments.minutes)
     return 0
+
+
+def seconds(folder: Path) -> None:
+    from shared.record import write_result
+
+    found = planned("bagel", folder, data=write_mixed(folder / "mixed"), world=1024)
+    print(json.dumps({key: found[key] for key in ("seconds", "cpu_seconds", "load", "micro_batches", "problem")}))
+    print(f"Written: {os.path.relpath(write_result('plan_seconds', found))}")
+
+
+def complete(folder: Path, *, until: float) -> None:
+    """Plan what the newest result file does not have, the recipes' own engines first."""
+    from shared.record import RESULTS, write_result
+
+    former = sorted(RESULTS.glob("plan_table_*.json"))
+    rows = json.loads(former[-1].read_text(encoding="utf-8"))["rows"] if former else []
+    path = former[-1] if former else None
+    done = {(row["model"], row["devices"], row["engine"]) for row in rows}
+    everything = [(model, n, engine) for n in DEVICES for model in RECIPES for engine in ENGINES]
+    data = {model: (write_talks if model == "nanovlm" else write_edits)(folder / f"data-{model}") for model in RECIPES}
+    reserve = {"device": DEVICE_RESERVE, "fragmentation": FRAGMENTATION, "process": PROCESS_RESERVE}
+    for model, devices, engine in dict.fromkeys((*FIRST, *everything)):
+        if (model, devices, engine) in done:
+            continue
+        if time.monotonic() > until:
+            print("There is more to plan.")
+            return
+        rows.append(planned(model, folder, data=data[model], world=devices, engine=engine))
+        print({key: value for key, value in rows[-1].items() if key != "traced"}, flush=True)
+        if path is not None:
+            path.unlink()
+        path = write_result("plan_table", {"reserve": reserve, "memory_gib": MEMORY, "rows": rows})
 
 
 if __name__ == "__main__":

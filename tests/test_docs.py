@@ -6,8 +6,10 @@ import ast
 import importlib.util
 import inspect
 import json
+import os
 import re
 import signal
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from fractions import Fraction
@@ -15,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -261,6 +264,20 @@ def test_the_table_of_sharded_training_has_the_numbers_of_the_results() -> None:
         for row in record["rows"].values()
     ]
     assert f"`benchmarks/results/{path.name}`" in page and record["accepted"]
+
+
+def test_the_tables_of_planned_memory_have_the_numbers_of_the_results() -> None:
+    """``python benchmarks/plan_table.py --show FILE`` prints them."""
+    spec = importlib.util.spec_from_file_location("plan_table", ROOT / "benchmarks" / "plan_table.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with mock.patch.dict(os.environ), mock.patch.object(sys, "path", [*sys.path]):
+        spec.loader.exec_module(module)
+    (path,) = (ROOT / "benchmarks" / "results").glob("plan_table_*.json")
+    planning = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+    shown = module.page(json.loads(path.read_text(encoding="utf-8")))
+    assert shown.count("\n| `") > 3 and shown in planning, f"copy what --show {path.name} prints"
+    assert f"`benchmarks/results/{path.name}`" in planning
 
 
 # --- all pages ----------------------------------------------------------------------------------------------------

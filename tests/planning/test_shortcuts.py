@@ -24,6 +24,7 @@ EXAMPLES = {
     aten.sum.dim_IntList: lambda a, b: (a, [0], True), aten.transpose.int: lambda a, b: (a, 0, 1),
     aten.unbind.int: lambda a, b: (a, 1), aten.unsqueeze.default: lambda a, b: (a, 1),
     aten.view.default: lambda a, b: (a, [2, 12]), aten._unsafe_view.default: lambda a, b: (a, [2, 12]),
+    aten.slice_backward.default: lambda a, b: (a, [4, 9], 1, 2, 8, 1), aten.new_zeros.default: lambda a, b: (a, [3]),
     aten.div.Scalar: lambda a, b: (a, 2.0), aten.mul.Scalar: lambda a, b: (a, 2.0),
 }  # fmt: skip
 OF_TWO = (aten.add.Tensor, aten.div.Tensor, aten.mul.Tensor, aten.sub.Tensor, aten.silu_backward.default)
@@ -56,6 +57,7 @@ def test_anything_else_is_left_to_torch():
     mode, real = counted._without_memory, torch.zeros(4, 6)
     assert by_shapes_alone(mode, aten.relu.default, (a,), {}, [a]) is NotImplemented
     assert by_shapes_alone(mode, aten.add.Tensor, (a, real), {}, [a, real]) is NotImplemented
+    assert by_shapes_alone(mode, aten._to_copy.default, (a,), {"device": "meta"}, [a]) is NotImplemented
 
 
 def test_placements_of_a_list_are_looked_at_once():

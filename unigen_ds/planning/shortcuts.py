@@ -25,6 +25,7 @@ PLAIN_OPERATIONS = frozenset((
     _aten.silu_backward.default, _aten.slice.Tensor, _aten.split.Tensor, _aten.split_with_sizes.default,
     _aten.squeeze.dim, _aten.sub.Tensor, _aten.sum.default, _aten.sum.dim_IntList, _aten.t.default,
     _aten.transpose.int, _aten.unbind.int, _aten.unsqueeze.default, _aten.view.default, _aten._unsafe_view.default,
+    _aten._to_copy.default, _aten.new_zeros.default, _aten.slice_backward.default, _aten.zeros_like.default,
 ))  # fmt: skip
 """Their results have the device of their inputs, new memory or that of an input, and shapes that no value decides."""
 
@@ -36,7 +37,9 @@ def by_shapes_alone(
 
     ``inputs``: the tensors of ``args`` and ``kwargs``.
     """
-    if function not in PLAIN_OPERATIONS or any(type(each) is not FakeTensor for each in inputs):
+    if function not in PLAIN_OPERATIONS or kwargs.get("device") is not None:
+        return NotImplemented
+    if any(type(each) is not FakeTensor for each in inputs):
         return NotImplemented
     device = inputs[0].fake_device  # type: ignore[attr-defined]
     if any(each.fake_device != device for each in inputs[1:]):  # type: ignore[attr-defined]
