@@ -58,7 +58,7 @@ class Tiling:
         largest = self.tile_size * MAX_TILES_PER_SIDE
         if self.tile_size < 1 or self.max_size % self.tile_size or not 0 < self.max_size <= largest:
             raise ConfigError(
-                f"tiles of {self.tile_size} pixels, longer side at most {self.max_size}",
+                f"processor.max_image_size is {self.max_size}, and model.vit.image_size (a tile) {self.tile_size}",
                 allowed=f"a multiple of the tile, up to {MAX_TILES_PER_SIDE} tiles",
             )
 
