@@ -60,5 +60,5 @@ def test_any_size_has_as_many_tiles_as_planned() -> None:
 
 @pytest.mark.parametrize("sizes", [(16, 24), (16, 0), (16, 144), (0, 16)])
 def test_sizes_that_cannot_be_divided(sizes: tuple[int, int]) -> None:
-    with pytest.raises(ConfigError, match="processor.max_image_size is .*multiple of the tile"):
+    with pytest.raises(ConfigError, match=r"processor\.max_image_size is .*multiple of the tile"):
         Tiling(*sizes)
