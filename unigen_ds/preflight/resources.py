@@ -89,7 +89,7 @@ def check_memory(known: Known) -> Iterator[Checked]:
     elif phases[phase] > memory:
         lighter = f", --backend {known.need('backend').lighter}" if known.need("backend").lighter else ""
         yield problem(
-            f"{text}; it has {size_text(memory)}",
+            f"{text}; it has {size_text(memory)}, {size_text(phases[phase] - memory)} too few",
             remedy=f"model.activation_checkpointing=True, a smaller batch_size{lighter}; tools/plan.py compares all"
             " engines",
         )
