@@ -12,6 +12,7 @@ from unigen_ds.core.errors import ConfigError, UnknownKey, nearest, raise_any
 from unigen_ds.migration import bagel_flags, decoder_flags, nanovlm_flags, xtuner_config
 from unigen_ds.migration.commands import Command, read_command, start_command
 from unigen_ds.migration.draft import Draft
+from unigen_ds.migration.xtuner_values import shown
 
 _READERS: dict[str, Callable[[Command], Draft]] = {
     "unified_fsdp": bagel_flags.exported_variables,
@@ -77,7 +78,7 @@ def _without(draft: Draft, path: str, found: Sequence[ConfigError]) -> bool:
     if draft.get(dotted) is None or dotted in ("model", "tokenizer"):
         return False
     why = next(str(error) for error in found if error.problem.startswith(path))
-    draft.leave(xtuner_config.shown(path, draft.get(dotted)), why)
+    draft.leave(shown(path, draft.get(dotted)), why)
     draft.remove(dotted)
     return True
 
@@ -97,4 +98,4 @@ def _settle(draft: Draft, problems: Problems) -> None:
             path = re.sub(r"\[(\d+)\]", r".\1", error.path)
             value = draft.get(path)
             draft.remove(path)
-            draft.leave(xtuner_config.shown(error.path, value), error.hint or "there is no such key here")
+            draft.leave(shown(error.path, value), error.hint or "there is no such key here")
