@@ -263,7 +263,8 @@ def complete(folder: Path, *, until: float) -> None:
     rows = json.loads(former[-1].read_text(encoding="utf-8"))["rows"] if former else []
     path = former[-1] if former else None
     done = {(row["model"], row["devices"], row["engine"]) for row in rows}
-    everything = [(model, n, engine) for n in DEVICES for model in RECIPES for engine in ENGINES]
+    models = ("nanovlm", "bagel", "lora")  # the quick one first
+    everything = [(model, n, engine) for model in models for n in DEVICES for engine in ENGINES]
     data = {model: (write_talks if model == "nanovlm" else write_edits)(folder / f"data-{model}") for model in RECIPES}
     reserve = {"device": DEVICE_RESERVE, "fragmentation": FRAGMENTATION, "process": PROCESS_RESERVE}
     for model, devices, engine in dict.fromkeys((*FIRST, *everything)):

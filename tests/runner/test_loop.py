@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tests.checkpoint.support import write_state
+from tests.text_run import WORDS, text_config
 from tests.tiny import tiny_config
 from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.manifest import Manifest
@@ -28,7 +29,7 @@ from unigen_ds.core.metrics import read_lines
 from unigen_ds.core.progress import Progress
 from unigen_ds.examples.digits.dataset import read_split, write_digits
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
-from unigen_ds.runner import Runner
+from unigen_ds.runner import Runner, train_config
 
 RECORDS = 594
 BATCH, ACCUMULATE = 20, 2
@@ -473,3 +474,19 @@ def test_so_many_in_a_row_stop_the_run_and_name_their_sequences(tmp_path, data):
     assert outcome.progress.skipped_updates == outcome.progress.updates == 3
     assert len({state["model.safetensors"] for state in saved.saved}) == 1
     assert checkpoints(tmp_path / "run") == []
+
+
+def test_what_fills_no_iteration_and_no_update_is_counted(tmp_path: Path) -> None:
+    """Six samples in iterations of four, two of them an update, three epochs: an update and a half."""
+    loader = {"train_dataloader__batch_size": 4, "train_dataloader__packing": None}
+    given = {**loader, "optim_wrapper__accumulative_counts": 2, "train_cfg__max_epochs": 3}
+    records = [{"text": f"{word} two"} for word in WORDS[:6]]
+    config = text_config(tmp_path, records, **given)
+    train_config(config)
+    log = (tmp_path / "run" / "train.log").read_text(encoding="utf-8")
+    assert "2 of the 6 samples of an epoch fill no whole iteration of 4 sequences" in log
+    assert "The 4 sequences that are left until the end of train_cfg fill no update of 8." in log
+    whole = {**given, "train_dataloader__drop_last": False, "work_dir": str(tmp_path / "whole")}
+    train_config(text_config(tmp_path, records, **whole))
+    log = (tmp_path / "whole" / "train.log").read_text(encoding="utf-8")
+    assert "fill no" not in log and "Training complete after 3 updates" in log

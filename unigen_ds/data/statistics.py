@@ -75,6 +75,13 @@ def start_lines(stream: SequenceStream) -> Iterator[tuple[bool, str]]:
             limit = getattr(stream.packer, "max_tiles", None)
             yield True, f"Data, {name}: {over_tiles_line(number, records=records, limit=limit)}."
     yield from balance_lines(stream)
+    if left := stream.num_left_out:
+        yield (
+            False,
+            f"Data: {left:,} of the {stream.order.epoch_size:,} samples of an epoch fill no whole iteration of"
+            f" {stream.sequences_per_iteration} sequences and are left out, others in each epoch"
+            " (train_dataloader.drop_last=False: none).",
+        )
     for name, group in group_report(stream).items():
         yield False, f"Data, {group_line(name, group)}."
     mixture = stream.order.mixture

@@ -162,6 +162,12 @@ class SequenceStream:
         return whole * self.sequences_per_iteration
 
     @property
+    def num_left_out(self) -> int:
+        """Samples that no row of an epoch has, since they fill no whole iteration (``drop_last``); others in each."""
+        rows = self.phases[-1].rows_per_epoch
+        return 0 if rows is None else max(0, self.order.stride - rows)
+
+    @property
     def _first_epoch_rows(self) -> int:
         """Rows of the first epoch of the first phase: exact; an estimate where a source is streamed."""
         first = self.phases[0]

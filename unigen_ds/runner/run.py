@@ -28,4 +28,10 @@ def train_config(config: Any, *, max_updates: int | None = None) -> str | None:
         progress.sequences,
         progress.sequences / runner.ruler.sequences_per_epoch,
     )
+    if runner.finished and 0 < runner.left < runner.geometry.global_batch_size:
+        logger().info(
+            "The %d sequences that are left until the end of train_cfg fill no update of %d.",
+            runner.left,
+            runner.geometry.global_batch_size,
+        )
     return runner.stop_reason

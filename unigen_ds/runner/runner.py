@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,12 @@ class Runner:
             ahead > limit.value if limit.unit == "sequence" else limit.reached(self.progress)
             for limit in self._parts.limits
         )
+
+    @property
+    def left(self) -> int:
+        """Sequences until the first limit of ``train_cfg``: when training is complete, those that fill no update."""
+        limits = [limit.value for limit in self._parts.limits if limit.unit == "sequence"]
+        return max(0, math.floor(min(limits, default=0.0)) - self.progress.sequences)
 
     @property
     def done(self) -> bool:
