@@ -24,7 +24,7 @@ from tests.tiny import tiny_config
 from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.batch import PackedBatch
-from unigen_ds.core.errors import DataError, TrainingError
+from unigen_ds.core.errors import ConfigError, DataError, TrainingError
 from unigen_ds.core.metrics import read_lines
 from unigen_ds.core.progress import Progress
 from unigen_ds.examples.digits.dataset import read_split, write_digits
@@ -490,3 +490,11 @@ def test_what_fills_no_iteration_and_no_update_is_counted(tmp_path: Path) -> Non
     train_config(text_config(tmp_path, records, **whole))
     log = (tmp_path / "whole" / "train.log").read_text(encoding="utf-8")
     assert "fill no" not in log and "Training complete after 3 updates" in log
+
+
+def test_weights_that_are_not_there_are_reported_before_the_data_is_read(tmp_path: Path) -> None:
+    missing = {"model": {"type": "DecoderLM", "pretrained": str(tmp_path / "nowhere")}}
+    config = text_config(tmp_path, [{"text": "one two"}], **missing)
+    with pytest.raises(ConfigError, match=r"model\.pretrained is .*nowhere', and there is no such folder or file"):
+        Runner.from_cfg(config)
+    assert not (tmp_path / ".unigen_index").exists()

@@ -23,6 +23,7 @@ from unigen_ds.checkpoint.home import check_home
 from unigen_ds.checkpoint.manifest import Manifest, current_versions
 from unigen_ds.checkpoint.settings import LoadSettings
 from unigen_ds.core import dist, log
+from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.json_values import json_values
 from unigen_ds.core.optim import AUTO, ParamGroup, settled_precision
 from unigen_ds.core.progress import Duration, Geometry, Ruler
@@ -85,11 +86,25 @@ def begin(settings: Settings, *, backend: Backend, geometry: Geometry) -> Beginn
     """The plan and, on a resume, the checklist. On rank 0, not collective. Raises ``ResumeBlocked`` where it blocks."""
     plan = with_base(plan_run(settings), settings)
     if plan.mode != "resume":
+        if not settings.base:
+            check_weights(settings.model.get("pretrained"))
         return Beginning(plan, None)
     settled = settle(settings, plan, backend=backend, geometry=geometry)
     start, findings = check_resume(settled, plan, backend=backend, geometry=geometry)
     report(findings)
     return Beginning(plan, start, tuple(findings))
+
+
+def check_weights(given: Any, *, where: str = "model.pretrained") -> None:
+    """Of each path of published weights whether it is there: the model itself is built after all data is read.
+
+    Anything that may be a name of a hub is left to the model. Raises ``ConfigError``.
+    """
+    if isinstance(given, Mapping):
+        for key, value in given.items():
+            check_weights(value, where=f"{where}.{key}")
+    elif isinstance(given, str) and given.startswith(("/", "~", "./", "../")) and not Path(given).expanduser().exists():
+        raise ConfigError(f"{where} is {given!r}, and there is no such folder or file", remedy="check the path")
 
 
 def plan_run(settings: Settings) -> ResumePlan:
