@@ -70,6 +70,33 @@ def test_the_reader_returns_the_engines_tensors(name):
         assert torch.equal(reader.read(kind, key, 0, value.numel()).float(), value.flatten()), key
 
 
+class Member:
+    """Stored as Python stores ``ZeroStageEnum``: by its value; from 3.11.0 to 3.11.3 by its name."""
+
+    def __init__(self, stage: int, *, named: bool) -> None:
+        self.stage, self.named = stage, named
+
+    def __reduce__(self) -> Any:
+        from deepspeed.runtime.zero.config import ZeroStageEnum
+
+        return (
+            (getattr, (ZeroStageEnum, ZeroStageEnum(self.stage).name)) if self.named else (ZeroStageEnum, (self.stage,))
+        )
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("checkpoint", [f"zero{stage}@2-fp32" for stage in (1, 2, 3)], indirect=True)
+def test_files_of_every_python_are_read(checkpoint, named):
+    stage = int(
+        torch.load(next(checkpoint.glob("*_optim_states.pt")), weights_only=False)["optimizer_state_dict"]["zero_stage"]
+    )
+    for path in checkpoint.glob("*_optim_states.pt"):
+        state = torch.load(path, weights_only=False)
+        state["optimizer_state_dict"]["zero_stage"] = Member(stage, named=named)
+        torch.save(state, path)
+    assert DeepSpeedReader(checkpoint).zero_stage == stage
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_moments_and_steps_cover_every_trained_parameter(name):
     run = run_of(name)

@@ -30,6 +30,8 @@ from unigen_ds.core.shards import BUFFER, LOSS_SCALE, MASTER, STEP
 
 _OPTIM = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt$")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_00_model_states\.pt$")
+_STAGES = ("disabled", "optimizer_states", "gradients", "weights")
+"""Members of DeepSpeed's ``ZeroStageEnum``, from 0. Python 3.11.0 to 3.11.3 store a member by its name."""
 
 
 def is_deepspeed(name: str) -> bool:
@@ -163,9 +165,9 @@ class DeepSpeedReader(PieceReader):
 
 def _stage(state: Mapping[str, Any]) -> int:
     """The ZeRO stage an optimizer file was written by."""
-    stored = state.get("zero_stage")
-    if stored is not None and getattr(stored, "values", None):
-        return int(stored.values[0])
+    values = getattr(state.get("zero_stage"), "values", None)
+    if values:
+        return _STAGES.index(values[1]) if len(values) == 2 else int(values[0])
     return 3 if "fp32_flat_groups" in state else 1
 
 
