@@ -495,6 +495,6 @@ def test_what_fills_no_iteration_and_no_update_is_counted(tmp_path: Path) -> Non
 def test_weights_that_are_not_there_are_reported_before_the_data_is_read(tmp_path: Path) -> None:
     missing = {"model": {"type": "DecoderLM", "pretrained": str(tmp_path / "nowhere")}}
     config = text_config(tmp_path, [{"text": "one two"}], **missing)
-    with pytest.raises(ConfigError, match=r"model\.pretrained is .*nowhere', and there is no such folder or file"):
+    with pytest.raises(ConfigError, match=r"model\.pretrained names .*nowhere', and there is no such file or folder"):
         Runner.from_cfg(config)
     assert not (tmp_path / ".unigen_index").exists()

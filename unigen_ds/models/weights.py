@@ -83,7 +83,7 @@ def stored_tensors(path: Path, *, linear_patches: bool = True) -> dict[str, Stor
 
     ``linear_patches``: a convolution over patches as the linear map that our vision towers have.
     """
-    _check_here(path)
+    check_here(path)
     paths = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not paths:
         raise CheckpointError(f"{path} holds no *.safetensors")
@@ -113,13 +113,13 @@ def vision_tensors(path: Path) -> dict[str, Stored]:
     return {f"vision_model.{name}": stored for name, stored in found.items()}
 
 
-def _check_here(path: Path) -> None:
+def check_here(path: Path, *, where: str = "model.pretrained") -> None:
     """Raise ``ConfigError`` for a folder that does not exist."""
     folder = path.parent if path.suffix in (".json", ".safetensors") else path
     if folder.exists():
         return
     raise ConfigError(
-        f"model.pretrained names {str(folder)!r}, and there is no such file or folder",
+        f"{where} names {str(folder)!r}, and there is no such file or folder",
         allowed="a folder with the published files, or a name on the hub: organisation/name",
         remedy=f"check the path; a relative one begins at {Path.cwd()}",
     )
@@ -132,7 +132,7 @@ def _as_linear(convolution: Tensor) -> Tensor:
 
 def read_json(path: Path) -> dict[str, Any]:
     """A config beside the weights. Raises ``ConfigError``."""
-    _check_here(path)
+    check_here(path)
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:

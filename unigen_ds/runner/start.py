@@ -23,7 +23,6 @@ from unigen_ds.checkpoint.home import check_home
 from unigen_ds.checkpoint.manifest import Manifest, current_versions
 from unigen_ds.checkpoint.settings import LoadSettings
 from unigen_ds.core import dist, log
-from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.json_values import json_values
 from unigen_ds.core.optim import AUTO, ParamGroup, settled_precision
 from unigen_ds.core.progress import Duration, Geometry, Ruler
@@ -32,6 +31,7 @@ from unigen_ds.data.change import DataChange, compare, continued
 from unigen_ds.data.datasets import check_readable
 from unigen_ds.data.overflow import check_overflow
 from unigen_ds.data.stream import Cursor
+from unigen_ds.models.weights import check_here
 from unigen_ds.resume import checklist
 from unigen_ds.resume.edited import BUILT
 from unigen_ds.resume.finding import Finding, OldRule, Proposal, Saves, refuse
@@ -103,8 +103,8 @@ def check_weights(given: Any, *, where: str = "model.pretrained") -> None:
     if isinstance(given, Mapping):
         for key, value in given.items():
             check_weights(value, where=f"{where}.{key}")
-    elif isinstance(given, str) and given.startswith(("/", "~", "./", "../")) and not Path(given).expanduser().exists():
-        raise ConfigError(f"{where} is {given!r}, and there is no such folder or file", remedy="check the path")
+    elif isinstance(given, str) and given.startswith(("/", "~", "./", "../")):
+        check_here(Path(given).expanduser(), where=where)
 
 
 def plan_run(settings: Settings) -> ResumePlan:

@@ -73,7 +73,10 @@ class ImagesDirectory(AutoDirectory):
 def _auto_of(stored: Mapping[str, Any]) -> str | None:
     """The class of transformers that loads a directory, by its ``config.json``."""
     from transformers.models.auto import modeling_auto as names
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
+    if stored.get("model_type") not in CONFIG_MAPPING_NAMES:  # code of its own, which is never run
+        return None
     kinds = {
         "AutoModelForImageTextToText": names.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
         "AutoModelForCausalLM": names.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
