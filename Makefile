@@ -7,6 +7,7 @@
 # make matrix  every engine, process count, precision and load, as a dated table (make test runs a pairwise part; half an hour)
 # make mixtures  of the matrix the data alone: each engine, killed and resumed with other numbers of processes and workers
 # make robustness  10,000 damaged data sets of every format, and 2,000 streamed ones: read, skipped and counted, or named (CASES=N STREAMED=N SEED=S, or ONLY=K)
+# make kills   a data worker is killed 200 times at random moments, of runs too (make test: fewer)
 # make mutations  small edits of the source, each with the test that must then fail; PART=K/N: a part, MINUTES=M: a limit
 # make bench   the benchmarks; results go to benchmarks/results/
 #
@@ -22,7 +23,7 @@ COMPILED := $(wildcard unigen_ds/*/*.c)
 DEMO_DIR := work_dirs/unified_digits
 EMOJI_DIR := work_dirs/unified_emoji
 
-.PHONY: demo demo-emoji check-report docs test matrix mixtures robustness mutations lint bench clean
+.PHONY: demo demo-emoji check-report docs test matrix mixtures robustness kills mutations lint bench clean
 .DEFAULT_GOAL := test
 
 $(BIN)/python:
@@ -81,6 +82,9 @@ CASES ?= 10000
 SEED ?= 0
 robustness: $(VENV)/.stamp-test
 	$(BIN)/python benchmarks/robustness.py --seed $(SEED) $(if $(ONLY),--only $(ONLY),--num $(CASES)) $(if $(STREAMED),--streamed $(STREAMED))
+
+kills: $(VENV)/.stamp-test
+	KILLS=200 $(BIN)/python -m pytest --timeout 1200 tests/data/test_workers.py tests/runner/test_lost_data.py -k killed
 
 PART ?= 1/1
 mutations: $(VENV)/.stamp-test

@@ -10,10 +10,11 @@ measurement the same generator writes the small model of the tests, and its file
 bit, with those of a real engine (``tests/checkpoint/plain_deepspeed.py``).
 
 All sides run in new processes, in turns and in both orders, so that other work of the machine affects them equally.
-Before each turn the weights are read into the page cache, and all pending writes are flushed. ``theirs``: the script of
-the installed DeepSpeed. ``ours``: the tool, which flushes its files to disk; ``ours, not flushed``: without that, as
-DeepSpeed does; ``ours, verified``: every bit is also read again. Peaks are of ``RssAnon``, read every 10 ms: memory
-that the kernel cannot drop, unlike mapped files.
+Before each turn the weights are read into the page cache, and all pending writes are flushed. The checkpoint has a
+manifest, so all of ours hash every file before they read it, moments included, and what they write. ``theirs``: the
+script of the installed DeepSpeed. ``ours``: the tool, which flushes its files to disk; ``ours, not flushed``: without
+that, as DeepSpeed does; ``ours, verified``: every bit is also read again. Peaks are of ``RssAnon``, read every 10 ms:
+memory that the kernel cannot drop, unlike mapped files.
 
     python benchmarks/merge.py [--millions 300 1200] [--rounds 3] [--folder DIR]
 
@@ -46,6 +47,9 @@ from shared.zero_files import Model, decoder, write_checkpoint
 from shared.zero_files import compare as differences_of
 
 from unigen_ds.checkpoint.layouts.deepspeed import DeepSpeedReader
+from unigen_ds.checkpoint.manifest import FILE_NAME, FileEntry
+from unigen_ds.core.files import DIGESTS, file_digest
+from unigen_ds.core.shards import MASTER
 
 WALL, PEAK, FLAT = 0.7, 0.25, 1.10
 STAGES = (2, 3)
@@ -110,7 +114,7 @@ def warm(source: Path) -> None:
 
 def digests(out: Path) -> dict[str, str]:
     """The output of a merge: each file's name, and each tensor's dtype, shape and hash."""
-    found = {path.name: "" for path in out.iterdir()}
+    found = {path.name: "" for path in out.iterdir() if path.name != DIGESTS}
     for file in [name for name in found if name.endswith(".bin")]:
         for name, tensor in torch.load(out / file, weights_only=True, mmap=True).items():
             content = hashlib.blake2b(tensor.reshape(-1).view(torch.uint8).numpy().data).hexdigest()
@@ -132,10 +136,23 @@ def check_generator(folder: Path) -> None:
             raise SystemExit("error: the generated files are not like a real engine's:\n" + "\n".join(differences))
 
 
+def write_manifest(folder: Path) -> None:
+    """As of a checkpoint of a run."""
+    from tests.checkpoint.support import make_manifest
+
+    reader = DeepSpeedReader(folder)
+    rows = [{"name": name, "shape": list(shape), "trainable": name not in reader.frozen}
+            for (kind, name), shape in reader.shapes.items() if kind == MASTER]  # fmt: skip
+    files = [FileEntry(path.name, path.stat().st_size, file_digest(path)) for path in folder.iterdir()]
+    manifest = make_manifest(layout="deepspeed", parameters=rows, files=files)
+    (folder / FILE_NAME).write_text(manifest.to_json())
+
+
 def compare(millions: int, stage: int, *, rounds: int, folder: Path) -> dict[str, Any]:
     source = folder / "checkpoint"
     model = decoder(millions * 10**6)
     write_checkpoint(source, model, stage=stage)
+    write_manifest(source / "global_step1")
     found: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
     written: dict[str, dict[str, str]] = {}
     load_before = os.getloadavg()

@@ -17,7 +17,7 @@
 # Submit it in the checkout. 300 seconds before the time limit SLURM sends SIGUSR1 to all processes: they save a checkpoint
 # after the present update and end with exit status 143, and this script puts the job back into the queue. A job that is
 # preempted gets SIGTERM, saves as well, and is put back by SLURM itself (--requeue). A job that was cancelled is not.
-# The job that starts again resumes from the newest checkpoint: --resume is added here.
+# The job that starts again resumes from the newest checkpoint: --resume=auto is added here.
 #
 # variable         default             meaning
 # PYTHON           python              the interpreter
@@ -37,16 +37,13 @@ if [[ ! -f "$root/tools/train.py" ]]; then
     exit 2
 fi
 
-# As given at the first start (--resume CKPT, --load-from CKPT); later from the newest checkpoint, whatever is given.
-resume=(--resume)
-if ((${SLURM_RESTART_COUNT:-0} > 0)); then
-    resume+=(--cfg-options resume=auto)
-elif [[ " $* " == *" --resume "* ]]; then
-    resume=()
-fi
+# The arguments stand last, so that a --resume of theirs counts at the first start. A later one resumes from the newest
+# checkpoint, whatever they are.
+again=()
+((${SLURM_RESTART_COUNT:-0} == 0)) || again=(--resume=auto --cfg-options resume=auto)
 
 status=0
-srun --kill-on-bad-exit=1 "${PYTHON:-python}" "$root/tools/train.py" "$@" ${resume[@]+"${resume[@]}"} --launcher slurm ||
+srun --kill-on-bad-exit=1 "${PYTHON:-python}" "$root/tools/train.py" --resume=auto "$@" ${again[@]+"${again[@]}"} --launcher slurm ||
     status=$?
 
 if ((status == 143)); then # stopped by a signal, with a checkpoint

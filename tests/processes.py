@@ -209,9 +209,6 @@ def forked_python(folder: Path) -> str:
     first = f"#!/bin/sh\nexec {sys.executable} -S -E {ROOT}/tests/forked_python.py"
     program.write_text(f'{first} {server().address} {sys.executable} "$0" "$@"\n', encoding="utf-8")
     program.chmod(0o755)
-    ninja = Path(sys.executable).with_name("ninja")
-    if ninja.exists():  # DeepSpeed's operator is compiled by that beside Python; another version would do it again
-        (folder / "ninja").symlink_to(ninja)
     return str(program)
 
 

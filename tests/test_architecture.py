@@ -133,6 +133,30 @@ def test_no_circles_among_modules() -> None:
         visit(name, ())
 
 
+DELETED_IN = "unigen_ds/core/files.py"
+"""The one module that deletes folders: ``delete_inside``."""
+
+
+def deleted_folders(source: ast.AST) -> list[int]:
+    """Lines that name a function which deletes folders."""
+    names = {"rmtree", "rmdir", "removedirs"}
+    fields = {ast.Attribute: "attr", ast.Name: "id", ast.alias: "name"}
+    nodes = [node for node in ast.walk(source) if type(node) in fields]
+    return [node.lineno for node in nodes if getattr(node, fields[type(node)]) in names]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=label)
+def test_folders_are_deleted_in_one_function(path: Path) -> None:
+    lines = [] if label(path) == DELETED_IN else deleted_folders(tree(path))
+    assert not lines, f"{label(path)}:{lines} deletes a folder: core.files.delete_inside(path, folder of the run)"
+
+
+def test_the_search_for_deleted_folders_finds_them() -> None:
+    for text in ("shutil.rmtree(x)", "from shutil import rmtree as f", "path.rmdir()", "f(rmtree)", "os.removedirs(x)"):
+        assert deleted_folders(ast.parse(text)), text
+    assert len(deleted_folders(tree(ROOT / DELETED_IN))) == 1 and not deleted_folders(ast.parse("path.unlink()"))
+
+
 def engine_names(node: ast.AST) -> set[str]:
     strings = (n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str))
     return {text for text in strings if text.lower() in ENGINES}

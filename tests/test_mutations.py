@@ -38,7 +38,7 @@ def test_every_edit_can_be_applied_and_its_test_exists() -> None:
 def test_every_row_that_is_not_open_has_an_edit() -> None:
     covered = {row for mutation in MUTATIONS for row in mutation.rows}
     assert [row for row in DONE if row not in covered] == []
-    unknown = {row for row in covered if not row.startswith(("10.", "11.", "12.", "13."))} - set(SHOWN)
+    unknown = {row for row in covered if not row.startswith(("10.", "11.", "12.", "13.", "23."))} - set(SHOWN)
     assert not unknown, "rows that are not in docs/requirements.md"
 
 

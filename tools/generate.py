@@ -31,7 +31,7 @@ from unigen_ds.core.choices import DTYPE_NAMES
 from unigen_ds.core.errors import ConfigError, UnigenError
 from unigen_ds.core.files import write_atomic
 from unigen_ds.core.pipes import ends_quietly
-from unigen_ds.families.bagel.flow_settings import BAGEL_FLOW, RENORMS, FlowSettings, flow_for
+from unigen_ds.families.bagel.flow_settings import BAGEL_FLOW, RENORMS, FlowSettings
 from unigen_ds.inference.prompts import Prompt, read_prompts
 from unigen_ds.inference.sampling import Sampling
 
@@ -63,7 +63,8 @@ def parser() -> argparse.ArgumentParser:
                    help="up to N alternating texts and images; default: one answer")  # fmt: skip
     p.add_argument("--size", type=int, nargs=2, metavar=("HEIGHT", "WIDTH"), help="size of the image, in pixels")
     p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--max-length", type=int, default=1000, metavar="N", help="maximum tokens of a text; default: 1000")
+    p.add_argument("--max-length", "--max-new-tokens", type=int, default=1000, metavar="N",
+                   help="maximum tokens of a text; default: 1000")  # fmt: skip
     p.add_argument("--temperature", type=float, default=0.0, help="of texts; default: 0 (the most likely token)")
     p.add_argument("--top-p", type=float, default=1.0, metavar="P",
                    help="of texts: only the most likely tokens are drawn, which have this probability together;\n"
@@ -84,23 +85,34 @@ def parser() -> argparse.ArgumentParser:
 
 
 def add_flow(p: argparse.ArgumentParser) -> None:
-    """Options for ``FlowSettings``, named as in BAGEL."""
-    flow, default = BAGEL_FLOW, "default: %(default)s"
-    p.add_argument("--num-timesteps", type=int, default=flow.num_timesteps, metavar="N",
-                   help=f"number of time steps from noise to image; {default}")  # fmt: skip
-    p.add_argument("--timestep-shift", type=float, metavar="S",
+    """Settings of drawing: any of the model's family; those of ``FlowSettings`` also under BAGEL's names."""
+    flow, given = BAGEL_FLOW, argparse.SUPPRESS
+    p.add_argument("--flow", nargs="+", default=[], metavar="K=V",
+                   help="settings of drawing, of the model's family; of a UnifiedModel also:")  # fmt: skip
+    p.add_argument("--num-timesteps", type=int, dest="flow.num_timesteps", default=given, metavar="N",
+                   help=f"number of time steps from noise to image; default: {flow.num_timesteps}")  # fmt: skip
+    p.add_argument("--timestep-shift", type=float, dest="flow.timestep_shift", default=given, metavar="S",
                    help="above 1: more steps near the noise; default: that of the training, or for a published\n"
                    f"directory that of the public model (BAGEL: {flow.timestep_shift})")  # fmt: skip
-    p.add_argument("--cfg-text-scale", type=float, default=flow.text_scale, metavar="S",
-                   help=f"guidance scale of the text; 1: no guidance; {default}")  # fmt: skip
-    p.add_argument("--cfg-img-scale", type=float, default=flow.image_scale, metavar="S",
-                   help=f"guidance scale of the given images; 1: no guidance; {default}")  # fmt: skip
-    p.add_argument("--cfg-interval", type=float, nargs=2, default=flow.interval, metavar=("LOW", "HIGH"),
+    p.add_argument("--cfg-text-scale", type=float, dest="flow.text_scale", default=given, metavar="S",
+                   help=f"guidance scale of the text; 1: no guidance; default: {flow.text_scale}")  # fmt: skip
+    p.add_argument("--cfg-img-scale", type=float, dest="flow.image_scale", default=given, metavar="S",
+                   help=f"guidance scale of the given images; 1: no guidance; default: {flow.image_scale}")  # fmt: skip
+    p.add_argument("--cfg-interval", type=float, nargs=2, dest="flow.interval", default=given, metavar=("LOW", "HIGH"),
                    help=f"time steps with guidance; default: {flow.interval[0]} {flow.interval[1]}")  # fmt: skip
-    p.add_argument("--cfg-renorm-type", choices=RENORMS, default=flow.renorm,
-                   help=f"how the norm of a guided velocity is limited; {default}")  # fmt: skip
-    p.add_argument("--cfg-renorm-min", type=float, default=flow.renorm_min, metavar="S",
-                   help=f"smallest factor of that limit; {default}")  # fmt: skip
+    p.add_argument("--cfg-renorm-type", choices=RENORMS, dest="flow.renorm", default=given,
+                   help=f"how the norm of a guided velocity is limited; default: {flow.renorm}")  # fmt: skip
+    p.add_argument("--cfg-renorm-min", type=float, dest="flow.renorm_min", default=given, metavar="S",
+                   help=f"smallest factor of that limit; default: {flow.renorm_min}")  # fmt: skip
+
+
+def flow_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The settings of drawing that were given. Raises ``ConfigError``."""
+    from unigen_ds.core.config import parse_override  # which imports torch
+
+    named = {key.removeprefix("flow."): value for key, value in vars(arguments).items() if key.startswith("flow.")}
+    FlowSettings(**named)  # before the model is read
+    return {**named, **dict(map(parse_override, arguments.flow))}
 
 
 def check(arguments: argparse.Namespace) -> None:
@@ -116,20 +128,6 @@ def check(arguments: argparse.Namespace) -> None:
         raise ConfigError("--size with --understand, which draws nothing", remedy="leave out one of the two")
 
 
-DRAWING = ("num_timesteps", "timestep_shift", "cfg_text_scale", "cfg_img_scale", "cfg_interval", "cfg_renorm_type",
-           "cfg_renorm_min")  # fmt: skip
-"""Arguments of ``add_flow``."""
-
-
-def without_effect(arguments: argparse.Namespace, *, draws: bool) -> list[str]:
-    """Options of image generation that were given although no image is generated."""
-    if draws and not arguments.understand:
-        return []
-    default = parser().parse_args([str(arguments.model)])
-    given = [name for name in DRAWING if getattr(arguments, name) != getattr(default, name)]
-    return [f"--{name.replace('_', '-')}" for name in given]
-
-
 def report_unknown(tokenizer: Any, prompt: str) -> None:
     """Log a warning if the tokenizer does not have words of the prompt."""
     unknown = getattr(tokenizer, "unk_id", None)
@@ -138,19 +136,6 @@ def report_unknown(tokenizer: Any, prompt: str) -> None:
         log.logger().warning(
             "%d of %d tokens of the prompt are words that the tokenizer does not have (<unk>)", number, len(ids)
         )
-
-
-def flow_of(arguments: argparse.Namespace) -> FlowSettings:
-    low, high = arguments.cfg_interval
-    return FlowSettings(
-        num_timesteps=arguments.num_timesteps,
-        timestep_shift=BAGEL_FLOW.timestep_shift if arguments.timestep_shift is None else arguments.timestep_shift,
-        text_scale=arguments.cfg_text_scale,
-        image_scale=arguments.cfg_img_scale,
-        interval=(low, high),
-        renorm=arguments.cfg_renorm_type,
-        renorm_min=arguments.cfg_renorm_min,
-    )
 
 
 def requests(arguments: argparse.Namespace) -> Iterator[Prompt]:
@@ -243,6 +228,7 @@ def generate(arguments: argparse.Namespace) -> None:
 
     from unigen_ds.checkpoint.convert import DTYPES
     from unigen_ds.evaluation.sheet import contact_sheet
+    from unigen_ds.runner.family_settings import family_of_model
     from unigen_ds.runner.settings import load_config
     from unigen_ds.runner.trained import check_device, open_inferencer
 
@@ -262,11 +248,13 @@ def generate(arguments: argparse.Namespace) -> None:
     )
     sheet: list[Cell] = []
     first = output.next
-    if unused := without_effect(arguments, draws=hasattr(inferencer.model, "timestep_shift")):
-        log.logger().warning("without effect, since nothing is drawn: %s", ", ".join(unused))
-    if hasattr(inferencer.model, "timestep_shift") and not arguments.understand:
-        flow, origin = flow_for(inferencer.model, flow, shift=arguments.timestep_shift)
-        log.logger().info(f"timestep_shift {flow.timestep_shift} ({origin})")
+    drawing, draws = None, "image" in getattr(inferencer, "answers", ()) and not arguments.understand
+    if flow and not draws:
+        log.logger().warning("without effect, since nothing is drawn: %s", ", ".join(flow))
+    elif draws:
+        drawing = family_of_model(type(inferencer.model)).drawing_settings(inferencer.model, flow)
+        if drawing is not None:
+            log.logger().info("drawn with %s", ", ".join(f"{key} {value}" for key, value in vars(drawing).items()))
     for number, request in enumerate(each for each in asked for _ in range(arguments.samples)):
         seed = arguments.seed + number
         report_unknown(getattr(inferencer.processor, "tokenizer", None), request.text)
@@ -275,7 +263,7 @@ def generate(arguments: argparse.Namespace) -> None:
             understand=arguments.understand,
             think=arguments.think,
             size=arguments.size,
-            flow=None if arguments.understand else flow,
+            flow=drawing,
             max_length=arguments.max_length,
             temperature=arguments.temperature,
             seed=seed,

@@ -71,10 +71,9 @@ def main(argv: list[str] | None = None) -> int:
     from unigen_ds.core.log import unwritten
     from unigen_ds.data.statistics import describe  # after parsing: --help does not wait for torch
     from unigen_ds.evaluation.report.document import check_writable
-    from unigen_ds.runner.settings import load_config
 
     try:
-        config = load_config(arguments.config, arguments.cfg_options)
+        config = data_sections(arguments.config, arguments.cfg_options)
         _check_there(arguments)
         work_dir = arguments.work_dir or (arguments.ledger.parent if arguments.ledger else None)
         manifest = newest_manifest(work_dir) if work_dir else None
@@ -92,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
             report = list_samples(stream, *arguments.sequences)
         else:
             report = {**describe(stream), "skipped_sources": [asdict(one) for one in data.skipped]}
-            report["refused"] = refused(data)
+            report["refused"] = refused(data, settings.train_dataloader.max_skipped_fraction)
     except UnigenError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_status
@@ -151,6 +150,39 @@ def newest_manifest(work_dir: Path) -> Manifest | None:
     return manifests[-1] if manifests else None
 
 
+_SECTIONS = ("custom_imports", "model", "tokenizer", "processor", "train_dataloader", "val_dataloader", "randomness")
+_OTHERS: dict[str, Any] = {
+    "backend": {"type": "single"}, "train_cfg": {"max_updates": 1},
+    "optim_wrapper": {"optimizer": {"type": "AdamW", "lr": 1e-3}},
+}  # fmt: skip
+"""What a whole config has besides: the data is the same with any."""
+
+
+def data_sections(name: str, options: Sequence[str]) -> dict[str, Any]:
+    """The sections of a config that decide its data. What is wrong with any other one (its hooks, say) is a note."""
+    from unigen_ds.core.config import parse_override
+    from unigen_ds.core.log import notice
+    from unigen_ds.core.readable import given_values
+    from unigen_ds.runner.custom_imports import import_custom
+    from unigen_ds.runner.settings import load_config
+
+    config: Mapping[str, Any]
+    try:
+        config = load_config(name, options)
+    except ConfigError as error:
+        config = given_values(name, dict(map(parse_override, options)))
+        if not config.get("train_dataloader") or not config.get("model"):
+            raise
+        notice(str(error))
+    found = {key: config[key] for key in _SECTIONS if key in config}
+    try:
+        import_custom(found)
+    except ConfigError as error:
+        notice(str(error))
+        found.pop("custom_imports")
+    return found
+
+
 def build_inspected(config: Mapping[str, Any], *, world_size: int, manifest: Manifest | None) -> tuple[Settings, Data]:
     """Settings and data of a run, with the epoch length and phases of its manifest; without it those of a first start.
 
@@ -160,8 +192,7 @@ def build_inspected(config: Mapping[str, Any], *, world_size: int, manifest: Man
     from unigen_ds.runner.build import build_data, build_geometry, rules_of
     from unigen_ds.runner.settings import Settings
 
-    own = {"backend": {"type": "single"}}  # the run's may need its processes, and the data is the same
-    settings = Settings.from_config({"train_cfg": {"max_updates": 1}, **config, **own})
+    settings = Settings.from_config({**config, **_OTHERS})
     if settings.randomness.seed is None:
         if manifest is None:
             remedy = (
@@ -255,15 +286,16 @@ def _check_line(
     return None, len(ids)
 
 
-def refused(data: Data) -> list[str]:
-    """Why a start would not use the data; empty: it would."""
+def refused(data: Data, limit: float) -> list[str]:
+    """Why a start would not use the data; empty: it would. ``limit``: of the share of records that may be left out."""
     from unigen_ds.data.datasets import check_readable
+    from unigen_ds.data.left_out import check_unusable
     from unigen_ds.data.overflow import check_overflow
 
-    parts = [part for part in (data.stream, data.validation) if part is not None]
     found = []
-    for part in parts:
-        for check in (partial(check_readable, part.datasets), partial(check_overflow, part.fitted)):
+    for part in data.parts:
+        unusable = partial(check_unusable, part.fitted, limit=limit)
+        for check in (partial(check_readable, part.datasets), partial(check_overflow, part.fitted), unusable):
             try:
                 check(part.names)
             except DataError as error:

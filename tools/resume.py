@@ -21,6 +21,7 @@ if not __package__:
 from unigen_ds.core.choices import BATCH_CHOICES, DATA_CHOICES, SHIPPED
 from unigen_ds.core.errors import UnigenError
 from unigen_ds.core.pipes import ends_quietly
+from unigen_ds.core.quantities import CommaSeparated
 
 
 def parser() -> argparse.ArgumentParser:
@@ -36,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--base", metavar="DIR", help="as for tools/train.py")
     p.add_argument("--on-batch-change", choices=BATCH_CHOICES, help="as for tools/train.py")
     p.add_argument("--on-data-change", choices=DATA_CHOICES, help="as for tools/train.py")
-    p.add_argument("--assume", metavar="batch_size=N,accumulative_counts=N,dp_size=N",
+    p.add_argument("--assume", action=CommaSeparated, metavar="batch_size=N,accumulative_counts=N,dp_size=N",
                    help="information that a checkpoint of another trainer does not contain")  # fmt: skip
     p.add_argument(
         "--cfg-options", nargs="+", action="extend", default=[], metavar="K=V", help="override config values"

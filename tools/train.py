@@ -11,6 +11,7 @@ blocked, 4 the last save failed, 143 stopped by a signal after saving.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -22,9 +23,9 @@ if not __package__:
 from unigen_ds.core import versions
 from unigen_ds.core.choices import AUTO, BATCH_CHOICES, DATA_CHOICES, LAUNCHERS, SHIPPED
 from unigen_ds.core.errors import ConfigError, UnigenError
-from unigen_ds.core.log import logger, quiet_libraries
+from unigen_ds.core.log import quiet_libraries
 from unigen_ds.core.pipes import ends_quietly
-from unigen_ds.core.quantities import above_zero, memory, positive, share_above_zero
+from unigen_ds.core.quantities import CommaSeparated, above_zero, memory, positive, share_above_zero
 from unigen_ds.core.variables import wrong_numbers
 
 STOPPED_BY_SIGNAL = 143
@@ -50,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--on-data-change", choices=DATA_CHOICES,
                    help="how a resume treats changed data (default: refuse)")  # fmt: skip
-    p.add_argument("--assume", metavar="batch_size=N,accumulative_counts=N,dp_size=N",
+    p.add_argument("--assume", action=CommaSeparated, metavar="batch_size=N,accumulative_counts=N,dp_size=N",
                    help="information that a checkpoint of another trainer does not contain")  # fmt: skip
     p.add_argument(
         "--cfg-options", nargs="+", action="extend", default=[], metavar="K=V", help="override config values"
@@ -100,12 +101,18 @@ def main(argv: list[str] | None = None) -> int:
         versions.check_versions()
     except ConfigError as error:
         if not arguments.dry_run:
-            print(f"error: {error}", file=sys.stderr)
+            reported = False
+            if not wrong and int(os.environ.get("WORLD_SIZE", "1")) > 1:  # other ranks may have these packages
+                with contextlib.suppress(ImportError):
+                    from unigen_ds.core import announced
+
+                    reported = announced.is_reported(announced.explained(error, first=True))
+            if not reported:
+                print(f"error: {error}", file=sys.stderr)
             return error.exit_status
     if arguments.dry_run:
         return print_dry_run(arguments, rank=rank)
-    from unigen_ds.core import dist, startup  # after parsing: --help and a wrong argument do not wait for torch
-    from unigen_ds.core.announced import announce, is_announced
+    from unigen_ds.core import announced, dist, startup  # after parsing: --help does not wait for torch
     from unigen_ds.runner import train_config
     from unigen_ds.runner.inspect import advice, is_out_of_memory
     from unigen_ds.runner.origins import config_lines
@@ -127,14 +134,13 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         if is_out_of_memory(error):
             print(advice(config, sys.argv[1:] if argv is None else argv), file=sys.stderr)
-        if not isinstance(error, UnigenError):
+        cause = announced.explained(error, first=True)
+        announced.for_torchrun(cause)
+        if not isinstance(cause, UnigenError):
             raise
-        of_config, is_main = isinstance(error, ConfigError), dist.is_main()
-        if is_main or not (error.everywhere or (of_config and is_announced(error))):
-            logger().error("%s", error) if logger().handlers else print(f"error: {error}", file=sys.stderr, flush=True)
-        if is_main and of_config:
-            announce(error)
-        status = error.exit_status
+        if not announced.is_reported(cause):
+            announced.say(cause)
+        status = cause.exit_status
     else:
         status = STOPPED_BY_SIGNAL if stopped == "signal" else 0
     finally:

@@ -49,6 +49,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--exclude-frozen-parameters", "--exclude_frozen_parameters", action="store_true", help="do not write them"
     )
+    p.add_argument("--config", help="a config whose custom_imports register the format or the layout of CKPT")
     p.add_argument("--verify", action="store_true", help="read the files and compare every bit before OUT changes")
     p.add_argument("-d", "--debug", action="store_true", help="show the traceback of an error")
     return p
@@ -61,6 +62,11 @@ def main(argv: list[str] | None = None) -> int:
     from unigen_ds.checkpoint.convert import DTYPES, merge  # after parsing: --help does not wait for torch
 
     try:
+        if arguments.config:
+            from unigen_ds.runner.custom_imports import import_custom
+            from unigen_ds.runner.settings import load_config
+
+            import_custom(load_config(arguments.config))
         with shown() as progress:
             merged = merge(
                 arguments.checkpoint,

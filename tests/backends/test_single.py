@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import pytest
 import torch
@@ -10,10 +11,12 @@ from safetensors.torch import save_file
 from torch import nn
 
 from tests.checkpoint.support import write_state
+from tests.processes import run
 from unigen_ds.backends.base import Backend, StepResult
 from unigen_ds.backends.single import SingleBackend
 from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
 from unigen_ds.core.errors import CheckpointError, ConfigError
+from unigen_ds.core.loss_scale import LossScale
 from unigen_ds.core.optim import OptimizerConfig, ParamGroup
 from unigen_ds.core.progress import Geometry
 from unigen_ds.core.shards import EXP_AVG, EXP_AVG_SQ, STEP, shard_key
@@ -238,6 +241,59 @@ def test_the_reported_norm_is_without_the_scale():
     assert float(train(half, 0, scale=small).grad_norm) == pytest.approx(
         float(train(full, 0, scale=small).grad_norm), rel=0.02
     )
+
+
+CLIP = 0.005
+
+
+class Units(Net):
+    def shard_units(self) -> list[nn.Module]:
+        return []  # the root alone: ``forward`` looks at a weight's dtype before its layer runs
+
+
+def clipped_update(kind: type[Backend], precision: str) -> tuple[float, dict[str, torch.Tensor]]:
+    """Norm and weights of one update by SGD, whose step follows the length of the gradient (Adam's does not)."""
+    torch.manual_seed(0)
+    net = Units()
+    names = tuple(name for name, p in net.named_parameters() if p.requires_grad)
+    backend = kind()
+    cfg = OptimizerConfig("SGD", {}, max_norm=CLIP, precision=precision)
+    backend.prepare(net, [ParamGroup("all", 1.0, 0.0, names)], cfg, geometry=Geometry(1))
+    backend.model.eval()
+    norm = float(train(backend, 0, scale=1e-3).grad_norm)
+    return norm, {shard.name: shard.data.clone() for shard in backend.master_shards()}
+
+
+def clipped_by_fsdp() -> None:
+    from unigen_ds.backends.fsdp import FSDPBackend
+
+    compare_clipping(FSDPBackend)
+
+
+def compare_clipping(kind: type[Backend]) -> None:
+    (norm, expected), (half_norm, half) = clipped_update(SingleBackend, "fp32"), clipped_update(kind, "fp16")
+    assert norm > 2 * CLIP and half_norm == pytest.approx(norm, rel=0.01), "clipped, and the norm is without the scale"
+    begin = {name: p.detach().view(-1) for name, p in make().model.named_parameters()}
+    for name, value in expected.items():
+        moved, by_half = value - begin[name], half[name] - begin[name]
+        assert float((moved - by_half).norm()) < 0.02 * float(moved.norm()), name
+
+
+def test_fp16_is_clipped_after_the_scale_is_taken_out():
+    """Clipped before it, an update would be 65,536 times as small; of the engine with shards in its own process."""
+    compare_clipping(SingleBackend)
+    done = run([sys.executable, "-c", "from tests.backends.test_single import clipped_by_fsdp as f; f()"], text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_scale_doubles_with_the_last_update_of_its_interval():
+    scale = LossScale(scale=8.0, growth_interval=3)
+    for expected in (8.0, 8.0, 16.0, 16.0, 16.0, 32.0):
+        scale.record(applied=True)
+        assert scale.scale == expected
+    for applied, expected in ((True, 32.0), (True, 32.0), (False, 16.0), (True, 16.0), (True, 16.0), (True, 32.0)):
+        scale.record(applied=applied)  # an overflow begins the interval anew
+        assert scale.scale == expected
 
 
 def test_an_unknown_precision_and_several_processes_are_refused(monkeypatch):

@@ -48,7 +48,11 @@ def make_manifest(commit: int = 1, *, parent: str | None = None, updates: int = 
         ruler=RULER,
         topology={"engine": "single", "dp_size": 1, "precision": "fp32"},
         schedule=schedules.state_dict(),
-        loader={"cursor": {"epoch": 0, "window": 1, "row": 2, "sequences": 48}, "seed": 7, "fingerprint": "f" * 32},
+        loader={
+            "cursor": {"epoch": 0, "window": 1, "row": 2, "sequences": 12 * updates},
+            "seed": 7,
+            "fingerprint": "f" * 32,
+        },
         parameters=[
             {"name": "weight", "shape": [4, 6], "dtype": "float32", "trainable": True, "group": "default"},
             {"name": "bias", "shape": [4], "dtype": "float32", "trainable": True, "group": "default"},

@@ -13,7 +13,9 @@ import torch
 
 from tests.engines.launch import Outcome, want
 from unigen_ds.checkpoint.layouts.dcp import DCPReader, read_metadata
+from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.errors import CheckpointError
+from unigen_ds.core.shards import STAMP
 
 runs = want("layouts")
 pytestmark = pytest.mark.timeout(3600)
@@ -63,6 +65,9 @@ def test_torchs_own_reader_returns_the_same(name, tmp_path):
     directory = run_of(name).checkpoints[-1]
     dcp_to_torch_save(str(directory), str(tmp_path / "whole.pt"))
     theirs = torch.load(tmp_path / "whole.pt")
+    assert {bytes(theirs.pop(f"{STAMP}|{rank}").tolist()) for rank in (0, 1)} == {
+        Manifest.read(directory).stamp.encode()
+    }
     reader = DCPReader(directory)
     ours = {f"{kind}|{key}" for kind in reader.kinds() for key in reader.names(kind)}
     assert ours == set(theirs)

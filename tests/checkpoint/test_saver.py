@@ -38,7 +38,7 @@ def test_what_a_save_leaves(tmp_path):
     manifest = Manifest.read(path)
     assert manifest.layout == "safetensors"
     assert store.verify(path, manifest, hashes=True) is None
-    assert saver.read_hook_states(path) == {"ema": {"num_updates": 4}}
+    assert saver.read_hook_states(path, manifest) == {"ema": {"num_updates": 4}}
 
 
 def test_a_name_that_exists_gets_a_suffix(tmp_path):
@@ -92,7 +92,7 @@ def test_round_trip_of_random_states(tmp_path):
     path = save(tmp_path)
     expected = [random.random(), random.gauss(0, 1), np.random.normal(), np.random.rand(), torch.randn(700).tolist()]
     torch.manual_seed(99), random.seed(99), np.random.seed(99)
-    assert saver.restore_rng(path)
+    assert saver.restore_rng(path, Manifest.read(path))
     found = [random.random(), random.gauss(0, 1), np.random.normal(), np.random.rand(), torch.randn(700).tolist()]
     assert found == expected
 
@@ -106,7 +106,7 @@ def test_random_states_of_another_process_count_are_not_used(tmp_path, ranks):
     else:
         state.unlink()
     before = torch.get_rng_state()
-    assert not saver.restore_rng(path)
+    assert not saver.restore_rng(path, Manifest.read(path))
     assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -197,6 +197,25 @@ def test_retention_keeps_the_newest(tmp_path):
     assert not list(tmp_path.glob(f"*{store.DELETING}"))
 
 
+def test_of_a_link_to_a_checkpoint_the_link_alone_is_deleted(tmp_path):
+    """By retention, over what an interrupted deletion left, and by the sweep at a start."""
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    save_chain(run, 12, 24, 36)
+    for name in ("iter_12.pth", "iter_24.pth"):
+        shutil.move(run / name, elsewhere / name)
+        (run / name).symlink_to(elsewhere / name)
+    before = tree(elsewhere)
+    (run / f"iter_12.pth{store.DELETING}").symlink_to(elsewhere / "iter_24.pth")
+    assert names(store.list_checkpoints(run)) == ["iter_12.pth", "iter_24.pth", "iter_36.pth"]
+    assert [path.name for path in store.retain(run, max_keep=1)] == ["iter_12.pth", "iter_24.pth"]
+    (run / f"iter_48.pth{store.STAGING}4").symlink_to(elsewhere)
+    (run / ".config.py.writing-x.1").symlink_to(elsewhere)
+    os.utime(run / ".config.py.writing-x.1", (0, 0), follow_symlinks=False)
+    store.sweep(run)
+    assert sorted(path.name for path in run.iterdir()) == ["iter_36.pth", "last_checkpoint"]
+    assert tree(elsewhere) == before and Manifest.read(elsewhere / "iter_12.pth").commit == 1
+
+
 def test_retention_does_not_let_damaged_ones_push_out_good_ones(tmp_path):
     paths = save_chain(tmp_path, 12, 24, 36)
     os.truncate(paths[1] / "model.safetensors", 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -40,8 +41,23 @@ def test_a_start_logs_what_an_epoch_draws(tmp_path: Path, digits: Path) -> None:
     assert not [line for line in lines if "WARNING" in line]
 
 
-def test_a_strong_imbalance_is_a_warning(tmp_path: Path, digits: Path) -> None:
+def test_skipped_records_are_not_in_the_statistics(tmp_path: Path, digits: Path) -> None:
+    """The longest records are skipped whole, since they do not fit into a sequence."""
     draws, reads = kinds(digits)
-    lines = logged(tmp_path / "odd", digits, draws[:2] + reads[:30])
+    record = json.loads(reads[0])
+    record["conversations"][-1]["content"] = " ".join(["7"] * 400)
+    lines = logged(tmp_path / "long", digits, [*draws[:20], *reads[:20], *[json.dumps(record) + "\n"] * 5])
+    assert any("5 skipped" in line for line in lines), lines
+    (line,) = [line for line in lines if "generate text" in line]
+    assert "40 records" in line and "20 generate text, 20 generate images" in line and "40 drawn an epoch" in line
+    (short,) = [line for line in logged(tmp_path / "even", digits, draws[:20] + reads[:20]) if "generate text" in line]
+    assert line.partition(": ")[2].partition(": ")[2] == short.partition(": ")[2].partition(": ")[2]
+
+
+@pytest.mark.parametrize(("images", "texts"), [(2, 30), (30, 2)])
+def test_a_strong_imbalance_is_a_warning(tmp_path: Path, digits: Path, images: int, texts: int) -> None:
+    draws, reads = kinds(digits)
+    lines = logged(tmp_path / "odd", digits, draws[:images] + reads[:texts])
     (line,) = [line for line in lines if "WARNING" in line]
-    assert "30 samples of an epoch generate texts, 2 generate images: more than 10 to 1" in line and "weight" in line
+    more, fewer = ("texts", "images") if texts > images else ("images", "texts")
+    assert f"30 samples of an epoch generate {more}, 2 generate {fewer}: more than 10 to 1" in line and "weight" in line

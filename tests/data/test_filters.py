@@ -151,6 +151,16 @@ def test_samples_are_those_of_a_file_without_what_is_left_out(data: Path) -> Non
     assert np.array_equal(left.counts().tokens, expected.counts().tokens)
 
 
+@pytest.mark.parametrize(
+    ("limit", "kept"), [({"min_side": 9}, ["large"]), ({"min_side": 8, "max_side": 32}, ["small", "wide"])]
+)
+def test_each_limit_of_an_image_is_for_its_own_side(limit: dict[str, int], kept: list[str], data: Path) -> None:
+    """``wide.png`` is 32 x 8."""
+    plain = write_jsonl(data.parent / "sides.jsonl", [row(name, "one") for name in SIZES])
+    left = filtered(UnifiedGenerationDataset(plain, make_processor(), filters=[{"type": "ImageSizeFilter", **limit}]))
+    assert [[*SIZES][number].removesuffix(".png") for number in left.numbers] == kept
+
+
 def test_other_limits_are_another_data_set_and_no_limits_none(data: Path, tmp_path: Path) -> None:
     processor = make_processor()
     without = UnifiedGenerationDataset(data, processor)
@@ -221,7 +231,7 @@ def broken(record: CheckedRecord) -> Any:
 @pytest.mark.parametrize(
     ("filters", "message"),
     [
-        ([{"type": "TextLengthFilter", "min_characters": 999}], "all 13 records are removed by its filters"),
+        ([{"type": "TextLengthFilter", "min_characters": 999}], "all 13 records are left out"),
         ([FunctionFilter(function=broken)], r"talks.jsonl:1: the filter broken failed: KeyError: 'no such key'"),
         ([FunctionFilter(function=lambda record: "yes")], "returned 'yes'"),
     ],

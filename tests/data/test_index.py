@@ -238,14 +238,14 @@ def test_threads_plan_what_one_plans(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def planned_by(monkeypatch: pytest.MonkeyPatch, folder: Path, then: Callable[[], object]) -> None:
     """Each process that plans a chunk leaves a file with its number in ``folder``, then calls ``then``."""
-    chunk = planning._Plan.chunk
+    chunk = planning.Plan.chunk
 
     def noted(self: Any, given: Any) -> Any:
         (folder / f"{os.getpid()}.pid").touch()
         then()
         return chunk(self, given)
 
-    monkeypatch.setattr(planning._Plan, "chunk", noted)
+    monkeypatch.setattr(planning.Plan, "chunk", noted)
     monkeypatch.setattr(planning, "_CHUNK", 50)
     monkeypatch.setattr(planning, "_FORKED_FROM", 200)
     monkeypatch.setattr(planning, "num_cores", lambda: 2)

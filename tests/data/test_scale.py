@@ -312,7 +312,7 @@ from unigen_ds.data import planning, token_cache
 from unigen_ds.data.datasets import UnifiedGenerationDataset
 planning._CHUNK = 4
 slow, which = float(sys.argv[2]), sys.argv[3]
-for kind in (planning._Plan, token_cache._TokenPlan):
+for kind in (planning.Plan, token_cache._TokenPlan):
     chunk = kind.chunk
     def waiting(self, given, chunk=chunk, kind=kind):
         if kind.__name__ == which:
@@ -331,7 +331,7 @@ def build_process(path: Path, slow: float, which: str) -> subprocess.Popen[str]:
     return popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
 
 
-@pytest.mark.parametrize("which", ["_Plan", "_TokenPlan"])
+@pytest.mark.parametrize("which", ["Plan", "_TokenPlan"])
 def test_killed_while_it_is_built(tmp_path: Path, which: str) -> None:
     """SIGKILL after some chunks: no file of that name, and the next start makes the whole one and removes the rest."""
     path = write_jsonl(tmp_path / "t.jsonl", mixed_records(tmp_path, 24))

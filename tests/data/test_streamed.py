@@ -6,6 +6,7 @@ import gzip
 import io
 import itertools
 import json
+import os
 import shutil
 import tarfile
 import zlib
@@ -284,10 +285,14 @@ def test_copies_that_exceed_the_limit_are_removed_and_fetched_again(tmp_path: Pa
     largest = max(path.stat().st_size for path in served.folder.glob("*.jsonl"))
     few = {"mixed_shards": 1, "cache_gib": (2 * largest + 1) / 2**30}
     folder, before = tmp_path / "few", len(served.transfers)
+    mine = folder / "cache" / "streamed" / "shards" / "mine"  # a user's folder, used long ago
+    mine.mkdir(parents=True)
+    os.utime(mine, (0, 0))
     trained(config(folder, streamed(urls(served), streaming=few), train_dataloader__num_workers=2))
     assert digests(folder) == digests(tmp_path / "all")
     assert len(served.transfers) - before >= 3 * before, "fetched in every pass"
     assert sum(path.stat().st_size for path in (folder / "cache").glob("streamed/shards/*/*")) <= 3 * largest
+    assert mine.is_dir()
     with pytest.raises(DataError, match=r"mixed_shards=2 uses 4 shards at a time .*cache_gib keeps 0\.1 KiB"):
         trained(config(tmp_path / "none", streamed(urls(served), streaming={**MIXED, "cache_gib": 1e-7})))
 

@@ -59,10 +59,10 @@ def fused_zero() -> list[Job]:
 def mmengine_hooks(*, full: bool) -> list[Job]:
     """A user's own hook of mmengine, which stops the training on one rank, and two of mmengine's."""
     own = ["tests.engines.users.RunnerSeen", "mmengine.IterTimerHook", "mmengine.EmptyCacheHook"]
-    hooks = {"custom_hooks": [{"type": kind} for kind in own]}
+    hooks = {"custom_hooks": [{"type": kind} for kind in (*own, "ChangingHook")]}
     return [
         Job(f"mmengine/{engine}", [Phase(world, {**config(engine, world), **hooks}, 8)])
-        for engine, world in (("single", 1), ("zero2", 2), ("FULL_SHARD", 2))
+        for engine, world in (("single", 1), ("zero2", 2), ("zero3", 2), ("SHARD_GRAD_OP", 2), ("FULL_SHARD", 2))
     ]
 
 

@@ -108,7 +108,7 @@ def test_bf16_adds_no_more_error_than_bf16_itself(single, single_bf16, name):
     assert all(line["applied"] for line in run.lines)
     own = max(metric_deviation(cut, single) for cut in cuts)
     assert 1e-4 < own < 0.1  # it really is bf16, and it trains
-    assert metric_deviation(run, single) <= own
+    assert metric_deviation(run, single) <= cases.BF16_SPREAD * own
     rounding = weight_deviation(single_bf16.final, single.final).relative_l2
     assert weight_deviation(run.final, single_bf16.final).relative_l2 <= rounding
 

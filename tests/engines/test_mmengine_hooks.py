@@ -49,3 +49,15 @@ def test_one_rank_asks_for_a_checkpoint_and_stops_all_with_another(engine: str) 
     assert updates == [1, 2, STOPPED_AT]
     found = [checkpoint.manifest for checkpoint in store.list_checkpoints(run.folder)]
     assert sorted(manifest.progress.updates for manifest in found if manifest) == [1, STOPPED_AT]
+
+
+@pytest.mark.parametrize("engine", ["single", "zero2", "zero3", "SHARD_GRAD_OP", "FULL_SHARD"])
+def test_a_hook_that_changes_what_is_trained_is_refused_on_every_rank(engine: str) -> None:
+    """Also after an update, when an engine may have left gathered weights in place."""
+    files = sorted(runs().outcome(f"mmengine/{engine}").folder.glob("changes_*.jsonl"))
+    assert len(files) == (1 if engine == "single" else 2)
+    for file in files:
+        for changes in map(json.loads, file.open()):
+            assert [change.split()[1] for change in changes] == ["sets", "replaces", "adds"]
+            assert all("ChangingHook.before_train" in change and "weight" in change for change in changes)
+        assert len(file.read_text().splitlines()) == 2

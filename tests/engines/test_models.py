@@ -121,7 +121,7 @@ def test_bf16_adds_no_more_error_than_bf16_itself(name):
     cuts = [runs().outcome(f"{low}/{cut}") for cut in ("single@1", "single_8x1")]
     own = max(metric_deviation(cut, single) for cut in cuts)
     assert 1e-4 < own < 0.1
-    assert metric_deviation(run, single) <= own
+    assert metric_deviation(run, single) <= cases.BF16_SPREAD * own
     rounding = weight_deviation(cuts[0].final, single.final).relative_l2
     assert weight_deviation(run.final, cuts[0].final).relative_l2 <= rounding
 

@@ -103,7 +103,7 @@ def test_it_exports_and_generates_from_every_engines_checkpoint(chain: Outcome, 
     checkpoint, out = chain.checkpoints[number], tmp_path / "exported"
     found = answer(checkpoint, tmp_path, "--allow-custom-imports")
     assert export([str(checkpoint), str(out), "--allow-custom-imports"]) == 0
-    assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(path.name for path in out.iterdir()) == ["config.json", "digests.json", "model.safetensors"]
     assert answer(out, tmp_path) == answer(out, tmp_path, "--config", str(ROOT / cases.PLUGIN)) == found
     value, label = found.split()
     assert float(value) == pytest.approx(predicted(checkpoint), abs=1e-3) and label in "01"

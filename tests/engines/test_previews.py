@@ -16,7 +16,7 @@ from PIL import Image
 from tests.engines import cases, model_cases
 from tests.engines.cases import FAILS_AT, PREVIEWS, RESUME_UPDATES
 from tests.engines.launch import want
-from unigen_ds.families.bagel.flow_settings import BAGEL_FLOW, flow_for
+from unigen_ds.families.bagel.flow_settings import flow_for
 from unigen_ds.runner.trained import open_inferencer
 
 runs = want("resume", "models", "decoder")
@@ -42,8 +42,7 @@ def test_a_preview_shows_what_the_checkpoint_draws_and_writes(name: str, tmp_pat
     run = runs().outcome(name)
     inferencer = open_inferencer(run.checkpoints[-1])
     given, data = PREVIEWS["digits"], str(runs().out / "data")
-    flow = flow_for(inferencer.model, BAGEL_FLOW)[0]
-    flow = type(flow)(**{**vars(flow), "num_timesteps": given["flow"]["num_timesteps"]})
+    flow = flow_for(inferencer.model, given["flow"])
     made = rows(run.folder, RESUME_UPDATES)
     asked = [p if isinstance(p, dict) else {"prompt": p} for p in given["prompts"]]
     asked += [{"images": [path], "understand": True} for path in given["images"]]

@@ -24,7 +24,7 @@ from tests.engines.cases import OWN_RECORDS, PRIME_RECORDS
 from unigen_ds.checkpoint import saver, store
 from unigen_ds.core import dist
 from unigen_ds.core.batch import LossTerms, PackedBatch
-from unigen_ds.core.errors import SaveError
+from unigen_ds.core.errors import ConfigError, SaveError
 from unigen_ds.core.outputs import write_output
 from unigen_ds.core.registry import HOOKS, MODELS
 from unigen_ds.examples.digits.dataset import write_digits
@@ -350,6 +350,39 @@ class RunnerSeen(mmengine.hooks.Hook):
             runner.save_checkpoint(runner.work_dir, "mine.pth")
         if runner.iter == 4 and runner.rank == runner.world_size - 1:
             runner.train_loop.stop_training = True
+
+
+@HOOKS.register_module()
+class ChangingHook(Hook):
+    """Changes parameters before the training and after its first update, asks whether a hook that did so is refused
+    (``changes_<rank>.json``), and takes it back.
+    """
+
+    def before_train(self, run: Run) -> None:
+        self._change(run)
+
+    def after_update(self, run: Run, result: UpdateResult) -> None:
+        if run.progress.updates == 1:
+            self._change(run)
+
+    def _change(self, run: Run) -> None:
+        check, model = run._parameters.check, run.backend.model  # type: ignore[attr-defined]
+        check(self, "before_train")  # nothing is changed
+        layer = next(module for module in model.modules() if isinstance(module, nn.Linear))
+        weight, found = layer.weight, []
+        for change, undo in (
+            (lambda: weight.requires_grad_(False), lambda: weight.requires_grad_(True)),
+            (lambda: setattr(layer, "weight", nn.Parameter(torch.ones(2))), lambda: setattr(layer, "weight", weight)),
+            (lambda: setattr(layer, "more", nn.Linear(1, 1, bias=False)), lambda: delattr(layer, "more")),
+        ):
+            change()
+            try:
+                check(self, "before_train")
+            except ConfigError as error:
+                found.append(str(error).split(", after the engine")[0])
+            undo()
+        with (run.work_dir / f"changes_{dist.rank()}.jsonl").open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(found) + "\n")
 
 
 @HOOKS.register_module()

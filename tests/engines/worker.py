@@ -239,7 +239,6 @@ def main() -> None:
 
     from tests.engines import mixture_data, pictures, previews, texts, users  # noqa: F401 - previews registers its hooks
     from tests.families import tiny_transformers
-    from unigen_ds.backends.deepspeed_op import load_shared_memory_op
 
     text = Path(sys.argv[1]).read_text(encoding="utf-8")
     adapters = ["peft"] * ('"lora"' in text)
@@ -247,7 +246,6 @@ def main() -> None:
         importlib.import_module(name)
     torch.set_num_threads(1)
     nvtx.enable_nvtx = False  # ranges for a profiler, which take a tenth of ZeRO-3's time here
-    load_shared_memory_op()  # compiled at the very first start; else every process would ask ninja
     jobs, out = json.loads(text), Path(sys.argv[2])
     # a compiler that was killed leaves half a library in torch's shared cache, on which every later process fails
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str((out / "compiled_code").resolve())

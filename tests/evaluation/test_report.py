@@ -535,6 +535,26 @@ def test_several_runs_are_compared(runs: Runs, tmp_path: Path) -> None:
     assert {"run1-time", "run2-curves"} <= set(page.texts)
 
 
+def test_components_of_two_configs_are_paired_by_type_and_name(runs: Runs, tmp_path: Path) -> None:
+    """A hook more at the front moves no other one."""
+    ema, evaluate = {"type": "EMAHook", "momentum": 0.1}, {"type": "EvaluateHook", "name": "held", "interval": 5}
+    lists = {
+        "a": [ema, evaluate, {"type": "EvaluateHook", "interval": 2}, {"type": "LedgerHook"}, {"type": "LedgerHook"}],
+        "b": [{"type": "LedgerHook"}, evaluate, {**ema, "momentum": 0.2}, {"type": "EvaluateHook", "interval": 3}],
+    }
+    for name, hooks in lists.items():
+        (path := copied(runs.other, tmp_path / name) / "timeline.jsonl")
+        first, *rest = lines_of(path)
+        first["config"]["custom_hooks"] = hooks
+        path.write_text("".join(json.dumps(line) + "\n" for line in [first, *rest]))
+    page = report(tmp_path / "a", tmp_path / "b", out=tmp_path / "both.html")
+    rows = {row[0]: row[1:] for row in page.tables["comparison"][1][1:]}
+    assert rows == {
+        "custom_hooks.EMAHook.momentum": ["0.1", "0.2"], "custom_hooks.EvaluateHook.interval": ["2", "3"],
+        "custom_hooks.LedgerHook#2.type": ["LedgerHook", "not given"],
+    }  # fmt: skip
+
+
 def test_names_of_runs() -> None:
     paths = [Path("/a/x/run"), Path("/a/y/run"), Path("/a/z/other")]
     assert list(run_names(paths)) == ["x/run", "y/run", "z/other"]

@@ -41,7 +41,7 @@ def run_case(case: Any, library: Path, out: Path) -> dict[str, Any]:
     if case.world > 1:
         os.environ.update(
             RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(case.world), LOCAL_WORLD_SIZE=str(case.world),
-            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(dist.free_port()),
+            MASTER_PORT=str(dist.free_port()),
         )  # fmt: skip
     device.install(library)
     recorder = Recorder()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.families.own_family import PointBatch, Regressor
+from tests.families.own_family import PointBatch, Regression, Regressor
 from tools.export import main as export
 from tools.generate import main as generate
+from tools.train import main as train
 from unigen_ds.core import log
+from unigen_ds.core.batch import LossTerms
 from unigen_ds.core.config import load_config
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.metrics import read_lines
@@ -154,3 +157,34 @@ def test_targets_of_its_own_are_counted(tmp_path: Path) -> None:
     changes = {f"train_dataloader__{key}": value for key, value in loader.items()}
     with pytest.raises(DataError, match="all 66 targets are lost"):
         Runner.from_cfg(config(tmp_path / "run", **changes))
+
+
+ONE, THREE = {"value": 1.0}, {"value": 1.0, "class": 1.0, "more": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"counts": ONE}, "'class' is in Family.terms and not in PointBatch.target_counts()"),
+        ({"counts": THREE}, "'more' is in PointBatch.target_counts() and not in Family.terms"),
+        ({"sums": ONE}, "'class' is in Family.terms and not in LossTerms.sums"),
+        ({"sums": THREE}, "'more' is in LossTerms.sums and not in Family.terms"),
+        ({"terms": ("value",)}, "'class' is in PointBatch.target_counts() and not in Family.terms"),
+    ],
+)
+def test_a_term_that_is_not_everywhere_is_refused_at_the_first_micro_batch_and_in_the_dry_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], changed: Any, problem: str
+) -> None:
+    if "terms" in changed:
+        monkeypatch.setattr(Regression, "terms", changed["terms"])
+    if "counts" in changed:
+        monkeypatch.setattr(PointBatch, "target_counts", lambda batch: changed["counts"])
+    if "sums" in changed:
+        monkeypatch.setattr(Regressor, "forward", lambda model, batch: LossTerms(
+            {term: model.heads(model.body(batch.x)).sum() for term in changed["sums"]}))  # fmt: skip
+    given = config(tmp_path / "run", loss_weights={})
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        Runner.from_cfg(given).train()
+    assert not list((tmp_path / "run").glob("*.pth")) and not lines(tmp_path / "run")
+    assert train([str(tmp_path / "run.py"), "--dry-run", "--cfg-options", "loss_weights={}"]) == 1
+    assert problem.replace("PointBatch", "Batch") in capsys.readouterr().out

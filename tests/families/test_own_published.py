@@ -14,6 +14,7 @@ from tests.families.test_own_family import config
 from tools.export import main as export
 from tools.zero_to_fp32 import main as zero_to_fp32
 from unigen_ds.core.errors import CheckpointError
+from unigen_ds.core.files import DIGESTS
 from unigen_ds.runner import Runner
 from unigen_ds.runner.trained import open_model
 
@@ -26,7 +27,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("published")
     Runner.from_cfg(config(folder / "run", **OWN), max_updates=2).train()
     assert export([str(folder / "run"), str(folder / "out")]) == 0
-    assert sorted(path.name for path in (folder / "out").iterdir()) == ["points.json", WEIGHTS]
+    assert sorted(path.name for path in (folder / "out").iterdir()) == [DIGESTS, "points.json", WEIGHTS]
     return folder / "out"
 
 

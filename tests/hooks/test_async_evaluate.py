@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from safetensors.torch import load_file
 from tests import processes
 from tests.processes import ENVIRONMENT, ROOT
 from tests.text_run import text_config, words
+from unigen_ds.checkpoint.home import RUN
+from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.metrics import read_lines
 from unigen_ds.core.registry import HOOKS
@@ -413,6 +417,52 @@ def test_results_of_an_abandoned_branch_are_not_logged(tmp_path, script):
     run(tmp_path, f"{script} 0", updates=5, wait=(4,), resume=str(tmp_path / "run" / "iter_3.pth"), **keep)
     assert [update for update, _ in logged(tmp_path)] == [2, 4]
     assert (tmp_path / "run" / "eval_results" / "run" / "step_4.json.abandoned").exists()
+
+
+def test_evaluations_of_another_run_are_left_alone(tmp_path, script):
+    """Two work dirs of one name, one shared folder of results: none ends, sets aside or logs what is the other's; nor
+    does a copy of the work dir. Each start of a run has the folder of its first one.
+    """
+    shared, command = tmp_path / "shared", f"{script} 2.5"
+    one, two, copy = (tmp_path / name for name in ("one", "two", "copy"))
+    one.mkdir(), two.mkdir()
+    run(one, command, updates=4, max_running=1, results=str(shared))  # update 2 is evaluated, 4 waits
+    running = json.loads((shared / "run" / "step_2.job").read_text())
+    shutil.copytree(one, copy)
+    folders = []
+    for folder, resume in ((two, False), (copy, str(copy / "run" / "iter_2.pth"))):
+        run(folder, f"{script} 0", updates=6, results=str(shared), max_running=9, wait_at_end=True, resume=resume)
+        assert [update for update, _ in logged(folder)] == [2, 4, 6][resume is not False :]
+        folders.append(f"run-{(folder / 'run' / RUN).read_text()[:8]}")
+        assert f"{shared / 'run'} has the evaluations of another run" in log(folder)
+        assert not [text for text in ("is ended:", "is now", "Hook:") if text in log(folder)]
+    assert sorted(path.name for path in shared.iterdir()) == sorted(["run", *folders]) and len(set(folders)) == 2
+    until((shared / "run" / "step_4.json").exists)
+    assert json.loads((shared / "run" / "step_2.json").read_text())["results"]["mme"] == 2, running
+    shutil.move(one, tmp_path / "moved")
+    run(tmp_path / "moved", command, updates=4, results=str(shared), resume=True)
+    assert [update for update, _ in logged(tmp_path / "moved")] == [2, 4]
+    ids = {Manifest.read(path).run for path in tmp_path.glob("*/run/iter_*.pth")}
+    assert len(ids) == 3 and all(len(each) == 16 for each in ids)
+
+
+def test_only_its_own_process_is_ended(tmp_path):
+    """Not one whose number is of another container, and not one that has got the number later. One of another
+    container that has ended with it is not waited for.
+    """
+    jobs = JobFolder(tmp_path)
+    own = jobs.start(new_job(2, 1, tmp_path, ["sleep", "60"], tmp_path / "out"), {})
+    process = jobs._processes.pop(own.pid)  # as after another start
+    elsewhere = replace(own, pid_space="elsewhere")
+    cases = {elsewhere: None, replace(own, pid_start="1"): -1, replace(own, pid_start=""): -1,
+             replace(own, pid=0, pid_start=""): -1}  # fmt: skip
+    for other, status in cases.items():
+        assert jobs.status(other) == status
+        jobs.cancel(other)
+    assert process.poll() is None and jobs.status(own) is None
+    os.killpg(process.pid, signal.SIGKILL)
+    assert process.wait(30) == -signal.SIGKILL and jobs.status(own) == -1
+    until(lambda: jobs.status(elsewhere) == -1)
 
 
 def test_no_shell_reads_a_command(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.data.support import write_jsonl
 from tests.text_run import text_config, words
 from tools.checkpoints import main
 from unigen_ds.checkpoint import saver, store
 from unigen_ds.checkpoint.best_record import HINT, WEIGHTS, best_of
+from unigen_ds.checkpoint.manifest import FILE_NAME
 from unigen_ds.core.errors import ConfigError, SaveError
+from unigen_ds.core.files import file_digest
 from unigen_ds.core.registry import HOOKS
+from unigen_ds.evaluation.metrics.exact_match import ExactMatch
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.hooks.best import BestCheckpoint, rule_of
 from unigen_ds.runner import Runner
@@ -41,7 +46,8 @@ class ScriptedEvaluation(Hook):
         self.best.before_update()
 
     def after_update(self, run: Run, result: UpdateResult) -> None:
-        self.metrics = {"val/loss": self.values[run.progress.updates - 1], "val/bleu": 0.5}
+        value = self.values[run.progress.updates - 1]
+        self.metrics = {"val/loss": value, "val/accuracy": value, "val/bleu": 0.5}
         self.best.offer(run, self.metrics)
         for hook in run.hooks:
             hook.after_val(run, self.metrics)
@@ -209,12 +215,63 @@ def test_weights_alone(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == f"{folder}; best: val/loss 2"
 
 
+def test_only_weights_of_the_runs_own_folder_are_deleted(tmp_path):
+    """A resume into another folder, records that name a folder of the same shape, and links to such folders."""
+    values, given = [5.0, 4.0], {"weights_only": True}
+    run(tmp_path, values, **given)
+    first, other = tmp_path / "run", tmp_path / "other"
+    given["work_dir"] = str(other)
+
+    def better(resume: Any = True) -> set[str]:
+        """One more update, which is the best one: what is deleted, and not of ``other``."""
+        values.append(values[-1] / 2)
+        before = {str(path) for path in tmp_path.rglob("*")}
+        run(tmp_path, values, resume=resume, **given)
+        assert best_of(other)[0] == other / WEIGHTS / f"update_{len(values)}"
+        gone = before - {str(path) for path in tmp_path.rglob("*")}
+        return {path for path in gone if not path.startswith(f"{other}/iter_")}
+
+    def record(path: str) -> None:
+        """The newest checkpoint of ``other`` has it as the best one."""
+        newest, _ = store.newest(other)
+        states = json.loads((newest.path / saver.HOOKS_FILE).read_text())
+        states["evaluate"]["best"]["path"] = path
+        (newest.path / saver.HOOKS_FILE).write_text(json.dumps(states))
+        manifest = newest.manifest
+        manifest.files = [
+            replace(entry, size=(newest.path / entry.path).stat().st_size, digest=file_digest(newest.path / entry.path))
+            for entry in manifest.files
+        ]
+        (newest.path / FILE_NAME).write_text(manifest.to_json())
+
+    assert better(str(first / "iter_2.pth")) == set() and (first / WEIGHTS / "update_2").is_dir()
+    assert "not deleted" not in (other / "train.log").read_text()
+    foreign = tmp_path / "foreign" / WEIGHTS / "update_9"
+    shutil.copytree(first / WEIGHTS / "update_2", foreign)
+    for name in (str(foreign), f"{WEIGHTS}/../../foreign/{WEIGHTS}/update_9"):
+        record(name)
+        assert better() == set(), name
+    (other / WEIGHTS / "update_9").symlink_to(foreign)
+    record(f"{WEIGHTS}/update_9")
+    assert better() == {f"{other}/{WEIGHTS}/update_9"}, "the link alone"
+    shutil.rmtree(other / WEIGHTS)
+    (other / WEIGHTS).symlink_to(foreign.parent)
+    record(f"{WEIGHTS}/update_9")
+    assert better() == set() and "is not deleted: it is not inside of" in (other / "train.log").read_text()
+
+
 def test_weights_alone_that_cannot_be_written_keep_the_checkpoint(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / WEIGHTS).write_text("a file where the folder would be")
     run(tmp_path, VALUES[:6], weights_only=True)
     assert checkpoints(tmp_path / "run") == ["iter_3.pth", "iter_6.pth"]
     assert "complete and kept, but" in log(tmp_path)
+
+
+def test_the_greatest_is_the_best_where_that_is_the_rule(tmp_path):
+    run(tmp_path, [0.1, 0.5, 0.3, 0.4], save_best="val/accuracy")
+    folder, best = best_of(tmp_path / "run")
+    assert (folder.name, best.rule, best.value, best.updates) == ("iter_2.pth", "greater", 0.5, 2)
 
 
 def test_nan_never_is_the_best(tmp_path):
@@ -224,7 +281,7 @@ def test_nan_never_is_the_best(tmp_path):
 
 
 def test_a_name_that_the_evaluation_lacks_is_refused_at_the_first(tmp_path):
-    with pytest.raises(ConfigError, match=r"val/bleu2.*Allowed: val/bleu, val/loss"):
+    with pytest.raises(ConfigError, match=r"val/bleu2.*Allowed: val/accuracy, val/bleu, val/loss"):
         run(tmp_path, VALUES, save_best="val/bleu2")
     with pytest.raises(ConfigError, match=r"EarlyStoppingHook.monitor is 'val/los'"):
         run(tmp_path / "b", VALUES, hooks=({"type": "EarlyStoppingHook", "monitor": "val/los", "rule": "less"},))
@@ -311,3 +368,39 @@ def test_the_list_of_a_run_without_a_best_one(tmp_path, capsys):
     states.write_text(json.dumps({"evaluate": {"best": {"metric": 1}}}))
     assert main(["list", str(tmp_path / "run")]) == 0
     assert store.read_hint(tmp_path / "run") is not None
+
+
+def evaluated(folder: Path, *, held: int = 3, monitor: str = "val/loss", **overrides: Any) -> int:
+    """Updates after a run whose evaluations never are better than the first one by ``min_delta``."""
+    folder.mkdir(exist_ok=True)
+    turns = (("user", 3), ("assistant", 2))
+    talks = [[{"role": role, "type": "text", "content": words(n, k)} for role, n in turns] for k in range(held)]
+    records = [{"conversations": turns} for turns in talks]
+    data = write_jsonl(folder / f"held{held}.jsonl", records)
+    source = {"type": "UnifiedGenerationDataset", "data_path": str(data), "name": "held"}
+    evaluate = {"type": "EvaluateHook", "interval": 1, "unit": "update", "save_best": monitor, "rule": "less",
+                "metrics": ["ExactMatch"], "generation": {"max_new_tokens": 1}}  # fmt: skip
+    stop = {"type": "EarlyStoppingHook", "monitor": monitor, "rule": "less", "patience": 2, "min_delta": 100.0}
+    given = {"val_dataloader": {"dataset": source, "batch_size": 2}, "custom_hooks": [evaluate, stop], **overrides}
+    return run(folder, VALUES, **given).progress.updates
+
+
+@pytest.mark.parametrize(
+    ("monitor", "changed", "why"),
+    [
+        ("val/loss", {}, ""),
+        ("val/loss", {"held": 4}, "num_samples is 3 and 4"),
+        ("val/loss", {"loss_weights": {"text": 0.5}}, "settings is {"),
+        ("val/exact_match", {"definition": 2}, "version is unigen_ds definition 1 and unigen_ds definition 2"),
+    ],
+)
+def test_a_best_value_of_another_evaluation_starts_anew(tmp_path, monkeypatch, monitor, changed, why):
+    """Other validation data, weights of the loss or version of the metric: neither the best nor the patience counts."""
+    assert evaluated(tmp_path, monitor=monitor) == 3
+    if "definition" in changed:
+        monkeypatch.setattr(ExactMatch, "definition", changed.pop("definition"))
+    assert evaluated(tmp_path, monitor=monitor, resume=True, **changed) == (6 if why else 3)
+    warned = f"is not the best checkpoint any more: its value cannot be compared with those of this run: {why}"
+    assert (warned in log(tmp_path)) == bool(why)
+    assert (f"EarlyStoppingHook starts anew: the {monitor} of before cannot" in log(tmp_path)) == bool(why)
+    assert (best_of(tmp_path / "run")[1].updates > 3) == bool(why)

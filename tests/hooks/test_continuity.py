@@ -11,6 +11,7 @@ import torch
 
 from tests.tiny import tiny_config
 from unigen_ds.checkpoint import saver
+from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.errors import ConfigError, TrainingError
 from unigen_ds.core.registry import HOOKS, build
 from unigen_ds.core.seeding import rng_state
@@ -42,7 +43,8 @@ def resumed(folder: Path, name: str, **options: Any) -> str:
 
 
 def test_the_recorded_losses_come_again_to_the_bit(folder):
-    recorded = saver.read_hook_states(folder / "run" / "iter_9.pth")["continuity"]["losses"]
+    path = folder / "run" / "iter_9.pth"
+    recorded = saver.read_hook_states(path, Manifest.read(path))["continuity"]["losses"]
     assert set(recorded) == {"text", "image"}
     line = resumed(folder, "same")
     assert "are the recorded ones" in line

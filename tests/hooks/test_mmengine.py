@@ -231,6 +231,37 @@ def test_what_cannot_exist_is_a_clear_error(tmp_path: Path) -> None:
     assert not {"at", "in_epoch", "agreed", "stop_wanted", "what"} & {*allowed.split(", ")}
 
 
+class Changes(mmengine.hooks.Hook):
+    """Changes the model's parameters at one point."""
+
+    def __init__(self, point: str, what: str) -> None:
+        def change(runner: Any, *arguments: Any, **named: Any) -> None:
+            module = next(m for m in runner.model.modules() if isinstance(m, nn.Linear))
+            if what == "freezes":
+                module.weight.requires_grad_(False)
+            elif what == "replaces":
+                module.weight = nn.Parameter(module.weight.detach().clone())
+            else:
+                runner.model.more = nn.Linear(2, 2)
+
+        setattr(self, point, change)
+
+
+@pytest.mark.parametrize(
+    ("point", "what", "message"),
+    [
+        ("before_run", "adds", r"adds more\.weight \(and 1 more changes\), after the engine was built"),
+        ("before_train", "freezes", r"sets requires_grad=False of .*weight, after the engine was built"),
+        ("before_train_epoch", "replaces", r"replaces .*weight, after"),
+        ("after_train_iter", "freezes", r"sets requires_grad=False of .*weight, after"),
+    ],
+)
+def test_a_hook_that_changes_what_is_trained_is_refused(tmp_path: Path, point: str, what: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"mmengine\.Changes\.{point} {message}"):
+        run(tmp_path, dict(type=Changes, point=point, what=what))
+    assert not list(tmp_path.glob("*.pth")), "no checkpoint of weights that were moved without a gradient"
+
+
 def with_validation(folder: Path, *hooks: dict[str, Any], **overrides: Any) -> Runner:
     """Three batches of validation data, evaluated after each update."""
     folder.mkdir(exist_ok=True)

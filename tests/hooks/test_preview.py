@@ -120,11 +120,9 @@ def test_it_shows_what_the_average_of_the_weights_makes(shown: Runner, data: Pat
 
 
 def settings(inferencer: Any) -> Any:
-    from dataclasses import replace
-
     from unigen_ds.families.bagel.flow_settings import flow_for
 
-    return replace(flow_for(inferencer.model)[0], **FLOW)
+    return flow_for(inferencer.model, FLOW)
 
 
 def test_a_file_of_prompts_with_parts(data: Path, tmp_path: Path) -> None:

@@ -45,13 +45,13 @@ class Spiking(DecoderLM):
 
 
 def test_a_real_run_has_all_of_them(tmp_path: Path) -> None:
-    """26 updates through the runner: the epoch's means, statistics, one warning and the estimate."""
+    """30 updates through the runner: the means of two epochs, statistics, one warning and the estimate."""
     records = [{"text": " ".join(WORDS[(k + n) % 10] for n in range(5))} for k in range(60)]  # equally many targets
     write_records(tmp_path / "train.jsonl", records)
     config = text_config(
         tmp_path,
         model__type="Spiking",
-        train_cfg={"max_updates": 26},
+        train_cfg={"max_updates": 30},
         train_dataloader__packing=None,
         default_hooks__logger__statistics_interval=10,
     )
@@ -59,14 +59,17 @@ def test_a_real_run_has_all_of_them(tmp_path: Path) -> None:
     lines = read_lines(tmp_path / "run" / "metrics.jsonl")
     losses = [line["loss"] for line in lines if "event" not in line]
     ends = {line["update"]: line for line in lines if "epoch_loss" in line}
-    assert [*ends] == [15] and ends[15]["epoch_loss"] == pytest.approx(sum(losses[:15]) / 15, rel=1e-6)
+    assert [*ends] == [15, 30] and ends[15]["epoch_loss"] == pytest.approx(sum(losses[:15]) / 15, rel=1e-6)
+    assert ends[30]["epoch_loss"] == pytest.approx(sum(losses[15:]) / 15, rel=1e-6), "the second one alone"
     assert ends[15]["epoch_loss/text"] == ends[15]["epoch_loss"] and ends[15]["epoch_tokens_per_second"] > 0
-    assert [line["update"] for line in lines if line.get("event") == "training_stats"] == [10, 20]
+    assert [line["update"] for line in lines if line.get("event") == "training_stats"] == [10, 20, 30]
     log = (tmp_path / "run" / "train.log").read_text()
     shown = [line.partition("training_stats at update ")[2] for line in log.splitlines() if "training_stats at" in line]
-    assert [line.split()[0] for line in shown] == ["10:", "20:"] and all("has all 34 values" in line for line in shown)
+    assert [line.split()[0] for line in shown] == ["10:", "20:", "30:"] and all(
+        "has all 34 values" in line for line in shown
+    )
     assert all("tokens_per_second " in line and "share_data " in line and "max_" not in line for line in shown)
-    assert log.count("Estimated total time") == 1 and "(26 updates of " in log
+    assert log.count("Estimated total time") == 1 and "(30 updates of " in log
     (warned,) = [line for line in log.splitlines() if "the gradient norm is" in line]
     assert " WARNING update 24: " in warned and "exploding" in warned
 

@@ -60,6 +60,7 @@ class TinyRun:
         image: float = 2.0,
         image_count: float = 4.0,
         applied: bool = True,
+        scale_fell: bool = False,
         tokens: int = 100,
     ) -> UpdateResult:
         """One update, with sums ``text`` over 3 targets and ``image`` over ``image_count``."""
@@ -71,6 +72,8 @@ class TinyRun:
             loss_weights={"text": 1.0, "image": 0.5},
             grad_norm=torch.tensor(1.5 if applied else float("nan")),
             applied=applied,
+            loss_scale=4.0 if scale_fell else None,
+            scale_fell=scale_fell,
             hparams=[{"name": "base", "lr": 0.1}, {"name": "connector", "lr": 0.2}],  # type: ignore[dict-item]
             num_skipped=1 if first == 4 else 0,
             sequences=(first, stop),

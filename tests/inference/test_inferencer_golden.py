@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -99,6 +100,30 @@ def test_text_to_image(inferencer: InterleaveInferencer, golden: dict[str, Tenso
     for context in (contexts.full, contexts.without_image):
         inferencer.extend_text(context, golden["t2i.prompt_ids"].tolist())
     compare_drawing(inferencer, contexts, golden, "t2i", name)
+
+
+def test_guidance_ends_below_its_interval(inferencer: InterleaveInferencer, golden: dict[str, Tensor]) -> None:
+    """All times of the vectors are above theirs. ``t <= 0.7`` is drawn without guidance, from the same patches on."""
+    contexts = Contexts()
+    for context in (contexts.full, contexts.without_image):
+        inferencer.extend_text(context, golden["t2i.prompt_ids"].tolist())
+    case = CASES["t2i"]["nocfg"]
+    stride = inferencer.processor.vae_downsample
+    height, width = case["image_shapes"]
+
+    def steps(scale: float, low: float) -> list[tuple[float, Tensor, Tensor]]:
+        kept: list[tuple[float, Tensor, Tensor]] = []
+        flow = replace(settings(case), text_scale=scale, interval=(low, 1.0))
+        inferencer.denoise(contexts, golden["t2i.init_noise"], (height // stride, width // stride), flow=flow,
+                           on_step=lambda *step: kept.append(step))  # fmt: skip
+        return kept
+
+    whole, above, none = steps(4.0, 0.0), steps(4.0, 0.7), steps(1.0, 0.0)
+    first = next(k for k, (t, _, _) in enumerate(above) if t <= 0.7)
+    assert 0 < first < len(above) - 1
+    assert all(torch.equal(a[2], b[2]) for a, b in zip(above[:first], whole[:first], strict=True))
+    assert not torch.equal(above[0][2], none[0][2]), "it is guided before"
+    assert torch.equal(above[first][1], whole[first][1]) and not torch.equal(above[first][2], whole[first][2])
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from tests.families.tiny_transformers import write_images
 from tests.golden_files import BAGEL
 from tests.old_names import GUIDES, old_names
 from tools.migrate import main
+from tools.train import main as train
 from unigen_ds.core.metrics import read_lines
 from unigen_ds.data.tokenizers import WordTokenizer
 from unigen_ds.families.bagel.published import FILES
@@ -79,7 +80,7 @@ def words_of(command: str) -> list[str]:
 # ---- the command lines of the guides --------------------------------------------------------------------------------
 
 VALUES: dict[str, dict[str, Any]] = {
-    'export resume_from="results/checkpoints/step_5000"': {"resume": "results/checkpoints/step_5000"},
+    'export resume_from="results/checkpoints/step_5000"': {"load_from": "results/checkpoints/step_5000"},
     'export auto_resume="True"': {"resume": "auto"},
     'export cpu_offload="True"': {"backend.cpu_offload": True, "backend.type": "fsdp"},
     "export batch_size=1": {"train_dataloader.batch_size": 1},
@@ -94,7 +95,7 @@ VALUES: dict[str, dict[str, Any]] = {
         "visualizer.vis_backends.0.project": "my-project", "visualizer.vis_backends.0.name": "unified-training-v1",
     },
     "python train_unified_generation.py --resume_from_checkpoint outputs/unified_training/step_1000 ...": {
-        "resume": "outputs/unified_training/step_1000",
+        "load_from": "outputs/unified_training/step_1000",
     },
     "python train_unified_generation.py --text_loss_weight 0.5 --image_loss_weight 2.0 ...": {
         "loss_weights.text": 0.5, "loss_weights.image": 2.0,
@@ -102,7 +103,8 @@ VALUES: dict[str, dict[str, Any]] = {
     "torchrun --nproc_per_node=4 train_unified_generation.py ...": {"backend.sharding_strategy": "NO_SHARD"},
     "torchrun --nproc_per_node=4 train_fsdp.py config/train300M_fsdp.yaml"
     " --resume_from checkpoints/fsdp_cpt4000.pth": {
-        "resume": "checkpoints/fsdp_cpt4000.pth", "model.llm.num_hidden_layers": 20, "optim_wrapper.precision": "auto",
+        "load_from": "checkpoints/fsdp_cpt4000.pth", "model.llm.num_hidden_layers": 20,
+        "optim_wrapper.precision": "auto",
     },
     "python train.py --lr_mp 0.01 --lr_vision_backbone 1e-4 --lr_language_backbone 1e-4": {
         "optim_wrapper.paramwise_cfg.groups.0.lr": 0.01, "optim_wrapper.paramwise_cfg.groups.1.lr": 1e-4,
@@ -140,6 +142,30 @@ def test_every_command_line_of_the_guides(migrated, capsys: pytest.CaptureFixtur
         translated += 1
     assert not VALUES and translated == 37
     assert len(COMMANDS) == 60
+
+
+def test_a_checkpoint_that_states_its_progress_is_resumed(migrated, tmp_path: Path) -> None:
+    """DeepSpeed's and this project's; of any other the weights are loaded."""
+    words = words_of("python train_unified_generation.py --resume_from_checkpoint")
+    for name, key in (("latest", "resume"), ("mp_rank_00_model_states.pt", "resume"), ("optimizer.pt", "load_from")):
+        (path := tmp_path / name / name).parent.mkdir()
+        path.write_text("")
+        written = migrated("unified_generation", *words, str(path.parent))
+        other = {"resume": "load_from", "load_from": "resume"}[key]
+        assert written.get(key) == str(path.parent) and not written.get(other)
+        assert ("Only the weights of that checkpoint are read" in written.text) == (key == "load_from")
+
+
+@pytest.mark.parametrize("name", ["llava", "frozen"])
+def test_their_config_given_to_the_training_is_answered_in_one_line(name: str, tmp_path: Path, capsys) -> None:
+    path = tmp_path / f"{name}.py"
+    shutil.copy(HERE / f"{name}.config", path)
+    assert train([str(path)]) == 2
+    command = f"python tools/migrate.py xtuner --out my_config.py {path}"
+    expected = f"error: {path} is a config of xtuner or mmengine. Remedy: {command} writes one of it."
+    assert [line for line in capsys.readouterr().err.splitlines() if "[transformers]" not in line] == [expected]
+    path.write_text("default_scope = 'mmengine'\nmodel = dict(type='DecoderLM', llm=1)\n")
+    assert train([str(path)]) == 2 and "migrate" not in capsys.readouterr().err, "a config of this project"
 
 
 def test_all_flags_of_one_command(migrated) -> None:
@@ -389,7 +415,7 @@ def test_a_config_in_the_style_of_xtuners_llava(migrated, tmp_path: Path) -> Non
         },
         "optim_wrapper": {
             "optimizer": {"type": "AdamW", "lr": 2e-5, "betas": (0.9, 0.999), "weight_decay": 0},
-            "clip_grad": {"max_norm": 1}, "accumulative_counts": 2, "precision": "fp16",
+            "clip_grad": {"max_norm": 1}, "accumulative_counts": 2, "loss_scale": "dynamic", "precision": "fp16",
         },
         "param_scheduler.0.end": 0.03, "param_scheduler.1.type": "CosineAnnealingLR",
         "backend": {"type": "deepspeed", "config": "zero2"},

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.golden_files import BAGEL, BAGEL_META, BAGEL_VAE, atol
 from unigen_ds.core.errors import CheckpointError, ConfigError
+from unigen_ds.core.files import DIGESTS
 from unigen_ds.families.bagel.exported import EXPORTED
 from unigen_ds.families.bagel.model import UnifiedModel
 from unigen_ds.families.bagel.published import FILES, write_published
@@ -75,8 +76,10 @@ def test_scale_and_shift_are_set_in_addition_to_the_directory() -> None:
 def test_round_trip_is_bit_equal(model: UnifiedModel, directory: Path, tmp_path: Path) -> None:
     write_published(model, tmp_path / "out", source=directory)
     written = {path.name for path in (tmp_path / "out").iterdir()}
-    assert written == {*FILES, "tokenizer.json", EXPORTED}, "values that no public file has are in a separate file"
-    for path in (path for path in (tmp_path / "out").iterdir() if path.name != EXPORTED):
+    assert written == {*FILES, "tokenizer.json", EXPORTED, DIGESTS}, (
+        "values that no public file has are in a separate file"
+    )
+    for path in (path for path in (tmp_path / "out").iterdir() if path.name not in (EXPORTED, DIGESTS)):
         assert path.read_bytes() == (directory / path.name).read_bytes(), path.name
 
 

@@ -16,6 +16,7 @@ from tests.golden_files import BAGEL
 from tests.tiny import tiny_config
 from unigen_ds.core.batch import PackedBatch
 from unigen_ds.core.errors import CheckpointError, ConfigError, ResumeBlocked
+from unigen_ds.core.files import DIGESTS
 from unigen_ds.core.metrics import read_lines
 from unigen_ds.core.progress import Geometry
 from unigen_ds.data.stream import Cursor
@@ -226,7 +227,7 @@ def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_published_directory_gets_plain_weights(scheme: str, tmp_path: Path) -> None:
     packed = unified(quantize={"llm": scheme, "vit": scheme})
     write_published(packed, tmp_path / "out")
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {*FILES, EXPORTED}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {*FILES, EXPORTED, DIGESTS}
     again = UnifiedModel(pretrained=str(tmp_path / "out"))
     expected = plain_state_dict(packed)
     assert again.state_dict().keys() == expected.keys()

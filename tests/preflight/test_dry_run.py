@@ -20,6 +20,8 @@ from tools.train import main
 from unigen_ds.checkpoint.lock import WorkDirLock
 from unigen_ds.core import versions
 from unigen_ds.core.progress import Geometry, Ruler
+from unigen_ds.core.registry import HOOKS
+from unigen_ds.hooks.base import Hook
 from unigen_ds.hooks.checkpoint import CheckpointHook
 from unigen_ds.preflight import first_batches, resources
 from unigen_ds.preflight.first_batches import FirstBatches, Kind, MadeBatch
@@ -121,7 +123,50 @@ def test_several_data_sets_that_cannot_be_read_are_all_named(config, folder, tmp
     found = results(capsys)
     wrong = [text for status, text in found["start"] if status == "problem"]
     assert len(wrong) == 2 and "one.jsonl:1" in wrong[0] and "two.jsonl:1" in wrong[1], found
-    assert found["config"][0][0] == found["hooks"][0][0] == "ok" and found["model"][0][0] == "not checked"
+    assert found["config"][0][0] == found["hooks"][0][0] == found["model"][0][0] == "ok"
+    assert found["batches"][0][0] == "not checked"
+
+
+@HOOKS.register_module()
+class NeverBuiltHook(Hook):
+    """Its constructor fails."""
+
+    def __init__(self, number: int = 0) -> None:
+        raise RuntimeError(f"no licence {number}")
+
+
+WRONG = {
+    "keys": (
+        ["train_dataloader.num_wrokers=3", "optim_wrapper.optimizer.lr='fast'"],
+        {"config": 2},
+        {"engine", "collectives", "time"},
+    ),
+    "hooks": (
+        ["custom_hooks=[dict(type='NeverBuiltHook', number=1), dict(type='NeverBuiltHook', number=2)]"],
+        {"hooks": 2},
+        set(),
+    ),
+    "model": (["model.llm.hidden_size=33"], {"config": 1}, {"model", "collectives", "time"}),
+    "engine": (["train_dataloader.global_batch_size=5"], {"engine": 1}, {"collectives", "time"}),
+    "adapters": (["lora=dict(r=0)"], {"config": 2}, {"model", "collectives", "time"}),
+    "checkpoint": (["load_from=missing.pth"], {"paths": 1}, set()),
+    "training": (["train_cfg=dict(max_updatse=3)", "val_dataloader=dict(split=2)"], {"config": 2}, {"time"}),
+}
+"""What is wrong -> its options, problems by check, and the checks that cannot be made then."""
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_does_not_depend_on_a_problem_is_checked(config, capsys, what):
+    options, problems, unchecked = WRONG[what]
+    own = ["--batches", "1", "--skip", "memory", "--peak-tflops", "1"]
+    assert main([config(), "--dry-run", "--json", *own, "--cfg-options", *options]) == 1
+    found = results(capsys)
+    wrong = {check: sum(status == "problem" for status, _ in of) for check, of in found.items()}
+    assert {check: number for check, number in wrong.items() if number} == problems, found
+    later = ("engine", "tokenizer", "start", "model", "batches", "workers", "collectives", "time")
+    assert {check for check in later if "ok" not in {status for status, _ in found[check]}} - {*problems} == unchecked
+    assert any(" records of 1 data set(s)" in text for status, text in found["start"] if status == "ok"), found
+    assert any(" micro-batches of 1 rank" in text for _, text in found["batches"]), found
 
 
 def test_a_folder_in_which_another_process_trains(config, tmp_path, capsys):
@@ -311,9 +356,9 @@ train_cfg = dict(max_epochs=1)
     assert "both would wait for ever" in text and "in layers.1" in text and "Remedy: run every part" in text, text
 
 
-def batches(*kinds):
-    """Those of ranks with these kinds in one iteration."""
-    made = [[MadeBatch(kind, 1, 8, 0, {}, 100, 0.0)] for kind in kinds]
+def batches(*kinds, before=()):
+    """Those of ranks with these kinds in one iteration, after iterations in which all ranks have one of ``before``."""
+    made = [[MadeBatch(one, 1, 8, 0, {}, 100, 0.0) for one in (*before, kind)] for kind in kinds]
     return FirstBatches(Geometry(1, 1, len(kinds)), made)
 
 
@@ -326,6 +371,8 @@ def test_calls_are_compared_in_every_iteration():
     (found,) = compare(batches(whole, whole, texts), other)
     assert found.status == "problem" and "rank 0 (with all parts) and rank 2 (without images)" in found.text
     assert "call 1 of an update is all_gather(8 float32) in vision on the one" in found.text
+    (found,) = compare(batches(whole, texts, before=[whole, texts]), other)
+    assert found.status == "problem" and found.text.startswith("update 3, micro-batch 1: rank 0 ")
     (found,) = compare(batches(texts, texts), other)
     assert found.status == "warning" and "no two ranks have both" in found.text
     uneven = Traces({texts: [[gather], [gather, gather]]})
@@ -395,3 +442,18 @@ def test_a_problem_that_two_checks_find_is_listed_once(config, capsys, tmp_path)
     found = results(capsys)
     wrong = [(check, text) for check, each in found.items() for status, text in each if status == "problem"]
     assert [check for check, _ in wrong] == ["paths"] and "no_such_tokenizer" in wrong[0][1], wrong
+
+
+def test_a_warm_up_shorter_than_an_update_warns_of_its_largest_factor(config, tmp_path, capsys):
+    """nanoVLM's formula: 0.03 of 7 updates warm up, so the first one trains at 1 / 0.21 of the configured rate."""
+    line = "WarmupCosineLR trains at up to 4.76 times the configured learning rate"
+    curve = {"param_scheduler": [{"type": "WarmupCosineLR"}], "optim_wrapper__optimizer__lr": 1e-3}
+    for updates, warns in ((7, True), (100, False)):
+        path = config(**curve, train_cfg={"max_updates": updates})
+        assert main([path, "--dry-run", "--json", "--skip", "memory", "--batches", "1"]) == 0
+        assert any(status == "warning" and line in text for status, text in results(capsys)["start"]) == warns
+    assert main([config(**curve, train_cfg={"max_updates": 7}), "--max-updates", "1"]) == 0
+    log, metrics = (tmp_path / "run" / name for name in ("train.log", "metrics.jsonl"))
+    assert log.read_text(encoding="utf-8").count(f"WARNING {line}") == 1
+    first = json.loads(metrics.read_text(encoding="utf-8").splitlines()[0])
+    assert first["lr"] == pytest.approx(1e-3 / 0.21)

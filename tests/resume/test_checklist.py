@@ -99,6 +99,14 @@ def test_the_guides_change_of_batch_in_its_own_numbers():
     assert position.status == "ok"
 
 
+def test_twice_the_processes_are_another_batch():
+    """Batch size and accumulation as before: the number of processes alone changes the effective batch."""
+    manifest = stored()
+    batch = found(manifest, proposal(manifest, Geometry(FIRST.batch_size, 1, 2 * FIRST.dp_size)))["batch.effective"]
+    assert batch.status == "block" and "effective batch size differs" in batch.why
+    assert batch.was.endswith("= 256") == batch.now.endswith("= 512"), (batch.was, batch.now)
+
+
 def test_the_learning_rate_is_the_same_function_of_data_after_it():
     manifest = stored()
     findings = found(manifest, proposal(manifest, Geometry(64, 2, 2)))

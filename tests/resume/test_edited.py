@@ -63,6 +63,14 @@ def changed(**edits: Any) -> dict[str, Any]:
                 "custom_hooks[EMAHook].momentum was 0.01 and is 0.02",
             ],
         ),
+        (
+            {"custom_hooks": [*CONFIG["custom_hooks"], {"type": "EMAHook", "momentum": 0.5}]},
+            [],
+            [
+                "custom_hooks[EMAHook#2].type was not given and is 'EMAHook'",
+                "custom_hooks[EMAHook#2].momentum was not given and is 0.5",
+            ],
+        ),
         ({"loss_weights": None}, [], ["loss_weights.text was 1.0 and is not given"]),
     ],
 )

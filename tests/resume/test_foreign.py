@@ -15,6 +15,7 @@ import torch
 from tests.processes import ROOT, run
 from tests.tiny import TINY, tiny_config
 from tools import resume as tool
+from tools import train as train_tool
 from unigen_ds.core.errors import ResumeBlocked
 from unigen_ds.core.metrics import read_lines
 from unigen_ds.runner import Runner
@@ -87,6 +88,12 @@ def test_the_tool_reads_it_too(folder, capsys):
     found = {f["id"]: f for f in json.loads(capsys.readouterr().out)["findings"]}
     assert found["checkpoint.foreign"]["status"] == "warn" and found["model.structure"]["status"] == "ok"
     assert found["progress.position"]["was"].startswith("iteration 12 of")
+    unknown = {name: f["now"] for name, f in found.items() if f["was"] == "not known" and f["status"] == "warn"}
+    assert {*unknown} == {
+        "checkpoint.complete", "optimizer.type", "lr.curve", "config.edited", "data.unchanged", "rng", "versions",
+    }  # fmt: skip
+    assert not any("same" in now or "compared" in now or "no other" in now for now in unknown.values())
+    assert "at 0." in unknown["lr.curve"] and unknown["optimizer.type"] == "AdamW", "what the run would do is there"
 
 
 @pytest.mark.parametrize("section", [{"enabled": True}, {"enabled": "auto"}])
@@ -109,7 +116,7 @@ def test_the_precision_is_the_stored_one(folder, tmp_path, capsys, section):
     ]
     assert tool.main([*arguments, "--cfg-options", *(f"{k}={v!r}" for k, v in values.items())]) == 0
     found = {f["id"]: f for f in json.loads(capsys.readouterr().out)["findings"]}
-    stored = "bf16" if section["enabled"] is True else "not stored"
+    stored = "bf16" if section["enabled"] is True else "not known"
     assert (found["precision"]["status"], found["precision"]["was"], found["precision"]["now"]) == (
         "warn",
         stored,
@@ -121,7 +128,12 @@ def test_bare_weights_cannot_be_resumed(folder):
     bare = folder / "bare"
     bare.mkdir()
     shutil.copy(folder / "straight" / "iter_24.pth" / "model.safetensors", bare)
-    with pytest.raises(ResumeBlocked, match="--assume batch_size=N"):
-        train(folder, "bare_run", 8, resume=str(bare))
-    with pytest.raises(ResumeBlocked, match=r"how far it was trained.*--load-from"):
-        train(folder, "bare_run", 8, resume=str(bare), assume="batch_size=4,accumulative_counts=3,dp_size=1")
+    for assume in (None, "batch_size=4,accumulative_counts=3,dp_size=1"):
+        with pytest.raises(ResumeBlocked, match=r"cannot be resumed: .*--load-from"):
+            train(folder, "bare_run", 8, resume=str(bare), assume=assume)
+
+
+def test_a_repeated_assume_adds():
+    words = ["CONFIG", "--assume", "batch_size=4,dp_size=1", "--assume", "accumulative_counts=3"]
+    for parser in (train_tool.parser(), tool.parser()):
+        assert parser.parse_args(words).assume == "batch_size=4,dp_size=1,accumulative_counts=3"

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from tests.checkpoint.support import flip_byte, make_manifest, save, save_chain
 from tests.processes import ROOT, popen
+from tests.text_run import text_config, words
 from tests.tiny import TINY, tiny_config
 from tools.train import main
 from unigen_ds.checkpoint import store
@@ -178,9 +179,24 @@ def test_relative_paths_and_links(tmp_path, monkeypatch):
 def test_a_path_that_is_none_is_explained(tmp_path):
     with pytest.raises(CheckpointError, match=r"checkpoint no/such does not exist \(looked at /"):
         checkpoint_directory("no/such")
-    save_chain(tmp_path, 12, 24)
-    with pytest.raises(CheckpointError, match=r"it holds iter_12\.pth, iter_24\.pth: name one of them"):
-        checkpoint_directory(str(tmp_path))
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(CheckpointError, match="folder is not a checkpoint of this project"):
+        checkpoint_directory(str(tmp_path / "folder"))
+
+
+@pytest.mark.parametrize("key", ["resume", "load_from"])
+def test_the_folder_of_a_run_means_its_newest_valid_checkpoint(tmp_path, key):
+    paths = save_chain(tmp_path / "other", 12, 24, 36)
+    (paths[2] / FILE_NAME).unlink()
+    given = {"resume": False, "load_from": None, key: str(tmp_path / "other")}
+    plan = plan_resume(tmp_path / "run", **given)
+    assert (plan.mode, plan.checkpoint) == ("resume" if key == "resume" else "weights", paths[1])
+    assert plan.messages[0].startswith(f"Not resumed from {paths[2]}: ")
+    assert plan.messages[1] == f"{tmp_path / 'other'} is the folder of a run: iter_24.pth is its newest."
+    for path in paths[:2]:
+        flip_byte(path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="none is usable"):
+        plan_resume(tmp_path / "run", **given)
 
 
 # ---- another model, another optimizer -------------------------------------------------------------------------------
@@ -210,6 +226,17 @@ def test_another_model_is_refused(parameters, said):
         check_model(parameters=parameters, config=CONFIG)
     check_model(parameters=rows(), config=CONFIG)
     check_model(parameters=rows(group="other"), config=CONFIG)
+
+
+def test_a_checkpoint_of_another_model_begins_with_its_type(tmp_path):
+    """Through the real start: it explains the names that are gone and new."""
+    Runner.from_cfg(text_config(tmp_path, [{"text": words(4, k)} for k in range(8)]), max_updates=1).train()
+    (other,) = (tmp_path / "run").glob("*.pth")
+    said = r"model\.type was 'DecoderLM' and is 'UnifiedModel'; "
+    for name, key, error in (("a", "resume", ResumeBlocked), ("b", "load_from", CheckpointError)):
+        config = tiny_config(tmp_path / name, tmp_path / "digits", **{key: str(other)})
+        with pytest.raises(error, match=rf"(12 parameters; now: |does not fit the model: ){said}"):
+            Runner.from_cfg(config).train()
 
 
 def test_weights_must_fit_by_shape():

@@ -313,9 +313,11 @@ def test_checkpoints_that_transformers_loads_directly(data: Path, tmp_path: Path
     saves: dict[str, Any] = {"default_hooks__checkpoint": {"interval": 2, "by_epoch": False, "max_keep_ckpts": 1}}
     saves["checkpoint_dir"] = str(tmp_path / "saved")
     given = config(data, "qwen3", tmp_path / "run", custom_hooks=hooks, **saves)
-    Runner.from_cfg(given, max_updates=3).train()
     folder = tmp_path / "saved" / "pretrained"
-    (last,) = folder.iterdir()
+    (folder / "qwen3-8b").mkdir(parents=True)  # a user's own
+    Runner.from_cfg(given, max_updates=3).train()
+    mine, last = sorted(folder.iterdir(), reverse=True)
+    assert mine.name == "qwen3-8b"
     (checkpoint,) = (path for path in (tmp_path / "saved").glob("iter_*.pth"))
     assert last.name == checkpoint.stem == "iter_6"
     model, _ = open_model(checkpoint, raw=True)

@@ -383,14 +383,18 @@ def test_undecodable_samples_are_counted_and_named(damaged, tmp_path):
 
 def test_too_many_of_them_stop_the_run(damaged, tmp_path):
     root, lost = damaged
-    outcome = prepared(tmp_path, root, train_dataloader__max_skipped_fraction=0.002, **limit(max_epochs=1))
-    with pytest.raises(DataError, match=r"could not be decoded.*max_skipped_fraction = 0\.002"):
+    outcome = prepared(tmp_path, root, train_dataloader__max_skipped_fraction=0.0001, **limit(max_epochs=1))
+    with pytest.raises(DataError, match=r"\(a share of 0\.0\d+\) could not be decoded.*max_skipped_fraction = 0\.0001"):
         outcome.runner.train()
     assert isinstance(outcome.recorder.error, DataError)
     assert outcome.progress.samples >= 100, "a share of fewer samples says nothing"
     named = {record["sample"] for record in read_lines(tmp_path / "skipped_samples.jsonl")}
     ids = [i for batch in outcome.recorder.batches for i in batch.sample_ids]
     assert named == set(ids) & set(lost) and len(named) / outcome.progress.samples > 0.002
+    (saved,) = checkpoints(tmp_path)
+    assert Manifest.read(saved).progress == outcome.progress, "nothing that was trained is lost"
+    more = {"resume": True, "train_dataloader__max_skipped_fraction": 0.1}
+    assert trained(tmp_path, root, **more, **limit(max_epochs=1)).progress.updates > outcome.progress.updates
 
 
 # --- updates without a finite gradient ----------------------------------------------------------------------------

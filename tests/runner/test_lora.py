@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import warnings
 from pathlib import Path
@@ -125,6 +126,10 @@ def test_exports_have_the_logits_of_the_trained_model(run: Path, base: Path, tmp
     assert (logits(trained) - logits(before)).abs().max() > 0.05
     assert export([str(run), str(tmp_path / "adapters")]) == 0
     assert {path.name for path in (tmp_path / "adapters").iterdir()} >= {"adapter_config.json", "tokenizer.json"}
+    written = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
+    assert (written["r"], written["lora_alpha"], written["use_dora"]) == (4, 8, True), (
+        "as configured: peft scales by it"
+    )
     theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapters").eval()
     torch.testing.assert_close(logits(theirs), logits(trained), atol=1e-5, rtol=1e-5)
     with pytest.raises(CheckpointError, match=r"holds adapters in peft's form.*export\.py CKPT OUT --merge"):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import ROOT, popen
+from tests.processes import ROOT, popen, run
 from tests.runner.text_run import count_up, write_records, write_text_config
 
 
@@ -55,7 +55,7 @@ def parent(stat: Path) -> int:
 CASES: dict[str, tuple[int, Callable[[Path, int], None], str]] = {
     "deleted": (1, deleted, "train.jsonl can no longer be read: No such file or directory. Remedy: "),
     "replaced": (0, replaced, "train.jsonl was changed during the run: it is not the one of the index. Remedy: "),
-    "killed": (2, killed, "a worker process of the data loader ended: worker (pid"),
+    "killed": (2, killed, "a worker process of the data loader ended: worker "),
 }
 
 
@@ -81,4 +81,59 @@ def test_one_sentence_and_a_status(tmp_path: Path) -> None:
         for run in runs.values():
             run.kill()
             run.wait()
+    assert (
+        ", by SIGKILL. Remedy: the system kills processes when memory"
+        in (tmp_path / "killed" / "run" / "train.log").read_text()
+    )
     assert json.loads((tmp_path / "killed" / "run" / "metrics.jsonl").read_text().splitlines()[0])
+
+
+KILLED_RUNS = """
+import os, random, signal, sys, threading, time
+from pathlib import Path
+from tests.runner.text_run import count_up, text_config, write_records
+from unigen_ds.checkpoint import store
+from unigen_ds.core.errors import TrainingError
+from unigen_ds.data.workers import Workers
+from unigen_ds.runner import Runner
+
+folder, drawn, slowest, updates = Path(sys.argv[1]), random.Random(1), 0.0, 0
+write_records(folder / "train.jsonl", count_up(200))
+save = dict(interval=1, by_epoch=False, max_keep_ckpts=2)
+config = text_config(folder, resume=True, train_dataloader__num_workers=2, train_cfg__max_updates=10**6,
+                     default_hooks__checkpoint=save)
+started = Workers.__init__
+
+def killed(self, *given, **more):
+    def kill():
+        time.sleep(delay)
+        at.append(time.monotonic())
+        os.kill(drawn.choice(self._processes).pid, signal.SIGKILL)
+
+    started(self, *given, **more)
+    threading.Thread(target=kill).start()
+
+Workers.__init__ = killed
+for k in range(int(sys.argv[2])):
+    runner, at, delay = Runner.from_cfg(config), [], drawn.random() * 0.4
+    assert runner.progress.updates == updates, "what was saved is what it continues from"
+    try:
+        runner.train()
+    except TrainingError as error:
+        slowest = max(slowest, time.monotonic() - at[0])
+        assert ", by SIGKILL" in str(error), error
+        updates = max(runner.progress.updates, updates)
+    newest, rejected = store.newest(folder / "run")
+    assert not rejected and (newest is None) == (updates == 0)
+    updates = newest.manifest.progress.updates if newest else 0
+print("updates", updates, "slowest", slowest)
+"""
+
+
+def test_a_worker_is_killed_at_random_moments_of_a_run_that_saves_after_each_update(tmp_path: Path) -> None:
+    """Each time one error, at most 5 s later, and what was saved can be continued. 200 times: ``make kills``."""
+    done = run([sys.executable, "-c", KILLED_RUNS, str(tmp_path), os.environ.get("KILLS", "8")], cwd=ROOT,
+               text=True, timeout=600)  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    updates, slowest = done.stdout.split()[1::2]
+    assert int(updates) > 3 and float(slowest) < 5.0

@@ -35,7 +35,7 @@ from unigen_ds.evaluation.metrics.exact_match import ExactMatch
 from unigen_ds.evaluation.metrics.fid import frechet_distance_of_samples
 from unigen_ds.evaluation.provenance import read_results
 from unigen_ds.evaluation.report.reading import read_work_dir
-from unigen_ds.families.bagel.flow_settings import BAGEL_FLOW, flow_for
+from unigen_ds.families.bagel.flow_settings import flow_for
 from unigen_ds.hooks.base import Hook, Run
 from unigen_ds.runner import Runner
 
@@ -85,7 +85,7 @@ class KeepAnswers(Hook):
         data, options = run.validation.data, dict(self.options)
         flow = options.pop("flow", None)
         if flow is not None:
-            options["flow"] = flow_for(run.backend.model, type(BAGEL_FLOW)(**{**vars(BAGEL_FLOW), **flow}))[0]
+            options["flow"] = flow_for(run.backend.model, flow)
         given = {"wanted": "text", "seed": data.seed, "batch_size": data.batch_size, **options}
         found = answers(run.backend, data.processor, data.datasets, data.names, **given)
         self.found[run.progress.updates] = list(found.mine)

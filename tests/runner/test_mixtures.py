@@ -17,7 +17,7 @@ import pytest
 
 from tests.data.support import write_jsonl
 from tests.runner.test_old_rules import digest
-from tests.text_run import text_config, trained, words
+from tests.text_run import KeepBatches, text_config, trained, words
 from tools import inspect_data
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.errors import ConfigError, ResumeBlocked
@@ -183,6 +183,50 @@ def test_the_log_and_the_checkpoint_report_the_groups(tmp_path: Path, capsys: py
     shown = capsys.readouterr().out
     assert "  num_used_data: the first 29 of 37 records\n" in shown and "the mandatory group short: " in shown
     assert "the group texts: " in shown
+
+
+APPENDED: dict[str, tuple[Any, Any, list[int] | None]] = {
+    "no weights": ([{}, {}, {}], {}, [61, 37, 23]),
+    "weights": ([dict(weight=3), dict(weight=2), dict(weight=1)], {}, [61, 40, 20]),
+    "a mandatory group": (
+        [dict(group="a"), dict(group="b"), dict(group="b")],
+        dict(a=dict(weight=9), b=dict(weight=1, mandatory=True)),
+        None,
+    ),
+}
+"""Keys of the three sources, their groups, and samples of each in an epoch of all."""
+
+
+@pytest.mark.parametrize("case", APPENDED)
+def test_a_further_data_set_joins_by_append(tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The epoch is finished without it; the log, the page of the data and later resumes have numbers of all three."""
+    keys, groups, drawn = APPENDED[case]
+
+    def train(number: int, updates: int, **more: Any) -> KeepBatches:
+        settings = mixture(tmp_path, train_dataloader__groups=groups, **more)
+        settings.train_dataloader.dataset = [
+            dict(type="UnifiedGenerationDataset", data_path=str(tmp_path / f"{name}.jsonl"), **key)
+            for name, key in zip(KINDS, keys[:number], strict=False)
+        ]
+        runner = Runner.from_cfg(settings, max_updates=updates)
+        runner.train()
+        return next(hook for hook in runner.hooks if isinstance(hook, KeepBatches))
+
+    before = train(2, 3)
+    after = train(3, 12, resume=True, on_data_change="append"), train(3, 24, resume=True)
+    names = [sample.split(":")[0] for kept in after for sample in kept.ids]
+    assert "short" not in names[:20] and names.count("short") > 10
+    ids = [sample for kept in (before, *after) for sample in kept.ids]
+    assert len(ids) == len(set(ids))
+    folder = tmp_path / "run"
+    log = (folder / "train.log").read_text(encoding="utf-8")
+    found = [int(number) for number in re.findall(r"generate images; (\d+) drawn an epoch", log)]
+    assert len(found) == 8 and found[2:5] == found[5:] and found[2:5] == (drawn or found[2:5])
+    page = [str(folder / "config.py"), "--work-dir", str(folder)]
+    assert inspect_data.main([*page, "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)["sources"]
+    assert [shown[name]["draws_per_epoch"] for name in KINDS] == found[5:]
+    assert inspect_data.main([*page, "--ledger", str(folder / "ledger.jsonl")]) == 0
 
 
 def test_wrong_groups_are_refused_before_anything_starts(tmp_path: Path) -> None:

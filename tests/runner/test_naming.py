@@ -53,6 +53,8 @@ def test_nanovlms_name(tmp_path: Path, digits: Path) -> None:
         "nanoVLM_siglip2-base-patch16-512_2048_mp4_SmolLM2-360M-Instruct_8xGPU_bs128_40000"
         "_lr_vision_5e-05-language_5e-05-0.00512_1229-143022"
     )
+    rates = filled("{group_lrs}", settings, Geometry(2))
+    assert rates == "vision_5e-05-language_5e-05-0.00512"
     with pytest.raises(ConfigError, match=r"visualizer\.run_name has size\. Allowed: fields model"):
         filled("{size}", settings, Geometry(2), date="")
 

@@ -184,16 +184,11 @@ def test_every_command_of_the_page_about_bagel(tmp_path: Path, monkeypatch: pyte
     assert {recipe: [line["update"] for line in page.lines(recipe)] for recipe in updates} == {
         recipe: [*range(1, number + 1)] for recipe, number in updates.items()
     }
-    causes = (
-        "another scale and shift of the VAE's latents, another latent patch or latent size, or another timestep_shift"
-    )
     for recipe, number in updates.items():
         assert all(line["loss/text"] > 0 and line["loss/image"] > 0 for line in page.lines(recipe))
         assert "First update: losses image" in (log := page.log(recipe))
         from_parts = recipe == "bagel_from_parts"
-        assert (f"Likely causes: {causes}" in log) == (not from_parts), (
-            "random weights, whose first loss is near chance"
-        )
+        assert ("the loss image is" in log) == (not from_parts), "random weights, whose first loss is near chance"
         assert next((tmp_path / "work_dirs" / recipe).glob(f"iter_{number}.pth/ema" if number == 1 else "iter_*/ema"))
     assert "HYBRID_SHARD (2 shard(s))" in page.log("bagel_7b_fsdp") and "ZeRO-3" in page.log("bagel_7b_zero3")
     assert {path.name for path in (tmp_path / "after").iterdir()} >= {"00000.png", "grid-00000.png"}

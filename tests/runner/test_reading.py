@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import operator
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
+from tests.checkpoint.test_damaged_folders import signed
 from tools.export import main as export
+from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.layouts import safetensors as layout
+from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.core.errors import CheckpointError, ResumeBlocked
+from unigen_ds.core.files import DIGESTS, file_digest
 from unigen_ds.data.tokenizers import WordTokenizer
 from unigen_ds.runner import Runner
 from unigen_ds.runner.settings import load_config
@@ -54,14 +61,79 @@ def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runner:
     return runner
 
 
+# ---- what contradicts itself -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def chain(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A work dir with the checkpoints of both updates."""
+    saves = {"interval": 1, "by_epoch": False}
+    cfg = config(data, tmp_path_factory.mktemp("chain") / "run", default_hooks__checkpoint=saves)
+    Runner.from_cfg(cfg).train()
+    return Path(cfg.work_dir)
+
+
+def refusal(data: Path, checkpoint: Path, **changed: Any) -> str:
+    """What a resume reports, after the manifest was made anew with the digests of the files as they are now."""
+    state = json.loads((checkpoint / FILE_NAME).read_text())
+    del state["digest"]
+    for dotted, value in changed.items():
+        *folders, key = dotted.split("__")
+        functools.reduce(operator.getitem, folders, state)[key] = value
+    for entry in state["files"]:
+        path = checkpoint / entry["path"]
+        entry |= {"size": path.stat().st_size, "digest": file_digest(path)}
+    (checkpoint / FILE_NAME).write_bytes(signed(state))
+    with pytest.raises(CheckpointError) as caught:
+        Runner.from_cfg(config(data, checkpoint.parent / "run", resume=str(checkpoint))).train()
+    return str(caught.value)
+
+
+def test_files_of_another_update_are_refused_by_name(data: Path, chain: Path, tmp_path: Path) -> None:
+    files = [path.relative_to(chain / "iter_1.pth") for path in (chain / "iter_1.pth").rglob("*")]
+    files = [file for file in files if file.suffix == ".safetensors" or file.name == "hooks.json"]
+    assert len(files) == 5
+    for number, file in enumerate(files):
+        checkpoint = Path(shutil.copytree(chain / "iter_2.pth", tmp_path / str(number) / "iter_2.pth"))
+        shutil.copyfile(chain / "iter_1.pth" / file, checkpoint / file)
+        text = refusal(data, checkpoint)
+        assert f"{checkpoint / file} is of update 1, and manifest.json of update 2" in text
+
+
+@pytest.mark.parametrize(("changed", "reported"), [
+    ({"progress__sequences": 6}, "progress has 6 sequences, and loader.cursor 4; iteration is 2, and 3 by progress"),
+    ({"loader__cursor__sequences": 5}, "progress has 4 sequences, and loader.cursor 5"),
+    ({"iteration": 7}, "iteration is 7, and 2 by progress and geometry"),
+    ({"progress__skipped_updates": 3}, "skipped_updates=3"),
+    ({"progress__updates": 3}, "is of update 2, and manifest.json of update 3"),
+], ids=str)  # fmt: skip
+def test_a_manifest_that_contradicts_itself(
+    data: Path, chain: Path, tmp_path: Path, changed: dict[str, Any], reported: str
+) -> None:
+    checkpoint = Path(shutil.copytree(chain / "iter_2.pth", tmp_path / "iter_2.pth"))
+    assert reported in refusal(data, checkpoint, **changed)
+
+
+@pytest.mark.parametrize("wrong", [-1e-12, float("nan")])
+def test_second_moments_that_no_optimizer_writes(data: Path, chain: Path, tmp_path: Path, wrong: float) -> None:
+    checkpoint = Path(shutil.copytree(chain / "iter_2.pth", tmp_path / "iter_2.pth"))
+    moments = load_file(checkpoint / "optimizer.safetensors")
+    key = sorted(name for name in moments if name.startswith("exp_avg_sq|"))[3]
+    moments[key][5] = wrong
+    save_file(moments, checkpoint / "optimizer.safetensors")
+    assert f"exp_avg_sq of {key.split('|')[1]} has negative values or NaN" in refusal(data, checkpoint)
+
+
 # ---- how often a file is opened --------------------------------------------------------------------------------------
 
 
 def test_a_resume_opens_each_file_once_however_many_tensors_it_has(
     data: Path, trained: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To open a file is to parse its header, which is as long as there are tensors."""
+    """To open a file is to parse its header, which is as long as there are tensors. Each is hashed once, too."""
     opened: list[Path] = []
+    hashed: list[Path] = []
+    monkeypatch.setattr(store, "file_digest", lambda path, kind: hashed.append(path) or file_digest(path, kind))
     real = layout.safe_open
     monkeypatch.setattr(layout, "safe_open", lambda path, **how: opened.append(path) or real(path, **how))
     (checkpoint,) = trained.work_dir.glob("*.pth")
@@ -70,6 +142,9 @@ def test_a_resume_opens_each_file_once_however_many_tensors_it_has(
     resumed.train()
     names = sorted(path.relative_to(checkpoint).as_posix() for path in opened)
     assert names == ["ema/rank00000.safetensors", "model.safetensors", "optimizer.safetensors"]
+    assert sorted(path for path in hashed if path.is_relative_to(checkpoint)) == sorted(
+        checkpoint / entry.path for entry in Manifest.read(checkpoint).files
+    )
     assert len(list(resumed.backend.model.parameters())) > 10, "each of which was read, and its moments and average"
 
 
@@ -97,6 +172,7 @@ def test_weights_of_another_number_of_heads_are_refused(data: Path, trained: Run
         shutil.copytree(source, tmp_path / "other")
         stated = json.loads((source / "config.json").read_text()) | {**HEADS, "head_dim": 2}
         (tmp_path / "other" / "config.json").write_text(json.dumps(stated))
+        (tmp_path / "other" / DIGESTS).unlink()
     said = r"num_attention_heads was 4 and is 8.*load_cfg\.allow=\['sizes'\]"
     with pytest.raises(CheckpointError, match=said):
         run("refused").train()

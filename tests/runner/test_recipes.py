@@ -130,7 +130,7 @@ def test_the_smaller_nanovlm_has_its_size() -> None:
 def test_a_recipe_of_bagel_has_its_engine_and_numbers(name: str, engine: str) -> None:
     """Those of BAGEL's own fine-tuning command; a sequence has room for one edit of its largest images."""
     made = load_config(name, {"work_dir": "run"})
-    assert made["backend"]["type"] == engine
+    assert made["backend"]["type"] == engine and made["model"]["activation_checkpointing"] is True
     assert made["custom_hooks"] == [{"type": "EMAHook", "momentum": 0.0001}]
     vae, vit = (made["processor"][f"{kind}_transform"] for kind in ("vae", "vit"))
     edit = 2 * (vae["max_size"] // vae["stride"]) ** 2 + (vit["max_size"] // vit["stride"]) ** 2

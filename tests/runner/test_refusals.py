@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.processes import ROOT, run
 from tests.tiny import tiny_config
@@ -89,13 +88,6 @@ def test_a_json_that_contradicts_the_config_names_both(tmp_path):
     path.write_text(json.dumps({"gradient_accumulation_steps": 4, "zero_optimization": {"stage": 2}}))
     said = refused(tmp_path, "--backend", f"deepspeed:{path}")
     assert "gradient_accumulation_steps = 4" in said and "optim_wrapper.accumulative_counts = 1" in said
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is compiled at the start")
-def test_a_missing_compiler_is_named_before_deepspeed_needs_it(tmp_path):
-    empty = {"PATH": str(tmp_path), "TORCH_EXTENSIONS_DIR": str(tmp_path / "nothing_built")}
-    said = refused(tmp_path, "--backend", "deepspeed:zero2", **empty)
-    assert "g++" in said and "fsdp:FULL_SHARD" in said
 
 
 def test_one_process_engine_with_several_processes(tmp_path):

@@ -14,21 +14,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.checkpoint.support import flip_byte, tree
 from tests.processes import ROOT, ranks, run
 from tests.runner.test_launchers import written_config
 from tests.tiny import tiny_config
 from tools.train import main
+from unigen_ds.checkpoint import manifest as manifest_module
 from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.core.dist import free_port
-from unigen_ds.core.errors import SaveError
+from unigen_ds.core.errors import ConfigError, SaveError
 from unigen_ds.core.metrics import read_lines
 from unigen_ds.core.registry import HOOKS
 from unigen_ds.examples.digits.dataset import write_digits
 from unigen_ds.hooks.base import Hook
 from unigen_ds.runner import Runner
+from unigen_ds.runner.parts import config_text
 
 JOURNALS = ("metrics.jsonl", "ledger.jsonl", "skipped_samples.jsonl")
 
@@ -122,6 +125,72 @@ def test_every_file_of_a_checkpoint_is_flushed(tmp_path, data, monkeypatch):
     written = [p.relative_to(tmp_path / "iter_1.pth") for p in (tmp_path / "iter_1.pth").rglob("*")]
     assert len(written) == 9
     assert {str(staging / path) for path in written} <= set(flushed)
+
+
+@HOOKS.register_module(force=True)
+class StatefulHook(Hook):
+    """Has a state, which is a tensor from the update ``since`` on."""
+
+    name = "stateful"
+
+    def __init__(self, since: int) -> None:
+        self.since, self.updates = since, 0
+
+    def after_update(self, run, result) -> None:
+        self.updates = run.progress.updates
+
+    def state_dict(self):
+        return {"best": torch.ones(1) if self.updates >= self.since else 1.0}
+
+
+def test_a_state_that_is_not_json_is_refused_at_the_start_and_in_the_dry_run(tmp_path, data, capsys):
+    given = config(tmp_path, data, custom_hooks=[dict(type="StatefulHook", since=0)])
+    problem = "the state of the hook 'stateful' cannot be stored as JSON: Object of type Tensor is not"
+    with pytest.raises(ConfigError, match=problem):
+        Runner.from_cfg(given).train()
+    assert not read_lines(tmp_path / "metrics.jsonl") and not store.list_checkpoints(tmp_path)
+    (tmp_path / "given.py").write_text(config_text(given.to_dict()))
+    assert main([str(tmp_path / "given.py"), "--dry-run", "--skip", "memory", "--batches", "1"]) == 1
+    assert problem in capsys.readouterr().out
+
+
+def test_a_state_that_is_not_json_later_fails_the_save_with_the_hooks_name(tmp_path, data, capsys):
+    given = config(tmp_path, data, train_cfg={"max_updates": 4}, custom_hooks=[dict(type="StatefulHook", since=3)])
+    with pytest.raises(SaveError, match="hook 'stateful' cannot be stored") as raised:
+        Runner.from_cfg(given).train()
+    assert "free disk space" not in str(raised.value) and "x.tolist()" in str(raised.value)
+    assert [one.path.name for one in store.list_checkpoints(tmp_path)] == ["iter_2.pth"]
+
+
+# ---- what a resume reports ------------------------------------------------------------------------------------------
+
+
+def test_a_newest_checkpoint_that_is_gone_and_other_code_are_warnings(tmp_path, data, capsys, monkeypatch):
+    def resumed(*gone: str) -> str:
+        """The last start's log, after these were deleted."""
+        for name in gone:
+            path = tmp_path / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        before = len(log.read_text(encoding="utf-8"))
+        Runner.from_cfg(config(tmp_path, data, resume=True), max_updates=6).train()
+        return log.read_text(encoding="utf-8")[before:]
+
+    log = tmp_path / "train.log"
+    Runner.from_cfg(config(tmp_path, data)).train()
+    (tmp_path / "given.py").write_text(config_text(config(tmp_path, data, resume=True).to_dict()))
+    shutil.rmtree(tmp_path / "iter_6.pth")
+    lost = "2 updates after update 4, which metrics.jsonl has, are trained again."
+    warning = f"Not resumed from {tmp_path / 'iter_6.pth'}: last_checkpoint names it, and it is not there; {lost}"
+    assert main([str(tmp_path / "given.py"), "--dry-run", "--skip", "memory", "--batches", "1"]) == 0
+    assert warning in capsys.readouterr().out
+    assert f"WARNING {warning}" in resumed()
+    assert "Not resumed" not in (text := resumed()) and "are trained again" not in text and "source" not in text
+    monkeypatch.setattr(manifest_module, "source_digest", lambda: "0123456789abcdef")
+    text = resumed("iter_6.pth", "last_checkpoint")
+    assert f"WARNING Not resumed from the newest checkpoint: it is gone; {lost}" in text
+    assert re.search(r"WARNING Checklist, versions: unigen_ds source \w{16} -> unigen_ds source 0123456789abcdef", text)
+    text = resumed("iter_2.pth", "iter_4.pth", "iter_6.pth", "last_checkpoint")
+    assert "WARNING Not resumed from the newest checkpoint: it is gone; 6 updates after update 0, which" in text
 
 
 # ---- a full disk ----------------------------------------------------------------------------------------------------

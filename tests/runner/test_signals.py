@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.processes import ROOT, ranks
+from tests.processes import ROOT, ranks, run
 from tests.runner.test_launchers import written_config
 from tests.tiny import tiny_config
 from unigen_ds.checkpoint.store import list_checkpoints
@@ -180,3 +180,21 @@ def test_one_process_stops_after_the_present_update(tmp_path, data, update):
         signal.signal(signal.SIGINT, before)  # a stopped process keeps its handlers: it is about to end
     assert runner.stop_reason == "signal"
     assert [found.problem for found in list_checkpoints(tmp_path)] == [None]
+
+
+def test_a_later_second_signal_ends_the_process_at_once_and_raises_nothing(tmp_path, data):
+    """Whatever the process is in: here it has a lock of a log line. Ctrl-C would raise KeyboardInterrupt there."""
+    code = (
+        "import logging, os, signal, sys\n"
+        "from unigen_ds.hooks import signals\n"
+        "signals.REPEAT_S = -1.0\n"
+        "hook = signals.SignalHook()\n"
+        "hook.before_train(None)\n"
+        "logging.Handler.acquire = lambda self: [os.kill(os.getpid(), int(sys.argv[1])) for _ in range(2)]\n"
+        "try:\n    logging.warning('line')\n"
+        "finally:\n    print('raised')\n"
+    )
+    for number in (signal.SIGINT, signal.SIGTERM):
+        done = run([sys.executable, "-c", code, str(int(number))], cwd=ROOT, text=True, timeout=60)
+        assert (done.returncode, done.stdout) == (-number, ""), done.stderr
+        assert done.stderr == f"{number.name} received: stopping after this update.\n"

@@ -70,6 +70,7 @@ def test_every_recipe_caps_tiles_and_counts_what_exceeds(folder: Path) -> None:
         made = load_config(name, {"work_dir": str(folder / name), "train_cfg.max_updates": 6})
         for key in ("model", "tokenizer", "processor", "backend", "optim_wrapper", "param_scheduler"):
             made[key] = small.get(key, [])
+        made["val_dataloader"] = None
         loader = made["train_dataloader"]
         loader |= {"batch_size": 1, "num_workers": 0, "seq_length": small["train_dataloader"]["seq_length"]}
         loader["dataset"] |= {"data_path": "train.jsonl", "index_workers": 0}

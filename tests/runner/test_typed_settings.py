@@ -44,6 +44,7 @@ env_cfg = dict(cudnn_benchmark=False, mp_cfg=dict(mp_start_method="fork"), dist_
 train_cfg = dict(type="TrainLoop", by_epoch=True, max_epochs=2)
 default_hooks = dict(param_scheduler=dict(type="ParamSchedulerHook"), sampler_seed=dict(type="DistSamplerSeedHook"))
 randomness = dict(seed=None)
+visualizer = dict(type="Visualizer", name="visualizer", vis_backends=[dict(type="LocalVisBackend")])
 """
 WRAPPER = "optim_wrapper.update(type='AmpOptimWrapper', dtype='bfloat16', loss_scale='dynamic')\n"
 SAMPLER = "train_dataloader.update(sampler=dict(type='DefaultSampler', shuffle={shuffle}))\n"
@@ -173,7 +174,8 @@ def test_runtime_keys_of_xtuner_are_translated(plain: dict[str, Any], tmp_path: 
         "env_cfg.dist_cfg.timeout=60 is read as env.dist_timeout_s=60", "train_cfg.type='TrainLoop'",
         "train_cfg.by_epoch=True", "default_hooks.param_scheduler=", "default_hooks.sampler_seed=",
         "optim_wrapper.type='AmpOptimWrapper', optim_wrapper.dtype='float32' is read as optim_wrapper.precision='fp32'",
-        "optim_wrapper.loss_scale='dynamic'", "train_dataloader.sampler=",
+        "train_dataloader.sampler=", "visualizer.type='Visualizer'",
+        "visualizer.name='visualizer'", "visualizer.vis_backends: {'type': 'LocalVisBackend'} is left out",
     ):  # fmt: skip
         assert log.count(f"Config: {line}") == 1, line
 

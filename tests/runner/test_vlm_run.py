@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import reduce
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,9 @@ from unigen_ds.families.nanovlm.inference import answer
 from unigen_ds.families.nanovlm.model import VLM
 from unigen_ds.families.nanovlm.published import vlm_arguments
 from unigen_ds.runner import Runner
-from unigen_ds.runner.build import build_groups, build_processor
+from unigen_ds.runner.build import build_geometry, build_groups, build_processor
+from unigen_ds.runner.naming import NANOVLM as TEMPLATE
+from unigen_ds.runner.naming import filled
 from unigen_ds.runner.settings import ModelSettings, Settings, load_config
 
 CONFIG = """
@@ -208,13 +211,55 @@ def test_tiles_of_a_sample_and_of_a_sequence_have_limits_and_what_exceeds_is_cou
     assert f"filters remove {over} of 16 records" in log and "more than packing.max_tiles" not in log
 
 
+GUIDE = {  # the guide's name of each number -> its value, and the key here
+    "lr_mp": (0.00512, "optim_wrapper.paramwise_cfg.groups.0.lr"),
+    "lr_vision_backbone": (5e-5, "optim_wrapper.paramwise_cfg.groups.1.lr"),
+    "lr_language_backbone": (5e-5, "optim_wrapper.paramwise_cfg.groups.2.lr"),
+    "batch_size": (2, "train_dataloader.batch_size"),
+    "gradient_accumulation_steps": (8, "optim_wrapper.accumulative_counts"),
+    "max_training_steps": (40_000, "train_cfg.max_updates"),
+    "max_grad_norm": (1.0, "optim_wrapper.clip_grad.max_norm"),
+    "eval_interval": (500, "custom_hooks.0.interval"),
+    "eval_interval's unit": ("update", "custom_hooks.0.unit"),
+    "validation batches": (64, "custom_hooks.0.max_batches"),
+    "checkpoint at each evaluation": (500, "default_hooks.checkpoint.interval"),
+    "checkpoint's unit": ("update", "default_hooks.checkpoint.unit"),
+    "batch_loss": (1, "default_hooks.logger.interval"),
+    "batch_loss's unit": ("update", "default_hooks.logger.unit"),
+    "stats_log_interval": (100, "default_hooks.logger.statistics_interval"),
+    "seq_length": (4096, "train_dataloader.seq_length"),
+    "max_sample_length": (None, "train_dataloader.max_sample_tokens"),  # None: seq_length
+    "max_images_per_example": (4, "train_dataloader.dataset.filters.1.max_tiles"),
+    "max_images_per_knapsack": (18, "train_dataloader.packing.max_tiles"),
+    "max_img_size": (2048, "processor.max_image_size"),
+    "mp_pixel_shuffle_factor": (4, "model.pixel_shuffle_factor"),
+    "num_workers": (3, "train_dataloader.num_workers"),
+    "num_workers of validation": (1, "val_dataloader.num_workers"),
+    "batch_size of validation": (None, "val_dataloader.batch_size"),  # None: that of the training
+    "warmup_steps": (0.03, "param_scheduler.warmup_ratio"),
+    "min_lr": (0.1, "param_scheduler.min_ratio"),
+    "manual_seed": (0, "randomness.seed"),
+    "autocast": ("bf16", "optim_wrapper.precision"),
+    **{f"{name}_min_rating": (1, f"train_dataloader.dataset.filters.0.{name}_min_rating")
+       for name in ("relevance", "image_correspondence", "visual_dependency", "formatting")},
+}  # fmt: skip
+NAME = (
+    "nanoVLM_siglip2-base-patch16-512_2048_mp4_SmolLM2-360M-Instruct_8xGPU_bs128_40000"
+    "_lr_vision_5e-05-language_5e-05-0.00512_1229-143022"
+)
+
+
 def test_the_recipe_has_nanovlms_numbers(tmp_path) -> None:
+    """And the guide's own name for a run of them, on 8 GPUs, from the guide's two parts."""
     made = load_config("nanovlm_460m", {"work_dir": str(tmp_path)})
-    loader, wrapper = made["train_dataloader"], made["optim_wrapper"]
-    assert loader["packing"]["max_tiles"] == 18 and loader["dataset"]["filters"][1]["max_tiles"] == 4
-    assert (loader["batch_size"], wrapper["accumulative_counts"], made["train_cfg"]["max_updates"]) == (2, 8, 40_000)
-    assert [group["lr"] for group in wrapper["paramwise_cfg"]["groups"]] == [0.00512, 5e-5, 5e-5]
+    found = {name: reduce(lambda node, key: node[int(key)] if key.isdigit() else node.get(key), key.split("."), made)
+             for name, (_, key) in GUIDE.items()}  # fmt: skip
+    assert found == {name: value for name, (value, _) in GUIDE.items()}
     settings = Settings.from_config(made)
+    parts = {"vit": "google/siglip2-base-patch16-512", "llm": "HuggingFaceTB/SmolLM2-360M-Instruct"}
+    given = load_config("nanovlm_460m", {"model.pretrained": parts, "model.vit": None, "model.llm": None})
+    named = Settings.from_config(given)
+    assert filled(TEMPLATE, named, build_geometry(named, dp_size=8), date="1229-143022") == NAME
     with torch.device("meta"):
         model = settings.model.build()
     named = dict(model.named_parameters())

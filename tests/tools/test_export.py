@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from tests.golden_files import BAGEL
 from tests.published_run import config_on_bagel, write_bagel
 from tools.export import main
+from unigen_ds.core.files import DIGESTS
 from unigen_ds.families.bagel.published import FILES
 from unigen_ds.runner import Runner
 from unigen_ds.runner.trained import open_model
@@ -47,7 +48,7 @@ def test_training_moves_all_but_the_autoencoder_and_the_tables(run: Runner, sour
 def test_what_is_exported_loads(run: Runner, source: Path, tmp_path: Path) -> None:
     assert main([str(run.work_dir), str(tmp_path / "out"), "--source", str(source)]) == 0
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert names == {*(path.name for path in source.iterdir()), "unigen_ds.json"}
+    assert names == {*(path.name for path in source.iterdir()), "unigen_ds.json", DIGESTS}
     for name in ("tokenizer.json", *FILES[:2], FILES[3]):
         assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
     model, _ = open_model(tmp_path / "out")

@@ -176,7 +176,7 @@ def test_a_published_directory_draws_edits_and_answers(
     assert main([str(published), "--prompts", str(edit), "--think", "--max-length", "4", "--out", str(out), *FAST]) == 0
     with Image.open(out / "00001.png") as image:
         assert image.size[0] > image.size[1], "an edited picture has the shape of the one that was shown"
-    words = ["--understand", "--max-length", "6", "--prompt", "a cat", "--image", str(out / "00001.png")]
+    words = ["--understand", "--max-new-tokens", "6", "--prompt", "a cat", "--image", str(out / "00001.png")]
     capsys.readouterr()
     assert main([str(published), *words, "--out", str(out), *FAST]) == 0
     last = rows(out)[-1]
@@ -264,7 +264,7 @@ def test_what_has_no_effect_and_what_is_unknown_is_reported(decoder: Path, tmp_p
     assert "WARNING" not in capsys.readouterr().err
     assert main([str(decoder), "--prompt", "one red cat", "--cfg-text-scale", "3", "--num-timesteps", "9", *more]) == 0
     printed = capsys.readouterr().err
-    assert "without effect, since nothing is drawn: --num-timesteps, --cfg-text-scale" in printed
+    assert "without effect, since nothing is drawn: text_scale, num_timesteps" in printed
     assert "2 of 3 tokens of the prompt are words that the tokenizer does not have (<unk>)" in printed
 
 

@@ -57,6 +57,25 @@ def resumed_run(request: pytest.FixtureRequest, data: Path, tmp_path_factory: py
     return work_dir / "ledger.jsonl", request.param
 
 
+def test_what_is_wrong_with_the_rest_of_a_config_prevents_nothing(data: Path, capsys: Any) -> None:
+    wrong = {
+        "custom_hooks": [{"type": "NoSuchHook"}],
+        "custom_imports.imports": ["no_such_module"],
+        "default_hooks.logger.interval": "'often'",
+        "train_cfg.max_updatse": 3,
+        "env.nope": 1,
+        "optim_wrapper.optimizer.type": "NoOptimizer",
+    }
+    shown = []
+    for more in ({}, wrong):
+        assert main(["unified_digits", "--json", *options(data, **more)]) == 0
+        printed = capsys.readouterr()
+        shown.append(json.loads(printed.out))
+    assert shown[0] == shown[1] and "no_such_module" in printed.err and "max_updatse" in printed.err
+    assert main(["unified_digits", "--json", *options(data, **wrong, **{"train_dataloader.nope": 1})]) == 2
+    assert "train_dataloader.nope" in capsys.readouterr().err
+
+
 def test_statistics_are_those_of_the_data(report: Report) -> None:
     status, found = report()
     assert status == 0

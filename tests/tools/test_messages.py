@@ -233,7 +233,7 @@ def test_all_problems_are_one_message(
     for line in (
         "train_cfg.max_epoch: did you mean 'max_epochs'?",
         "optim_wrapper.acumulative_counts: did you mean 'accumulative_counts'?",
-        "optim_wrapper has no key 'foo', 'bar'; valid: accumulative_counts, clip_grad, optimizer, paramwise_cfg,",
+        "optim_wrapper has no key 'foo', 'bar'; valid: accumulative_counts, clip_grad, loss_scale, optimizer,",
         "train_dataloader.num_workers is '2'. Allowed: a whole number",
         "tokenizer has no key 'sorted', 'lower'; valid: words",
         "custom_hooks[0].type is 'EMAHok'. Remedy: did you mean 'EMAHook'?",

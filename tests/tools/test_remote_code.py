@@ -49,6 +49,7 @@ class StrangersTokenizer(PreTrainedTokenizerFast):
 def poison(folder: Path, *, unknown: bool = False) -> Path:
     """Let the configs in ``folder`` name code beside them, ``unknown``: as their only class. Returns the marker."""
     marker = folder / "stranger.ran"
+    (folder / "digests.json").unlink(missing_ok=True)  # a stranger's directory has none
     (folder / "stranger.py").write_text(CODE.format(marker=str(marker)))
     for name, change in (("config.json", {"model_type": "stranger"}),
                          ("tokenizer_config.json", {"tokenizer_class": "StrangersTokenizer"})):  # fmt: skip

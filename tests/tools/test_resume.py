@@ -204,7 +204,8 @@ class HungryHook(Hook):
 def test_a_real_out_of_memory_error_prints_the_plans(tmp_path, run_dir):
     (tmp_path / "hungry.py").write_text(HUNGRY, encoding="utf-8")
     write_digits(run_dir.parent / "digits")
-    command = [sys.executable, "tools/train.py", "unified_digits", "--work-dir", str(tmp_path / "run"), "--resume"]
+    command = [sys.executable, "tools/train.py", "unified_digits", "--work-dir", str(tmp_path / "run")]
+    command += ["--load-from", str(next(run_dir.glob("*.pth"))), "--resume"]
     command += options(run_dir, custom_imports={"imports": ["hungry"]}, custom_hooks=[{"type": "HungryHook"}])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
     done = run(command, cwd=ROOT, env=environment, text=True, timeout=200)
@@ -214,4 +215,5 @@ def test_a_real_out_of_memory_error_prints_the_plans(tmp_path, run_dir):
     assert "train_dataloader.batch_size=2" in plans[0] and "optim_wrapper.accumulative_counts=6" in plans[0]
     assert "--nproc_per_node 2" in plans[1] and "--backend deepspeed:zero2" in plans[1]
     assert all(word in plans[2] for word in ("batch_size=1", "accumulative_counts=6", "--nproc_per_node 2"))
+    assert all("--load-from" in plan for plan in plans), "a run without a checkpoint begins as it was asked to"
     assert all("--resume" in plan and f"--work-dir {tmp_path / 'run'}" in plan for plan in plans)

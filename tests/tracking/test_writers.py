@@ -163,8 +163,8 @@ def test_tensorboard_of_the_real_runner_holds_what_metrics_jsonl_holds(watched: 
         assert found == [(line["update"], pytest.approx(line[name], rel=1e-6)) for line in lines]
 
 
-def test_results_on_an_axis_of_their_own_and_pictures(tmp_path: Path, data: Path) -> None:
-    """Through the real runner: what a hook logs reaches each writer under its names."""
+def test_results_on_an_axis_of_their_own_and_pictures(tmp_path: Path, data: Path, capfd) -> None:
+    """Through the real runner: what a hook logs reaches each writer under its names. W&B ends with one line."""
     pytest.importorskip("wandb")
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     wandb = {**WANDB, "define_metric_cfg": []}
@@ -180,6 +180,10 @@ def test_results_on_an_axis_of_their_own_and_pictures(tmp_path: Path, data: Path
         {"event": "evaluation", "update": 2, "val/loss": 0.25},
     ]
     (path,) = (tmp_path / "run").glob("wandb/offline-run-*/*.wandb")
+    lines = capfd.readouterr().err.splitlines()
+    last = max(number for number, line in enumerate(lines) if "Saved checkpoint" in line)
+    (end,) = [line for line in lines[last:] if "W&B" in line or line.startswith("wandb:")]
+    assert end.endswith(f"W&B: this run is uploaded by `wandb sync {path.parent}`.")
     found = read_wandb(path)
     (late,) = [row for row in found.rows if "lmms_eval/mme" in row]
     assert late["<lmms-eval-step>"] == 1 and late["lmms_eval/mme"] == 3.0

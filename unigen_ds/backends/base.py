@@ -24,7 +24,7 @@ from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.fitting import refuse_misfit
 from unigen_ds.core.log import logger
 from unigen_ds.core.optim import PRECISIONS, OptimizerConfig, ParamGroup, computes_bf16
-from unigen_ds.core.outputs import StateFiles
+from unigen_ds.core.outputs import StateFiles, all_finite
 from unigen_ds.core.progress import Geometry
 from unigen_ds.core.shards import BUFFER, EMA, LOSS_SCALE, MASTER, STEP, Shard, ShardReader
 
@@ -41,6 +41,10 @@ class StepResult:
     """Global L2 norm of the gradients before clipping."""
     applied: bool
     """False when a gradient was not finite: then no weight and no moment changed."""
+    loss_scale: float | None = None
+    """Of fp16: what the loss of this update was multiplied by."""
+    scale_fell: bool = False
+    """Whether the gradient overflowed in fp16 and the next loss scale is smaller."""
 
 
 class Backend(abc.ABC):
@@ -65,6 +69,9 @@ class Backend(abc.ABC):
     left_out: Collection[str] = frozenset()
     """Frozen parameters and buffers that ``state_files`` leaves out, because other files have them: those of the base
     of adapters. Set before ``prepare``."""
+
+    stamp = ""
+    """Of the present save: ``state_files`` puts it into every file. Set by the saver."""
 
     def check(self, *, geometry: Geometry, optimizer_cfg: OptimizerConfig) -> None:
         """Refuse settings that cannot work, before any process group is joined; ``topology`` is known afterwards.
@@ -141,6 +148,10 @@ class Backend(abc.ABC):
     def master_shards(self) -> Sequence[Shard]:
         """Every local fp32 master shard of a trainable parameter, padding stripped. Not collective."""
 
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """The model's parameters, as they are registered between updates. Not collective."""
+        return dict(self.model.named_parameters(remove_duplicate=False))
+
     def master_data(self) -> list[Tensor]:
         """The data of ``master_shards``, in their order: what an average follows in every update. Not collective."""
         return [shard.data for shard in self.master_shards()]
@@ -161,6 +172,17 @@ class Backend(abc.ABC):
         All of them, unless several optimizers share the parameters.
         """
         return self.trainable_sizes().keys()
+
+    def kept_tensors(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Kind, name and this rank's part of all that the optimizer keeps by now. Not collective."""
+        yield from ()
+
+    def not_finite(self) -> list[str]:
+        """Which of this rank's trained weights and optimizer tensors have an element that is not finite. Not
+        collective.
+        """
+        weights = [shard.name for shard in self.master_shards() if not all_finite(shard.data)]
+        return weights + [f"{kind} of {name}" for kind, name, data in self.kept_tensors() if not all_finite(data)]
 
     @abc.abstractmethod
     def set_steps(self, steps: Mapping[str, float]) -> None:

@@ -22,18 +22,24 @@ from torch.distributed.tensor import DTensor
 
 from unigen_ds.core import dist
 from unigen_ds.core.outputs import HashedFile, Output, StateFiles, bytes_output
+from unigen_ds.core.shards import STAMP
 
 Written = tuple[SavePlan, list[_StorageInfo]]
 """What a rank wrote: the items of its plan, and where each is."""
 
 
-def dcp_files(state: Mapping[str, Tensor], *, replica: int, replicas: int) -> StateFiles:
-    """The file that this rank writes. ``replica``: which of the ``replicas`` copies of the DTensors is here.
+def dcp_files(state: Mapping[str, Tensor], *, replica: int, replicas: int, stamp: str = "") -> StateFiles:
+    """The file that this rank writes. ``replica``: which of the ``replicas`` copies of the DTensors is here. ``stamp``,
+    as of ``Backend``, is the first item.
 
     Plain tensors are rank 0's: running statistics (BatchNorm) differ between ranks, and one rank's belong together.
     """
     sharded = {key: value for key, value in state.items() if isinstance(value, DTensor)}
     own = _own(sharded, replica, replicas) | (state.keys() - sharded.keys() if dist.is_main() else set())
+    if own:
+        mark = f"{STAMP}|{dist.rank()}"
+        state = {mark: torch.tensor(list(stamp.encode()), dtype=torch.uint8), **state}
+        own.add(mark)
     plan = create_default_local_save_plan({key: value for key, value in state.items() if key in own}, True)
     name = f"__{dist.rank()}_0.distcp"
     size = sum(_local(state[item.index.fqn]).nbytes for item in plan.items)

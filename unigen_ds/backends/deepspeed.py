@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -31,7 +32,6 @@ from unigen_ds.backends.deepspeed_config import (
     stage_of,
 )
 from unigen_ds.backends.deepspeed_files import FOLDER, CapturedSave
-from unigen_ds.backends.deepspeed_op import check_build_tools, load_shared_memory_op
 from unigen_ds.backends.memory import allocate, blocks_freed_at_once, move_real_tensors, on_meta
 from unigen_ds.core import dist
 from unigen_ds.core.batch import LossTerms
@@ -68,6 +68,14 @@ class _Fragment:
 def _choose_accelerator() -> None:
     """Set the variable before DeepSpeed is imported (about 2 s), which reads it at import."""
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+
+
+def leave_out_operator() -> None:
+    """On a CPU DeepSpeed would compile an operator at the start for minutes; and after a build that was killed
+    for ever, as its lock remains (pytorch issue 189245). Tensor parallelism alone calls it, and needs it not.
+    """
+    comm: Any = import_module("deepspeed.comm.torch")  # ``deepspeed.comm`` has torch itself under that name
+    comm.build_shm_op = lambda: None
 
 
 def check_fp16_on_cpu() -> None:
@@ -144,7 +152,6 @@ class DeepSpeedBackend(Backend):
         filled = fill(self._ds_config, geometry=geometry, optimizer=optimizer_cfg)
         _choose_accelerator()
         check_by_deepspeed(filled)
-        check_build_tools()
         if optimizer_cfg.precision == "fp16" and not torch.cuda.is_available():
             check_fp16_on_cpu()
 
@@ -159,7 +166,7 @@ class DeepSpeedBackend(Backend):
         for sentence in left_to_config(self._ds_config) if dist.is_main() else ():
             logger().info(sentence)
         _choose_accelerator()
-        load_shared_memory_op()
+        leave_out_operator()
         dist.ensure_initialized()
         with blocks_freed_at_once():
             self._prepare(model, param_groups, optimizer_cfg, geometry)
@@ -197,6 +204,8 @@ class DeepSpeedBackend(Backend):
         self._zero = self._engine.optimizer
         if hasattr(self._zero, "check_grad_overflow"):
             self._zero.check_grad_overflow = True  # in fp32, too, an update with a non-finite gradient is skipped
+        if self._scaler is not None:
+            self._scaler.raise_error_at_min_scale = False  # NanGuardHook ends the run, under every engine
         if originals:  # DeepSpeed starts from rounded weights
             with torch.no_grad():
                 for shard in self.master_shards():
@@ -300,6 +309,8 @@ class DeepSpeedBackend(Backend):
         self._engine.backward(loss * self.dp_size, scale_wrt_gas=False)
 
     def step(self) -> StepResult:
+        scaler = self._scaler
+        used = None if scaler is None else float(scaler.cur_scale)
         self._engine.step()
         applied = bool(self._engine.was_step_applied())
         if not applied and self.offloads_optimizer and hasattr(self._zero, "averaged_gradients"):
@@ -308,7 +319,14 @@ class DeepSpeedBackend(Backend):
             for group in self._zero.averaged_gradients:
                 self._zero.averaged_gradients[group] = None
         norm = self._engine.get_global_grad_norm()
-        return StepResult(grad_norm=float(norm) if applied and norm is not None else math.inf, applied=applied)
+        fell = used is not None and scaler.cur_scale < used
+        norm = float(norm) if applied and norm is not None else math.inf
+        return StepResult(norm, applied, loss_scale=used, scale_fell=fell)
+
+    @property
+    def _scaler(self) -> Any:
+        """DeepSpeed's loss scale of fp16; None under another precision."""
+        return getattr(self._zero, "loss_scaler", None) if self._cfg.precision == "fp16" else None
 
     def set_hparams(self, per_group: Sequence[Mapping[str, Any]]) -> None:
         for group, hparams in zip(self._zero.param_groups, per_group, strict=True):
@@ -386,6 +404,13 @@ class DeepSpeedBackend(Backend):
             self._state(flat).setdefault(kind, torch.zeros_like(flat))
         return self._cut([self._state(flat)[kind] for flat in flats])
 
+    def kept_tensors(self) -> Iterator[tuple[str, str, Tensor]]:
+        states = [(flat, self._state(flat)) for flat in self._flats()]
+        kinds = {kind for flat, state in states for kind, value in state.items() if _is_like(value, flat)}
+        for kind in sorted(kinds):
+            for shard in self._cut([state.get(kind, flat) for flat, state in states]):
+                yield kind, shard.name, shard.data
+
     def set_steps(self, steps: Mapping[str, float]) -> None:
         """One step count per flat buffer: parameters that share one must agree."""
         flats, kept = self._flats(), state_of(self._cfg)
@@ -416,16 +441,15 @@ class DeepSpeedBackend(Backend):
             persistent[0].all_gather(persistent)
 
     def load_loss_scale(self, scale: float, good_updates: int) -> None:
-        scaler = getattr(self._zero, "loss_scaler", None)
-        if self._cfg.precision == "fp16" and scaler is not None:
-            set_loss_scale(scaler, scale, good_updates)
+        if self._scaler is not None:
+            set_loss_scale(self._scaler, scale, good_updates)
 
     def state_files(self) -> StateFiles:
         """DeepSpeed's own files, without the scripts that it copies into the folder (our tools replace them).
 
         ``save_checkpoint`` has barriers in it; ``CapturedSave`` lists the content of the files instead of writing them.
         """
-        captured = CapturedSave(self._engine.checkpoint_engine, left_out=self.left_out)
+        captured = CapturedSave(self._engine.checkpoint_engine, left_out=self.left_out, stamp=self.stamp)
         with captured.installed(self._engine):
             self._engine.save_checkpoint(FOLDER, tag=".", save_latest=False)
         return StateFiles("deepspeed", captured.outputs)
@@ -460,6 +484,10 @@ class DeepSpeedBackend(Backend):
 
         if torch.nn.functional.linear is patches.zero3_linear_wrap:  # ZeRO-3 replaces it for the whole process
             torch.nn.functional.linear = patches.InsertPostInitMethodToModuleSubClasses.linear_bk
+
+
+def _is_like(value: Any, flat: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == flat.shape
 
 
 def set_loss_scale(scaler: Any, scale: float, good_updates: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -168,6 +169,14 @@ def fill(config: Mapping[str, Any], *, geometry: Geometry, optimizer: OptimizerC
         filled[precision] = {k: v for k, v in section.items() if v != AUTO}
     if optimizer.precision == "fp16":  # halve the loss scale at the first overflow, as every engine does; theirs is 2
         filled["fp16"].setdefault("hysteresis", 1)
+        scale, interval = (optimizer.loss_scale.get(key) for key in ("scale", "growth_interval"))
+        power = None if scale is None else round(math.log2(scale))
+        for key, value, where in (
+            ("initial_scale_power", power, f"log2 of optim_wrapper.loss_scale.init_scale, {scale}"),
+            ("loss_scale_window", interval, "optim_wrapper.loss_scale.growth_interval"),
+        ):
+            if value is not None:
+                filled["fp16"][key] = _agreed(filled["fp16"].get(key, AUTO), value, f"fp16.{key}", where)
     if optimizer.precision != "fp32":  # gradients are summed and reduced in fp32, as under every engine
         filled["data_types"] = {**(filled.get("data_types") or {}), "grad_accum_dtype": "fp32"}
         filled.setdefault("communication_data_type", "fp32")

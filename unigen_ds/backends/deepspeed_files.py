@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from unigen_ds.core.outputs import HashedFile, Output, nested_bytes
+from unigen_ds.core.shards import STAMP
 
 _NAMED = ("module", "buffer_names", "frozen_param_shapes", "frozen_param_fragments")
 """Keys of a model file whose values are by the names of parameters and buffers."""
@@ -25,11 +26,11 @@ FOLDER = "."
 class CapturedSave:
     """Replaces an engine's ``checkpoint_engine`` during one ``save_checkpoint`` and collects what it would save.
 
-    ``left_out``: names of frozen parameters and buffers that no file gets.
+    ``left_out``: names of frozen parameters and buffers that no file gets. ``stamp``: as of ``Backend``.
     """
 
-    def __init__(self, original: Any, *, left_out: Collection[str] = ()) -> None:
-        self._original, self._left_out = original, left_out
+    def __init__(self, original: Any, *, left_out: Collection[str] = (), stamp: str = "") -> None:
+        self._original, self._left_out, self._stamp = original, left_out, stamp
         self.outputs: list[Output] = []
 
     @contextmanager
@@ -44,6 +45,7 @@ class CapturedSave:
 
     def save(self, state_dict: Any, path: str) -> None:
         """DeepSpeed calls it by keyword: the names are its own."""
+        state_dict = {**state_dict, STAMP: self._stamp}
         if self._left_out:
             state_dict = {key: self._kept(value) if key in _NAMED else value for key, value in state_dict.items()}
 

@@ -223,10 +223,8 @@ class FSDPBackend(TorchOptimizerBackend):
                 factor = torch.clamp(self._cfg.max_norm / (norm + 1e-6), max=1.0)
                 torch._foreach_mul_(local, factor.to(local[0].device))
             self._update()
-        if self._scale:
-            self._scale.record(applied=applied)
         self._optimizer.zero_grad(set_to_none=True)
-        return StepResult(grad_norm=norm, applied=applied)
+        return self._stepped(norm, applied=applied)
 
     def _update(self) -> None:
         """An optimizer that is not element-wise gets whole matrices, every other one the shards."""
@@ -243,6 +241,10 @@ class FSDPBackend(TorchOptimizerBackend):
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        self.refresh_copies()  # a forward pass may have left gathered ones registered
+        return super().named_parameters()
 
     def _shards(self, names: Sequence[str], tensors: Mapping[str, Tensor]) -> list[Shard]:
         from torch.distributed.tensor import DTensor
@@ -284,7 +286,7 @@ class FSDPBackend(TorchOptimizerBackend):
         for (kind, name), value in self._optimizer_tensors().items():
             state[f"{kind}|{name}"] = value.reshape(1) if value.ndim == 0 else value
         replicas = dist.world_size() // self.num_shard
-        return dcp_files(state, replica=self._replica, replicas=replicas)
+        return dcp_files(state, replica=self._replica, replicas=replicas, stamp=self.stamp)
 
     def full_state_dict(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         self.refresh_copies()

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from unigen_ds.core.errors import CheckpointError
 from unigen_ds.core.fitting import Misfit, Shape, misfit
-from unigen_ds.core.shards import Shard, ShardReader
+from unigen_ds.core.shards import EXP_AVG_SQ, Shard, ShardReader
 
 
 def read_into(reader: ShardReader, kind: str, shard: Shard) -> None:
-    """Fill a shard from a checkpoint, whatever ranges the checkpoint is stored in."""
+    """Fill a shard from a checkpoint, whatever ranges the checkpoint is stored in. Raises ``CheckpointError`` where an
+    average of squares is negative.
+    """
     if shard.data.numel():
-        shard.data.copy_(reader.read(kind, shard.name, shard.flat_start, shard.flat_stop))
+        values = reader.read(kind, shard.name, shard.flat_start, shard.flat_stop)
+        if kind.endswith(EXP_AVG_SQ) and bool((values < 0).any() | values.isnan().any()):
+            problem = f"the checkpoint's {kind} of {shard.name} has negative values or NaN, which no optimizer writes"
+            raise CheckpointError(problem, remedy="resume from another checkpoint; --load-from loads weights alone")
+        shard.data.copy_(values)
 
 
 def tensor_misfit(reader: ShardReader, kind: str, sizes: Mapping[str, int]) -> Misfit:

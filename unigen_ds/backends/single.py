@@ -20,7 +20,7 @@ from unigen_ds.core.optim import COMPUTE_DTYPE, OptimizerConfig, ParamGroup
 from unigen_ds.core.outputs import StateFiles, safetensors_output
 from unigen_ds.core.progress import Geometry
 from unigen_ds.core.registry import BACKENDS
-from unigen_ds.core.shards import Shard, shard_key
+from unigen_ds.core.shards import OPTIMIZER_FILE, STAMP, Shard, shard_key
 
 
 @BACKENDS.register_module(name="single")
@@ -103,10 +103,8 @@ class SingleBackend(TorchOptimizerBackend):
                 clip_grads_with_norm_([self._masters[name] for name in self._trainable], self._cfg.max_norm, norm)
             self._optimizer.step()
             self.refresh_copies()
-        if self._scale:
-            self._scale.record(applied=applied)
         self._optimizer.zero_grad(set_to_none=True)
-        return StepResult(grad_norm=norm, applied=applied)
+        return self._stepped(norm, applied=applied)
 
     @torch.no_grad()
     def refresh_copies(self) -> None:
@@ -131,10 +129,10 @@ class SingleBackend(TorchOptimizerBackend):
         state = {
             shard_key(kind, name, 0): value.reshape(-1) for (kind, name), value in self._optimizer_tensors().items()
         }
-        form = {"format": "pt"}
+        form = {"format": "pt", STAMP: self.stamp}
         return StateFiles("safetensors", [
             safetensors_output("model.safetensors", self._without_base({**self._masters, **self.buffers()}), form),
-            safetensors_output("optimizer.safetensors", state, form),
+            safetensors_output(OPTIMIZER_FILE, state, form),
         ])  # fmt: skip
 
     def full_state_dict(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from unigen_ds.backends.base import Backend
+from unigen_ds.backends.base import Backend, StepResult
 from unigen_ds.core.loss_scale import LossScale
 from unigen_ds.core.modules import persistent_buffers
 from unigen_ds.core.optim import (
@@ -43,7 +43,7 @@ class TorchOptimizerBackend(Backend):
         """Keep the masters by name and build the optimizer over them."""
         self._model, self._masters, self._cfg = model, masters, cfg
         self._trainable = [name for name, p in masters.items() if p.requires_grad]
-        self._scale = LossScale() if cfg.precision == "fp16" else None
+        self._scale = LossScale(**cfg.loss_scale) if cfg.precision == "fp16" else None
         self._master_data: list[Tensor] | None = None
         devices = {p.device for p in masters.values()}
         if cfg.fused and default_fused(cfg.type, cfg.arguments) and all(map(fuses, devices)):
@@ -72,6 +72,14 @@ class TorchOptimizerBackend(Backend):
                 master.grad = torch.zeros_like(master)
             grads.append(master.grad)
         return grads
+
+    def _stepped(self, norm: Tensor, *, applied: bool) -> StepResult:
+        """The result of ``step``; the loss scale follows it."""
+        if self._scale is None:
+            return StepResult(grad_norm=norm, applied=applied)
+        used = self._scale.scale
+        self._scale.record(applied=applied)
+        return StepResult(norm, applied, loss_scale=used, scale_fell=self._scale.scale < used)
 
     def _without_base(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor for name, tensor in tensors.items() if name not in self.left_out}
@@ -108,6 +116,10 @@ class TorchOptimizerBackend(Backend):
     def load_loss_scale(self, scale: float, good_updates: int) -> None:
         if self._scale:
             self._scale.scale, self._scale.good_updates = scale, good_updates
+
+    def kept_tensors(self) -> Iterator[tuple[str, str, Tensor]]:
+        for (kind, name), tensor in self._optimizer_tensors().items():
+            yield kind, name, getattr(tensor, "_local_tensor", tensor)
 
     def _optimizer_tensors(self) -> dict[tuple[str, str], Tensor]:
         """(kind, name) -> tensor of everything the optimizer and the loss scale keep."""

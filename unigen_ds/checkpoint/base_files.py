@@ -18,7 +18,7 @@ from typing import Any
 from unigen_ds.checkpoint.manifest import FileEntry
 from unigen_ds.checkpoint.store import outer
 from unigen_ds.core.errors import CheckpointError, ConfigError
-from unigen_ds.core.files import file_digest, fsync_path, make_directory, rename_into_place, temporary_beside
+from unigen_ds.core.files import file_digest, fsync_path, make_directory, new_directory
 from unigen_ds.core.hub import folder_of
 from unigen_ds.core.log import logger
 
@@ -100,15 +100,14 @@ def save_base(base: Base, checkpoint_dir: Path) -> Path | None:
     """Copy the files into ``base`` of the folder of the checkpoints, complete or not at all, with others of their
     folders that are small, as tokenizers are. None: a copy is there.
 
-    Raises ``OSError``, and ``CheckpointError`` where a file has changed.
+    Raises ``CheckpointError`` where a file has changed, or the copy cannot be written.
     """
     out = checkpoint_dir / FOLDER
     if out.exists():
         return None
     make_directory(checkpoint_dir)
-    staging = temporary_beside(out, "tmp")
     hashed = {entry.path: entry for entry in base.files}
-    try:
+    with new_directory(out) as staging:
         for name, path in _files(base.path).items():
             if name not in hashed and (path.suffix in _WEIGHTS or path.stat().st_size > _LARGE):
                 logger().info("%s is not copied: the base does not need it.", path)
@@ -119,11 +118,6 @@ def save_base(base: Base, checkpoint_dir: Path) -> Path | None:
             fsync_path(target)
             if name in hashed and file_digest(target) != hashed[name].digest:
                 raise CheckpointError(f"{path} has changed since the run began")
-        for folder in {path.parent for path in staging.rglob("*")}:
-            fsync_path(folder)
-        rename_into_place(staging, out)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
     return out
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ class Best:
     updates: int
     path: str | None = None
     """Relative to the folder of the checkpoint that stores this, or absolute. None: that checkpoint itself."""
+    provenance: Mapping[str, str] = field(default_factory=dict)
+    """Of the value: data, settings and version of the metric."""
 
     def where(self, checkpoint: Path) -> Path:
         """Its folder, as stored in ``checkpoint``; weights alone come first."""
@@ -54,7 +56,8 @@ class Best:
         path = state["path"]
         if not isinstance(path, str | None):
             raise TypeError(f"path is {path!r}")
-        found = cls(str(state["metric"]), str(state["rule"]), float(state["value"]), int(state["updates"]), path)
+        found = cls(str(state["metric"]), str(state["rule"]), float(state["value"]), int(state["updates"]), path,
+                    dict(state.get("provenance") or {}))  # fmt: skip
         if found.rule not in ("less", "greater"):
             raise ValueError(f"rule is {found.rule!r}")
         return found
@@ -77,8 +80,9 @@ def write_hint(work_dir: Path, best: Path) -> None:
 
 def stored_best(checkpoint: Path) -> Best | None:
     """The best so far as of ``checkpoint``; None where it has none. Raises ``CheckpointError`` for a damaged one."""
+    manifest = store.verified(checkpoint, wanted=lambda path: path == HOOKS_FILE)
     try:
-        state = read_hook_states(checkpoint).get(HOOK, {}).get(KEY)
+        state = read_hook_states(checkpoint, manifest).get(HOOK, {}).get(KEY)
         return None if state is None else Best.from_state_dict(state)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{checkpoint / HOOKS_FILE} is damaged: {error}") from error

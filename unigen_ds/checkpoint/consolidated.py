@@ -13,18 +13,17 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import shutil
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from unigen_ds.checkpoint.foreign import stored_dtype
-from unigen_ds.checkpoint.layouts import open_reader, own_files, shard_folders
+from unigen_ds.checkpoint.layouts import open_reader, open_shards, shard_folders
 from unigen_ds.checkpoint.layouts.base import PieceReader
-from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
 from unigen_ds.checkpoint.manifest import FILE_NAME, FULL, FileEntry, Manifest
 from unigen_ds.checkpoint.writers import Entry
+from unigen_ds.core.files import delete_inside
 from unigen_ds.core.outputs import (
     DTYPE_NAMES,
     HashedFile,
@@ -34,7 +33,7 @@ from unigen_ds.core.outputs import (
     tensor_bytes,
     write_output,
 )
-from unigen_ds.core.shards import BUFFER, MASTER, shard_key
+from unigen_ds.core.shards import BUFFER, MASTER, OPTIMIZER_FILE, STAMP, shard_key
 
 Form = Literal["sharded", "full", "both"]
 """What a save leaves: the engine's own files, the consolidated ones, or both."""
@@ -70,7 +69,7 @@ def consolidate(staging: Path, manifest: Manifest, *, form: Form, rng: str, plai
             (staging / entry.path).unlink()
     for entry in made:
         os.replace(staging / FULL / entry.path, staging / entry.path)
-    shutil.rmtree(staging / FULL)
+    delete_inside(staging / FULL, staging)
     manifest.layout, manifest.files = LAYOUT, _sorted([*kept, *made])
 
 
@@ -79,14 +78,14 @@ def _outputs(staging: Path, manifest: Manifest, folders: Iterable[str]) -> list[
     reader = open_reader(staging, manifest)
     weights = [pair for pair in reader.shapes if pair[0] in (MASTER, BUFFER)]
     found = [
-        _output("model.safetensors", [_entry(reader, *pair, shape=reader.shapes[pair]) for pair in weights]),
+        _output("model.safetensors", manifest, [_entry(reader, *pair, shape=reader.shapes[pair]) for pair in weights]),
         _output(
-            "optimizer.safetensors", _flat(reader, (kind for kind in reader.kinds() if kind not in (MASTER, BUFFER)))
+            OPTIMIZER_FILE, manifest, _flat(reader, (kind for kind in reader.kinds() if kind not in (MASTER, BUFFER)))
         ),
     ]
     for folder in folders:
-        shards = SafetensorsReader(staging / folder, files=own_files(manifest, folder))
-        found.append(_output(f"{folder}/{_ONE}", _flat(shards, shards.kinds())))
+        shards = open_shards(staging, manifest, folder)
+        found.append(_output(f"{folder}/{_ONE}", manifest, _flat(shards, shards.kinds())))
     return found
 
 
@@ -101,11 +100,11 @@ def _entry(reader: PieceReader, kind: str, name: str, *, shape: tuple[int, ...],
     return Entry(key or name, shape, dtype, key or name, partial(reader.parts, kind, name))
 
 
-def _output(path: str, entries: Sequence[Entry]) -> Output:
+def _output(path: str, manifest: Manifest, entries: Sequence[Entry]) -> Output:
     """A safetensors file of streamed tensors, in the order of ``safetensors_output``: each is aligned."""
     ordered = sorted(entries, key=lambda entry: (-entry.dtype.itemsize, entry.name))
     sizes = [(entry.name, DTYPE_NAMES[entry.dtype], entry.shape, entry.nbytes) for entry in ordered]
-    header = safetensors_header(sizes, {"format": "pt"})
+    header = safetensors_header(sizes, {"format": "pt", STAMP: manifest.stamp})
 
     def write(stream: HashedFile) -> None:
         stream.write(header)

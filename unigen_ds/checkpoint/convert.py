@@ -4,20 +4,18 @@ In: a checkpoint of any layout, with or without a manifest. Out: a folder with t
 ``zero_to_fp32`` would write (one file, or shards of at most ``max_shard_size`` and an index), which
 ``model.load_state_dict(torch.load(file))`` accepts. Tensors are streamed in bounded pieces (``writers.py``).
 
-The files are written in the folder of ``out`` under a temporary name, flushed, compared with the source if asked, and
-then renamed: ``out`` appears complete or not at all. If ``out`` is an existing folder, its other files stay, and
-its older weight files are replaced one by one, the index last. The next merge deletes what a killed one left.
+``digests.json`` beside them has their digests. The files are written in the folder of ``out`` under a temporary name,
+flushed, compared with the source if asked, and then renamed: ``out`` appears complete or not at all. If ``out`` is an
+existing folder, its other files stay, and its older weight files are replaced one by one, the index and the digests
+last. The next merge deletes what a killed one left.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,19 +27,28 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.base_files import Base
 from unigen_ds.checkpoint.foreign import read_foreign, stored_dtype
-from unigen_ds.checkpoint.layouts import open_reader, own_files
+from unigen_ds.checkpoint.layouts import open_reader, open_shards, own_files
 from unigen_ds.checkpoint.layouts.base import Fetch, PieceReader, slices_of
 from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
-from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
+from unigen_ds.checkpoint.manifest import FILE_NAME
+from unigen_ds.checkpoint.saver import TOKENIZER
 from unigen_ds.checkpoint.weight_files import locate
 from unigen_ds.checkpoint.writers import Entry, Write, write_safetensors, write_torch
 from unigen_ds.core.choices import DTYPE_NAMES
 from unigen_ds.core.errors import CheckpointError, ConfigError
-from unigen_ds.core.files import fsync_path, rename_into_place
-from unigen_ds.core.shards import BUFFER, EMA, MASTER
+from unigen_ds.core.files import (
+    DIGESTS,
+    check_digests,
+    delete_inside,
+    fsync_path,
+    rename_into_place,
+    stored_digests,
+    temporary_beside,
+    write_digests,
+)
+from unigen_ds.core.shards import BUFFER, EMA, MASTER, OPTIMIZER_FILE
 
 DTYPES = dict(zip(DTYPE_NAMES, (torch.float32, torch.bfloat16, torch.float16), strict=True))
-_STAGING = ".merging-"
 
 OnProgress = Callable[[str, int, int], None]
 """Called with what is being done (``'writing'``, ``'verifying'``), bytes done, bytes in all."""
@@ -95,16 +102,13 @@ def read_source(checkpoint: Path, *, tag: str | None = None) -> Source:
     """
     directory = locate(checkpoint, tag)
     if not (directory / FILE_NAME).is_file():
+        check_digests(directory)
         found = read_foreign(directory, tag="." if directory.is_dir() else None)
         frozen = frozenset(row["name"] for row in found.parameters if not row["trainable"])
         return Source(directory, found.reader, None, frozen, dict(found.reader.tied))
-    manifest = Manifest.read(directory)
-    problem = store.verify(directory, manifest)
-    if problem is not None:
-        raise CheckpointError(problem, remedy="choose another checkpoint: unigen-checkpoints list shows them")
+    manifest = store.verified(directory, wanted=_has_weights)
     reader = open_reader(directory, manifest)
-    files = own_files(manifest, EMA)
-    average = SafetensorsReader(directory / EMA, files=files) if files else None
+    average = open_shards(directory, manifest, EMA) if own_files(manifest, EMA) else None
     tied = {alias: row["name"] for row in manifest.parameters for alias in row.get("tied", ())}
     frozen = frozenset(row["name"] for row in manifest.parameters if not row["trainable"])
     base = None if manifest.base is None else Base.from_state(manifest.base)
@@ -112,6 +116,11 @@ def read_source(checkpoint: Path, *, tag: str | None = None) -> Source:
 
 
 open_source = read_source  # former name
+
+
+def _has_weights(path: str) -> bool:
+    """Whether a model for inference needs that file."""
+    return path.rpartition("/")[0] in ("", EMA, TOKENIZER) and path != OPTIMIZER_FILE
 
 
 @dataclass(frozen=True)
@@ -158,8 +167,10 @@ def merge(
             f"{source.directory} holds adapters, and their base is in {source.base.path}",
             remedy="tools/export.py --merge CHECKPOINT OUT writes the merged weights, without --merge the adapters",
         )
-    if out.exists() and (not out.is_dir() or out.resolve() == source.directory.resolve()):
-        what = "the checkpoint itself" if out.is_dir() else "a file"
+    if out.exists() and (
+        not out.is_dir() or (out / FILE_NAME).is_file() or out.resolve() == source.directory.resolve()
+    ):
+        what = "a checkpoint" if out.is_dir() else "a file"
         raise ConfigError(f"the output {out} is {what}", allowed="a folder of its own, new or not")
     entries = source.entries(dtype=dtype, ema=ema, exclude_frozen=exclude_frozen)
     if not entries:
@@ -177,6 +188,7 @@ def merge(
                 (staging / form.index).write_text(text, encoding="utf-8")
             if verify:
                 _verify(staging, shards, progress=progress)
+            write_digests(staging, keep={k: v for k, v in stored_digests(out).items() if not form.is_own(k)})
             _publish(staging, out, form, durable=durable)
     except OSError as error:
         raise CheckpointError(
@@ -279,47 +291,33 @@ def _read_back(path: Path) -> dict[str, tuple[tuple[int, ...], Fetch]]:
 
 @contextmanager
 def _staged(out: Path) -> Iterator[Path]:
-    """A locked folder on the disk of ``out``, removed at the end unless it was renamed."""
-    home = out if out.is_dir() else out.absolute().parent
+    """A folder on the disk of ``out``, removed at the end unless it was renamed."""
+    out = out.resolve()
+    home = out if out.is_dir() else out.parent
     home.mkdir(parents=True, exist_ok=True)
-    for left in home.glob(f".{out.name}{_STAGING}*"):
-        with _locked(left) as free:
-            if free:
-                shutil.rmtree(left, ignore_errors=True)
-    staging = home / f".{out.name}{_STAGING}{os.getpid()}"
+    staging = temporary_beside(home / out.name, "writing")
     staging.mkdir()
-    with _locked(staging):
-        try:
-            yield staging
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[bool]:
-    """Lock a folder; yields whether this process has the lock. The kernel releases it when the process dies."""
-    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield True
-    except BlockingIOError:
-        yield False
+        yield staging
     finally:
-        os.close(descriptor)
+        with suppress(OSError):
+            delete_inside(staging, home)
 
 
 def _publish(staging: Path, out: Path, form: _Format, *, durable: bool) -> None:
-    """Rename. Into a folder that exists: without its old index first, so that a mixture never looks complete."""
+    """Rename. Into a folder that exists: without its old index first, and the digests last, so that a mixture never
+    looks complete.
+    """
     files = sorted(path.name for path in staging.iterdir())
     if durable:
-        for folder in (staging / form.index, staging):
+        for folder in (staging / form.index, staging / DIGESTS, staging):
             if folder.exists():
                 fsync_path(folder)
     if not out.is_dir():
         rename_into_place(staging, out, durable=durable)
     else:
         (out / form.index).unlink(missing_ok=True)
-        for name in sorted(files, key=lambda name: name == form.index):
+        for name in sorted(files, key=lambda name: (name == DIGESTS, name == form.index)):
             rename_into_place(staging / name, out / name, durable=False)  # all of them together, below
         for path in [path for path in out.iterdir() if form.is_own(path.name) and path.name not in files]:
             path.unlink()

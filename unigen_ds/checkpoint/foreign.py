@@ -24,6 +24,7 @@ from unigen_ds.checkpoint.layouts.stored import StoredReader
 from unigen_ds.checkpoint.weight_files import is_weight_file, locate, stated_model, trainer_state, weight_files
 from unigen_ds.core.errors import CheckpointError, ConfigError, nearest
 from unigen_ds.core.progress import Geometry
+from unigen_ds.core.registry import FOREIGN_STATES
 from unigen_ds.core.shards import LOSS_SCALE, MASTER
 from unigen_ds.families.base import PublishedFormat
 
@@ -37,7 +38,8 @@ class Foreign:
     directory: Path
     """The folder of the files, below that of the tag; or the one file."""
     layout: str
-    """As in a manifest: ``deepspeed`` | ``dcp`` | ``safetensors``; or ``torch``; or ``published``, by a family."""
+    """As in a manifest: ``deepspeed`` | ``dcp`` | ``safetensors``; or ``torch``; ``published``, by a family; or
+    ``registered``, in ``FOREIGN_STATES``."""
     writer: str
     """The program that wrote it, as text."""
     reader: PieceReader
@@ -63,6 +65,25 @@ class Foreign:
         return self.updates * self.geometry.global_batch_size
 
 
+@dataclass(frozen=True)
+class ForeignState:
+    """A training of another trainer, as a function of ``FOREIGN_STATES`` has read it from a folder or a file. What is
+    None is not known: a resume then needs ``--assume``, and is refused without ``updates``.
+    """
+
+    reader: PieceReader
+    """``master`` of every parameter, ``buffer``, each moment of the optimizer under its own name, and ``step``."""
+    writer: str
+    """The program that wrote it, as text."""
+    updates: int | None = None
+    epoch: int | None = None
+    batch_size: int | None = None
+    accumulative_counts: int | None = None
+    dp_size: int | None = None
+    frozen: frozenset[str] = frozenset()
+    """Parameters that were not trained."""
+
+
 def parse_assume(text: str) -> dict[str, int]:
     """``'batch_size=4,dp_size=2'`` -> values. Raises ``ConfigError`` naming what is wrong."""
     found: dict[str, int] = {}
@@ -80,6 +101,8 @@ def is_known(path: Path) -> bool:
     """Whether ``path``, a folder or a file, is of a layout that ``read_foreign`` reads."""
     if path.is_file():
         return is_weight_file(path)
+    if _of_users(path, {}) is not None:
+        return True
     known = (path / ".metadata").is_file() or _has_deepspeed(path) or bool(weight_files(path))
     return known or _published(path) is not None
 
@@ -109,12 +132,14 @@ def read_foreign(path: Path, *, tag: str | None = None, assume: Mapping[str, int
         ConfigError: an assumption contradicts the files.
     """
     folder = locate(path, tag)
+    if (own := _of_users(folder, dict(assume or {}))) is not None:
+        return own
     if folder.is_dir() and _has_deepspeed(folder):
         return _deepspeed(folder, dict(assume or {}))
     if (folder / ".metadata").is_file():
-        return _bare(folder, "dcp", DCPReader(folder), dict(assume or {}))
+        return _bare(folder, "dcp", DCPReader(folder))
     if (found := _published(folder)) and (weights := found.weights(folder)):
-        return _bare(folder, "published", StoredReader(weights), dict(assume or {}), writer=found.name)
+        return _bare(folder, "published", StoredReader(weights), writer=found.name)
     files = weight_files(folder)
     if (folder / "adapter_config.json").is_file() and all(file.name.startswith("adapter_model.") for file in files):
         raise CheckpointError(
@@ -123,17 +148,44 @@ def read_foreign(path: Path, *, tag: str | None = None, assume: Mapping[str, int
         )
     if files and files[0].suffix == ".safetensors":
         reader = SafetensorsReader(files[0].parent, files=[file.name for file in files])
-        return _bare(folder, "safetensors", reader, dict(assume or {}))
+        return _bare(folder, "safetensors", reader)
     if files:
-        return _bare(folder, "torch", TorchReader(files), dict(assume or {}))
+        return _bare(folder, "torch", TorchReader(files))
     raise CheckpointError(
         f"{folder} contains no checkpoint",
         allowed="files of DeepSpeed (*_model_states.pt), PyTorch's DCP (.metadata), safetensors or pytorch_model.bin",
-        remedy="name the folder that contains them, the file of weights itself, or the folder above and its tag (-t)",
+        remedy="name the folder that contains them, the file of weights itself, or the folder above and its tag (-t);"
+        " for a format of your own --config CONFIG, which imports it",
     )
 
 
 open_foreign = read_foreign  # former name
+
+
+def _of_users(folder: Path, assume: dict[str, int]) -> Foreign | None:
+    """What the first function of ``FOREIGN_STATES`` that knows the folder has read."""
+    found: ForeignState | None
+    found = next((state for read in FOREIGN_STATES.module_dict.values() if (state := read(folder)) is not None), None)
+    if found is None:
+        return None
+    config = {
+        "train_micro_batch_size_per_gpu": found.batch_size,
+        "gradient_accumulation_steps": found.accumulative_counts,
+    }
+    geometry, unknown = _geometry({"ds_config": config, "dp_world_size": found.dp_size}, assume)
+    return Foreign(
+        directory=folder,
+        layout="registered",
+        writer=found.writer,
+        reader=found.reader,
+        parameters=_table(found.reader, frozen=set(found.frozen), groups={}),
+        geometry=geometry,
+        updates=found.updates,
+        skipped_updates=None,
+        iteration=None if geometry is None or not found.updates else found.updates * geometry.accumulative_counts,
+        epoch=found.epoch,
+        unknown=(*unknown, *_unknown_everywhere(found.reader)),
+    )
 
 
 def _deepspeed(folder: Path, assume: dict[str, int]) -> Foreign:
@@ -186,11 +238,12 @@ def _precision(header: Mapping[str, Any]) -> str | None:
     return "fp32"
 
 
-def _bare(folder: Path, layout: str, reader: PieceReader, assume: dict[str, int], *, writer: str = "") -> Foreign:
+def _bare(folder: Path, layout: str, reader: PieceReader, *, writer: str = "") -> Foreign:
     """Tensors and nothing else."""
-    geometry, unknown = _geometry({}, assume)
-    unknown.append("How far it had trained is not stored: no updates, no epoch.")
-    unknown.append("Which weights were frozen, and which names are tied, is not stored.")
+    unknown = [
+        "The effective batch is not stored, nor how far it had trained: it cannot be resumed.",
+        "Which weights were frozen, and which names are tied, is not stored.",
+    ]
     if isinstance(reader, TorchReader) and reader.others:
         unknown.append(f"Not read: {', '.join(reader.others)}.")
     parent = folder if folder.is_dir() else folder.parent
@@ -199,7 +252,7 @@ def _bare(folder: Path, layout: str, reader: PieceReader, assume: dict[str, int]
     parameters = _table(reader, frozen=set(), groups={})
     unknown += _unknown_everywhere(reader)
     writer = writer or trainer_state(parent) or trainer_state(parent.parent) or f"unknown, {layout} files"
-    return Foreign(folder, layout, writer, reader, parameters, geometry, None, None, None, None, tuple(unknown),
+    return Foreign(folder, layout, writer, reader, parameters, None, None, None, None, None, tuple(unknown),
                    stated_model(parent))  # fmt: skip
 
 

@@ -7,6 +7,8 @@ names the run that they belong to, so that no other one continues from them, cou
 
 from __future__ import annotations
 
+import re
+import secrets
 from pathlib import Path
 
 from unigen_ds.checkpoint import store
@@ -18,6 +20,8 @@ HINT = "checkpoint_dir.txt"
 """File of a work dir: the folder of its checkpoints."""
 OWNER = "work_dir.txt"
 """File of a checkpoint dir: the work dir of its run."""
+RUN = "run_id.txt"
+"""File of a work dir: the id of its run and, in a second line, the folder itself."""
 
 
 def home_of(directory: Path) -> Path:
@@ -35,6 +39,11 @@ def home_of(directory: Path) -> Path:
             remedy=f"restore it; if it was moved, write its present path into {directory / HINT}",
         )
     return home
+
+
+def run_of(home: Path) -> Path:
+    """The work dir of the run whose checkpoints ``home`` has."""
+    return Path(_line(home / OWNER) or home)
 
 
 def check_home(work_dir: Path, home: Path) -> None:
@@ -77,6 +86,27 @@ def claim(work_dir: Path, home: Path) -> None:
     for file, path in ((work_dir / HINT, home.resolve()), (home / OWNER, work_dir.resolve())):
         if _line(file) != str(path):
             write_text_atomic(file, f"{path}\n")
+
+
+def run_id(work_dir: Path) -> str:
+    """The id of the run in a work dir: drawn at its first start, and kept over resumes and when the folder is moved. A
+    copy of the folder, and a resume into another one, are runs of their own. Called on rank 0, with the folder locked.
+    """
+    file, here = work_dir / RUN, str(work_dir.resolve())
+    found, folder = _recorded(file)
+    first = Path(folder) / RUN
+    known = re.fullmatch("[0-9a-f]{16}", found) is not None
+    copied = known and folder != here and _recorded(first)[0] == found and not first.samefile(file)
+    if copied or not known:
+        found = secrets.token_hex(8)
+    if _recorded(file) != (found, here):
+        write_text_atomic(file, f"{found}\n{here}\n")
+    return found
+
+
+def _recorded(file: Path) -> tuple[str, str]:
+    found, _, folder = (_line(file) or "").partition("\n")
+    return found, folder
 
 
 def same(one: Path, other: Path) -> bool:

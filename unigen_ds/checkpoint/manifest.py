@@ -9,6 +9,7 @@ format_version       2
 layout               ``safetensors`` | ``deepspeed`` | ``dcp``: which reader opens the tensor files
 commit               number of this commit in the work dir: grows by one, whatever happens to ``iter_<n>``
 parent               directory name of the checkpoint this run continued from, or null
+run                  id of the run that wrote it (``run_id.txt`` of its work dir)
 created              UTC time, ISO 8601
 progress             ``Progress``: sequences, samples, tokens, updates, skipped_updates, epoch
 iteration            completed iterations under ``geometry``
@@ -20,7 +21,7 @@ loader               cursor {epoch, window, row, sequences}, seed, data fingerpr
 parameters           [{name, shape, dtype, trainable, group, tied}]; tied: further names of the same tensor
 files                [{path, size, digest}] of every file but this one; digest: ``xxh3_128:<hex>``
 config               the config as plain values (data, never executed)
-versions             python, torch, unigen_ds, ...
+versions             python, torch, unigen_ds, ..., digest of the source files of unigen_ds
 metrics              validation metrics of the save, for ``save_best``
 base                 version 3: path, revision and files of the base of adapters (``checkpoint/base_files.py``)
 digest               blake2b of all the above, so that a changed number (a position, say) does not go unnoticed
@@ -41,6 +42,7 @@ from typing import Any
 
 from unigen_ds.core.errors import CheckpointError
 from unigen_ds.core.progress import Geometry, Progress, Ruler
+from unigen_ds.core.versions import source_digest
 
 FORMAT_VERSION, WITH_BASE = 2, 3
 FILE_NAME = "manifest.json"
@@ -50,7 +52,7 @@ _SHOWN = 300
 """Characters of an error that a message repeats: the error of a damaged file may be of any length."""
 _KINDS: dict[str, Any] = {
     "commit": int, "parent": str | None, "topology": dict, "schedule": dict, "loader": dict, "parameters": list,
-    "config": dict, "versions": dict, "created": str, "layout": str, "files": list, "metrics": dict,
+    "config": dict, "versions": dict, "created": str, "run": str, "layout": str, "files": list, "metrics": dict,
     "base": dict | None,
 }  # fmt: skip
 
@@ -59,8 +61,10 @@ _PACKAGES = ("unigen_ds", "torch", "transformers", "safetensors", "numpy", "pill
 
 
 def current_versions() -> dict[str, str]:
-    """Versions of the packages that a run's numbers depend on; absent ones are left out."""
-    found = {"python": platform.python_version()}
+    """Versions of the packages that a run's numbers depend on, and the digest of this one's source files, which are
+    edited without a new version; absent packages are left out.
+    """
+    found = {"python": platform.python_version(), "unigen_ds source": source_digest()}
     for package in _PACKAGES:
         try:
             found[package] = version(package)
@@ -111,6 +115,7 @@ class Manifest:
     """Filled by the saver, as are the files."""
     files: list[FileEntry] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
+    run: str = ""
     format_version: int = FORMAT_VERSION
     base: dict[str, Any] | None = None
     """Of adapters: the record of the base's files."""
@@ -122,6 +127,11 @@ class Manifest:
     @property
     def iteration(self) -> int:
         return self.progress.iteration(self.geometry)
+
+    @property
+    def stamp(self) -> str:
+        """What each file of this save has, so that none of another save passes for one of it."""
+        return f"update {self.progress.updates}"
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values, as written to disk."""
@@ -150,15 +160,40 @@ class Manifest:
                 )
             if digest != _digest(state):
                 raise CheckpointError(f"{path} has changed since it was written (its digest differs)")
-            state.pop("iteration", None)
+            iteration = state.pop("iteration", None)
             state["progress"] = Progress.from_state_dict(state["progress"])
             state["geometry"] = Geometry(**state["geometry"])
             state["ruler"] = Ruler.from_state_dict(state["ruler"])
             state["files"] = [FileEntry.from_state(entry) for entry in state["files"]]
-            return _checked(cls(**state))
+            manifest = _checked(cls(**state))
+            if problems := contradictions(manifest, iteration):
+                raise CheckpointError(f"{path} contradicts itself: {'; '.join(problems)}")
+            return manifest
         except (OSError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError) as error:
             what = f"{type(error).__name__}: {error}"[:_SHOWN].encode(errors="backslashreplace").decode()
             raise CheckpointError(f"{path} is damaged: {what}") from error
+
+
+def contradictions(manifest: Manifest, iteration: int | None) -> list[str]:
+    """What two parts of a manifest state differently. ``iteration``: as it is stored."""
+    progress, cursor = manifest.progress, manifest.loader.get("cursor", {}).get("sequences")
+    problems = []
+    if cursor is not None and cursor != progress.sequences:
+        problems.append(f"progress has {progress.sequences} sequences, and loader.cursor {cursor}")
+    if iteration is not None and iteration != manifest.iteration:
+        problems.append(f"iteration is {iteration}, and {manifest.iteration} by progress and geometry")
+    if not progress.skipped_updates <= progress.updates <= progress.sequences:
+        problems.append(f"progress is {progress}")
+    return problems
+
+
+def check_stamp(path: Path, stamp: str | None, manifest: Manifest) -> None:
+    """Raise ``CheckpointError`` where the file was written by another save. Files of other trainers have no stamp."""
+    if stamp and stamp != manifest.stamp:
+        raise CheckpointError(
+            f"{path} is of {stamp}, and {FILE_NAME} of {manifest.stamp}: files of two checkpoints were mixed",
+            remedy="copy the whole folder of one checkpoint",
+        )
 
 
 def _checked(manifest: Manifest) -> Manifest:

@@ -12,9 +12,11 @@ rows are equal at first, and their gradients differ.
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import shlex
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -90,6 +92,8 @@ class Fit:
     """The same of vocabularies, which are loaded."""
     sizes: list[str] = field(default_factory=list)
     """Sizes of the model that differ without changing a shape, in words."""
+    option: str = ""
+    """Of a command line: the change of one prefix after which every name fits; empty where there is none."""
 
     @property
     def kept(self) -> frozenset[str]:
@@ -130,17 +134,23 @@ class Fit:
                 more = f"; and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
                 yield kind, f"{len(names)} {what}: {'; '.join(names[:_SHOWN])}{more}"
 
-    def check(self, cfg: LoadConfig) -> None:
-        """Raises ``CheckpointError`` for what is not allowed, and where nothing at all would be loaded."""
+    def check(self, cfg: LoadConfig, *, first: Sequence[str] = ()) -> None:
+        """Raises ``CheckpointError`` for what is not allowed, and where nothing at all would be loaded. ``first``: what
+        explains the differences, in words.
+        """
         refused = {kind: line for kind, line in self.lines() if kind in DIFFERENCES and kind not in cfg.allow}
         if refused:
             grown = any(name.endswith(VOCABULARY) for name in self.reshaped)
+            if self.option:
+                raise CheckpointError(
+                    "the checkpoint's names are not the model's", remedy=f"{self.option} renames them"
+                )
             remedy = "load_cfg.revise_keys maps stored names to the model's; "
             remedy += "load_cfg.resize_vocab=True adds rows to a vocabulary, 'shrink' removes some; " if grown else ""
             remedy += "the model's config should state the stored sizes; " if self.sizes else ""
             remedy += f"load_cfg.allow={[*refused]} leaves these as they are; {REPORT_FILE} has every name"
             raise CheckpointError(
-                f"the checkpoint does not fit the model: {'; '.join(refused.values())}", remedy=remedy
+                f"the checkpoint does not fit the model: {'; '.join([*first, *refused.values()])}", remedy=remedy
             )
         if not self.taken:
             raise CheckpointError("nothing in the checkpoint has the name and shape of a tensor of the model",
@@ -192,7 +202,36 @@ def fit(
         result.taken[kind, name] = source.kind, source.name
     given = dict.fromkeys((source.kind, source.name) for source in found.values())
     result.unexpected = [name for kind, name in given if (kind, name) not in used]
+    if result.missing and not cfg.revise_keys:
+        result.option = _renaming(found, [names for kind, names, _ in wanted if kind == MASTER], {*buffers})
     return result
+
+
+def _renaming(stored: Collection[str], parameters: Sequence[Sequence[str]], buffers: set[str]) -> str:
+    """``Fit.option``: the stored name that ends most as the longest name of the model shows the prefix.
+
+    Args:
+        parameters: all names of each.
+    """
+    longest = max((names[0] for names in parameters), key=len).split(".")
+    parts = {name: name.split(".") for name in stored}
+    ends = {name: _common_end(of_name, longest) for name, of_name in parts.items()}
+    allowed = buffers.union(*parameters)
+    for name, end in ends.items():
+        if not end or end < max(ends.values()):
+            continue
+        old, new = ("".join(f"{part}." for part in one[: len(one) - end]) for one in (parts[name], longest))
+        pattern = f"^{re.escape(old)}"
+        renamed = {re.sub(pattern, new, each) for each in stored}
+        if renamed <= allowed and all(renamed.intersection(names) for names in parameters):
+            return f"--cfg-options {shlex.quote(f'load_cfg.revise_keys={json.dumps([[pattern, new]])}')}"
+    return ""
+
+
+def _common_end(one: Sequence[str], other: Sequence[str]) -> int:
+    """How many members at the end are the same."""
+    unlike = (k for k, (a, b) in enumerate(zip(reversed(one), reversed(other), strict=False)) if a != b)
+    return next(unlike, min(len(one), len(other)))
 
 
 def _by_revised_name(reader: ShardReader, stored: Sequence[Mapping[str, Any]], cfg: LoadConfig) -> dict[str, _Stored]:

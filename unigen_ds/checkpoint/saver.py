@@ -7,6 +7,7 @@
     write      every rank: writes its files with their hashes, flushes each to disk (disk, no collectives)
     commit     rank 0:     index files, the consolidated files (consolidated.py) if asked for, manifest.json last,
                            rename: from here on it exists; last_checkpoint, a hint
+           What is not finite gets a name that no resume loads, and ends the run.
 
 Each phase ends with one gather of every rank's outcome to rank 0 and one short answer to all (``_phase``), so no rank
 can wait in another collective than the others. A failure on any rank (a full disk, say) in any phase makes every rank
@@ -31,20 +32,20 @@ from safetensors.torch import load_file
 
 from unigen_ds.backends.base import Backend
 from unigen_ds.checkpoint import consolidated, store
-from unigen_ds.checkpoint.manifest import FILE_NAME, FileEntry, Manifest
+from unigen_ds.checkpoint.manifest import FILE_NAME, FileEntry, Manifest, check_stamp
 from unigen_ds.core import dist
-from unigen_ds.core.errors import SaveError, UnigenError
-from unigen_ds.core.files import fsync_path, make_directory, rename_into_place
+from unigen_ds.core.errors import ConfigError, SaveError, TrainingError, UnigenError
+from unigen_ds.core.files import delete_inside, fsync_path, make_directory, rename_into_place
 from unigen_ds.core.log import logger
-from unigen_ds.core.outputs import Output, StateFiles, bytes_output, safetensors_output, write_output
+from unigen_ds.core.outputs import Output, StateFiles, all_finite, bytes_output, safetensors_output, write_output
 from unigen_ds.core.seeding import rng_state, set_rng_state
-from unigen_ds.core.shards import Shard, shard_key
+from unigen_ds.core.shards import STAMP, Shard, shard_key
 
 RNG_DIRECTORY, HOOKS_FILE, CONFIG_FILE, TOKENIZER = "rng", "hooks.json", "config.py", "tokenizer"
 _THREADS = 4
 """Files that a rank writes at a time: one is hashed while the system flushes another."""
 _NAMED = 3
-"""Ranks whose errors are in the message."""
+"""Ranks whose errors are in a message, and tensors."""
 
 
 def save(
@@ -72,18 +73,30 @@ def save(
     listed: list[StateFiles] = []
 
     def announce() -> tuple[int, set[str]]:
+        stamp = {STAMP: manifest.stamp}
+        backend.stamp = manifest.stamp
         state = backend.state_files()
-        files = [*state.files, _random_state(), *_hook_files(hook_shards)]
+        files = [*state.files, _random_state(stamp), *_hook_files(hook_shards, stamp)]
         if dist.is_main():
-            files.append(bytes_output(HOOKS_FILE, json.dumps(hook_states, indent=1).encode()))
+            files.append(bytes_output(HOOKS_FILE, states_text({**hook_states, **stamp}).encode()))
             files.append(bytes_output(CONFIG_FILE, config_text.encode()))
             files += [] if write_tokenizer is None else _tokenizer_files(write_tokenizer)
         listed.append(StateFiles(state.layout, files, state.index))
         attempt.layout = state.layout
         return sum(file.nbytes for file in files), {os.path.dirname(file.path) for file in files}
 
+    def write() -> tuple[list[FileEntry], list[Any], list[str]]:
+        return _write(staging, listed[0].files, beside=not_finite)
+
+    def not_finite() -> list[str]:
+        of_hooks = ((folder, shard) for folder, shards in hook_shards.items() for shard in shards)
+        bad = [f"{folder} of {shard.name}" for folder, shard in of_hooks if not all_finite(shard.data)]
+        return backend.not_finite() + bad
+
     final, staging = _phase(attempt, announce, then=lambda announced: attempt.prepare(announced, before))
-    _phase(attempt, lambda: _write(staging, listed[0].files), then=lambda parts: attempt.commit(listed[0], parts))
+    error = _phase(attempt, write, then=lambda parts: attempt.commit(listed[0], parts))
+    if error is not None:
+        raise error
     return final
 
 
@@ -159,8 +172,7 @@ class _Attempt:
         if _lacks_space(self.work_dir, self.needed):
             raise UnigenError("the disk has too little free space")
         staging = self.final.with_name(f"{self.final.name}{store.STAGING}{self.manifest.commit}")
-        if staging.exists():
-            shutil.rmtree(staging)
+        delete_inside(staging, self.work_dir)
         self.staging = staging
         for folder in sorted(set().union({""}, *(folders for _, folders in announced))):
             (staging / folder).mkdir()
@@ -171,14 +183,21 @@ class _Attempt:
         """Whether consolidated files are written beside those of the ranks."""
         return self.form != "sharded" and self.layout != consolidated.LAYOUT
 
-    def commit(self, state: StateFiles, parts: Sequence[tuple[list[FileEntry], list[Any]]]) -> None:
-        """``parts``: the entries of the files that each rank wrote, and what their ``write`` returned."""
+    def commit(
+        self, state: StateFiles, parts: Sequence[tuple[list[FileEntry], list[Any], list[str]]]
+    ) -> TrainingError | None:
+        """``parts``: of each rank the entries of its files, what their ``write`` returned, and what is not finite.
+        Returns the error that ends the run where something is not.
+        """
         staging = self.staging
         assert staging is not None
-        index, _ = _write(staging, state.index([results for _, results in parts]))
-        entries = [entry for of_rank, _ in parts for entry in of_rank] + index
+        bad = list(dict.fromkeys(name for *_, names in parts for name in names))
+        if bad:
+            self.final = _free_name(self.work_dir / f"{store.NOT_FINITE}{self.final.name}")
+        index, *_ = _write(staging, state.index([results for _, results, _ in parts]))
+        entries = [entry for of_rank, *_ in parts for entry in of_rank] + index
         self.manifest.layout, self.manifest.files = state.layout, sorted(entries, key=lambda entry: entry.path)
-        if self.consolidates:
+        if self.consolidates and not bad:
             plain = (HOOKS_FILE, CONFIG_FILE)
             consolidated.consolidate(staging, self.manifest, form=self.form, rng=RNG_DIRECTORY, plain=plain)
             for folder in (path for path in (staging, *staging.rglob("*")) if path.is_dir()):
@@ -190,10 +209,29 @@ class _Attempt:
             if not staging.exists():  # renamed, but not durable: remove it, because the save is reported as failed
                 self.staging = self.final
             raise
+        if bad:
+            return self._not_finite(bad)
         try:
             store.write_hint(self.work_dir, self.final)
         except OSError as error:  # it is committed; the hint is only for people and other tools
             logger().warning("%s could not be updated: %s", store.HINT, error)
+        return None
+
+    def _not_finite(self, bad: Sequence[str]) -> TrainingError:
+        """``self.final`` is kept apart; one that was before is deleted."""
+        for former in self.work_dir.glob(f"{store.NOT_FINITE}*"):
+            if former != self.final and former.is_dir():
+                store.delete(former)
+                logger().info("Deleted %s: %s is the newest that is not finite.", former, self.final.name)
+        names = ", ".join(bad[:_NAMED]) + (f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else "")
+        error = TrainingError(
+            f"after update {self.manifest.progress.updates} the state is not finite (NaN or infinite): {names}; it is"
+            f" kept apart in {self.final}, which no resume loads",
+            remedy="--resume continues from the newest checkpoint that is finite: lower the learning rate, or look at"
+            " the data since then (tools/inspect_data.py)",
+        )
+        error.everywhere = True
+        return error
 
     def failure(self, problems: Sequence[_Problem]) -> SaveError:
         """Remove what was written. Returns the error, with its cause and the free space."""
@@ -210,9 +248,10 @@ class _Attempt:
     def remove(self) -> None:
         """Remove the staging directory, if this is rank 0 and it was made."""
         if self.staging is not None:
-            shutil.rmtree(self.staging, ignore_errors=True)
-            if self.staging.exists():
-                logger().warning("%s could not be removed: the next start tries again.", self.staging)
+            try:
+                delete_inside(self.staging, self.work_dir)
+            except OSError as error:
+                logger().warning("%s could not be removed (%s): the next start tries again.", self.staging, error)
 
 
 _REMEDY = (
@@ -237,18 +276,18 @@ def _free_name(wanted: Path) -> Path:
     return candidate
 
 
-def _random_state() -> Output:
+def _random_state(stamp: Mapping[str, str]) -> Output:
     state = rng_state()
     scalars = json.dumps(state.pop("scalars"))
-    return safetensors_output(f"{RNG_DIRECTORY}/{_rank_file()}", state, {"scalars": scalars})
+    return safetensors_output(f"{RNG_DIRECTORY}/{_rank_file()}", state, {"scalars": scalars, **stamp})
 
 
-def _hook_files(hook_shards: Mapping[str, Sequence[Shard]]) -> list[Output]:
+def _hook_files(hook_shards: Mapping[str, Sequence[Shard]], stamp: Mapping[str, str]) -> list[Output]:
     """This rank's part of every hook's shards."""
     files = []
     for directory, shards in hook_shards.items():
         tensors = {shard_key(directory, s.name, s.flat_start): s.data for s in shards if s.primary}
-        files.append(safetensors_output(f"{directory}/{_rank_file()}", tensors, {"format": "pt"}))
+        files.append(safetensors_output(f"{directory}/{_rank_file()}", tensors, {"format": "pt", **stamp}))
     return files
 
 
@@ -256,17 +295,23 @@ def _rank_file() -> str:
     return f"rank{dist.rank():05d}.safetensors"
 
 
-def _write(staging: Path, files: Sequence[Output]) -> tuple[list[FileEntry], list[Any]]:
-    """Write files and flush them and their folders to disk: their entries, and what their ``write`` returned."""
+def _write(
+    staging: Path, files: Sequence[Output], *, beside: Callable[[], list[str]] = list
+) -> tuple[list[FileEntry], list[Any], list[str]]:
+    """Write files and flush them and their folders to disk: their entries, what their ``write`` returned, and the
+    result of ``beside``, which is called meanwhile.
+    """
     with ThreadPoolExecutor(_THREADS) as pool:
-        written = list(pool.map(lambda file: write_output(staging, file), files))
+        writing = pool.map(lambda file: write_output(staging, file), files)
+        result = beside()
+        written = list(writing)
     for folder in sorted({(staging / file.path).parent for file in files} | {staging}):
         fsync_path(folder)
     entries = [FileEntry(file.path, size, digest) for file, (size, digest, _) in zip(files, written, strict=True)]
-    return entries, [result for *_, result in written if result is not None]
+    return entries, [returned for *_, returned in written if returned is not None], result
 
 
-def restore_rng(directory: Path) -> bool:
+def restore_rng(directory: Path, manifest: Manifest) -> bool:
     """Restore this rank's generators. False, on all ranks alike, where the checkpoint has another process count's."""
     path = directory / RNG_DIRECTORY / f"rank{dist.rank():05d}.safetensors"
     if len(list(path.parent.glob("rank*.safetensors"))) != dist.world_size():
@@ -274,14 +319,31 @@ def restore_rng(directory: Path) -> bool:
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as stream:
-        scalars = json.loads(stream.metadata()["scalars"])
+        metadata = stream.metadata()
+    check_stamp(path, metadata.get(STAMP), manifest)
     state: dict[str, Any] = dict(load_file(path))
     state["torch"] = state["torch"].to(torch.uint8)
-    set_rng_state(state | {"scalars": scalars})
+    set_rng_state(state | {"scalars": json.loads(metadata["scalars"])})
     return True
 
 
-def read_hook_states(directory: Path) -> dict[str, Any]:
-    """``hooks.json`` of a checkpoint."""
+def states_text(states: Mapping[str, Any]) -> str:
+    """``hooks.json``. Raises ``ConfigError`` with the name of a hook whose state JSON cannot have."""
+    for name, state in states.items():
+        try:
+            json.dumps(state)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ConfigError(
+                f"the state of the hook {name!r} cannot be stored as JSON: {error}",
+                allowed="numbers, texts, lists and dicts from state_dict()",
+                remedy="convert them there (float(x), x.tolist()); large tensors belong into shards()",
+            ) from error
+    return json.dumps(states, indent=1)
+
+
+def read_hook_states(directory: Path, manifest: Manifest) -> dict[str, Any]:
+    """``hooks.json`` of a checkpoint: name of a hook -> its state."""
     path = directory / HOOKS_FILE
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    states = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    check_stamp(path, states.pop(STAMP, None), manifest)
+    return states

@@ -8,7 +8,6 @@ iteration 3000 may become 1500. Manifests decide, and ``lineage.json`` where a r
 from __future__ import annotations
 
 import re
-import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,12 +19,14 @@ from unigen_ds.checkpoint.lineage import Lineage
 from unigen_ds.checkpoint.manifest import FILE_NAME, FULL, FileEntry, Manifest
 from unigen_ds.core.cores import num_cores
 from unigen_ds.core.errors import CheckpointError
-from unigen_ds.core.files import file_digest, remove_leftovers, rename_into_place, write_text_atomic
+from unigen_ds.core.files import delete_inside, file_digest, remove_leftovers, rename_into_place, write_text_atomic
 from unigen_ds.core.log import logger
 
 HINT = "last_checkpoint"
 STAGING = ".tmp-"
 DELETING = ".deleting"
+NOT_FINITE = "not_finite_"
+"""Begins the name of a checkpoint whose state is not finite: it is listed as no checkpoint of the run."""
 _MOST_SHOWN = 8
 BY_UPDATE = ("step", "update")
 """First letters of names that count updates; others count iterations."""
@@ -42,7 +43,8 @@ class Found:
 
 def is_checkpoint_name(name: str) -> bool:
     """Whether a directory of this name may be a committed checkpoint (not one being written or deleted)."""
-    return _is_name(name) and STAGING not in name and not name.endswith(DELETING)
+    whole = STAGING not in name and not name.endswith(DELETING)
+    return _is_name(name) and whole and not name.startswith(NOT_FINITE)
 
 
 def _is_name(name: str) -> bool:
@@ -80,6 +82,20 @@ def missing(path: Path, given: str | None = None) -> CheckpointError:
         f"checkpoint {given or path} does not exist{where}",
         remedy=f"{path.parent} has {shown}{older}; older ones may have been deleted (CheckpointHook.max_keep_ckpts)",
     )
+
+
+def verified(directory: Path, *, wanted: Callable[[str], bool] = lambda path: True, hashes: bool = True) -> Manifest:
+    """The manifest of a checkpoint, without the files that are not ``wanted``; all others are as they were written.
+
+    Every reader of a checkpoint begins here. Raises ``CheckpointError`` naming the file that has changed.
+    """
+    manifest = Manifest.read(directory)
+    manifest.files = [entry for entry in manifest.files if wanted(entry.path)]
+    problem = verify(directory, manifest, hashes=hashes)
+    if problem is not None:
+        remedy = "name another: unigen-checkpoints list shows them; a resume without a name passes over it"
+        raise CheckpointError(f"checkpoint {directory} is damaged: {problem}", remedy=remedy)
+    return manifest
 
 
 def verify(directory: Path, manifest: Manifest, *, hashes: bool = False) -> str | None:
@@ -200,13 +216,15 @@ def next_commit(work_dir: Path) -> int:
 
 
 def delete(directory: Path) -> None:
-    """Remove a checkpoint so that a kill in between never leaves one that looks complete, or like a checkpoint."""
+    """Remove a checkpoint so that a kill in between never leaves one that looks complete, or like a checkpoint. Of one
+    that is a symbolic link the link alone goes.
+    """
     doomed = directory.with_name(directory.name + DELETING)
-    if doomed.exists():
-        shutil.rmtree(doomed)
+    delete_inside(doomed, directory.parent)
     rename_into_place(directory, doomed)
-    (doomed / FILE_NAME).unlink(missing_ok=True)
-    shutil.rmtree(doomed)
+    if not doomed.is_symlink():
+        (doomed / FILE_NAME).unlink(missing_ok=True)
+    delete_inside(doomed, directory.parent)
 
 
 def retain(
@@ -263,7 +281,7 @@ def sweep(work_dir: Path, *, older_than_s: float = 0.0) -> list[Path]:
         try:
             changed = max(p.stat().st_mtime for p in (path, *path.rglob("*")))
             if time.time() - changed >= older_than_s:
-                shutil.rmtree(path)
+                delete_inside(path, work_dir)
                 swept.append(path)
         except OSError as error:
             logger().warning("%s, left by an unfinished save, could not be removed: %s", path, error)

@@ -11,12 +11,14 @@ S splits, C text targets, M image targets.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
+
+from unigen_ds.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -183,6 +185,23 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
+def check_terms(terms: Collection[str], *, of: str, declared: Collection[str]) -> None:
+    """Raise ``ConfigError`` where the loss terms ``of`` a model or a batch are not those of ``Family.terms``."""
+    different = sorted(set(terms) ^ set(declared))
+    if different:
+        named, lacks = (of, "Family.terms") if different[0] in terms else ("Family.terms", of)
+        raise ConfigError(
+            f"the loss term {different[0]!r} is in {named} and not in {lacks}",
+            allowed="the same terms in LossTerms.sums, Batch.target_counts() and Family.terms",
+            remedy="add it (a term without targets in a batch is a zero, and so is its count), or delete it",
+        )
+
+
+def check_counts(counts: Mapping[str, float], *, of: str, declared: Collection[str]) -> None:
+    """The same of ``Batch.target_counts()``. A batch that several families use may count further terms as zero."""
+    check_terms([t for t, n in counts.items() if n or t in declared], of=f"{of}.target_counts()", declared=declared)
+
+
 @dataclass(frozen=True)
 class LossTerms:
     """Sums over the targets of one micro-batch, by term (``text`` and ``image`` here). Scalars that carry gradients.
@@ -199,12 +218,15 @@ class LossTerms:
     def weighted(self, loss_weights: Mapping[str, float], counts: Mapping[str, float]) -> Tensor:
         """``sum_k w_k * sum_k / count_k`` with the counts of the whole update. A term without targets adds zero.
 
-        The term is multiplied, not left out, so that every parameter takes part in every micro-batch.
+        The term is multiplied, not left out, so that every parameter takes part in every micro-batch. A value that is
+        not finite has no finite gradient: the engines then skip the update, on all ranks. Raises ``ConfigError`` where
+        ``loss_weights`` has other terms.
         """
+        check_terms(self.sums, of="LossTerms.sums", declared=loss_weights)
         total: Tensor | None = None
         for name, value in self.sums.items():
-            count = counts.get(name, 0.0)
-            part = value * (loss_weights.get(name, DEFAULT_WEIGHT) / count if count else 0.0)
+            count = counts[name]
+            part = value * (loss_weights[name] / count if count else 0.0)
             total = part if total is None else total + part
         assert total is not None, "a model must return at least one loss term"
-        return total
+        return total * (1.0 + 0.0 * total.detach())

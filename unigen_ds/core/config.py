@@ -52,7 +52,10 @@ def config_path(name: str | Path) -> Path:
 def read(name: str | Path) -> Config:
     """The file with its bases, as it is, and a work dir. Raises ``ConfigError`` for a missing or broken file."""
     path = config_path(name)
-    config = _without_means(read_file(path))
+    try:
+        config = _without_means(read_file(path))
+    except ImportError as error:  # of a name that mmengine imports when it is first used
+        raise ConfigError(f"config {path} cannot be read: {error}") from error
     if config.get("work_dir") is None:
         config["work_dir"] = str(Path("work_dirs") / path.stem)
     return config

@@ -28,7 +28,6 @@ MMENGINE: dict[str, str] = {
     "auto_scale_lr": "delete it, on_batch_change='linear' or 'sqrt' scales the learning rate",
     "optim_wrapper.type": "delete it, optim_wrapper.precision is 'fp32', 'bf16' or 'fp16'",
     "optim_wrapper.dtype": "optim_wrapper.precision='bf16' or 'fp16'",
-    "optim_wrapper.loss_scale": "delete it, that of fp16 is dynamic",
     "optim_wrapper.clip_grad.error_if_nonfinite": "delete it, NanGuardHook skips and counts such updates",
     "optim_wrapper.clip_grad.norm_type": "delete it, the norm is the L2 norm of all gradients",
     "val_dataloader.packing": "delete it, an evaluation has one sample in a sequence, so a sample is always the same",

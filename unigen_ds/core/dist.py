@@ -23,6 +23,9 @@ from unigen_ds.core.errors import ConfigError, UnigenError
 T = TypeVar("T")
 _timeout: timedelta | None = None
 """Of the process groups, as ``init`` got it."""
+_store: Any = None
+_TCP: Any = td.TCPStore  # type: ignore[attr-defined]  # documented, and missing in its stubs
+_PREFIX: Any = td.PrefixStore  # type: ignore[attr-defined]
 _ENV = {
     "slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
     "mpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
@@ -96,7 +99,36 @@ def init(*, timeout_s: float = 1800.0) -> None:
         backend = "cpu:gloo,cuda:nccl"
     global _timeout
     _timeout = timedelta(seconds=timeout_s)
-    td.init_process_group(backend, timeout=_timeout)
+    of_job: dict[str, Any] = {}
+    if _store is not None:
+        of_job = {"store": _PREFIX("group", _store), "rank": env_rank(), "world_size": env_world_size()}
+    td.init_process_group(backend, timeout=_timeout, **of_job)
+
+
+def open_store(*, timeout_s: float) -> Any:
+    """The key-value store of the processes that a launcher has started, for ``core/announced.py`` and ``init``. None
+    for one process, and where processes have joined without it. Connects once; raises after ``timeout_s``.
+
+    At MASTER_ADDR:MASTER_PORT: torchrun's own, which remains when it starts the processes again, else rank 0 opens it.
+    """
+    global _store
+    several = env_world_size() > 1 and {"RANK", "MASTER_ADDR"} <= os.environ.keys()
+    if _store is None and several and not td.is_initialized():
+        check_port()
+        address, port = os.environ["MASTER_ADDR"], int(os.environ.get("MASTER_PORT", "29500"))
+        found = _TCP(address, port, is_master=has_store(), timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+        _store = _PREFIX(f"unigen_ds/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", found)
+    return _store
+
+
+def job_store() -> Any:
+    """What ``open_store`` has opened, else None."""
+    return _store
+
+
+def has_store() -> bool:
+    """Whether the store is in this process, and ends with it."""
+    return env_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def _device_index() -> int:
@@ -136,7 +168,7 @@ def ensure_initialized() -> None:
 
 def check_port() -> None:
     """Raise ``ConfigError`` where another job uses MASTER_PORT, which rank 0 opens unless torchrun has."""
-    if env_rank() != 0 or "WORLD_SIZE" not in os.environ or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if not has_store() or "WORLD_SIZE" not in os.environ or _store is not None:
         return
     port = int(os.environ.get("MASTER_PORT", "29500"))
     with socket.socket() as probe:
@@ -265,8 +297,10 @@ def shutdown(*, after_error: bool = False) -> None:
     After an error a group with NCCL is left as it is: to destroy it waits for collectives that other ranks may never
     join. The end of the process ends it.
     """
+    global _store
     if td.is_initialized() and not (after_error and "nccl" in td.get_backend_config()):
         td.destroy_process_group()
+        _store = _store and _PREFIX("next", _store)  # what this group has left there is not of another one
 
 
 def leave(status: int) -> None:

@@ -49,7 +49,7 @@ class DataError(UnigenError, ValueError):
 
     def at(self, where: str) -> DataError:
         """The same error, with the path in the config of what could not be read."""
-        return DataError(f"{where}: {self.problem}", allowed=self.allowed, remedy=self.remedy)
+        return type(self)(f"{where}: {self.problem}", allowed=self.allowed, remedy=self.remedy)
 
 
 class CheckpointError(UnigenError, RuntimeError):

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
+import json
 import os
 import re
+import secrets
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +47,19 @@ def make_directory(path: Path) -> None:
         raise NotADirectoryError(f"{path} is not a folder")
 
 
-_HOST = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())
-_LEFTOVER = re.compile(r"\.(?P<name>.+)\.(tmp|writing)-(?P<host>[A-Za-z0-9-]*)\.(?P<process>\d+)(-\d+)?")
-_NUMBERS = itertools.count()
+def _pid_space() -> str:
+    facts = [socket.gethostname()]
+    for read in (Path("/proc/sys/kernel/random/boot_id").read_text, lambda: os.readlink("/proc/self/ns/pid")):
+        try:
+            facts.append(read())
+        except OSError:  # then every process is on its own: nothing of another one counts as left by a dead one
+            facts.append(secrets.token_hex(8))
+    return hashlib.blake2b("\n".join(facts).encode(), digest_size=6).hexdigest()
+
+
+PID_SPACE = _pid_space()
+"""Where a process number means the same process as here: not in a container of the same host name."""
+_LEFTOVER = re.compile(r"\.(?P<name>.+)\.(tmp|writing)-(?P<space>[A-Za-z0-9-]*)\.(?P<process>\d+)(-[0-9a-f]+)?")
 _MADE: set[str] = set()
 """Names that this process made: its threads may fill several temporaries of one name at a time."""
 _ABANDONED_S = 86400.0
@@ -56,7 +68,7 @@ _ABANDONED_S = 86400.0
 def temporary_beside(path: Path, kind: str) -> Path:
     """A name of its own under which this process fills ``path``; what a killed process left of it is removed."""
     remove_leftovers(path.parent, of=path.name)
-    name = f".{path.name}.{kind}-{_HOST}.{os.getpid()}-{next(_NUMBERS)}"
+    name = f".{path.name}.{kind}-{PID_SPACE}.{os.getpid()}-{secrets.token_hex(4)}"
     _MADE.add(name)
     return path.with_name(name)
 
@@ -64,7 +76,7 @@ def temporary_beside(path: Path, kind: str) -> Path:
 def remove_leftovers(folder: Path, *, of: str | None = None) -> list[Path]:
     """Remove the temporary files and folders that killed processes left in ``folder``: those ``of`` one name, or all.
 
-    What belongs to a living process of this machine stays, and what may belong to one of another for a day.
+    What belongs to a living process stays, and what may belong to one of another machine or container for a day.
     """
     removed = []
     with contextlib.suppress(OSError):
@@ -72,14 +84,31 @@ def remove_leftovers(folder: Path, *, of: str | None = None) -> list[Path]:
             match = _LEFTOVER.fullmatch(path.name)
             if match is None or (of is not None and match["name"] != of) or not _left(path, match):
                 continue
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            delete_inside(path, folder)
             removed.append(path)
     return removed
 
 
+def delete_inside(path: Path, folder: Path) -> None:
+    """Delete ``path`` with all that is in it, if it really is inside of ``folder``, which the caller owns.
+
+    Every folder that this package deletes is deleted here. A symbolic link goes alone, never what it points to; a path
+    that does not exist is no error. Raises ``OSError``; nothing is deleted where ``path`` is elsewhere (links among its
+    parents are followed).
+    """
+    if not os.path.lexists(path):
+        return
+    if path.name in ("", "..") or not path.parent.resolve().is_relative_to(folder.resolve()):
+        raise PermissionError(f"{path} is not deleted: it is not inside of {folder}")
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def _left(path: Path, match: re.Match[str]) -> bool:
-    if match["host"] != _HOST:
-        return time.time() - path.stat().st_mtime > _ABANDONED_S
+    if match["space"] != PID_SPACE:
+        return time.time() - path.lstat().st_mtime > _ABANDONED_S  # a link may point to an old file
     process = int(match["process"])
     try:
         os.kill(process, 0)
@@ -135,7 +164,8 @@ def check_new(out: Path) -> None:
 
 @contextmanager
 def new_directory(out: Path) -> Iterator[Path]:
-    """An empty folder to fill, which becomes ``out`` when the block ends: complete and on disk, or not at all.
+    """An empty folder to fill, which becomes ``out`` when the block ends: complete, with ``digests.json``, and on disk,
+    or not at all.
 
     Raises ``ConfigError`` where ``out`` exists, ``CheckpointError`` where it cannot be written (a full disk).
     """
@@ -144,6 +174,7 @@ def new_directory(out: Path) -> Iterator[Path]:
     try:
         staging.mkdir(parents=True)
         yield staging
+        write_digests(staging)
         for path in (*staging.iterdir(), staging):
             fsync_path(path)
         rename_into_place(staging, out)
@@ -151,13 +182,14 @@ def new_directory(out: Path) -> Iterator[Path]:
         remedy = "free disk space, fix the permission, or name another folder"
         raise CheckpointError(f"could not write {out}: {error}", remedy=remedy) from error
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            delete_inside(staging, out.parent)
 
 
 def copy_files(source: Path, folder: Path, *, wanted: Callable[[str], bool]) -> None:
-    """Copy the files of ``source``, not its folders, whose name is ``wanted``."""
+    """Copy the files of ``source``, not its folders, whose name is ``wanted``; never its ``digests.json``."""
     for path in source.iterdir():
-        if path.is_file() and wanted(path.name):
+        if path.is_file() and path.name != DIGESTS and wanted(path.name):
             shutil.copyfile(path, folder / path.name)
 
 
@@ -177,6 +209,58 @@ def file_digest(path: Path, algorithm: str = ALGORITHM) -> str:
         while number := stream.readinto(block):
             digest.update(block[:number])
     return f"{algorithm}:{digest.hexdigest()}"
+
+
+DIGESTS = "digests.json"
+"""Beside the files of an export: path below the folder -> digest, as ``file_digest`` returns it."""
+
+
+def write_digests(folder: Path, *, keep: Mapping[str, str] | None = None) -> None:
+    """Write the digests of all files below ``folder``; those that are stored there already are not computed again.
+
+    Texts for people (``.md``) are left out: they are edited later.
+    ``keep``: of further files, which will be beside them.
+    """
+    digests, stored = dict(keep or {}), stored_digests(folder)
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and name != DIGESTS and path.suffix != ".md":
+            digests[name] = stored.get(name) or file_digest(path)
+    _write_text(folder / DIGESTS, json.dumps(digests, indent=1) + "\n")
+
+
+def stored_digests(folder: Path) -> dict[str, str]:
+    """What ``digests.json`` there has; {} without one. Raises ``CheckpointError`` where it is damaged."""
+    path = folder / DIGESTS
+    try:
+        digests = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        if not all(digest.partition(":")[0] in _ALGORITHMS for digest in digests.values()):
+            raise ValueError("a digest of an algorithm that is not known")
+        return dict(digests)
+    except (OSError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}", remedy=_ANEW.format(folder=folder)) from error
+
+
+_ANEW = "write {folder} anew; if you changed it yourself, delete its digests.json: the files are then not verified"
+
+
+def check_digests(path: Path) -> None:
+    """Read the files of a folder, or of the folder of a file, that its ``digests.json`` lists. Raises
+    ``CheckpointError`` naming one that has changed. An export of others has no such file; one that is not there was not
+    downloaded.
+    """
+    folder = path if path.is_dir() else path.parent
+    for name, digest in stored_digests(folder).items():
+        file = folder / name
+        if file.is_file() and not _is_content(file, digest, file.stat().st_size, file.stat().st_mtime_ns):
+            problem = f"{file} has changed since it was written (its hash is not that of {DIGESTS})"
+            raise CheckpointError(problem, remedy=_ANEW.format(folder=folder))
+
+
+@cache
+def _is_content(file: Path, digest: str, size: int, mtime_ns: int) -> bool:
+    """Whether a file has a digest: read once by a process, as long as its size and time stay."""
+    return file_digest(file, digest.partition(":")[0]) == digest
 
 
 def quick_digest(path: Path, *, blocks: int = 64) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from unigen_ds.core.errors import ConfigError, UploadError
+from unigen_ds.core.files import check_digests
 from unigen_ds.core.log import logger
 from unigen_ds.core.paths import download_remedy, is_hub_name
 
@@ -127,11 +128,12 @@ class HubRepo:
     def upload(self, folder: Path) -> str:
         """Create the repository if it is not there, and upload all files of ``folder``. Returns its address.
 
-        Files that the repository has and ``folder`` has not are left there. Raises ``UploadError``; ``folder`` is never
-        changed.
+        Files that the repository has and ``folder`` has not are left there. Raises ``CheckpointError`` where a file
+        has changed since it was written, and ``UploadError``; ``folder`` is never changed.
         """
         from huggingface_hub import HfApi
 
+        check_digests(folder)
         api = HfApi()
         try:
             created = api.create_repo(self.name, private=self.private or None, exist_ok=True)

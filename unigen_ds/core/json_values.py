@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,19 @@ def json_values(value: Any, leaf: Callable[[Any], Any] = as_text) -> Any:
     if isinstance(value, (list, tuple)):
         return [json_values(inner, leaf) for inner in value]
     return leaf(value)
+
+
+def member_names(members: Sequence[Any]) -> list[str]:
+    """What each member of a list is called where lists are compared: a component by its type and name, wherever it is,
+    anything else by its index. A name that occurs again is numbered.
+    """
+    found: list[str] = []
+    for index, member in enumerate(members):
+        parts = [member.get("type"), member.get("name")] if isinstance(member, Mapping) else []
+        name = ":".join(str(part) for part in parts if part) or str(index)
+        again = sum(one.partition("#")[0] == name for one in found)
+        found.append(f"{name}#{again + 1}" if again else name)
+    return found
 
 
 def stored_object(path: Path) -> dict[str, Any]:

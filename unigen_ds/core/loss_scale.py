@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+INIT_SCALE, GROWTH_INTERVAL = 2.0**16, 1000
+
 
 @dataclass
 class LossScale:
     """The present scale and how many updates in a row were good."""
 
-    scale: float = 2.0**16
+    scale: float = INIT_SCALE
     good_updates: int = 0
-    growth_interval: int = 1000
+    growth_interval: int = GROWTH_INTERVAL
 
     def record(self, *, applied: bool) -> None:
         """Record whether an update was applied; equal on all ranks, so the scale stays equal."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import json
 import math
 import os
@@ -20,6 +21,7 @@ from unigen_ds.core.json_values import json_values
 
 METRICS_FILE, LEDGER_FILE, SKIPPED_FILE = "metrics.jsonl", "ledger.jsonl", "skipped_samples.jsonl"
 TIMELINE_FILE = "timeline.jsonl"
+_TAIL = 1 << 18
 
 
 class JsonLines:
@@ -104,6 +106,22 @@ def read_lines(path: Path, *, key: str = "update") -> list[dict[str, Any]]:
     Resume events themselves are left out.
     """
     return in_effect(parse_lines(path)[0], key=key)
+
+
+def last_update(path: Path) -> int:
+    """The progress in updates of a file's last line; 0 where it has none. Reads its end alone."""
+    with path.open("rb") if path.is_file() else io.BytesIO() as stream:
+        stream.seek(-min(stream.seek(0, 2), _TAIL), 2)
+        for text in reversed(stream.read().split(b"\n")):
+            try:
+                line = json.loads(text)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(line, dict):
+                found = line.get("updates" if line.get("event") == "resume" else "at", line.get("update"))
+                if isinstance(found, int):
+                    return found
+    return 0
 
 
 def parse_lines(path: Path) -> tuple[list[dict[str, Any]], int]:

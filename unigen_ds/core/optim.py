@@ -52,6 +52,8 @@ class OptimizerConfig:
     max_norm: float | None = None
     """Gradient clipping threshold on the global norm; None: no clipping."""
     precision: str = "fp32"
+    loss_scale: Mapping[str, Any] = field(default_factory=dict)
+    """Of fp16: ``scale``, the first one, and ``growth_interval``, where they are set (``core/loss_scale.py``)."""
     fused: bool = False
     """The run's choice where ``arguments`` make none: torch's fused kernel, if the engine steps tensor by tensor."""
     adamw: Mapping[str, Any] = field(default_factory=dict)

@@ -164,6 +164,14 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
+def all_finite(tensor: Tensor) -> bool:
+    """Whether no element is NaN or infinite. A sum that is finite shows it in one pass; it may also overflow."""
+    if not tensor.is_floating_point():
+        return True
+    total = tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32))
+    return bool(total.isfinite()) or bool(tensor.isfinite().all())
+
+
 def write_output(directory: Path, output: Output) -> tuple[int, str, Any]:
     """Write one file durably. Returns its size, its digest and what ``write`` returned."""
     path = directory / output.path

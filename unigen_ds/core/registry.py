@@ -36,9 +36,12 @@ BACKENDS = Registry("unigen_backend")
 OPTIMIZERS = Registry("unigen_optimizer")
 LAYOUTS = Registry("unigen_layout")
 METRICS = Registry("unigen_metric")
+RESUME_CHECKS = Registry("unigen_resume_check")
+DRY_RUN_CHECKS = Registry("unigen_dry_run_check")
+FOREIGN_STATES = Registry("unigen_foreign_state")
 REGISTRIES = (
     MODELS, FAMILIES, AUTOENCODERS, TOKENIZERS, DATASETS, PACKERS, TRANSFORMS, CURVES, HOOKS, WRITERS, BACKENDS,
-    OPTIMIZERS, LAYOUTS, METRICS, SOURCES, FILTERS,
+    OPTIMIZERS, LAYOUTS, METRICS, SOURCES, FILTERS, RESUME_CHECKS, DRY_RUN_CHECKS, FOREIGN_STATES,
 )  # fmt: skip
 _TRANSFORMERS_TOKENIZER = "dict(type='PretrainedTokenizer', path='DIR'), or ChatTokenizer for a VLM"
 _INTERFACES: dict[Registry, tuple[tuple[str, ...], str]] = {

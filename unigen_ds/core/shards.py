@@ -18,6 +18,11 @@ EXP_AVG, EXP_AVG_SQ = "exp_avg", "exp_avg_sq"
 """Kinds of state; every kind but the first five is an optimizer's own name for a moment. ``master``: every parameter,
 frozen ones too. ``step``: one element per parameter. ``loss_scale``: one entry, scale and number of good updates."""
 
+STAMP = "unigen_ds_save"
+"""In each file of a checkpoint: key or kind of the text that names the save that wrote it (``Manifest.stamp``)."""
+OPTIMIZER_FILE = "optimizer.safetensors"
+"""Of the layout ``safetensors``: all state of the engine but the weights."""
+
 
 @dataclass(frozen=True)
 class Shard:

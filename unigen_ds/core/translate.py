@@ -24,7 +24,8 @@ _DROPPED: dict[str, str] = {
     "env_cfg.resource_limit": "it changes no number",
     "env_cfg.dist_cfg.backend": "the device decides it",
     "train_cfg.type": _ONE_LOOP,
-    "optim_wrapper.loss_scale": "the scale of fp16 is dynamic, and other precisions have none",
+    "visualizer.type": "visualizer.vis_backends are the log writers",
+    "visualizer.name": "visualizer.run_name names the run in trackers",
     "default_hooks.param_scheduler": "param_scheduler acts by itself",
     "default_hooks.sampler_seed": _ORDER,
     "default_hooks.runtime_info": "the logger has all of it",
@@ -74,6 +75,7 @@ def translate(config: dict[str, Any]) -> tuple[list[str], list[ConfigError]]:
         if work.get(dotted) is not None and work.get(dotted) == value:
             work.drop(dotted, why)
     work.collate()
+    work.local_writer()
     work.log_level()
     work.environment()
     work.loop()
@@ -139,8 +141,19 @@ class _Translation:
         for section in ("train_dataloader", "val_dataloader"):
             given = self.get(f"{section}.collate_fn")
             kind = given.get("type") if isinstance(given, Mapping) else given
-            if str(getattr(kind, "__name__", kind)).rpartition(".")[2] in ("default_collate", "pseudo_collate"):
+            if _name(kind) in ("default_collate", "pseudo_collate"):
                 self.drop(f"{section}.collate_fn", "the model's processor makes a batch")
+
+    def local_writer(self) -> None:
+        """mmengine's writer into the work dir."""
+        node, last = self._above("visualizer.vis_backends")
+        given = node.get(last)
+        for one in [*given] if isinstance(given, (list, tuple)) else []:
+            if isinstance(one, Mapping) and _name(one.get("type")) == "LocalVisBackend":
+                node[last] = [other for other in node[last] if other is not one]
+                self.lines.append(
+                    f"Config: visualizer.vis_backends: {_short(one)} is left out: metrics.jsonl has every value."
+                )
 
     def environment(self) -> None:
         """``env_cfg``: what is left of it is an unknown key."""
@@ -206,7 +219,7 @@ class _Translation:
             if not isinstance(sampler, Mapping):
                 continue
             kind = sampler.get("type", "DefaultSampler")
-            name = str(getattr(kind, "__name__", kind)).rpartition(".")[2]
+            name = _name(kind)
             known = name in ("DefaultSampler", "InfiniteSampler") and {*sampler} <= {
                 "type",
                 "shuffle",
@@ -299,8 +312,12 @@ def _names_no_data(loader: Mapping[str, Any]) -> bool:
 
 
 def _is_evaluation(hook: Any) -> bool:
-    kind = hook.get("type") if isinstance(hook, Mapping) else None
-    return str(getattr(kind, "__name__", kind)).rpartition(".")[2] == "EvaluateHook"
+    return isinstance(hook, Mapping) and _name(hook.get("type")) == "EvaluateHook"
+
+
+def _name(kind: Any) -> str:
+    """Of a class, or of its name with its module."""
+    return str(getattr(kind, "__name__", kind)).rpartition(".")[2]
 
 
 def _short(value: Any) -> str:

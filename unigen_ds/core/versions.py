@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
 
@@ -19,6 +22,16 @@ def installed(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+@cache
+def source_digest(file: Path = Path(__file__).parents[1] / "__init__.py") -> str:
+    """Of a module's source, of a package's all: equal for equal code, wherever it is and whatever its version is."""
+    folder, found = file.parent, hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")) if file.name == "__init__.py" else [file]:
+        content = path.read_bytes()
+        found.update(f"{path.relative_to(folder).as_posix()}\0{len(content)}\0".encode() + content)
+    return found.hexdigest()[:16]
 
 
 def version_problems(allowed: Mapping[str, str] = ALLOWED) -> Iterator[ConfigError]:

@@ -25,7 +25,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from unigen_ds.core import dist
-from unigen_ds.core.files import write_atomic
+from unigen_ds.core.files import PID_SPACE, write_atomic
 from unigen_ds.core.locks import held
 from unigen_ds.core.log import logger
 
@@ -202,7 +202,7 @@ def launch() -> tuple[str, ...]:
         begun = ""
     names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID",
              "SLURM_STEP_ID")  # fmt: skip
-    return (str(parent), begun, *(os.environ.get(name, "") for name in names))
+    return (PID_SPACE, str(parent), begun, *(os.environ.get(name, "") for name in names))
 
 
 def shared_by_node() -> Path | None:

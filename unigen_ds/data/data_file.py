@@ -30,10 +30,10 @@ _MAGIC = {
 _EXCEL = ("an Excel workbook", _PANDAS.format("excel"))
 
 
-def no_utf8(path: Path, where: object, byte: int) -> DataError:
+def no_utf8(path: Path, where: object, byte: int) -> MalformedRecord:
     """The error for a text in another encoding."""
     remedy = f"convert it: {LATIN1.format(path.name, path.suffix)}"
-    return DataError(f"{where}: byte {byte} is no UTF-8", remedy=remedy)
+    return MalformedRecord(f"{where}: byte {byte} is no UTF-8", remedy=remedy)
 
 
 def no_record(path: Path) -> DataError:
@@ -53,6 +53,10 @@ def instead_of(path: Path, suffixes: Sequence[str] = (".json", ".jsonl")) -> str
         return f"did you mean {str(folder / near)!r}?"
     more = f" and {len(inside) - 5} more" if len(inside) > 5 else ""
     return f"{folder} has {', '.join(inside[:5])}{more}" if inside else f"{folder} has no such file"
+
+
+class MalformedRecord(DataError):
+    """One record cannot be read; the others of its file can."""
 
 
 def check_data_file(path: Path) -> None:

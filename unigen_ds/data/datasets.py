@@ -18,6 +18,7 @@ from annotated_types import Ge
 
 from unigen_ds.core import former
 from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.core.log import logger
 from unigen_ds.core.registry import DATASETS, FILTERS, build
 from unigen_ds.core.settings import Of, one_or_many
 from unigen_ds.data.array_cache import fingerprint
@@ -34,6 +35,7 @@ from unigen_ds.data.sources.huggingface import HuggingFaceSource
 from unigen_ds.data.streamed import StreamedShards, Streaming, stream_shards
 from unigen_ds.data.token_cache import TokenCache
 from unigen_ds.data.turn import Turn
+from unigen_ds.data.unusable import OnRecordError
 
 _SHOWN = 5
 
@@ -93,6 +95,9 @@ class UnifiedGenerationDataset:
             ``data_path`` may then have urls, and names of the hub. ``dict(...)`` has its settings (``docs/data.md``).
         on_error: ``'skip'``: if it cannot be opened or indexed, or none of its images can be read, the run continues
             without it, with a warning.
+        on_record_error: ``'error'``: a malformed record stops the start, with a list of the first. ``'skip'``: these,
+            and records with an image that cannot be read, are left out, counted, and listed in ``left_out.jsonl``; more
+            than ``max_skipped_fraction`` are refused.
     """
 
     def __init__(
@@ -114,6 +119,7 @@ class UnifiedGenerationDataset:
         filters: Annotated[Any, Of(FILTERS, trial=True, many=True)] = (),
         streaming: bool | Mapping[str, Any] = False,
         on_error: Literal["raise", "skip"] = "raise",
+        on_record_error: OnRecordError = "error",
     ) -> None:
         self.filters: tuple[RecordFilter, ...] = tuple(
             build(FILTERS, one, where=f"filters[{i}]") if isinstance(one, Mapping) else one
@@ -139,6 +145,7 @@ class UnifiedGenerationDataset:
                 num_workers=index_workers,
                 settings=Streaming.parse(None if streaming is True else streaming, where="streaming"),
                 facts=[fact for one in self.filters for fact in (one.settings, one.code)],
+                on_record_error=on_record_error,
             )
             self.index = self.shards.index(0)
             self.path = self.index.source.path
@@ -154,6 +161,7 @@ class UnifiedGenerationDataset:
                 cache_dir=cache,
                 num_workers=index_workers,
                 layout=Layout(None, captions or source.captions, columns_of, ratings, folders),
+                on_record_error=on_record_error,
             )
         self.cache_folder = self.index.folder
         self.tokens = TokenCache.build(self.index, processor, num_workers=index_workers) if cache_tokens else None
@@ -289,6 +297,16 @@ def check_readable(datasets: Sequence[PlannedDataset], names: Sequence[str]) -> 
             + "\n  ".join(unreadable(dataset)),
             remedy=_where_images_start(dataset),
         )
+
+
+def forget_mended(dataset: PlannedDataset) -> bool:
+    """Remove the index of an earlier start that calls a record unusable which can be used now. Whether it does."""
+    index = dataset.index if isinstance(dataset, UnifiedGenerationDataset) and dataset.shards is None else None
+    if index is None or index.cache is None or not index.is_mended(dataset.processor):  # type: ignore[attr-defined]
+        return False
+    logger().info("%s: records that could not be used can be used now; all are read again.", index.source.title)
+    index.cache.unlink(missing_ok=True)
+    return True
 
 
 def _where_images_start(dataset: PlannedDataset) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,9 @@ from unigen_ds.data.array_cache import SUFFIX, NewArrays, filled, fingerprint
 from unigen_ds.data.counts import COLUMNS, Array
 from unigen_ds.data.datasets import PlannedDataset, UnifiedGenerationDataset
 from unigen_ds.data.filters import RATED, CheckedRecord, RecordFilter, decided
+from unigen_ds.data.planning import batches
 from unigen_ds.data.selected import Selected
+from unigen_ds.data.unusable import LIST_FILE, SKIPPED, BadRecord
 
 _FORMAT = "unigen-filters-1"
 
@@ -31,21 +34,33 @@ class Filtered(Selected):
         numbers: of the records that are kept, ascending.
         settings: of the filters, in words.
         report: ``removed_by``'s.
-        removed: of each record the number of the filter that removes it, from 1; 0: none.
+        removed: of each record the number of the filter that removes it, from 1; 0: none. One more than there are
+            filters: it cannot be trained on (``on_record_error``).
+        unusable: those.
     """
 
     def __init__(
-        self, whole: PlannedDataset, numbers: Array, settings: Sequence[str], report: Mapping[str, Any], removed: Array
+        self,
+        whole: PlannedDataset,
+        numbers: Array,
+        settings: Sequence[str],
+        report: Mapping[str, Any],
+        removed: Array,
+        unusable: Sequence[BadRecord] = (),
     ) -> None:
         super().__init__(whole, numbers)
-        self.settings, self.report, self.removed = tuple(settings), report, removed
+        self.settings, self.report, self.removed, self.unusable = tuple(settings), report, removed, unusable
 
     @property
     def fingerprint(self) -> str:
         return fingerprint(self.whole.fingerprint, _FORMAT, self._kept(len(self)))
 
     def prefix_digest(self, number: int) -> str:
-        """Covers the records that are left out between them, too."""
+        """Covers the records that are left out between them, too. Before the first of these it is the source's own: a
+        bad one may be appended to it.
+        """
+        if not self.settings and (not number or self.numbers[number - 1] == number - 1):
+            return self.whole.prefix_digest(number)
         return fingerprint(number, self._whole_digest(number), self._kept(number))
 
     def _kept(self, number: int) -> str:
@@ -76,14 +91,15 @@ def kept_records(dataset: Any, origin: Any) -> Filtered:
     removed, parts = removed[: len(dataset)], parts[: len(dataset)]  # num_used_data counts records of the file
     report = removed_by(origin.filters, removed, parts)
     numbers = np.flatnonzero(removed == 0)
-    return Filtered(dataset, numbers, [one.settings for one in origin.filters], report, removed)
+    bad, first = origin.index.unusable() if origin.index.left_out.size else (), getattr(origin, "first", 0)
+    unusable = [replace(one, number=first + one.number) for one in bad if one.number < len(dataset)]
+    return Filtered(dataset, numbers, [one.settings for one in origin.filters], report, removed, unusable)
 
 
 def all_removed(found: Filtered, *, title: str | None = None) -> DataError:
     """For a source of which nothing is kept. ``title``: how the message calls it; None: its name."""
     return DataError(
-        f"{title or found.name}: all {found.report['records']:,} records are removed by its filters"
-        f" ({removal_line(found.report)})",
+        f"{title or found.name}: all {found.report['records']:,} records are left out ({removal_line(found.report)})",
         remedy="weaker limits in `filters`, or other data",
     )
 
@@ -97,10 +113,15 @@ def filters_of(dataset: Any) -> Filtered | None:
 
 
 def _unfiltered(dataset: Any) -> UnifiedGenerationDataset | None:
-    """The data set itself where it has filters."""
+    """The data set itself where it leaves records out."""
     while hasattr(dataset, "whole"):
         dataset = dataset.whole
-    return dataset if isinstance(dataset, UnifiedGenerationDataset) and dataset.filters else None
+    return dataset if isinstance(dataset, UnifiedGenerationDataset) and leaves_out(dataset) else None
+
+
+def leaves_out(dataset: Any) -> bool:
+    """Whether a data set has filters, or records that ``on_record_error`` leaves out."""
+    return bool(dataset.filters) or dataset.index.left_out.size > 0
 
 
 def _decide(dataset: UnifiedGenerationDataset) -> tuple[Array, Array]:
@@ -108,11 +129,15 @@ def _decide(dataset: UnifiedGenerationDataset) -> tuple[Array, Array]:
     filters, index = dataset.filters, dataset.index
     facts = [fact for one in filters for fact in (one.settings, one.code)]
     key = fingerprint(_FORMAT, dataset.prefix_digest(len(dataset)), dataset.fingerprint, *facts)
-    usable = index.folder is not None and all(one.code is not None for one in filters)
+    usable = index.folder is not None and filters and all(one.code is not None for one in filters)
     name = f"{index.source.origin.name}-filters-{key[:16]}{SUFFIX}"
     cache = index.folder / name if usable and index.folder else None
     found = filled(cache, key, lambda new: _decide_all(dataset, new))
-    return found["removed"], found["parts"]
+    removed = found["removed"]
+    if index.left_out.size:
+        removed = removed.copy()
+        removed[index.left_out] = len(filters) + 1
+    return removed, found["parts"]
 
 
 def _decide_all(dataset: UnifiedGenerationDataset, new: NewArrays) -> None:
@@ -120,14 +145,20 @@ def _decide_all(dataset: UnifiedGenerationDataset, new: NewArrays) -> None:
     reads, rules = any(one.reads for one in filters), sum(len(one.rules) for one in filters)
     new.add("removed", len(index))
     new.add("parts", len(index) * rules, shape=(-1, rules) if rules else (len(index), 0))
-    step = index.source.batch
-    for first in range(0, len(index), step):
+    step, malformed = index.source.batch, set(index.malformed.tolist())
+    for first in range(0, len(index) if filters else 0, step):
         stop = min(first + step, len(index))
         columns = [getattr(index.counts, name)[first:stop].tolist() for name in COLUMNS]
-        entries = index.source.read(first, stop) if reads else [None] * (stop - first)
+        entries: Sequence[Any] = [None] * (stop - first)
+        if reads:
+            ((_, entries),) = batches(index.source, (first, stop))
         removed: list[int] = []
         parts: list[int] = []
-        for entry, row in zip(entries, zip(*columns, strict=True), strict=True):
+        for number, (entry, row) in enumerate(zip(entries, zip(*columns, strict=True), strict=True), first):
+            if number in malformed:
+                removed.append(0)
+                parts += [0] * rules
+                continue
             record = CheckedRecord(entry, index.layout, dataset.processor, dict(zip(COLUMNS, row, strict=True)))
             removed.append(next((k for k, one in enumerate(filters, start=1) if not decided(one, record)), 0))
             parts += [value for one in filters if one.rules for value in one.removed_parts(record)]
@@ -145,6 +176,8 @@ def removed_by(filters: Sequence[RecordFilter], removed: Array, parts: Array) ->
         "records": len(removed),
         "removed": {name: int((removed == number).sum()) for number, name in enumerate(names, start=1)},
     }
+    if unusable := int((removed > len(names)).sum()):
+        report["removed"][SKIPPED] = unusable
     if rules:
         counts = {rule: int(parts[:, k].sum()) for k, rule in enumerate(rules)}
         report["questions_rated"] = counts.pop(RATED)
@@ -156,7 +189,10 @@ def removal_line(report: Mapping[str, Any]) -> str:
     """``removed_by``'s numbers as a sentence."""
     removed, records = sum(report["removed"].values()), report["records"]
     each = ", ".join(f"{name} {number:,}" for name, number in report["removed"].items())
-    line = f"filters remove {removed:,} of {records:,} records ({removed / max(records, 1):.1%}): {each}"
+    who = "filters remove"
+    if list(report["removed"]) == [SKIPPED]:
+        who, each = f"{SKIPPED} leaves out", f"see {LIST_FILE}"
+    line = f"{who} {removed:,} of {records:,} records ({removed / max(records, 1):.1%}): {each}"
     if "questions_removed" in report:
         questions = report["questions_removed"]
         by_rule = ", ".join(f"{rule} {number:,}" for rule, number in questions.items())

@@ -13,6 +13,7 @@ import glob
 import hashlib
 import os
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -23,17 +24,18 @@ from unigen_ds.core.errors import DataError
 from unigen_ds.core.log import logger, notice
 from unigen_ds.data.array_cache import SUFFIX, NewArrays, filled, fingerprint
 from unigen_ds.data.counts import COLUMNS, NUM_DIGESTED, Array, Counts, record_digest
-from unigen_ds.data.planning import FILLED, UNUSED, UNUSED_KEYS, plan_all
+from unigen_ds.data.planning import FILLED, UNUSABLE, UNUSED, UNUSED_KEYS, Plan, batches, is_malformed, plan_all
 from unigen_ds.data.processor import ConversationProcessor
 from unigen_ds.data.records import Layout
 from unigen_ds.data.rules import DataRules
 from unigen_ds.data.sources.base import FoundRecord, RecordSource
 from unigen_ds.data.sources.json_lines import JsonSource
+from unigen_ds.data.unusable import BadRecord, OnRecordError, from_array, unusable_error
 from unigen_ds.data.unused import unused_line, unused_of
 
 _FORMAT = "unigen-index-1"
 """Of the digest that checkpoints keep."""
-_CACHE_FORMAT = "unigen-index-8"
+_CACHE_FORMAT = "unigen-index-9"
 _CONTENT_FORMAT = "unigen-content-1"
 _FORMER = ".npz"
 """Suffix of the caches of earlier versions."""
@@ -61,9 +63,40 @@ class Index:
     """Digest of the data files."""
     unused: Array
     """``unused_keys`` of each record."""
+    lines: NDArray[np.uint8]
+    """The first records that cannot be trained on (``unusable.as_array``)."""
+    on_record_error: OnRecordError
+    cache: Path | None
+    """The file that it was read from; None: it was made by this start."""
 
     def __len__(self) -> int:
         return len(self.records)
+
+    @cached_property
+    def malformed(self) -> Array:
+        """Numbers of the records that have no sample."""
+        return np.flatnonzero(is_malformed(self.records, self.counts.tokens))
+
+    @cached_property
+    def left_out(self) -> Array:
+        """Numbers of the records that ``on_record_error`` leaves out."""
+        unreadable = np.flatnonzero(self.counts.unreadable)
+        return np.union1d(self.malformed, unreadable) if self.on_record_error == "skip" else self.malformed
+
+    def unusable(self) -> list[BadRecord]:
+        """All records that cannot be trained on; those after many without their reason."""
+        known = {one.number: one for one in from_array(self.lines)}
+        numbers = np.union1d(self.malformed, np.flatnonzero(self.counts.unreadable)).tolist()
+        return [
+            known.get(n) or BadRecord(n, *self.source.file_of(n), None, "as those before it", True) for n in numbers
+        ]
+
+    def is_mended(self, processor: ConversationProcessor) -> bool:
+        """Whether a record that could not be used when the index was made, at an earlier start, can be used now."""
+        if self.cache is None:
+            return False
+        plan = Plan(self.source, processor, self.layout)
+        return any(not len(plan.chunk((one.number, one.number + 1))[-1]) for one in self.unusable())
 
     def prefix_digest(self, number: int, *facts: object) -> str:
         """``prefix_digest`` of its records."""
@@ -88,10 +121,10 @@ class Index:
 
         def fill(new: NewArrays) -> None:
             new.add("digests", len(self))
-            step = self.source.batch
-            for start in range(0, len(self), step):
-                entries = self.source.read(start, min(start + step, len(self)))
-                found = b"".join(hashlib.blake2b(entry.values, digest_size=8).digest() for entry in entries)
+            malformed = set(self.malformed.tolist())
+            for start, entries in batches(self.source, (0, len(self))):
+                values = [b"" if n in malformed else entry.values for n, entry in enumerate(entries, start)]
+                found = b"".join(hashlib.blake2b(one, digest_size=8).digest() for one in values)
                 new.put("digests", start, np.frombuffer(found, dtype="<i8").astype(np.int64))
 
         cache = None if self.folder is None else self.folder / f"{self.source.origin.name}-content-{key[:16]}{SUFFIX}"
@@ -108,13 +141,14 @@ class Index:
         num_workers: int = 0,
         layout: Layout | None = None,
         report: bool = True,
+        on_record_error: OnRecordError = "error",
     ) -> Index:
         """From the cache, or by planning every record (with ``num_workers`` processes) and caching the result.
 
         Several processes may start together: one plans, the others wait for its file where the file system has locks.
-        Raises ``DataError`` for a malformed record. An unreadable image is no error here. ``given``: a source, or the
-        path of a JSON file; ``image_root``: None: the source's own; ``report``: what of the records is not learned as
-        intended, in the log.
+        Raises ``DataError`` where records are malformed and ``on_record_error`` is 'error'. An unreadable image is no
+        error here. ``given``: a source, or the path of a JSON file; ``image_root``: None: the source's own;
+        ``report``: what of the records is not learned as intended, in the log.
         """
         source = given if isinstance(given, RecordSource) else JsonSource(given)
         root = source.root if image_root is None else image_root
@@ -130,24 +164,34 @@ class Index:
         if cache is not None and not cache.exists():
             _report_former(source, cache.parent)
 
+        made = False
+
         def fill(new: NewArrays) -> None:
-            plan_all(source, processor, layout, num_workers, new)
+            nonlocal made
+            made = True
+            plan_all(source, processor, layout, num_workers, new, on_record_error)
             new.add(_DIGESTS, 32, "uint8")
             new.put(_DIGESTS, 0, _digests(new))
 
         arrays = filled(cache, key, fill)
-        source.use({name: found for name, found in arrays.items() if name not in (*FILLED, _DIGESTS)})
+        source.use({name: found for name, found in arrays.items() if name not in (*FILLED, _DIGESTS, UNUSABLE)})
         counts = Counts(*(arrays[name] for name in COLUMNS))
         of_counts, of_records = (part.tobytes().hex() for part in arrays[_DIGESTS].reshape(2, 16))
-        if cache is not None and counts.no_image_readable:  # a wrong folder, most likely: look again next time
-            cache.unlink(missing_ok=True)
         if report:
-            _report(source, counts, cache, arrays[UNUSED], arrays[UNUSED_KEYS])
+            _report(source, counts, on_record_error, arrays[UNUSED], arrays[UNUSED_KEYS])
         # not of the key: the same data in another folder is the same data, and so is what no rule changes
         marks = rules.marks(counts.all_touched)
         facts = (*source.identity(content), processor.fingerprint, _FORMAT, of_counts, *marks, *layout.facts)
         digest = fingerprint(*facts)
-        return cls(source, arrays["records"], counts, digest, folder, layout, of_records, content, arrays[UNUSED_KEYS])
+        index = cls(
+            source, arrays["records"], counts, digest, folder, layout, of_records, content, arrays[UNUSED_KEYS],
+            arrays[UNUSABLE], on_record_error, None if made else cache,
+        )  # fmt: skip
+        if on_record_error == "error" and index.malformed.size:
+            if cache is not None:  # the code that reads it may be what is mended
+                cache.unlink(missing_ok=True)
+            raise unusable_error(index.unusable(), source.title, len(index))
+        return index
 
 
 def prefix_digest(records: Array, number: int, *facts: object, known: str | None = None) -> str:
@@ -178,7 +222,7 @@ def _report_former(source: RecordSource, folder: Path) -> None:
         notice(f"{source.title}: the index {found[-1]} is of an earlier version and is built again, once; delete it.")
 
 
-def _report(source: RecordSource, counts: Counts, cache: Path | None, unused: Array, keys: Array) -> None:
+def _report(source: RecordSource, counts: Counts, on_error: OnRecordError, unused: Array, keys: Array) -> None:
     """How much of the data will not be learned as intended."""
     if dist.env_rank() != 0:
         return
@@ -203,11 +247,8 @@ def _report(source: RecordSource, counts: Counts, cache: Path | None, unused: Ar
             unknown, texts, path, 100 * unknown / texts,
         )  # fmt: skip
     broken = int((counts.unreadable > 0).sum())
-    if broken:
+    if broken and on_error == "error":
         logger().warning(
-            "%d of %d records of %s have an image that cannot be read; they become counted skips%s",
-            broken,
-            len(counts.tokens),
-            path,
-            f" (after repairing them, delete {cache})" if cache else "",
-        )
+            "%d of %d records of %s have an image that cannot be read; they become counted skips",
+            broken, len(counts.tokens), path,
+        )  # fmt: skip

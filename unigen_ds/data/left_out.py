@@ -8,18 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from unigen_ds.core.errors import DataError
+from unigen_ds.core.files import write_text_atomic
 from unigen_ds.data.counts import Array
 from unigen_ds.data.datasets import PlannedDataset, UnifiedGenerationDataset
-from unigen_ds.data.filtered import Filtered
+from unigen_ds.data.filtered import Filtered, filters_of
 from unigen_ds.data.held_out import Part, record_number, whole_of
 from unigen_ds.data.overflow import ACTIONS, Action, Fitted
 from unigen_ds.data.stream import SequenceStream
-from unigen_ds.data.streamed_units import ShardRecords
+from unigen_ds.data.streamed_units import ShardRecords, StreamedFitted
+from unigen_ds.data.unusable import LIST_FILE, SKIPPED, BadRecord, unusable_error
 from unigen_ds.data.unused import unused_of, with_unused
 from unigen_ds.data.used import FirstRecords
 
@@ -65,6 +68,44 @@ def reasons(stream: SequenceStream) -> list[Reason]:
         source = _Source(name, fitted, getattr(stream.packer, "max_tiles", None))
         found += [one for one in source.reasons() if one.number]
     return found
+
+
+def check_unusable(sources: Sequence[Fitted], names: Sequence[str], limit: float) -> None:
+    """Raise ``DataError`` where more than a share ``limit`` of all records is left out by ``on_record_error``."""
+    found, records = [], 0
+    for source in sources:
+        if isinstance(source, StreamedFitted):
+            source.limit = limit
+            source.count_unusable(source)
+        else:
+            found += list(_unusable(source))
+            records += len(whole_of(source.dataset))
+    if len(found) > limit * records:
+        raise unusable_error(found, ", ".join(names), records, limit=limit)
+
+
+def _unusable(source: Fitted) -> Sequence[BadRecord]:
+    if isinstance(source, StreamedFitted):
+        return source.unusable
+    kept = filters_of(source.dataset)
+    return () if kept is None else kept.unusable
+
+
+def list_left_out(parts: Sequence[Any], folder: Path) -> None:
+    """Write ``left_out.jsonl``: a line for each record that ``on_record_error`` leaves out, and of a streamed source
+    those of every shard that was reached. ``parts``: of training and validation, each with ``fitted``. On rank 0.
+    """
+    path, lines = folder / LIST_FILE, list[str]()
+    before = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    for name, source in (pair for part in parts for pair in zip(part.names, part.fitted, strict=True)):
+        own = [one.line(name) for one in _unusable(source)]
+        if isinstance(source, StreamedFitted):
+            source.left_out_file = path
+            source.listed = {line for line in before if line.startswith(f'{{"sample": "{name}:')}
+            own += sorted(source.listed)
+        lines += own
+    if lines or before:
+        write_text_atomic(path, "".join(dict.fromkeys(lines)))
 
 
 class _Source:
@@ -119,9 +160,15 @@ class _Source:
     def _removed(self, kept: Filtered) -> Iterator[Reason]:
         """By each filter, and by each rating."""
         for k, (rule, number) in enumerate(kept.report["removed"].items(), start=1):
+            if rule == SKIPPED:
+                continue
             first = np.flatnonzero(kept.removed == k)[:NUM_EXAMPLES].tolist()
             examples = tuple(self._example(record_number(kept.whole, i), "") for i in first)
             yield Reason(self.title, f"removed by {rule}", number, len(kept.removed), False, examples)
+        if kept.unusable:
+            examples = tuple(Example(f"{self.name}:{one.number}", one.reason) for one in kept.unusable[:NUM_EXAMPLES])
+            text = "cannot be trained on (on_record_error='skip')"
+            yield Reason(self.title, text, len(kept.unusable), len(kept.removed), False, examples)
         for rule, number in kept.report.get("questions_removed", {}).items():
             text = f"questions below the least {rule} rating (their records stay)"
             yield Reason(self.title, text, number, kept.report["questions_rated"], False, (), "questions")

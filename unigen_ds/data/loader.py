@@ -10,7 +10,6 @@ A worker sends a batch as one block of bytes (``packet.py``).
 
 from __future__ import annotations
 
-import re
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,24 +18,21 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
 
 from unigen_ds.core import dist
 from unigen_ds.core.batch import Batch
 from unigen_ds.core.cores import num_cores
-from unigen_ds.core.errors import ConfigError, TrainingError, UnigenError
+from unigen_ds.core.errors import ConfigError, UnigenError
 from unigen_ds.core.progress import Geometry
 from unigen_ds.data.collate import collate
 from unigen_ds.data.datasets import PlannedDataset
 from unigen_ds.data.packet import Memory, Packet, SharedBlocks, unmap
 from unigen_ds.data.processor import Processor
 from unigen_ds.data.stream import Cursor, Row, SequenceStream
-from unigen_ds.data.worker_process import start_worker
+from unigen_ds.data.workers import Workers
 
 _THREADS = 8
 """Threads of a process that decode images at most."""
-_LOST = re.compile(r"DataLoader (worker \(pid.*?\)( is| exited).*|timed out after .*)", re.DOTALL)
-"""torch's messages of workers that ended or hang; raised by its handler of SIGCHLD too, so anywhere in the loop."""
 
 
 @dataclass(frozen=True)
@@ -149,41 +145,39 @@ class BatchLoader:
                 f"num_workers {num_workers}, timeout {timeout}, prefetch_factor {prefetch_factor}",
                 allowed="num_workers >= 0, timeout >= 0 seconds, prefetch_factor >= 1",
             )
-        pinned = pin_memory and torch.accelerator.is_available()  # torch's loader has the same condition, and warns
-        prefetched = (prefetch_factor or 2) if num_workers else None
-        self._memory = None if pinned else Memory()
-        blocks = SharedBlocks(prefetched + 1) if prefetched else None
-        self._unmap = weakref.finalize(self, unmap, blocks.loader) if blocks else lambda: None
-        self._loader: DataLoader[Any] = DataLoader(
-            _Rows(
-                source,
-                processor,
-                seed,
-                travels=num_workers > 0 or pinned,
-                blocks=blocks,
-                keep_bytes=num_workers > 0 and not pinned,  # what is pinned is not changed any more
-                threads=_image_threads(num_workers),
-            ),
-            batch_size=None,
-            sampler=iterations,
-            collate_fn=_unchanged,
-            num_workers=num_workers,
-            prefetch_factor=prefetched,
-            pin_memory=pinned,
-            timeout=timeout if num_workers else 0,
-            worker_init_fn=start_worker,
-            # without its own generator the loader would draw its base seed from the global one, which dropout uses
-            generator=torch.Generator().manual_seed(0),
+        pinned = pin_memory and torch.accelerator.is_available()
+        ahead = (prefetch_factor or 2) if num_workers else 0
+        blocks = SharedBlocks(ahead + 1) if ahead else None
+        make = _Rows(
+            source,
+            processor,
+            seed,
+            travels=num_workers > 0 or pinned,
+            blocks=blocks,
+            keep_bytes=num_workers > 0 and not pinned,  # what is pinned is not changed any more
+            threads=_image_threads(num_workers),
         )
-        self._iterator: Iterator[Batch | Packet | UnigenError] | None = None
+        arrived = _pinned if pinned else None
+
+        def begin() -> Iterator[Any]:
+            if num_workers:
+                return Workers(make, iterations, num_workers, ahead=ahead, timeout=timeout, arrived=arrived)
+            return map(make, iterations) if arrived is None else map(arrived, map(make, iterations))
+
+        self._begin = begin
+        self._memory = None if pinned else Memory()
+        self._unmap = weakref.finalize(self, unmap, blocks.loader) if blocks else lambda: None
+        self._made: Iterator[Batch | Packet | UnigenError] | None = None
         self._closed = False
 
     def next(self) -> Batch:
-        """The next batch, on the CPU. Raises ``StopIteration`` after the last one."""
+        """The next batch, on the CPU. Raises ``StopIteration`` after the last one, ``TrainingError`` where a worker
+        process has ended.
+        """
         assert not self._closed, "the loader is closed"
-        if self._iterator is None:
-            self._iterator = iter(self._loader)
-        loaded = next(self._iterator)
+        if self._made is None:
+            self._made = self._begin()
+        loaded = next(self._made)
         if isinstance(loaded, UnigenError):  # raised in a worker, whose traceback does not help
             raise loaded
         if not isinstance(loaded, Packet):
@@ -192,33 +186,17 @@ class BatchLoader:
 
     def close(self) -> None:
         """End the workers. Safe to call twice, and after an error."""
-        # its finaliser would do the same, but a traceback may keep the iterator, and so the workers, alive
-        shutdown = getattr(self._iterator, "_shutdown_workers", None)
-        if shutdown is not None:
-            shutdown()
-        self._iterator, self._closed = None, True
+        if isinstance(self._made, Workers):
+            self._made.close()
+        self._made, self._closed = None, True
         self._unmap()
 
 
-def lost_worker(error: BaseException) -> TrainingError | None:
-    """What a user can do, where ``error`` is of a worker process that was killed or hangs; else None."""
-    found = _LOST.search(str(error)) if type(error) is RuntimeError else None
-    if found is None:
-        return None
-    what = " ".join(found.group(1).split()).rstrip(".")
-    if what.startswith("timed out"):
-        remedy = (
-            "set a larger train_dataloader.timeout (0: none), or find what the workers wait for; continue with --resume"
-        )
-        return TrainingError(f"the data loader {what}: no worker process returned a batch", remedy=remedy)
-    return TrainingError(
-        f"a worker process of the data loader ended: {what}",
-        remedy="the system kills processes when memory (or /dev/shm) is full (see dmesg): lower "
-        "train_dataloader.num_workers or prefetch_factor; continue with --resume",
-    )
+def _pinned(loaded: Batch | Packet | UnigenError) -> Batch | Packet | UnigenError:
+    return loaded.pin_memory() if isinstance(loaded, Packet) else loaded
 
 
-class _Iterations(Sampler[list[Row]]):
+class _Iterations:
     """In the main process: the rows of this rank, iteration by iteration; remembers what the loader has in flight."""
 
     def __init__(self, stream: SequenceStream, geometry: Geometry, dp_rank: int, cursor: Cursor) -> None:
@@ -235,7 +213,7 @@ class _Iterations(Sampler[list[Row]]):
             yield rows[self._dp_rank :: self._geometry.dp_size]
 
 
-class _Rows(Dataset["Batch | Packet | UnigenError"]):
+class _Rows:
     """A list of rows is the index, a micro-batch the item: as a packet where it ``travels`` to another process."""
 
     def __init__(
@@ -252,7 +230,7 @@ class _Rows(Dataset["Batch | Packet | UnigenError"]):
         self._source, self._keep_bytes, self._threads = source, keep_bytes, threads
         self._processor, self._seed, self._travels, self._blocks = processor, seed, travels, blocks
 
-    def __getitem__(self, rows: Sequence[Row]) -> Batch | Packet | UnigenError:
+    def __call__(self, rows: Sequence[Row]) -> Batch | Packet | UnigenError:
         try:
             source = self._source
             batch = collate(
@@ -268,7 +246,3 @@ def _image_threads(num_workers: int) -> int:
     """Threads of each loading process that decode images: the cores that there are for one."""
     processes = (dist.env_processes_per_node() or dist.env_world_size()) * max(num_workers, 1)
     return max(1, min(num_cores() // processes, _THREADS))
-
-
-def _unchanged(value: Any) -> Any:
-    return value

@@ -161,7 +161,7 @@ def unmap(loader: int) -> None:
 class SharedBlocks:
     """Of one worker: blocks of shared memory that it writes into in turns.
 
-    torch's loader asks a worker for another batch when it returns one of its batches, which is read before the next is
+    The loader asks a worker for another batch when it returns one of its batches, which is read before the next is
     asked for: with ``prefetch_factor + 1`` blocks none is written that is yet to be read. ``SharedBlock.check`` raises
     otherwise.
 
@@ -236,6 +236,6 @@ def _arrived(key: tuple[int, int, int], memory: Tensor | None, size: int, turn: 
 
 
 def _shared_memory(size: int) -> Tensor:
-    # as torch's own collating code: any other memory would be copied to such memory when it is sent
+    # any other memory would be copied to such memory when it is sent
     storage = torch.UntypedStorage._new_shared(size)
     return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (size,), (1,))

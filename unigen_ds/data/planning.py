@@ -25,12 +25,15 @@ from unigen_ds.core.errors import DataError
 from unigen_ds.core.variables import environment
 from unigen_ds.data.array_cache import NewArrays
 from unigen_ds.data.counts import COLUMNS, count, record_digest
+from unigen_ds.data.data_file import MalformedRecord
 from unigen_ds.data.processor import ConversationProcessor
 from unigen_ds.data.records import Layout, unused_texts
 from unigen_ds.data.rules import TOUCH_BITS
+from unigen_ds.data.samples import Sample
 from unigen_ds.data.sources.base import FoundRecord, RecordSource, folder_of
 from unigen_ds.data.stored_image import StoredImage
 from unigen_ds.data.turn import Turn
+from unigen_ds.data.unusable import BadRecord, OnRecordError, as_array, from_array, unusable_error
 from unigen_ds.data.unused import unused_keys
 from unigen_ds.data.worker_process import start_worker
 
@@ -48,8 +51,21 @@ UNUSED = "unused_texts"
 """An array of the index: texts of a record that it has as alternatives to the one that is used; where there are any."""
 Chunk = tuple[int, int]
 """First record, and the one after the last."""
+UNUSABLE = "unusable"
+"""An array of the index: the records that cannot be trained on (``unusable.as_array``)."""
 FILLED = (*COLUMNS, "records", UNUSED, UNUSED_KEYS)
 """Arrays of one value a record that planning fills."""
+_UNREADABLE = COLUMNS.index("unreadable")
+_MALFORMED = record_digest(b"", (0,) * len(COLUMNS))
+_NOTHING = (*[0] * len(COLUMNS), _MALFORMED, 0, 0)
+"""``FILLED`` of a malformed record."""
+_MOST_LINES = 32
+"""Of ``UNUSABLE`` for a chunk: where more cannot be used, it is not a few that are wrong."""
+
+
+def is_malformed(records: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """[N] of the arrays ``records`` and ``tokens`` of an index."""
+    return (records == _MALFORMED) & (tokens == 0)
 
 
 class ChunkPlan(Protocol):
@@ -69,11 +85,17 @@ class ChunkPlan(Protocol):
 
 
 def plan_all(
-    source: RecordSource, processor: ConversationProcessor, layout: Layout, num_workers: int, new: NewArrays
+    source: RecordSource,
+    processor: ConversationProcessor,
+    layout: Layout,
+    num_workers: int,
+    new: NewArrays,
+    on_record_error: OnRecordError = "error",
 ) -> None:
-    """Fill the arrays of ``source.scan()``, ``records`` (digests) and those of ``Counts``, one value a record.
+    """Fill the arrays of ``source.scan()``, ``records`` (digests) and those of ``Counts``, one value a record, and
+    ``UNUSABLE``. ``num_workers``: as of ``planned``.
 
-    ``num_workers``: as of ``planned``. Raises ``DataError`` for the first malformed record.
+    Raises ``DataError`` where malformed records are an error and the first are all malformed: the rest is not planned.
     """
     found = {}
     for name, values in source.scan().items():
@@ -83,16 +105,23 @@ def plan_all(
     source.use(found)
     for name in FILLED:
         new.add(name, len(source))
-    for start, columns in planned(_Plan(source, processor, layout), num_workers):
+    unusable = []
+    for start, (*columns, lines) in planned(Plan(source, processor, layout), num_workers):
+        unusable.append(lines)
+        number = len(columns[0])
+        if not start and number < len(source) and on_record_error == "error" and (columns[-3] == _MALFORMED).all():
+            raise unusable_error(from_array(lines), f"{source.title}, the beginning", number, number=number)
         for name, values in zip(FILLED, columns, strict=True):
             new.put(name, start, values)
+    lines = np.concatenate(unusable)
+    new.add(UNUSABLE, lines.size, "uint8")
+    new.put(UNUSABLE, 0, lines)
 
 
 def planned(plan: ChunkPlan, num_workers: int) -> Iterator[tuple[int, tuple[NDArray[Any], ...]]]:
     """The first record of each chunk, and what ``plan`` finds of the chunk; in order.
 
     ``num_workers``: new processes; 0: forks of this one where that is safe and there are many records, else threads.
-    Raises ``DataError`` for the first malformed record.
     """
     chunks = [(i, min(i + _CHUNK, len(plan.source))) for i in range(0, len(plan.source), _CHUNK)]
     starts = [start for start, _ in chunks]
@@ -190,33 +219,47 @@ def _no_collections() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class Plan:
     """Plans records."""
 
     source: RecordSource
     processor: ConversationProcessor
     layout: Layout
 
-    def again(self) -> _Plan:
+    def again(self) -> Plan:
         return replace(self, processor=copy.deepcopy(self.processor))
 
     def chunk(self, chunk: Chunk) -> tuple[NDArray[Any], ...]:
-        """``FILLED`` of the records of a chunk."""
+        """``FILLED`` of the records of a chunk, and ``UNUSABLE``."""
         rows: list[tuple[int, ...]] = []
-        for entries in batches(self.source, chunk):
-            rows += self._batch(entries)
+        unusable: list[BadRecord] = []
+        for first, entries in batches(self.source, chunk):
+            rows += self._batch(first, entries, unusable)
         numbers = np.fromiter(chain.from_iterable(rows), np.int64)  # a fifth of the time of asarray(rows)
-        return tuple(numbers.reshape(len(rows), -1).T)
+        unusable.sort(key=lambda one: one.number)
+        return *numbers.reshape(len(rows), -1).T, as_array(unusable[:_MOST_LINES])
 
-    def _batch(self, entries: Sequence[FoundRecord]) -> Iterator[tuple[int, ...]]:
-        """``FILLED`` of each of some records; their texts are tokenized in one call."""
+    def _batch(
+        self, first: int, entries: Sequence[FoundRecord | DataError], unusable: list[BadRecord]
+    ) -> Iterator[tuple[int, ...]]:
+        """``FILLED`` of each of some records, of which ``first`` is the first; ``unusable`` gets what cannot be used.
+        Their texts are tokenized in one call.
+        """
         processor = self.processor
         unk_id, marks = getattr(processor.tokenizer, "unk_id", None), processor.rules.marks
-        records = [entry.record for entry in entries]
-        layouts = [self.layout.at(folder_of(entry)) for entry in entries]
-        turns_of = list(map(learnt, records, (entry.where for entry in entries), layouts))
-        samples = processor.plan_many(zip(turns_of, (entry.where for entry in entries), strict=True))
-        for entry, record, turns, sample in zip(entries, records, turns_of, samples, strict=True):
+        parsed = [self._parsed(number, entry, unusable) for number, entry in enumerate(entries, first)]
+        good = [(number, one) for number, one in enumerate(parsed, first) if one is not None]
+        samples: dict[int, Sample | None] = {}
+        try:
+            together = processor.plan_many((turns, entry.where) for _, (entry, _, turns, _) in good)
+            samples = {number: sample for (number, _), sample in zip(good, together, strict=True)}
+        except DataError:  # of one of them
+            samples = {number: self._planned(number, one, unusable) for number, one in good}
+        for number, found in enumerate(parsed, first):
+            if found is None or (sample := samples[number]) is None:
+                yield _NOTHING
+                continue
+            entry, record, turns, content = found
             empty = 0
             for turn in turns:
                 if turn.kind == "text" and not turn.value.strip():
@@ -224,11 +267,38 @@ class _Plan:
             row = count(sample, unk_id=unk_id, empty_texts=empty)
             if self._moved(entry, record):
                 row = (*row[:_TOUCHED], row[_TOUCHED] | TOUCH_BITS["image_folders"], *row[_TOUCHED + 1 :])
-            digest = record_digest(entry.content, row, marks(row[_TOUCHED]))
+            if row[_UNREADABLE]:
+                error = next(split.error for split in sample.splits if split.error)
+                unusable.append(self._unusable(number, record, f"{entry.where}: {error}", image=True))
+            digest = record_digest(content, row, marks(row[_TOUCHED]))
             if self.layout.columns:
                 record = self.layout.named(record, entry.where)
             texts = unused_texts(record) if "captions" in record or "instruction_list" in record else 0
             yield *row, digest, texts, unused_keys(record, self.layout, getattr(entry, "unused", ()))
+
+    def _parsed(self, number: int, entry: FoundRecord | DataError, unusable: list[BadRecord]) -> _Parsed | None:
+        """None: it is malformed."""
+        record: Mapping[str, Any] = {}
+        try:
+            if isinstance(entry, DataError):
+                raise entry
+            record = entry.record
+            return entry, record, learnt(record, entry.where, self.layout.at(folder_of(entry))), entry.content
+        except DataError as error:
+            unusable.append(self._unusable(number, record, str(error)))
+            return None
+
+    def _unusable(self, number: int, record: Mapping[str, Any], reason: str, *, image: bool = False) -> BadRecord:
+        return BadRecord.of(number, *self.source.file_of(number), record, reason, image=image)
+
+    def _planned(self, number: int, parsed: _Parsed, unusable: list[BadRecord]) -> Sample | None:
+        """None: the model cannot take it."""
+        entry, record, turns, _ = parsed
+        try:
+            return self.processor.plan(turns, entry.where)
+        except DataError as error:
+            unusable.append(self._unusable(number, record, str(error)))
+            return None
 
     def _moved(self, entry: FoundRecord, record: Mapping[str, Any]) -> bool:
         """Whether the rule ``image_folders`` decides where an image of the record is: its path is relative, and its
@@ -245,11 +315,28 @@ def is_relative(turn: Turn) -> bool:
     return turn.kind == "image" and not isinstance(turn.value, StoredImage) and not os.path.isabs(turn.value)
 
 
-def batches(source: RecordSource, chunk: Chunk) -> Iterator[Sequence[FoundRecord]]:
-    """The records of a chunk, as many at a time as the source reads together."""
+_Parsed = tuple[FoundRecord, Mapping[str, Any], list[Turn], bytes]
+"""A record, its values, its turns, and what its digest is of."""
+
+
+def batches(source: RecordSource, chunk: Chunk) -> Iterator[tuple[int, Sequence[Any]]]:
+    """The number of a record and the records from there on, as many at a time as the source reads together; in place
+    of one that cannot be read its error.
+    """
     start, stop = chunk
     for first in range(start, stop, source.batch):
-        yield source.read(first, min(first + source.batch, stop))
+        last = min(first + source.batch, stop)
+        try:
+            yield first, source.read(first, last)
+        except MalformedRecord:
+            yield first, [_alone(source, number) for number in range(first, last)]
+
+
+def _alone(source: RecordSource, number: int) -> FoundRecord | DataError:
+    try:
+        return source.read(number, number + 1)[0]
+    except MalformedRecord as error:
+        return error
 
 
 def learnt(record: Mapping[str, Any], where: object, layout: Layout) -> list[Turn]:

@@ -6,6 +6,7 @@ known after planning; randomness comes later, when a split is loaded.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -20,10 +21,13 @@ from unigen_ds.data.augment import Augment
 from unigen_ds.data.image_files import ImageContent, ImageHeader, flattened, image_header, open_image
 from unigen_ds.data.packed import PackedBuilder
 from unigen_ds.data.rules import CURRENT, DataRules
-from unigen_ds.data.samples import Loaded, Sample
+from unigen_ds.data.samples import Loaded, Sample, Split
 from unigen_ds.data.splits import ImageKind, ImageSplit
 from unigen_ds.data.transforms import ImageTransform
-from unigen_ds.data.turn import Turn
+from unigen_ds.data.turn import Turn, same_message
+
+_CHANGES_NO_PLAN = ("augment", "ce_reweight", "dropout", "rules", "seed", "tokenizer", "vit_augment", "vocab_size")
+"""Attributes of a processor."""
 
 
 class BatchBuilder(Protocol):
@@ -62,8 +66,12 @@ class Processor(Protocol):
 class ConversationProcessor:
     """Conversations of texts and images as a ``PackedBatch``: what processors of such models share.
 
-    A subclass plans (``plan_many``) and has a ``fingerprint``; sizes that its model does not have keep their defaults.
+    A subclass has ``splits_of``; or, where whole conversations are tokenized by a chat template, ``plan_many``. Sizes
+    that its model does not have keep their defaults.
     """
+
+    tokenizes_texts: ClassVar[bool] = True
+    """Whether each text is tokenized on its own (``splits_of``)."""
 
     on_white: ClassVar[bool] = True
     """Transparent parts become white, as in BAGEL; else the colours under them are visible."""
@@ -101,8 +109,20 @@ class ConversationProcessor:
 
     @property
     def fingerprint(self) -> str:
-        """Changes whenever the plan of a record may change; dropout, weights and seed change none."""
-        raise NotImplementedError(f"{type(self).__name__}.fingerprint")
+        """Changes whenever the plan of a record may change; dropout, weights and seed change none.
+
+        By default with the class, the tokenizer, and each public attribute that is a plain value or has a
+        ``fingerprint``.
+        """
+        names = ("bos_id", "eos_id", "image_start_id", "image_end_id")
+        facts: list[object] = [f"{type(self).__module__}.{type(self).__qualname__}", self.tokenizer.fingerprint]
+        facts += (getattr(self.tokenizer, name, None) for name in names)
+        for name, value in sorted(vars(self).items()):
+            of_plan = name not in _CHANGES_NO_PLAN and not name.startswith("_")
+            value = getattr(value, "fingerprint", value)
+            if of_plan and isinstance(value, str | int | float | tuple | list | None):
+                facts.append((name, value))
+        return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
     def builder(self) -> PackedBuilder:
         """As of ``Processor``."""
@@ -115,7 +135,7 @@ class ConversationProcessor:
 
     def touches(self, header: ImageHeader) -> bool:
         """Whether the rule ``images`` reads such a picture differently in one of its versions."""
-        raise NotImplementedError(f"{type(self).__name__}.touches")
+        return header.changed or header.transparent
 
     def header(self, path: str, *, keep: bool) -> ImageHeader:
         """Of an image, by this model's rule; ``keep``: read the whole file, for decoding it next."""
@@ -133,7 +153,33 @@ class ConversationProcessor:
         self, records: Iterable[tuple[Sequence[Turn], object]], *, keep_images: bool = False
     ) -> Iterator[Sample]:
         """``plan`` of each (turns, where); their texts are tokenized together."""
-        raise NotImplementedError(f"{type(self).__name__}.plan_many")
+        merged = [(_merged(turns), is_document(turns), where) for turns, where in records]
+        texts = [turn.value for turns, _, _ in merged for turn in turns if turn.kind == "text"]
+        spelling = self.spelling_special(texts)
+        ids = iter(self._encoded(texts))
+        for turns, plain, where in merged:
+            splits = tuple(self.splits_of(turns, ids, where, keep_images=keep_images))
+            spells = bool(spelling) and any(turn.kind == "text" and turn.value in spelling for turn in turns)
+            yield Sample(splits, spells_special=spells, plain=plain)
+
+    def splits_of(
+        self, turns: Sequence[Turn], ids: Iterator[Sequence[int]], where: object, *, keep_images: bool
+    ) -> Iterable[Split]:
+        """Those of one record. Neighbouring texts of a role are one turn.
+
+        Args:
+            ids: of each text, in order: one is taken for each turn of kind ``text``.
+            where: begins errors.
+            keep_images: they are decoded next (``header``).
+        """
+        raise NotImplementedError(f"{type(self).__name__}.splits_of")
+
+    def _encoded(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
+        # a tokenizer of a user's own may have "encode" alone
+        together = getattr(self.tokenizer, "encode_texts", None)
+        if self.rules.special_tokens == 0:
+            together = getattr(self.tokenizer, "encode_texts_unprotected", together)
+        return together(texts) if together else [self.tokenizer.encode(text) for text in texts]
 
     def spells_special(self, text: str) -> bool:
         """Whether a text spells a special token of the tokenizer."""
@@ -145,16 +191,24 @@ class ConversationProcessor:
 
         Raises ``ConfigError`` where texts are not tokenized one by one.
         """
-        raise ConfigError(
-            f"cache_tokens=True with {type(self).__name__}, which tokenizes whole conversations by a chat template",
-            remedy="leave cache_tokens out",
-        )
+        if not self.tokenizes_texts:
+            raise ConfigError(
+                f"cache_tokens=True with {type(self).__name__}, which tokenizes whole conversations by a chat template",
+                remedy="leave cache_tokens out",
+            )
+        texts = [[turn.value for turn in _merged(turns) if turn.kind == "text"] for turns in records]
+        ids = iter(self._encoded([text for of_record in texts for text in of_record]))
+        for of_record in texts:
+            yield [next(ids) for _ in of_record]
 
     def plan_with(
         self, turns: Sequence[Turn], where: object, ids: Iterable[Sequence[int]], *, keep_images: bool = False
     ) -> Sample:
         """``plan`` where the ids of the texts are known."""
-        raise NotImplementedError(f"{type(self).__name__}.plan_with")
+        merged = _merged(turns)
+        splits = tuple(self.splits_of(merged, iter(ids), where, keep_images=keep_images))
+        spells = bool(self.spelling_special([turn.value for turn in merged if turn.kind == "text"]))
+        return Sample(splits, spells_special=spells, plain=is_document(turns))
 
     def spelling_special(self, texts: Sequence[str]) -> set[str]:
         """Those of some texts that spell a special token."""
@@ -180,6 +234,19 @@ class ConversationProcessor:
 def is_document(turns: Sequence[Turn]) -> bool:
     """Whether a record is plain text, all of it to be learned."""
     return all(turn.is_target and turn.kind == "text" for turn in turns)
+
+
+def _merged(turns: Sequence[Turn]) -> list[Turn]:
+    if len(turns) == 1:
+        return list(turns)
+    merged: list[Turn] = []
+    for turn in turns:
+        last = merged[-1] if merged else None
+        if last is not None and turn.kind == last.kind == "text" and same_message(last, turn):
+            merged[-1] = last._replace(value=f"{last.value}\n{turn.value}")
+        else:
+            merged.append(turn)
+    return merged
 
 
 def __getattr__(name: str) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from unigen_ds.core import former
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.image_files import ImageContent
 from unigen_ds.data.rules import CURRENT, TOUCH_BITS
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 IGNORED = -100
 """A label: nothing is to be predicted."""
@@ -58,6 +61,8 @@ class Split:
     """Why it cannot be loaded; its sample is then left out, and counted as skipped."""
     touched: Any = False
     """Whether the rule ``images`` (``rules.py``) decodes it differently in one of its versions."""
+    drawn: Any = False
+    """Whether it is a picture that the model learns to draw: previews and metrics of pictures ask for it."""
 
     @property
     def num_tokens(self) -> int:
@@ -111,6 +116,15 @@ class Split:
         Raises ``UnreadableImage`` where its sample must be left out.
         """
         raise NotImplementedError(f"{type(self).__name__}.load")
+
+    def pixels(self, processor: Any) -> Tensor:
+        """Of a ``drawn`` one: the record's own picture, ``[C, H, W]`` in [-1, 1]. Raises ``UnreadableImage``."""
+        raise NotImplementedError(f"{type(self).__name__}.pixels")
+
+    def picture_size(self, processor: Any) -> tuple[int, int]:
+        """Of a ``drawn`` one: (height, width) in pixels."""
+        height, width = self.pixels(processor).shape[1:]
+        return height, width
 
 
 @dataclass(frozen=True)

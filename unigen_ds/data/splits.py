@@ -176,6 +176,10 @@ class ImageSplit(Split):
         return int(self.kind != "noise")
 
     @property
+    def drawn(self) -> bool:  # type: ignore[override]
+        return self.kind == "noise"
+
+    @property
     def source(self) -> str:
         return self.path
 
@@ -197,6 +201,17 @@ class ImageSplit(Split):
                 content.ready[id(transform)] = transform.pixels(processor.read_image(content))
 
         return content, work
+
+    def pixels(self, processor: ImageProcessor) -> Tensor:
+        if self.tensor is not None:
+            return self.tensor
+        transform = self._transform(processor)
+        assert transform is not None, "planned without a transform"
+        return transform(processor.read_image(self.content or self.path))
+
+    def picture_size(self, processor: ImageProcessor) -> tuple[int, int]:
+        stride = processor.vae_downsample
+        return self.grid[0] * stride, self.grid[1] * stride
 
     def _transform(self, processor: ImageProcessor) -> ImageTransform | None:
         return processor.vit_transform if self.kind == "vit" else processor.vae_transform

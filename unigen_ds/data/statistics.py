@@ -18,6 +18,7 @@ from unigen_ds.data.held_out import whole_of
 from unigen_ds.data.overflow import overflow_line, unit_tokens
 from unigen_ds.data.stream import Cursor, Row, SequenceStream
 from unigen_ds.data.streamed_units import StreamedFitted, streamed_lines, streamed_report
+from unigen_ds.data.unusable import SKIPPED
 from unigen_ds.data.unused import UnusedKey, unused_of
 from unigen_ds.data.used import used_line, used_of
 
@@ -155,7 +156,7 @@ def filter_lines(name: str, dataset: PlannedDataset) -> Iterator[tuple[bool, str
     """What the filters of a source remove; nothing where it has none."""
     if (found := filters_of(dataset)) is not None:
         unrated = found.report.get("questions_rated") == 0
-        yield unrated, f"Data, {name}: {removal_line(found.report)}."
+        yield unrated or SKIPPED in found.report["removed"], f"Data, {name}: {removal_line(found.report)}."
 
 
 def balance_lines(stream: SequenceStream) -> Iterator[tuple[bool, str]]:

@@ -181,8 +181,8 @@ class SequenceStream:
 
     @property
     def samples_per_sequence(self) -> float:
-        """Mean over an epoch; 1 where nothing is packed."""
-        return 1.0 if self.packer is None else sum(self.draws_per_epoch) / self.sequences_per_epoch
+        """Mean over an epoch of the first phase; 1 where nothing is packed."""
+        return 1.0 if self.packer is None else sum(self._draws(0)) / self.sequences_per_epoch
 
     @property
     def sample_length(self) -> int:
@@ -191,8 +191,14 @@ class SequenceStream:
 
     @cached_property
     def draws_per_epoch(self) -> tuple[int, ...]:
-        """Of each source, in the first epoch of the first phase, the additional ones of mandatory groups included."""
-        first, order = self.phases[0].first_epoch, self._orders[0]
+        """Of each source, in the first epoch that has all the present data, the additional ones of mandatory groups
+        included.
+        """
+        return self._draws(-1)
+
+    def _draws(self, phase: int) -> tuple[int, ...]:
+        """Of each source of a phase, in its first epoch."""
+        first, order = self.phases[phase].first_epoch, self._orders[phase]
         if not order.mandatory:
             return order.counts
         ahead = order.ahead(self._extra_after(first, self.num_windows(first) - 1)).tolist()
@@ -204,7 +210,7 @@ class SequenceStream:
         condition dropout makes the true number a little smaller."""
         first, order = self.phases[0], self._orders[0]
         means = [float(tokens[:size].mean()) for tokens, size in zip(self._tokens, order.sizes, strict=False)]
-        drawn = sum(mean * count for mean, count in zip(means, self.draws_per_epoch, strict=True))
+        drawn = sum(mean * count for mean, count in zip(means, self._draws(0), strict=True))
         return drawn / (self.sequences_per_epoch if first.first_epoch == 0 else self._first_epoch_rows)
 
     def _phase(self, epoch: int) -> int:
@@ -213,6 +219,9 @@ class SequenceStream:
         if found < 0:
             raise _replaced(f"epoch {epoch} of the data")
         return found
+
+    def _begins_phase(self, epoch: int) -> bool:
+        return any(phase.first_epoch == epoch for phase in self.phases)
 
     def epoch_order(self, epoch: int) -> GlobalOrder:
         """The order of the phase that an epoch belongs to."""
@@ -227,7 +236,7 @@ class SequenceStream:
         """The data by name, so that a resume can report what changed. Plain values."""
         records = [dataset.prefix_digest(len(dataset)) for dataset in self.datasets]
         found = {name: filters_of(dataset) for name, dataset in zip(self.names, self.datasets, strict=True)}
-        filters = {name: list(one.settings) for name, one in found.items() if one is not None}
+        filters = {name: list(one.settings) for name, one in found.items() if one is not None and one.settings}
         return {
             **self._fingerprinted,
             **({"filters": filters} if filters else {}),
@@ -325,13 +334,13 @@ class SequenceStream:
         return self._extra_after(*self._window_before(epoch, window)) if order.mandatory else ()
 
     def _extra_after(self, epoch: int, window: int) -> tuple[int, ...]:
-        """As ``_extra_before``, after a window. Plans all before it that are not known: those of the first epoch are
-        cached, and a cursor has its own.
+        """As ``_extra_before``, after a window. Plans all before it that are not known: those of a phase's first epoch
+        are cached, and a cursor has its own.
         """
         begin = (self.epoch_order(epoch).first_epoch, 0)
         unplanned, at = [], (epoch, window)
         while at not in self._after:
-            if at[0] == self.phases[0].first_epoch and (at[0], 0) not in self._window_counts:
+            if self._begins_phase(at[0]) and (at[0], 0) not in self._window_counts:
                 self.window_count(at[0], 0)
                 continue
             unplanned.append(at)
@@ -367,9 +376,9 @@ class SequenceStream:
         return tokens, tiles
 
     def window_count(self, epoch: int, window: int) -> int:
-        """Rows of one window. Those of the first epoch are planned once and cached with the index."""
+        """Rows of one window. Those of a phase's first epoch are planned once and cached with the index."""
         if (epoch, window) not in self._window_counts:
-            if epoch == self.phases[0].first_epoch and not self.walks:
+            if self._begins_phase(epoch) and not self.walks:
                 for w, number in enumerate(self._first_epoch_counts(epoch)):
                     self._window_counts[epoch, w] = number
             else:
@@ -379,7 +388,7 @@ class SequenceStream:
     def _first_epoch_counts(self, epoch: int) -> list[int]:
         folder = next((d.cache_folder for d in self.datasets if d.cache_folder is not None), None)
         changed = epoch > 0 or len(self.phases) > 1
-        key = fingerprint(self.fingerprint, self.phases[0]) if changed else self.fingerprint
+        key = fingerprint(self.fingerprint, self.phases[self._phase(epoch)]) if changed else self.fingerprint
         cache = None if folder is None else folder / f"plan-{key[:16]}{SUFFIX}"
 
         def make() -> dict[str, Any]:

@@ -15,12 +15,12 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 from pydantic import Field
-from torch.utils.data import get_worker_info
 
 from unigen_ds.core.errors import DataError
 from unigen_ds.core.files import quick_digest
@@ -35,6 +35,7 @@ from unigen_ds.data.sources.base import Arrays, FoundRecord, RecordSource
 from unigen_ds.data.sources.find import DataPath
 from unigen_ds.data.sources.shard_list import ShardList, list_shards
 from unigen_ds.data.sources.spool import DataShard, Spool, shown
+from unigen_ds.data.unusable import OnRecordError
 
 SPAN = 10**9
 """Numbers of records of a shard: more than it has."""
@@ -186,6 +187,7 @@ class StreamedShards:
         processor, layout, image_root, num_workers: as of ``Index.build``.
         settings: of the config.
         facts: what else decides which samples there are (filters), for the fingerprint.
+        on_record_error: as of ``Index.build``.
     """
 
     def __init__(
@@ -199,7 +201,9 @@ class StreamedShards:
         num_workers: int,
         settings: Streaming,
         facts: Sequence[object] = (),
+        on_record_error: OnRecordError = "error",
     ) -> None:
+        self.on_record_error = on_record_error
         self.listed, self.spool, self.processor, self.settings = listed, spool, processor, settings
         self._layout, self._image_root, self._num_workers, self._facts = layout, image_root, num_workers, tuple(facts)
         self._recent: Recent[Index] = Recent(2 * settings.mixed_shards + 1)
@@ -295,7 +299,7 @@ class StreamedShards:
         threading.Thread(target=work, name="streamed-shards", daemon=True).start()
 
     def _built(self, shard: int, processor: ConversationProcessor) -> Index:
-        report = get_worker_info() is None and shard not in self._reported
+        report = parent_process() is None and shard not in self._reported
         self._reported.add(shard)
         own_folder = bool(self._layout.folders)
         source = ShardSource(self.listed.shards[shard], self.listed, self.spool, own_folder=own_folder)
@@ -306,6 +310,7 @@ class StreamedShards:
             num_workers=self._num_workers,
             layout=self._layout,
             report=report,
+            on_record_error=self.on_record_error,
         )
 
 
@@ -344,6 +349,7 @@ def stream_shards(
     num_workers: int,
     settings: Streaming,
     facts: Sequence[object],
+    on_record_error: OnRecordError,
 ) -> StreamedShards:
     """The shards of ``data_path``, whose copies are below ``cache_dir``, beside local data, or in the user's cache.
 
@@ -376,6 +382,7 @@ def stream_shards(
         num_workers=num_workers,
         settings=settings,
         facts=facts,
+        on_record_error=on_record_error,
     )
     _check_limit(found)
     return found

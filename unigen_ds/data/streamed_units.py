@@ -7,7 +7,7 @@ is estimated from the first shard, since nobody knows it before the first pass h
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,8 @@ from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.log import logger
 from unigen_ds.data.counts import Array, Counts
 from unigen_ds.data.datasets import PlannedDataset, is_streamed
-from unigen_ds.data.filtered import Filtered, all_removed, kept_records, removal_line
-from unigen_ds.data.held_out import record_number
+from unigen_ds.data.filtered import Filtered, all_removed, kept_records, leaves_out, removal_line
+from unigen_ds.data.held_out import record_number, whole_of
 from unigen_ds.data.index import Index
 from unigen_ds.data.order import Draw
 from unigen_ds.data.overflow import Fitted, Overflow, overflow_line
@@ -28,6 +28,7 @@ from unigen_ds.data.shard_order import ShardWalk
 from unigen_ds.data.sources.spool import shown
 from unigen_ds.data.streamed import SPAN, Recent, StreamedShards
 from unigen_ds.data.turn import Turn
+from unigen_ds.data.unusable import BadRecord, exceeds, unusable_error
 
 
 def fitted(dataset: PlannedDataset, overflow: Overflow) -> Fitted:
@@ -39,7 +40,7 @@ class ShardRecords:
     """One shard as a ``PlannedDataset`` of its own."""
 
     def __init__(self, dataset: Any, shard: int) -> None:
-        self._of, self.shard, self.weight = dataset, shard, dataset.weight
+        self._of, self.shard, self.weight, self.first = dataset, shard, dataset.weight, shard * SPAN
         self.index: Index = dataset.shards.index(shard)
         self.name, self.filters, self.processor = dataset.name, dataset.filters, dataset.processor
 
@@ -79,11 +80,33 @@ class StreamedFitted(Fitted):
     def __init__(self, dataset: Any, overflow: Overflow) -> None:
         self.shards: StreamedShards = dataset.shards
         self._whole, self._reported = dataset, {0}
+        self.unusable: list[BadRecord] = []
+        """That are left out, of the shards so far."""
+        self._num_records = 0
         self._recent: Recent[Fitted] = Recent(2 * self.shards.mixed + 1)
         first = self._records_of(0)
         if isinstance(first, Filtered) and not len(first):
             raise all_removed(first, title=self.titled(dataset.name))
         super().__init__(first, overflow)
+
+    limit: float | None = None
+    """Share of the records that may be left out since they cannot be trained on; None: it is not known yet."""
+    left_out_file: Path | None = None
+    """Where these are listed, by rank 0."""
+    listed: Collection[str] = ()
+    """Lines that an earlier start has written there."""
+
+    def count_unusable(self, part: Fitted) -> None:
+        """Of a shard that is reached. Raises ``DataError`` where all shards so far have too many."""
+        found = part.dataset.unusable if isinstance(part.dataset, Filtered) else ()
+        self.unusable += found
+        self._num_records += len(whole_of(part.dataset))
+        if self.left_out_file is not None and found:
+            lines = [line for one in found if (line := one.line(self._whole.name)) not in self.listed]
+            with self.left_out_file.open("a", encoding="utf-8") as stream:
+                stream.writelines(lines)
+        if self.limit is not None and exceeds(len(self.unusable), self._num_records, self.limit):
+            raise unusable_error(self.unusable, self._whole.name, self._num_records, limit=self.limit)
 
     def __len__(self) -> int:
         """Units of a pass, as far as can be known: those of the first shard times the number of shards, or in
@@ -134,7 +157,7 @@ class StreamedFitted(Fitted):
 
     def _records_of(self, shard: int) -> Any:
         records = ShardRecords(self._whole, shard)
-        return kept_records(records, records) if records.filters else records
+        return kept_records(records, records) if leaves_out(records) else records
 
     def _check(self, shard: int, part: Fitted) -> None:
         """Report what of a shard is not trained on. Raises ``DataError`` where overflow is 'error'."""
@@ -152,6 +175,7 @@ class StreamedFitted(Fitted):
                 f"{name}: a sample has {longest:,} tokens, and the model {self.positions:,} positions",
                 remedy=f"train_dataloader.seq_length of at most {self.positions:,}: longer texts are split",
             )
+        self.count_unusable(part)
         if dist.env_rank() != 0:
             return
         if isinstance(part.dataset, Filtered) and sum(part.dataset.report["removed"].values()):

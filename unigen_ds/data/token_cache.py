@@ -62,7 +62,7 @@ class TokenCache:
 
         Raises ``ConfigError`` for a processor that does not tokenize texts one by one.
         """
-        processor.text_ids([])  # refused before anything is read
+        next(processor.text_ids([]), None)  # refused before anything is read
         name = index.source.origin.name
         if index.folder is None:
             logger().warning("the tokens of %s cannot be cached: there is no folder for it", index.source.title)
@@ -77,7 +77,9 @@ class TokenCache:
             new.add("starts", len(index) + 1)
             new.add("numbers", None, "int32")
             end = 0
-            for first, (lengths, numbers) in planned(_TokenPlan(index.source, processor, index.layout), num_workers):
+            malformed = frozenset(index.malformed.tolist())
+            plan = _TokenPlan(index.source, processor, index.layout, malformed)
+            for first, (lengths, numbers) in planned(plan, num_workers):
                 new.put("starts", first + 1, end + np.cumsum(lengths))
                 new.put("numbers", end, numbers)
                 end += len(numbers)
@@ -106,6 +108,8 @@ class _TokenPlan:
     source: RecordSource
     processor: ConversationProcessor
     layout: Layout
+    malformed: frozenset[int]
+    """Numbers of the records that have no texts."""
 
     def again(self) -> _TokenPlan:
         return replace(self, processor=copy.deepcopy(self.processor))
@@ -114,8 +118,11 @@ class _TokenPlan:
         """How many numbers each record has, and the numbers: its checksum, then of each text the length and ids."""
         lengths: list[int] = []
         rows: list[NDArray[np.int32]] = []
-        for entries in batches(self.source, chunk):
-            turns = [learnt(entry.record, entry.where, self.layout) for entry in entries]
+        for first, entries in batches(self.source, chunk):
+            turns = [
+                [] if n in self.malformed else learnt(entry.record, entry.where, self.layout)
+                for n, entry in enumerate(entries, first)
+            ]
             for texts in self.processor.text_ids(turns):
                 rows.append(_row(texts))
                 lengths.append(len(rows[-1]))

@@ -14,7 +14,7 @@ from unigen_ds.core.cores import TOKENIZERS
 _PARENT_CHECK_S = 2.0
 
 
-def start_worker(number: int = 0) -> None:
+def start_worker() -> None:
     """One thread a worker; and a signal to the job must not end workers before the run has saved its checkpoint.
 
     Schedulers and launchers signal every process of a job. The main process decides what a signal means; a worker ends

@@ -62,7 +62,7 @@ class Question:
     begin: tuple[int, ...]
     """Of a text: the ids that it begins with; they are shown, too."""
     reference_ids: tuple[int, ...] = ()
-    drawn: ImageSplit | None = None
+    drawn: Split | None = None
     """Of a text and a picture: the picture; ``target`` is the text."""
     picture_first: bool = False
     own_prompt: str | None = None
@@ -75,10 +75,8 @@ class Question:
         for number, split in enumerate(self.before):
             drawn = isinstance(split, ImageSplit) and split.kind == "vae"  # its latent is sampled; all else is fixed
             prompt.append(split.load(processor, (*key, number) if drawn else None))
-        size, picture = None, self.drawn or self.target
-        if isinstance(picture, ImageSplit):
-            stride = processor.vae_downsample
-            size = (picture.grid[0] * stride, picture.grid[1] * stride)
+        picture = self.drawn or self.target
+        size = picture.picture_size(processor) if picture.drawn else None
         return Request(prompt, self.wanted, derive_seed(*key, "answer"), self.begin, size, self.picture_first)
 
     def reference(self, processor: Any) -> str | Image.Image | None:
@@ -87,8 +85,8 @@ class Question:
         """
         if self.drawn is not None:
             return None
-        if isinstance(self.target, ImageSplit):
-            return to_picture(self._pixels(self.target, processor))
+        if self.target.drawn:
+            return to_picture(self.target.pixels(processor))
         text: str = processor.tokenizer.decode([*self.reference_ids])
         return text
 
@@ -115,13 +113,6 @@ class Question:
             ready = getattr(split, "tensor", None)
             shown[split.source] = processor.read_image(split.source) if ready is None else to_picture(ready)
         return list(shown.values())
-
-    @staticmethod
-    def _pixels(split: ImageSplit, processor: Any) -> torch.Tensor:
-        if split.tensor is not None:
-            return split.tensor
-        pixels: torch.Tensor = processor.vae_transform(processor.read_image(split.content or split.path))
-        return pixels
 
 
 @dataclass(frozen=True)
@@ -189,7 +180,6 @@ def _question_of_both(sample: Sample, key: str) -> Question | None:
     splits = sample.splits
     for number in reversed([i for i, split in enumerate(splits) if _answers(split, "image")]):
         drawn = splits[number]
-        assert isinstance(drawn, ImageSplit)
         after = number + 1
         while after < len(splits) and _is_copy(splits[after], drawn):
             after += 1
@@ -201,19 +191,19 @@ def _question_of_both(sample: Sample, key: str) -> Question | None:
     return None
 
 
-def _is_copy(split: Split, drawn: ImageSplit) -> bool:
+def _is_copy(split: Split, drawn: Split) -> bool:
     """Whether it is the drawn picture, as a condition of what follows."""
-    return isinstance(split, ImageSplit) and split.kind != "noise" and split.source == drawn.source
+    return bool(split.source) and not split.drawn and split.source == drawn.source
 
 
 def _shown(splits: Sequence[Split]) -> tuple[Split, ...]:
     """Without drawn pictures: one that later turns refer to is there again, as a condition."""
-    return tuple(split for split in splits if not (isinstance(split, ImageSplit) and split.kind == "noise"))
+    return tuple(split for split in splits if not split.drawn)
 
 
 def _answers(split: Split, wanted: Kind) -> bool:
     if wanted == "image":
-        return isinstance(split, ImageSplit) and split.kind == "noise"
+        return bool(split.drawn)
     if isinstance(split, TextSplit):
         return split.loss
     return isinstance(split, TokenSplit) and split.num_targets > 0

@@ -1,21 +1,22 @@
 """Evaluations by other processes, while a training continues: their commands, their records and their results.
 
-One folder for each run: ``step_<n>.json`` is the result for the checkpoint of update n, ``step_<n>.log`` what the
-command printed, and ``step_<n>.job`` the record of an evaluation that has no result yet. Records are on disk, so a
-training that was killed finds its evaluations again. A command is a list of arguments; no shell reads it.
+One folder for each run, whose id is in ``run_id.txt``: ``step_<n>.json`` is the result for the checkpoint of update n,
+``step_<n>.log`` what the command printed, and ``step_<n>.job`` the record of an evaluation that has no result yet.
+Records are on disk, so a training that was killed finds its evaluations again. A command is a list of arguments; no
+shell reads it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import json
 import os
 import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.files import write_text_atomic
+from unigen_ds.core.files import PID_SPACE, write_text_atomic
 from unigen_ds.core.locks import held
 
 FIELDS = ("checkpoint", "step", "out")
@@ -44,7 +45,7 @@ RESULT = re.compile(r"step_(\d+)\.json")
 _SUBMITTED = re.compile(r"(?:Submitted batch job )?(\d+)(?:;\S+)?(?: on cluster \S+)?")
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 _LAUNCHER_BEGINNINGS = ("TORCHELASTIC_", "GROUP_", "ROLE_", "SLURM_", "PMI_", "OMPI_")
-_HOST = socket.gethostname()
+OWNER = "run_id.txt"
 _STORE_STATUS = '"$@"; status=$?; echo $status > "$0"; exit $status'
 """Runs the arguments after the first as they are, and leaves their status in the first, whoever is there to see it."""
 _SHOWN_LINES = 5
@@ -61,7 +62,8 @@ class Job:
     command: tuple[str, ...]
     created: float
     """Seconds since 1970, as of ``time.time()``."""
-    host: str = _HOST
+    pid_space: str = PID_SPACE
+    """Where its process can be seen."""
     pid: int | None = None
     """Of the local process; None: it waits for its turn."""
     pid_start: str | None = None
@@ -180,6 +182,15 @@ class JobFolder:
         with held(self.folder / "queue.lock"):
             yield
 
+    def claim(self, run_id: str) -> bool:
+        """Whether the folder is that of this run: from now on, where it was no run's."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        owner = self.folder / OWNER
+        with self.alone():
+            if not owner.exists():
+                write_text_atomic(owner, f"{run_id}\n")
+        return owner.read_text(encoding="utf-8").strip() == run_id
+
     def result_file(self, update: int) -> Path:
         return self.folder / f"step_{update}.json"
 
@@ -231,6 +242,8 @@ class JobFolder:
         check_program(job.command, environment)
         self.status_file(job.update).unlink(missing_ok=True)
         with self.log_file(job.update).open("wb") as log:
+            with contextlib.suppress(OSError):  # the process inherits it, and has it until it ends
+                fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
             process = subprocess.Popen(
                 ("/bin/sh", "-c", _STORE_STATUS, self.status_file(job.update).absolute(), *job.command),
                 stdin=subprocess.DEVNULL,
@@ -240,7 +253,7 @@ class JobFolder:
                 start_new_session=True,
             )
         self._processes[process.pid] = process
-        return self.keep(replace(job, pid=process.pid, pid_start=_start_of(process.pid), host=_HOST))
+        return self.keep(replace(job, pid=process.pid, pid_start=_start_of(process.pid), pid_space=PID_SPACE))
 
     def status(self, job: Job) -> int | None:
         """Exit status of its process; None while it runs; below 0 where it was ended by a signal, or nobody knows."""
@@ -248,16 +261,22 @@ class JobFolder:
             return self._processes[job.pid].poll()
         with contextlib.suppress(OSError, ValueError):
             return int(self.status_file(job.update).read_text(encoding="utf-8"))
-        if job.host != _HOST:  # its process cannot be seen from here
-            return None
-        return None if job.pid is not None and _start_of(job.pid) == (job.pid_start or "") else -1
+        if job.pid_space != PID_SPACE:  # its process cannot be seen from here, but the lock of its log
+            try:
+                with self.log_file(job.update).open("rb") as log:
+                    fcntl.flock(log, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return -1
+            except OSError:
+                return None
+        started = "" if job.pid is None else _start_of(job.pid)
+        return None if started and started == job.pid_start else -1
 
     def cancel(self, job: Job) -> None:
         """End its process, or have ``scancel`` end its batch job, if it is still there."""
         with contextlib.suppress(OSError):
             if job.batch_job is not None:
                 subprocess.run(("scancel", job.batch_job), stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
-            elif job.pid is not None and self.status(job) is None and job.host == _HOST:
+            elif job.pid is not None and self.status(job) is None and job.pid_space == PID_SPACE:
                 os.killpg(job.pid, signal.SIGTERM)
 
     def submitted(self, job: Job) -> str | None:

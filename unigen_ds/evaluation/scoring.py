@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from annotated_types import Ge
@@ -22,12 +22,11 @@ from unigen_ds.core.log import logger
 from unigen_ds.core.metrics import sample_digest
 from unigen_ds.core.registry import check_arguments
 from unigen_ds.core.seeding import kept_generators
-from unigen_ds.evaluation.generation import Answers, answers, ask, check_answers, inferencer_of
+from unigen_ds.evaluation.generation import Answers, answers, ask, check_answers, inferencer_of, trained_family
 from unigen_ds.evaluation.metrics import Metric, evaluated
 from unigen_ds.evaluation.provenance import Result
 from unigen_ds.evaluation.sample_losses import SampleLosses
 from unigen_ds.evaluation.validation import Validation, Watch
-from unigen_ds.families.bagel.flow_settings import BAGEL_FLOW, FlowSettings, flow_for
 from unigen_ds.inference.generated import BOTH, Kind
 from unigen_ds.inference.sampling import Sampling
 
@@ -59,16 +58,15 @@ class Answering:
     seed: int | None = None
     """Of every random number; None: that of ``val_dataloader``."""
     flow: Mapping[str, Any] | None = None
-    """Of pictures: settings of drawing as of ``PreviewHook.flow``; what is left out is BAGEL's."""
+    """Of pictures: settings of drawing as of ``PreviewHook.flow``."""
 
     @classmethod
     def of(cls, given: Mapping[str, Any], *, where: str) -> Answering:
         """From a config. Raises ``ConfigError`` for unknown keys and wrong values."""
         check_arguments(cls, dict(given), where=where)
-        check_arguments(FlowSettings, dict(given.get("flow") or {}), where=f"{where}.flow")
         made = cls(**given)
         try:
-            made.sampling, made.flow_settings(None)  # both check their values
+            made.sampling  # noqa: B018 - checks its values
         except ConfigError as error:
             raise error.at(where) from error
         return made
@@ -77,12 +75,9 @@ class Answering:
     def sampling(self) -> Sampling:
         return Sampling(self.temperature, self.top_p)
 
-    def flow_settings(self, model: Any) -> FlowSettings:
-        """To draw with; ``model`` None: without its time-step shift."""
-        given = dict(self.flow or {})
-        shift = given.pop("timestep_shift", None)
-        flow = replace(BAGEL_FLOW, **given)
-        return flow if model is None else flow_for(model, flow, shift=shift)[0]
+    def drawing(self, backend: Any) -> Any:
+        """The settings of drawing of the family of the engine's model. Raises ``ConfigError``."""
+        return trained_family(backend)[0].drawing_settings(backend.model, self.flow or {}, where="generation.flow")
 
 
 @dataclass(frozen=True)
@@ -149,7 +144,14 @@ class TextLosses:
         return self.sums, self.numbers, self.keys
 
 
-def check(metrics: Sequence[Metric], backend: Any, validation: Validation, *, where: str = "metrics") -> None:
+def check(
+    metrics: Sequence[Metric],
+    backend: Any,
+    validation: Validation,
+    *,
+    where: str = "metrics",
+    answering: Answering = Answering(),
+) -> None:
     """Raise ``ConfigError`` on all ranks where the model or the data cannot give what a metric scores. Collective."""
     data = validation.data
     for metric in metrics:
@@ -157,6 +159,8 @@ def check(metrics: Sequence[Metric], backend: Any, validation: Validation, *, wh
             raise ConfigError(f"{metric.name} scores {metric.predicts}, which no validation record is answered with",
                               allowed="metrics of texts, of images, of both in one answer, and of losses")  # fmt: skip
     for wanted in _kinds(metrics):
+        if wanted != "text":
+            answering.drawing(backend)
         names = ", ".join(metric.name for metric in metrics if metric.predicts == wanted)
         try:
             check_answers(inferencer_of(backend, data.processor)[1], wanted)
@@ -265,6 +269,29 @@ def _loss_provenance(
     }
 
 
+def provenance_of(
+    name: str,
+    validation: Validation,
+    metrics: Sequence[Metric],
+    *,
+    max_batches: int | None,
+    max_samples: int | None,
+    answering: Answering,
+    made_by: Mapping[str, str],
+) -> dict[str, str]:
+    """Where the values ``name`` of all evaluations of a run come from, known before the first: values of two runs are
+    alike where ``comparison.unlike`` finds no difference. Rank 0.
+    """
+    losses = _loss_provenance(validation, max_batches=max_batches, checkpoint="", precision=made_by["precision"])
+    named = [metric for metric in metrics if name.removeprefix("val/").startswith(metric.name)]
+    if not named:
+        return {**losses, **made_by}
+    metric = max(named, key=lambda one: len(one.name))
+    data = {key: losses[key] for key in ("num_samples", "samples")}
+    asked = {key: str(value) for key, value in vars(answering).items() if key != "batch_size"}
+    return {**metric.provenance, **data, **asked, "max_samples": str(max_samples), **made_by}
+
+
 def _all_of(watching: Sequence[Watch]) -> Watch:
     def watch(batch: Batch, terms: LossTerms) -> None:
         for each in watching:
@@ -288,7 +315,7 @@ def _answers(
             seed=data.seed if answering.seed is None else answering.seed, max_samples=max_samples,
             batch_size=answering.batch_size or data.batch_size, max_new_tokens=answering.max_new_tokens,
             sampling=answering.sampling,
-            flow=None if wanted == "text" else answering.flow_settings(backend.model),
+            flow=None if wanted == "text" else answering.drawing(backend),
         )  # fmt: skip
     except Exception as error:  # ``answers`` fails on every rank alike
         return f"no {wanted} could be generated: {type(error).__name__}: {error}"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.files import rename_into_place, temporary_beside
+from unigen_ds.core.files import delete_inside, rename_into_place, temporary_beside
 
 _MARKER = "complete"
 
@@ -40,7 +40,8 @@ def prepared(root: Path, write: Callable[[Path], None], *, note: str, argument: 
         if not (root / _MARKER).exists():  # else another process was first
             raise
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        with suppress(OSError):
+            delete_inside(temporary, root.parent)
     return root
 
 

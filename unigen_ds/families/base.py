@@ -6,6 +6,7 @@ module in ``custom_imports`` that registers a model in ``MODELS`` and a subclass
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.registry import FAMILIES, MODELS, TRANSFORMS, build, find
+from unigen_ds.core.registry import FAMILIES, MODELS, TRANSFORMS, build, check_arguments, find
 from unigen_ds.core.settings import one_or_many
 from unigen_ds.data.augment import CHANGES
 from unigen_ds.data.processor import ConversationProcessor, Processor
@@ -97,6 +98,10 @@ class Family:
     needs_tokenizer: ClassVar[bool] = True
     """Whether a config must have a ``tokenizer``."""
 
+    drawing: ClassVar[type | None] = None
+    """How a picture is drawn: a frozen dataclass, whose fields are the keys of ``flow`` of ``PreviewHook``, of
+    ``generation`` of metrics, and of ``tools/generate.py --flow``. None: nothing can be set."""
+
     def build(self, spec: Mapping[str, Any], *, vocab_size: int | None) -> nn.Module:
         """The model of the section ``model``. ``vocab_size``: the tokenizer's, where there is one.
 
@@ -142,6 +147,23 @@ class Family:
         """
         return {}
 
+    def chance_level(self, processor: Any) -> Mapping[str, float]:
+        """The mean of a loss term where the model has learned nothing, of the terms of which it is known: a fine-tune
+        whose first loss is as high is warned about (``FirstUpdateHook``)."""
+        return {}
+
+    def drawing_settings(self, model: Any, given: Mapping[str, Any], *, where: str = "flow") -> Any:
+        """The argument ``flow`` of the inferencer: ``given``, and defaults for all else, which may depend on ``model``;
+        None, to check ``given`` alone. Raises ``ConfigError`` for an unknown key or a wrong value of ``where``.
+        """
+        if self.drawing is None:
+            if given:
+                problem = f"{where} sets {', '.join(given)}, and {self.model.__name__} has no settings of drawing"
+                raise ConfigError(problem, remedy="leave it out")
+            return None
+        check_arguments(self.drawing, given, where=where)
+        return self.drawing(**given)
+
     def inferencer(self, model: Any, processor: Any) -> Any:
         """An object with ``unified_generate(prompt, ...) -> Generated``, for ``tools/generate.py`` and ``PreviewHook``.
 
@@ -180,6 +202,10 @@ class ConversationFamily(Family):
         made: Any = super().processor(spec, whole, tokenizer=tokenizer, seed=seed, rules=rules)
         made.vocab_size = _vocab_size(spec, tokenizer)
         return made
+
+    def chance_level(self, processor: Any) -> Mapping[str, float]:
+        """Of a cross-entropy over the tokenizer's vocabulary."""
+        return {"text": math.log(len(processor.tokenizer))}
 
 
 def _vocab_size(spec: Mapping[str, Any], tokenizer: Any) -> int | None:

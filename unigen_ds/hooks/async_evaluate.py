@@ -51,7 +51,8 @@ class AsyncEvaluateHook(Hook):
         unit: of ``interval``, instead of ``by_epoch``: ``'epoch'``, ``'iteration'`` or ``'update'``.
         prefix: of the names of all results in the log.
         results: folder of the results; None: ``eval_results`` in the work dir.
-        run_name: name of the run's own folder in ``results``; None: the work dir's name.
+        run_name: name of the run's own folder in ``results``; None: the work dir's name. Where that folder is another
+            run's, the first 8 characters of the run's id are added.
         max_running: local processes at a time; further checkpoints wait, and are kept until then.
         environment: additional variables of the process, such as ``dict(CUDA_VISIBLE_DEVICES='7')``.
         give_up_hours: after which an evaluation by ``sbatch`` without a result no longer keeps its checkpoint.
@@ -95,14 +96,15 @@ class AsyncEvaluateHook(Hook):
         """Time and size of each malformed result that was named."""
         self._seen: dict[Path, tuple[int, int]] = {}
         self._looked = -float("inf")
-        self._folder = JobFolder(Path())
+        self._folder = self._wanted = JobFolder(Path())
 
     def before_run(self, run: Run) -> None:
         """Raises ``ConfigError`` where the program of the command is not there. Collective."""
         dist.on_main(lambda: check_program(self.command, self.environment))
         self._every = run.ruler.duration(self.interval, self.unit)
         folder = run.work_dir / "eval_results" if self.results is None else Path(self.results)
-        self._folder = JobFolder(folder / (self.run_name or run.work_dir.resolve().name))
+        name = self.run_name or run.work_dir.resolve().name
+        self._wanted, self._folder = JobFolder(folder / name), JobFolder(folder / f"{name}-{run.run_id[:8]}")
 
     def before_train(self, run: Run) -> None:
         self._on_main(lambda: self._find(run))
@@ -185,6 +187,11 @@ class AsyncEvaluateHook(Hook):
 
     def _find(self, run: Run) -> None:
         """What earlier starts of this run left: results that are in the log, and evaluations that are not finished."""
+        if self._wanted.claim(run.run_id):
+            self._folder = self._wanted
+        else:
+            logger().info("%s has the evaluations of another run: those of this one are in %s.",
+                          self._wanted.folder, self._folder.folder)  # fmt: skip
         end_worker(self._folder)  # this start has the queue now
         lines = read_lines(run.work_dir / METRICS_FILE)
         self._logged = {int(line["update"]) for line in lines if line.get("event") == EVENT}

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from unigen_ds.backends.base import Backend
 from unigen_ds.checkpoint.consolidated import Form
@@ -83,6 +83,9 @@ class UpdateResult:
     """The sample ids themselves, in the order of the sequences."""
     tokens: int
     """Tokens of the update over all ranks."""
+    loss_scale: float | None = None
+    scale_fell: bool = False
+    """Both as of ``StepResult``."""
     stop_wanted: bool = False
     """Whether a hook of any process wanted to stop (``Hook.wants_stop``) when this update began."""
 
@@ -132,6 +135,13 @@ class Run(Protocol):
     @property
     def backend(self) -> Backend: ...
     @property
+    def model(self) -> nn.Module:
+        """The model itself, without an engine's wrapper (``backend.model``, which computes). Under ZeRO-3 and FSDP2 its
+        parameters are shards.
+        """
+        ...
+
+    @property
     def processor(self) -> Any:
         """As returned by ``Family.processor``; its attributes depend on the family."""
         ...
@@ -148,6 +158,11 @@ class Run(Protocol):
 
     @property
     def work_dir(self) -> Path: ...
+    @property
+    def run_id(self) -> str:
+        """Of the work dir: the same over all starts of this run, and no other run's."""
+        ...
+
     @property
     def checkpoint_dir(self) -> Path:
         """The folder of the checkpoints, which may be the work dir."""

@@ -7,6 +7,7 @@ best one, and only after that the former one may be deleted. So a save that fail
 from __future__ import annotations
 
 import math
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,12 +18,15 @@ from unigen_ds.checkpoint import best_record as stored
 from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.best_record import Best
 from unigen_ds.checkpoint.convert import merge
+from unigen_ds.checkpoint.home import same
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.checkpoint.saver import CONFIG_FILE, TOKENIZER
 from unigen_ds.core import dist
 from unigen_ds.core.errors import ConfigError, UnigenError
-from unigen_ds.core.files import fsync_path, make_directory, new_directory
+from unigen_ds.core.files import delete_inside, fsync_path, make_directory, new_directory
 from unigen_ds.core.log import logger
+from unigen_ds.evaluation.comparison import unlike
+from unigen_ds.evaluation.provenance import Result
 from unigen_ds.hooks.base import Run
 from unigen_ds.hooks.checkpoint import CheckpointHook
 
@@ -93,14 +97,16 @@ class BestCheckpoint:
         self._offered: Best | None = None
         self._commit: int | None = None
         self._missing: ConfigError | None = None
+        self._provenance: dict[str, str] = {}
 
     @property
     def best(self) -> Best | None:
         """The best one that is saved."""
         return self._best
 
-    def before_run(self, run: Run) -> None:
-        """Raises ``ConfigError`` where nothing would save it."""
+    def before_run(self, run: Run, *, provenance: Mapping[str, str] | None = None) -> None:
+        """``provenance``: of the metric's values in this run. Raises ``ConfigError`` where nothing would save it."""
+        self._provenance = dict(provenance or {})
         if not any(isinstance(hook, CheckpointHook) for hook in run.hooks):
             raise ConfigError(f"save_best={self.metric!r} without a CheckpointHook", remedy="add the hook that saves")
 
@@ -133,7 +139,7 @@ class BestCheckpoint:
         if not math.isfinite(value) and dist.is_main():
             logger().warning("%s is %g at update %d: it is not the best.", self.metric, value, run.progress.updates)
         if stored.better(value, worst if self._best is None else self._best.value, rule=self.rule):
-            self._offered = Best(self.metric, self.rule, value, run.progress.updates)
+            self._offered = Best(self.metric, self.rule, value, run.progress.updates, provenance=self._provenance)
 
     def wants_save(self) -> bool:
         """As ``Hook.wants_save``."""
@@ -148,8 +154,8 @@ class BestCheckpoint:
         if dist.is_main():
             logger().info("Best checkpoint so far: %s (%s %.6g at update %d).",
                           self._folder, best.metric, best.value, best.updates)  # fmt: skip
-            if former is not None and former.parent.name == stored.WEIGHTS and former != self._folder:
-                shutil.rmtree(former, ignore_errors=True)
+            if former is not None and former != self._folder:
+                _delete_weights(former, run.checkpoint_dir)
 
     def _settle(self, run: Run, best: Best, checkpoint: Path) -> None:
         """``checkpoint`` has ``best``: write its weights alone if asked, and the hint. A failure is a warning."""
@@ -178,8 +184,7 @@ class BestCheckpoint:
         """The weights of ``checkpoint`` with its config and tokenizer, on disk when this returns. Rank 0."""
         folder = stored.weights_folder(home, best.updates)
         make_directory(folder.parent)
-        if folder.exists():  # of a branch of the run that a resume abandoned
-            shutil.rmtree(folder)
+        delete_inside(folder, home)  # of a branch of the run that a resume abandoned
         with new_directory(folder) as staging:
             merge(checkpoint, staging, ema=self._ema, safe_serialization=True)
             shutil.copyfile(checkpoint / CONFIG_FILE, staging / CONFIG_FILE)
@@ -211,6 +216,8 @@ class BestCheckpoint:
         problem: str | None = None
         if (best.metric, best.rule) != (self.metric, self.rule):
             problem = f"it was chosen by {best.metric} ({best.rule}), and save_best is now {self.metric} ({self.rule})"
+        elif reasons := unlike(Result({}, best.provenance), Result({}, self._provenance)):
+            problem = f"its value cannot be compared with those of this run: {'; '.join(reasons)}"
         folder = dist.on_main(lambda: best.where(checkpoint))
         if problem is None and not dist.on_main(folder.is_dir):
             problem = "it is not there any more"
@@ -225,3 +232,12 @@ class BestCheckpoint:
         else:
             self._refer(run, best, folder, None)
             dist.on_main(lambda: stored.write_hint(run.checkpoint_dir, folder))
+
+
+def _delete_weights(former: Path, home: Path) -> None:
+    """The former best, if it is weights alone of this run: a record may name any folder, also one of another run."""
+    if re.fullmatch(r"update_\d+", former.name) and same(former.parent, home / stored.WEIGHTS):
+        try:
+            delete_inside(former, home)
+        except OSError as error:
+            logger().warning("The former best weights %s could not be deleted: %s", former, error)

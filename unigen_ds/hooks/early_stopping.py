@@ -13,6 +13,8 @@ from unigen_ds.core import dist
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.log import logger
 from unigen_ds.core.registry import HOOKS
+from unigen_ds.evaluation.comparison import unlike
+from unigen_ds.evaluation.provenance import Result
 from unigen_ds.hooks.base import Hook, Run
 from unigen_ds.hooks.best import rule_of, value_of
 from unigen_ds.hooks.evaluate import check_result
@@ -55,9 +57,12 @@ class EarlyStoppingHook(Hook):
         self._last: float | None = None
         self._waited = 0
         self._missing: ConfigError | None = None
+        self._provenance: dict[str, str] = {}
 
     def before_run(self, run: Run) -> None:
-        check_result(run, self.monitor, where="EarlyStoppingHook.monitor")
+        evaluate = check_result(run, self.monitor, where="EarlyStoppingHook.monitor")
+        if evaluate is not None:
+            self._provenance = dict(evaluate.provenance(run, self.monitor))
 
     def before_update(self, run: Run) -> None:
         self.after_train(run)
@@ -127,7 +132,7 @@ class EarlyStoppingHook(Hook):
     def state_dict(self) -> dict[str, Any]:
         last = None if self._last is None else str(self._last)  # JSON has no NaN
         return {"version": VERSION, "monitor": self.monitor, "rule": self.rule, "best": self._best, "last": last,
-                "waited": self._waited}  # fmt: skip
+                "waited": self._waited, "provenance": self._provenance}  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state.get("version") != VERSION:
@@ -135,6 +140,11 @@ class EarlyStoppingHook(Hook):
         if (state["monitor"], state["rule"]) != (self.monitor, self.rule):
             logger().warning("EarlyStoppingHook watched %s (%s) before and starts anew with %s (%s).",
                              state["monitor"], state["rule"], self.monitor, self.rule)  # fmt: skip
+            return
+        if reasons := unlike(Result({}, state.get("provenance") or {}), Result({}, self._provenance)):
+            if dist.is_main():
+                logger().warning("EarlyStoppingHook starts anew: the %s of before cannot be compared with those of this"
+                                 " run: %s.", self.monitor, "; ".join(reasons))  # fmt: skip
             return
         self._best, self._waited = state["best"], int(state["waited"])
         self._last = None if state["last"] is None else float(state["last"])

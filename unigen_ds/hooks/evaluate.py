@@ -113,11 +113,15 @@ class EvaluateHook(Hook):
         self._scores.before_run(run)
         if self.best is not None:
             self.result_names(run).check(self.best.metric, where="EvaluateHook.save_best")
-            self.best.before_run(run)
+            self.best.before_run(run, provenance=self.provenance(run, self.best.metric))
 
     def result_names(self, run: Run) -> ResultNames:
         """What its evaluations of this run can have. Other hooks ask before their own ``before_run``."""
         return ResultNames(tuple(trained_family(run.backend)[0].terms), self._scores.names)
+
+    def provenance(self, run: Run, name: str) -> Mapping[str, str]:
+        """Where its values ``name`` come from; the same in all evaluations of this run. Collective."""
+        return self._scores.provenance(run, name, max_batches=self.max_batches, use_ema=self.use_ema)
 
     def after_load_checkpoint(self, run: Run, manifest: Mapping[str, Any]) -> None:
         self._scores.after_load_checkpoint(run)
@@ -199,11 +203,12 @@ class EvaluateHook(Hook):
             self.best.load_state_dict(state)
 
 
-def check_result(run: Run, name: str, *, where: str, prefix: str = PREFIX) -> None:
-    """Raise ``ConfigError`` where the run's ``EvaluateHook`` can have no value of that name."""
-    for hook in run.hooks:
-        if isinstance(hook, EvaluateHook):
-            hook.result_names(run).check(name, where=where, prefix=prefix)
+def check_result(run: Run, name: str, *, where: str, prefix: str = PREFIX) -> EvaluateHook | None:
+    """The run's ``EvaluateHook``. Raises ``ConfigError`` where it can have no value of that name."""
+    found = next((hook for hook in run.hooks if isinstance(hook, EvaluateHook)), None)
+    if found is not None:
+        found.result_names(run).check(name, where=where, prefix=prefix)
+    return found
 
 
 def _validation(run: Run) -> Validation:

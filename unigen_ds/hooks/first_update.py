@@ -3,13 +3,13 @@
 A run that starts from published weights (``model.pretrained``) or from a checkpoint's weights (``load_from``) can train
 for days from weights that are of no use to it: names that did not match, another tokenizer, latents of another scale.
 Its first losses show that. Before the first update the loaded tensors, the tokenizer and the average of the weights are
-looked at as well. One warning for each problem, with its likely causes; the training itself is not changed.
+looked at as well. One warning for each problem; the training itself is not changed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 import torch
@@ -17,7 +17,8 @@ from annotated_types import Gt
 
 from unigen_ds.core import dist
 from unigen_ds.core.log import logger
-from unigen_ds.core.registry import HOOKS, checked
+from unigen_ds.core.registry import HOOKS, MODELS, checked, find
+from unigen_ds.families.base import family_of
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.hooks.ema import ema_of
 
@@ -30,14 +31,7 @@ FEWEST_TOKENS = 200
 NAMED = 3
 """Tensors that a warning names."""
 TEXT = "Paris, 1889: the tower is 300 m high; e = 2.718 (about)."
-CAUSES = {
-    "text": "the tokenizer or the chat template of another model, special tokens that its embedding does not have,"
-    " weights that are not the trained ones (random, or exchanged tensors of one shape), or names of weights that did"
-    " not match (with load_from: load_report.json in the work dir)",
-    "image": "another scale and shift of the VAE's latents, another latent patch or latent size, or another"
-    " timestep_shift than the model was trained with",
-}
-OTHER_CAUSE = "weights or data of another kind than the model was trained with"
+PAGE = "docs/checkpoints.md#the-first-update"
 
 
 @HOOKS.register_module()
@@ -49,8 +43,8 @@ class FirstUpdateHook(Hook):
             update that was known to be good; None: no comparison but with chance.
         factor: a first loss of more than so many times the expected one is a warning.
 
-    Chance is ln(size of the vocabulary) for a text term, and for images the mean square of noise minus latents of unit
-    variance, 2. A run that begins from random weights, and a resume, are not looked at.
+    Chance is ``Family.chance_level``; a term of which the family states none is not compared with it. A run that begins
+    from random weights, and a resume, are not looked at.
     """
 
     name = "first_update"
@@ -79,20 +73,21 @@ class FirstUpdateHook(Hook):
         totals = dist.sum_floats([float(result.local_sums[name]) for name in names])
         losses = {n: total / result.counts[n] for n, total in zip(names, totals, strict=True) if result.counts.get(n)}
         if dist.is_main():
-            found = ", ".join(f"{name} {value:.4g}" for name, value in losses.items())
-            chance = chance_of(losses, tokenizer=getattr(run.processor, "tokenizer", None))
-            known = ", ".join(f"{name} {value:.4g}" for name, value in chance.items())
-            logger().info("First update: losses %s; chance is %s.", found, known or "not known for these terms")
-            for problem in loss_problems(losses, chance=chance, expected=self.expected, factor=self.factor):
+            family = family_of(find(MODELS, run.config["model"], where="model"))
+            levels = family.chance_level(run.processor) if family is not None else {}
+            chance = {name: level for name, level in levels.items() if name in losses}
+            logger().info(
+                "First update: losses %s%s.", _values(losses), f"; chance is {_values(chance)}" if chance else ""
+            )
+            problems = [*loss_problems(losses, chance=chance, expected=self.expected, factor=self.factor)]
+            for problem in problems:
                 logger().warning("First update: %s", problem)
+            if problems:
+                logger().warning("First update: the likely causes are in %s", PAGE)
 
 
-def chance_of(losses: Mapping[str, float], *, tokenizer: Any) -> dict[str, float]:
-    """The mean of a term where the model has learned nothing; only of terms of which it is known."""
-    known: dict[str, Callable[[], float]] = {"image": lambda: 2.0}
-    if tokenizer is not None and len(tokenizer) > 1:
-        known["text"] = lambda: math.log(len(tokenizer))
-    return {name: known[name]() for name in losses if name in known}
+def _values(losses: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in losses.items())
 
 
 def loss_problems(
@@ -100,24 +95,23 @@ def loss_problems(
 ) -> Iterator[str]:
     """A sentence for each loss that a trained model would not have."""
     for name, loss in losses.items():
-        causes = CAUSES.get(name, OTHER_CAUSE)
         if not math.isfinite(loss):
-            yield f"the loss {name} is {loss}. Likely causes: {causes}."
+            yield f"the loss {name} is {loss}"
         elif loss >= KNOWS * chance.get(name, math.inf):
             yield (
-                f"the loss {name} is {loss:.4g}, and chance is {chance[name]:.4g}: the loaded weights know nothing of"
-                f" this task. Likely causes: {causes}; or it is a new task to them, which needs no attention."
+                f"the loss {name} is {loss:.4g}, and chance is {chance[name]:.4g}: the task is new to the loaded"
+                " weights, or they are not the trained ones"
             )
         elif loss > factor * expected.get(name, math.inf):
             yield (
                 f"the loss {name} is {loss:.4g}, more than {factor:g} times the expected {expected[name]:.4g}"
-                f" (FirstUpdateHook.expected). Likely causes: {causes}."
+                " (FirstUpdateHook.expected)"
             )
     missing = sorted(set(expected) - set(losses))
     if missing:
         yield (
             f"FirstUpdateHook.expected has {', '.join(missing)}, of which this update had no targets; it had"
-            f" {', '.join(losses)}."
+            f" {', '.join(losses)}"
         )
 
 

@@ -216,6 +216,8 @@ class LoggerHook(Hook):
         summary = timer.summary() if timer else {}
         record = {**_position(run), **_learning_rates(result), **losses}
         record |= {"grad_norm": norms[-1] if norms else float(result.grad_norm), "applied": result.applied}
+        if result.loss_scale is not None:
+            record["loss_scale"] = result.loss_scale
         rate_names = ("time/update", "time/data", "tokens_per_second", "samples_per_second")
         record |= {k: summary.get(k) for k in (*rate_names, "tokens_per_second_per_device")}
         record |= {**rates, **memory, **(of_epoch or {})}

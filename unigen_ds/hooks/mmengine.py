@@ -265,7 +265,7 @@ class MMEngineHook(Hook):
     def _storable(self, key: str, value: Any) -> bool:
         try:
             json.dumps(value)
-        except TypeError:
+        except (TypeError, ValueError, RecursionError):
             logger().warning(
                 "%s added %r to the checkpoint, a %s, which is not stored: only numbers, texts, lists and dicts are.",
                 self.cls.__name__, key, type(value).__name__,

@@ -1,23 +1,24 @@
 """Updates whose gradients are not finite: each is named, too many in a row stop the run.
 
 The backend has already left every weight unchanged for such an update; its data counts as consumed. One bad batch is a
-warning; ``max_consecutive`` in a row mean that the model or the data is broken. Dynamic fp16 loss scaling may skip a
-few updates at its start until the scale fits, which the default of 5 allows.
+warning; ``max_consecutive`` in a row mean that the model or the data is broken. In fp16 an overflow that makes the loss
+scale smaller is not one of them, unless the loss itself is not finite. A resume counts anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
 from typing import Annotated, Any
 
 from annotated_types import Ge
 
-from unigen_ds.core.errors import ConfigError, TrainingError
+from unigen_ds.core import dist
+from unigen_ds.core.errors import TrainingError
 from unigen_ds.core.log import logger
 from unigen_ds.core.registry import HOOKS, checked
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
+from unigen_ds.hooks.checkpoint import CheckpointHook
 
-VERSION = 1
 SHOWN_IDS = 8
 """Sample ids that the error names; tools/inspect_data.py shows all."""
 
@@ -41,6 +42,12 @@ class NanGuardHook(Hook):
         if result.applied:
             self._skipped.clear()
             return
+        bad = [value for value in result.local_sums.values() if not math.isfinite(float(value))]
+        loss_is_finite = not dist.sum_floats([float(len(bad))])[0]  # of all ranks, which skip alike
+        if result.scale_fell and loss_is_finite:
+            logger().info("update %d: the gradient overflowed at the loss scale %g, which is now smaller; no weight"
+                          " changed", run.progress.updates, result.loss_scale)  # fmt: skip
+            return
         first, stop = result.sequences
         self._skipped.append(
             {
@@ -51,9 +58,10 @@ class NanGuardHook(Hook):
             }
         )
         logger().warning(
-            "update %d (sequences %d:%d): the gradient is not finite; no weight changed, it is skipped (%d of %d"
+            "update %d (sequences %d:%d): the %s is not finite; no weight changed, it is skipped (%d of %d"
             " in a row that stop the run)",
-            run.progress.updates, first, stop, len(self._skipped), self.max_consecutive,
+            run.progress.updates, first, stop, "gradient" if loss_is_finite else "loss",
+            len(self._skipped), self.max_consecutive,
         )  # fmt: skip
         if len(self._skipped) >= self.max_consecutive:
             raise self._error()
@@ -63,17 +71,19 @@ class NanGuardHook(Hook):
         ids = [name for entry in self._skipped for name in entry["sample_ids"]][:SHOWN_IDS]
         more = sum(entry["num_samples"] for entry in self._skipped) - len(ids)
         return TrainingError(
-            f"{updates} updates in a row had gradients that are not finite: updates {self._skipped[0]['update']} to"
-            f" {self._skipped[-1]['update']}, sequences {first}:{stop}",
+            f"{updates} updates in a row had a loss or gradients that are not finite: updates"
+            f" {self._skipped[0]['update']} to {self._skipped[-1]['update']}, sequences {first}:{stop}",
             remedy="lower the learning rate, resume from an earlier checkpoint, or look at the data: `python"
             f" tools/inspect_data.py CONFIG --sequences {first}:{stop}` shows all of these samples: {', '.join(ids)}"
             + (f" and {more} more" if more else ""),
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"version": VERSION, "skipped": [dict(entry) for entry in self._skipped]}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state.get("version") != VERSION:
-            raise ConfigError(f"state of NanGuardHook has version {state.get('version')!r}", allowed=str(VERSION))
-        self._skipped = [dict(entry) for entry in state["skipped"]]
+    def after_train(self, run: Run) -> None:
+        """The last save checks this; a run without one must not end as complete either."""
+        if not any(isinstance(hook, CheckpointHook) for hook in run.hooks):
+            names = run.backend.not_finite()
+            if dist.sum_floats([float(len(names))])[0]:
+                raise TrainingError(
+                    "training ends with weights that are not finite" + (f": {names[0]}" if names else ""),
+                    remedy="lower the learning rate, or look at the data (tools/inspect_data.py)",
+                )

@@ -33,9 +33,9 @@ from unigen_ds.evaluation.generation import (
     inferencer_of,
     own_prompt,
     question_at,
+    trained_family,
 )
 from unigen_ds.evaluation.sheet import Cell, contact_sheet
-from unigen_ds.families.bagel.flow_settings import flow_for, from_mapping
 from unigen_ds.hooks.abandoned import set_aside
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.hooks.ema import ema_of
@@ -96,8 +96,9 @@ class PreviewHook(Hook):
         use_ema: with the average of the weights, where the run has one.
         seed: of every random number.
         size: (height, width) of drawn pictures in pixels; None: as large as possible.
-        flow: settings of drawing: ``num_timesteps``, ``timestep_shift``, ``text_scale``, ``image_scale``, ``interval``,
-            ``renorm`` and ``renorm_min``; what is left out is BAGEL's, with the ``timestep_shift`` of the training.
+        flow: settings of drawing, of the model's family. Of a ``UnifiedModel``: ``num_timesteps``, ``timestep_shift``,
+            ``text_scale``, ``image_scale``, ``interval``, ``renorm`` and ``renorm_min``; what is left out is BAGEL's,
+            with the ``timestep_shift`` of the training.
         max_new_tokens: of a text.
         temperature: of texts; 0 chooses the likeliest token.
         top_p: of texts: only the likeliest tokens are drawn, which have this probability together.
@@ -134,7 +135,7 @@ class PreviewHook(Hook):
             raise ConfigError("PreviewHook has by_epoch=True and unit='iteration'", remedy="leave one of them out")
         if size is not None and (len(size) != 2 or min(size) < 1):
             raise ConfigError(f"PreviewHook.size is {size!r}", allowed="(height, width) in pixels")
-        self._flow, self._shift = from_mapping(flow or {}, where="PreviewHook.flow")
+        self._flow, self._drawing = flow or {}, None
         self._sampling = Sampling(temperature, top_p)
         self._num_held_out, self._held_out = num_held_out, held_out
         self._interval, self._unit = interval, "epoch" if by_epoch else unit
@@ -149,6 +150,9 @@ class PreviewHook(Hook):
         """
         self._every = run.ruler.duration(self._interval, self._unit)
         inferencer = inferencer_of(run.backend, run.processor)[1]
+        family = trained_family(run.backend)[0]
+        given = self._flow if family.drawing is not None else {}  # else a line states that it has no effect
+        self._drawing = family.drawing_settings(inferencer.model, given, where="PreviewHook.flow")
         self._check_images(inferencer)
         if self._num_held_out:
             check_answers(inferencer, "text")
@@ -240,8 +244,8 @@ class PreviewHook(Hook):
         made.prompt, made.images = request.text, request.paths
         options: dict[str, Any] = request.shown
         if draws:
-            flow = flow_for(inferencer.model, self._flow, shift=self._shift)[0]
-            options |= {"understand": True} if request.understand else {"flow": flow, "size": self._size}
+            how = {"flow": self._drawing, "size": self._size}
+            options |= {"understand": True} if request.understand else how
         options |= {key: value for key, value in vars(self._sampling).items() if value != vars(Sampling())[key]}
         made.pictures += [processor.read_image(path) for path in request.paths]
         result = inferencer.unified_generate(request.prompt, max_length=self._max_new_tokens, seed=made.seed, **options)
@@ -254,7 +258,7 @@ class PreviewHook(Hook):
         made.pictures += question.images(processor)
         options: dict[str, Any] = {"max_new_tokens": self._max_new_tokens, "sampling": self._sampling}
         if question.wanted == "image":
-            options["flow"] = flow_for(inferencer.model, self._flow, shift=self._shift)[0]
+            options["flow"] = self._drawing
         [result] = inferencer.complete([question.request(processor, seed=self._seed)], **options)
         reference = question.reference(processor)
         made.text = result.text

@@ -7,7 +7,6 @@ with the command that does it by hand, and changes nothing else.
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Literal
 
@@ -17,6 +16,7 @@ from unigen_ds.checkpoint.manifest import FILE_NAME
 from unigen_ds.checkpoint.saver import CONFIG_FILE
 from unigen_ds.core import dist
 from unigen_ds.core.errors import CheckpointError, ConfigError
+from unigen_ds.core.files import delete_inside
 from unigen_ds.core.hub import LOGIN, HubRepo, has_token
 from unigen_ds.core.log import logger
 from unigen_ds.core.registry import HOOKS, checked
@@ -84,7 +84,7 @@ class PushToHubHook(Hook):
             out = out / checkpoint.name.removesuffix(".pth")
             if out.exists():
                 logger().info("%s is exported anew: the former export is deleted.", out)
-                shutil.rmtree(out)
+                delete_inside(out, run.work_dir)
             out.parent.mkdir(exist_ok=True)
             run.export(checkpoint, out, raw=self._raw, dtype=self._dtype)
             complete = True

@@ -6,12 +6,14 @@ deleted after its checkpoint. The other ranks wait for it in their next collecti
 
 from __future__ import annotations
 
-import shutil
+import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
 from unigen_ds.core import dist
 from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.files import delete_inside
 from unigen_ds.core.log import logger
 from unigen_ds.core.registry import HOOKS, checked
 from unigen_ds.evaluation.generation import trained_family
@@ -49,8 +51,8 @@ class SavePretrainedHook(Hook):
             return
         out = _folder_of(path)
         try:
-            _delete_without_checkpoint(out.parent)
-            shutil.rmtree(out, ignore_errors=True)  # of the same update, before a resume
+            _delete_without_checkpoint(run)
+            delete_inside(out, path.parent)  # of the same update, before a resume
             out.parent.mkdir(exist_ok=True)
             run.export(path, out, raw=self._raw, dtype=self._dtype)
             logger().info("Wrote %s, which is loaded directly (%s).", out, path.name)
@@ -60,17 +62,21 @@ class SavePretrainedHook(Hook):
 
     def after_run(self, run: Run) -> None:
         if dist.is_main():
-            _delete_without_checkpoint(run.checkpoint_dir / FOLDER)
+            _delete_without_checkpoint(run)
 
 
 def _folder_of(checkpoint: Path) -> Path:
     return checkpoint.parent / FOLDER / checkpoint.name.removesuffix(".pth")
 
 
-def _delete_without_checkpoint(folder: Path) -> None:
-    """Exports whose checkpoint is not there any more."""
-    kept = {_folder_of(path) for path in folder.parent.iterdir() if path.is_dir()}
+def _delete_without_checkpoint(run: Run) -> None:
+    """Exports whose checkpoint is not there any more; a folder with another name is a user's."""
+    folder = run.checkpoint_dir / FOLDER
+    kept = {_folder_of(path) for path in run.checkpoint_dir.iterdir() if path.is_dir()}
+    names = [_folder_of(Path(hook.filename_tmpl)).name for hook in run.hooks if isinstance(hook, CheckpointHook)]
+    own = re.compile("|".join(re.escape(name).replace(r"\{\}", r"\d+(_\d+)?") for name in names))
     for old in folder.iterdir() if folder.is_dir() else ():
-        if old not in kept:
-            shutil.rmtree(old, ignore_errors=True)
-            logger().info("Deleted %s, whose checkpoint was deleted.", old)
+        if old not in kept and own.fullmatch(old.name):
+            with suppress(OSError):
+                delete_inside(old, run.checkpoint_dir)
+                logger().info("Deleted %s, whose checkpoint was deleted.", old)

@@ -17,7 +17,7 @@ from unigen_ds.core.registry import METRICS, component_problems
 from unigen_ds.core.seeding import kept_generators
 from unigen_ds.evaluation.metrics import Metric, build_metrics
 from unigen_ds.evaluation.provenance import write_results
-from unigen_ds.evaluation.scoring import Answering, Evaluation, check, evaluate
+from unigen_ds.evaluation.scoring import Answering, Evaluation, check, evaluate, provenance_of
 from unigen_ds.hooks.abandoned import set_aside
 from unigen_ds.hooks.base import Run
 
@@ -77,7 +77,7 @@ class Scores:
     def before_run(self, run: Run) -> None:
         """Raises ``ConfigError`` where the model or the data cannot give what a metric scores. Collective."""
         assert run.validation is not None, "checked with the config"
-        check(self._metrics, run.backend, run.validation, where=f"{_WHERE}.metrics")
+        check(self._metrics, run.backend, run.validation, where=f"{_WHERE}.metrics", answering=self._answering)
         self._every = {
             metric.name: run.ruler.duration(interval, self._unit)  # type: ignore[arg-type]
             for metric, interval in zip(self._metrics, self._intervals, strict=True)
@@ -88,6 +88,16 @@ class Scores:
         """Results of updates that the run has gone back from are not among the others."""
         if dist.is_main():
             set_aside(run.work_dir / FOLDER, after=run.progress.updates)
+
+    def provenance(self, run: Run, name: str, *, max_batches: int | None, use_ema: bool) -> dict[str, str]:
+        """Where the values ``name`` of this run come from. Collective; the same on all ranks."""
+        validation = run.validation
+        assert validation is not None, "checked with the config"
+        precision = str(run.backend.topology().get("precision"))
+        return dist.on_main(lambda: provenance_of(
+            name, validation, self._metrics, max_batches=max_batches, max_samples=self._max_samples,
+            answering=self._answering, made_by={"precision": precision, "weights": "EMA" if use_ema else "trained"},
+        ))  # fmt: skip
 
     def evaluate(self, run: Run, *, max_batches: int | None, use_ema: bool) -> dict[str, float]:
         """Losses and the metrics that are due, with the present weights. Collective; the same on all ranks."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from types import FrameType
@@ -57,7 +58,9 @@ class SignalHook(Hook):
             when = "this update" if self._alone else "this update or the next"
             os.write(2, f"{signal.Signals(number).name} received: stopping after {when}.\n".encode())
         elif now - self._received_at > REPEAT_S:
-            self._restore()
+            if number == signal.SIGINT and hasattr(sys, "ps1"):  # a notebook: its kernel outlives what it runs
+                raise KeyboardInterrupt
+            signal.signal(number, signal.SIG_DFL)  # no exception, which could come out of a lock or a commit
             signal.raise_signal(number)
 
     def wants_stop(self) -> bool:

@@ -11,6 +11,7 @@ from unigen_ds.core.errors import DataError
 from unigen_ds.core.log import logger
 from unigen_ds.core.metrics import SKIPPED_FILE as SKIPPED_FILE
 from unigen_ds.core.registry import HOOKS
+from unigen_ds.data.unusable import exceeds, share_above
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.hooks.journal import Journal
 
@@ -19,7 +20,8 @@ _GRACE = 100  # samples seen before the share is checked
 
 @HOOKS.register_module()
 class SkippedSamplesHook(Hook):
-    """Appends to ``skipped_samples.jsonl``; above ``max_skipped_fraction`` of all samples it raises ``DataError``.
+    """Appends to ``skipped_samples.jsonl``. Where these show that more than ``max_skipped_fraction`` of all cannot be
+    decoded, the run saves a checkpoint and ends with a ``DataError``.
 
     The runner adds it; ``train_dataloader.max_skipped_fraction`` sets the limit.
 
@@ -32,6 +34,7 @@ class SkippedSamplesHook(Hook):
     def __init__(self, *, max_skipped_fraction: float = 0.01) -> None:
         self.max_skipped_fraction = max_skipped_fraction
         self.num_skipped = 0
+        self._error: DataError | None = None
         self._pending: list[dict[str, str]] = []
         self._journal = Journal(SKIPPED_FILE)
 
@@ -61,13 +64,19 @@ class SkippedSamplesHook(Hook):
             self._journal.append(run, {"update": run.progress.updates, **record})
             if dist.is_main():
                 logger().warning("Skipped sample %s: %s", record["sample"], record["why"])
-        fraction = self.num_skipped / max(run.progress.samples, 1)
-        if run.progress.samples >= _GRACE and fraction > self.max_skipped_fraction:
-            raise DataError(
-                f"{self.num_skipped} of {run.progress.samples} samples ({fraction:.1%}) could not be decoded",
-                allowed=f"train_dataloader.max_skipped_fraction = {self.max_skipped_fraction}",
-                remedy="see skipped_samples.jsonl in the work dir; repair the data or raise the limit",
+        samples, limit = run.progress.samples, self.max_skipped_fraction
+        if samples >= _GRACE and exceeds(self.num_skipped, samples, limit):
+            share = share_above(self.num_skipped, samples, limit)
+            self._error = DataError(
+                f"{self.num_skipped} of {samples} samples (a share of {share}) could not be decoded",
+                allowed=f"train_dataloader.max_skipped_fraction = {limit}",
+                remedy=f"see {SKIPPED_FILE} in the work dir; repair the data or raise the limit, then --resume",
             )
+            run.request_stop("too many samples could not be decoded")  # the checkpoint hook saves, then it is raised
+
+    def after_train(self, run: Run) -> None:
+        if self._error is not None:
+            raise self._error
 
     def sync(self) -> None:
         self._journal.sync()

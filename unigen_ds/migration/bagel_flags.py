@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from unigen_ds.migration.commands import Command, Given, read_files
-from unigen_ds.migration.draft import RESUMED, Draft, Unusable, boolean, number, recipe, text, whole
+from unigen_ds.migration.draft import Draft, Unusable, boolean, continue_from, number, recipe, text, whole
 
 _PARTS = ("llm", "vit", "vae")
 _SCHEDULES = ("linear", "cosine", "constant")
@@ -274,5 +274,4 @@ def _resume(draft: Draft) -> None:
     else:
         draft.remove("resume")
         draft.comments.pop("resume", None)
-        draft.set("resume", path, of=one)
-        draft.notes.append(RESUMED.format(path=path))
+        continue_from(draft, path, of=one)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.migration.commands import Command, read_mapping
-from unigen_ds.migration.draft import RESUMED, Draft, boolean, number, recipe, whole
+from unigen_ds.migration.draft import Draft, boolean, continue_from, number, recipe, whole
 
 _RECIPES = {"90": "decoder_lm_90m", "300": "decoder_lm_300m"}
 
@@ -85,5 +85,4 @@ def _keys(draft: Draft) -> None:
 def _flags(draft: Draft) -> None:
     path, one = draft.take("resume_from")
     if one is not None:
-        draft.set("resume", path, of=one)
-        draft.notes.append(RESUMED.format(path=path))
+        continue_from(draft, path, of=one)

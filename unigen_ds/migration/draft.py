@@ -5,6 +5,7 @@ from __future__ import annotations
 import keyword
 import textwrap
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from unigen_ds.core.config import plain_values, read
@@ -22,16 +23,21 @@ SECTIONS = (
 _TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off", "none", "")
 
 
-RESUMED = (
-    "resume needs a checkpoint that this project wrote, or one of DeepSpeed. Of any other one only the weights can be"
-    " read: resume=False, load_from={path!r}."
-)
-"""About a checkpoint of the old trainer."""
-
-
 def recipe(name: str) -> dict[str, Any]:
     """The sections of a shipped config."""
     return {key: plain_values(value) for key, value in read(name).items() if key in SECTIONS}
+
+
+def continue_from(draft: Draft, path: str, *, of: Given) -> None:
+    """Set ``resume`` for a checkpoint of this project's or DeepSpeed's that is here, else ``load_from``."""
+    folder = Path(path).expanduser()
+    known = any((folder / name).is_file() for name in ("manifest.json", "latest")) or any(folder.glob("*_states.pt"))
+    draft.set("resume" if known else "load_from", path, of=of)
+    if not known:
+        draft.notes.append(
+            "Only the weights of that checkpoint are read, and the training starts at 0. One of DeepSpeed's or this"
+            f" project's continues in full: resume={path!r} instead."
+        )
 
 
 class Unusable(ValueError):

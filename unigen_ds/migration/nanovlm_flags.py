@@ -27,19 +27,7 @@ def train_flags(command: Command) -> Draft:
     read_files(command)
     values = recipe("nanovlm_460m")
     values["model"] = {"type": "VLM", "pretrained": {"vit": _VIT, "llm": _LLM}, "pixel_shuffle_factor": 4}
-    values["val_dataloader"] = {"split": 0.02}
-    evaluation = {"type": "EvaluateHook", "interval": 500, "unit": "update", "max_batches": 64, "save_best": "val/loss",
-                  "empty_cache": True}  # fmt: skip
-    values["custom_hooks"] = [evaluation]
-    values["default_hooks"]["checkpoint"] = {
-        "type": "CheckpointHook", "unit": "update", "interval": 500, "max_keep_ckpts": 3, "filename_tmpl": "step_{}",
-    }  # fmt: skip
-    values["default_hooks"]["logger"] = {
-        "type": "LoggerHook",
-        "interval": 1,
-        "unit": "update",
-        "statistics_interval": 100,
-    }
+    values["default_hooks"]["checkpoint"]["filename_tmpl"] = "step_{}"
     values["visualizer"] = {"run_name": "nanovlm", "vis_backends": [{"type": "WandbVisBackend", "project": "nanoVLM"}]}
     values["work_dir"] = "checkpoints/{run_name}"
     draft = Draft(values, command, what="nanoVLM's train.py")
@@ -154,7 +142,7 @@ def _lengths(draft: Draft) -> None:
     draft.carry("train_dataloader.packing.max_tiles", "max_images_per_knapsack", kind=whole)
     size = draft.carry("processor.max_image_size", "max_img_size", kind=whole)
     tiles = draft.carry(f"{_COUNT}.max_tiles", "max_images_per_example", kind=whole)
-    if "processor.max_image_size" in draft.comments and size and (size // 512) ** 2 + 1 > tiles:
+    if size and (size // 512) ** 2 + 1 > tiles:
         draft.notes.append(
             f"An image of {size} pixels has up to {(size // 512) ** 2 + 1} tiles, and both caps count tiles: with"
             f" ImageCountFilter(max_tiles={tiles}) such records are left out and counted; raise both"

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.loss_scale import GROWTH_INTERVAL, INIT_SCALE
 from unigen_ds.core.optim import adamw_settings, check_values, default_weight_decay, is_torchs, optimizer_class
 from unigen_ds.core.registry import argument_problems
 from unigen_ds.core.settings import LISTED, Section, SettingErrors, argument_defaults, plain
-from unigen_ds.core.values import Number, argument_hints, converted
+from unigen_ds.core.values import Allowed, Number, Rule, argument_hints, converted
+
+
+def _is_power_of_2(given: float) -> bool:
+    return given >= 1 and math.frexp(given)[0] == 0.5
+
 
 type_ = type
 Kind = str | type[Any]
@@ -23,6 +30,30 @@ class ClipGrad(Section):
     """Bound of the global gradient norm."""
 
     max_norm: Number | None = Field(default=None, gt=0, description="a positive number, or None: no clipping")
+
+
+class LossScaling(Section):
+    """The loss scale of fp16. mmengine's ``'dynamic'``, or a number, which is ``init_scale``."""
+
+    init_scale: Annotated[Number, Rule(_is_power_of_2), Allowed("a power of 2")] | None = Field(
+        default=None, description=f"the first scale; None: {INIT_SCALE:g}, or what a DeepSpeed config has"
+    )
+    growth_interval: int | None = Field(
+        default=None, ge=1, description=f"good updates in a row that double it; None: {GROWTH_INTERVAL}, or the same"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _written_short(cls, given: Any) -> Any:
+        if given == "dynamic":
+            return {}
+        return {"init_scale": given} if isinstance(given, (int, float)) and not isinstance(given, bool) else given
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What is set, as of ``LossScale``."""
+        given = {"scale": self.init_scale, "growth_interval": self.growth_interval}
+        return {key: value for key, value in given.items() if value is not None}
 
 
 class Group(Section):
@@ -200,6 +231,19 @@ class OptimWrapper(Section):
         " `auto`: `bf16` where the device of rank 0 computes it (compute capability 8.0 or more; every CPU), else"
         " `fp16`; each checkpoint records which, and a resume keeps that where the device computes it",
     )
+    loss_scale: LossScaling = Field(
+        default=LossScaling(),
+        description="of `fp16`: `'dynamic'`; a number, the first scale, which is halved by each overflow and doubled by"
+        " `growth_interval` good updates in a row; or `dict(init_scale, growth_interval)`",
+    )
     paramwise_cfg: Paramwise = Field(
         default=Paramwise(), description="learning rates and weight decay by parameter name"
     )
+
+    @model_validator(mode="after")
+    def _scale_is_used(self) -> OptimWrapper:
+        if self.loss_scale.arguments and self.precision in ("fp32", "bf16"):
+            raise ConfigError(
+                f"optim_wrapper.loss_scale is set and precision is {self.precision!r}", remedy="delete it: fp16 has one"
+            )
+        return self

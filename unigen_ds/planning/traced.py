@@ -103,7 +103,7 @@ def trace(
     averages = sum(issubclass(hook.cls, EMAHook) for hook in settings.custom_hooks)
     with counted, without_compile(), placements_looked_at_once():
         built, sizes = prepare(counted, settings, backend, processor, optimizer_cfg, geometry=geometry)
-        run = _Phases(counted, backend, _moment_kinds(optimizer_cfg), settings.loss_weights)
+        run = _Phases(counted, backend, _moment_kinds(optimizer_cfg), settings.term_weights)
         run.load(averages)
         first, *updates = _updates(batches, geometry.accumulative_counts)
         run.update(first)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from unigen_ds.core.batch import check_counts
+from unigen_ds.data.datasets import PlannedDataset
+from unigen_ds.data.unusable import exceeds
 from unigen_ds.preflight.context import Known
 from unigen_ds.preflight.first_batches import FirstBatches, MadeBatch, make_first_batches
 from unigen_ds.preflight.result import Checked, ok, problem, warning
@@ -13,13 +16,13 @@ _SHOWN = 8
 
 def check_batches(known: Known) -> Iterator[Checked]:
     """Adds ``batches``: samples that cannot be read, ids that the model does not have, and how ranks differ."""
-    settings, start, geometry = known.need("settings"), known.need("start"), known.need("geometry")
-    found = make_first_batches(settings, start, known.need("model"), geometry, known.asked.num_batches)
+    settings, start, geometry = known.need("settings"), known.need("start"), known.need("loaded")
+    found = make_first_batches(settings, start, known.model, geometry, known.asked.num_batches)
     for text, number in found.errors.most_common(_SHOWN):
         yield problem(f"{number} micro-batch{'es' * (number != 1)}: {text}")
     if len(found.errors) > _SHOWN:
         yield problem(f"and {len(found.errors) - _SHOWN} other errors")
-    yield from _skipped_results(found, settings.train_dataloader.max_skipped_fraction)
+    yield from _skipped_results(found, start.data.stream.datasets, settings.train_dataloader.max_skipped_fraction)
     if found.foreign_ids:
         yield problem(
             f"{len(found.foreign_ids)} micro-batches have token ids that the model's vocabulary does not have:"
@@ -29,21 +32,23 @@ def check_batches(known: Known) -> Iterator[Checked]:
     if not found.made:
         return
     known.batches = found
+    for one in found.made:
+        check_counts(one.targets, of="Batch", declared=settings.term_weights)
     seq_length = settings.train_dataloader.seq_length * geometry.batch_size
     yield ok("\n".join(_rank_lines(found, seq_length)))
     yield from _kind_results(found)
 
 
-def _skipped_results(found: FirstBatches, limit: float) -> Iterator[Checked]:
-    """Samples that padding replaces."""
+def _skipped_results(found: FirstBatches, datasets: Sequence[PlannedDataset], limit: float) -> Iterator[Checked]:
+    """Samples that padding replaces. Too many: of those that were made, or of all records, as headers show it."""
     if not found.skipped:
         return
     samples = sum(one.samples for one in found.made)
-    share = len(found.skipped) / max(samples, 1)
     named = "; ".join(f"{one['sample']}: {one['why']}" for one in found.skipped[:_SHOWN])
     more = f"; and {len(found.skipped) - _SHOWN} more" if len(found.skipped) > _SHOWN else ""
     text = f"{len(found.skipped)} of {samples} samples cannot be read: {named}{more}"
-    if share > limit:
+    records, unreadable = sum(map(len, datasets)), sum(int((one.counts().unreadable > 0).sum()) for one in datasets)
+    if unreadable > limit * records or exceeds(len(found.skipped), samples, limit):
         yield problem(text, allowed=f"a share of {limit:g} (train_dataloader.max_skipped_fraction)")
     else:
         yield warning(text)

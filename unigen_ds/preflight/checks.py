@@ -2,7 +2,7 @@
 
 A check adds what it has built to ``Known``, asks with ``need`` for what it cannot do without, and may raise: every
 error is one more problem of the list. A new check is a function here, or in a module of its own, and a row of
-``CHECKS``.
+``CHECKS``; one of a user's own is registered in ``DRY_RUN_CHECKS``.
 """
 
 from __future__ import annotations
@@ -22,26 +22,29 @@ from unigen_ds.core.choices import AUTO
 from unigen_ds.core.errors import ConfigError, UnigenError
 from unigen_ds.core.optim import AUTO as AUTO_PRECISION
 from unigen_ds.core.paths import expand_paths
+from unigen_ds.core.progress import Geometry
 from unigen_ds.core.readable import given_values, given_world_size
-from unigen_ds.core.registry import TOKENIZERS, build
+from unigen_ds.core.registry import DRY_RUN_CHECKS, TOKENIZERS, build
 from unigen_ds.core.settings import Component
 from unigen_ds.core.versions import ALLOWED, installed, version_problems
 from unigen_ds.data.datasets import check_readable
 from unigen_ds.preflight.batch_checks import check_batches
-from unigen_ds.preflight.context import Known
+from unigen_ds.preflight.context import Known, Unknown
 from unigen_ds.preflight.given_paths import path_results, writable_results
 from unigen_ds.preflight.hardware import find_hardware
 from unigen_ds.preflight.job import launched_world_size, launcher_results, slurm_results
 from unigen_ds.preflight.rank_calls import check_collectives
 from unigen_ds.preflight.resources import check_disk, check_memory, check_time, check_workers
 from unigen_ds.preflight.result import Checked, ok, problem, problems_of, unchecked, warning
-from unigen_ds.resume.plan import plan_resume
-from unigen_ds.runner.build import build_hooks, build_model, build_processor
+from unigen_ds.preflight.usable import usable_settings
+from unigen_ds.resume.plan import NOT_RESUMED, ResumePlan, plan_resume
+from unigen_ds.runner.build import build_hooks, build_model, build_processor, check_states
 from unigen_ds.runner.inspect import announced
 from unigen_ds.runner.naming import PLACE, name_and_folder
 from unigen_ds.runner.parts import build_engine
 from unigen_ds.runner.settings import Settings, load_config
 from unigen_ds.runner.start import build_start, check_resume, settle, with_base, with_choices
+from unigen_ds.schedule.schedule import Schedules
 from unigen_ds.tracking.settings import Visualizer
 
 Check = Callable[[Known], Iterable[Checked]]
@@ -77,10 +80,15 @@ def check_config(known: Known) -> Iterator[Checked]:
     with suppress(ConfigError):  # reported by ``check_job``
         _count_processes(known)
     with announced(known.world_size, per_node=known.per_node):
-        config = load_config(known.asked.config, known.asked.overrides, whole=True)
-        if known.asked.resume_auto:
-            config["resume"] = config.get("resume") or AUTO
-        known.settings = Settings.from_config(config)
+        try:
+            config = load_config(known.asked.config, known.asked.overrides, whole=True)
+            if known.asked.resume_auto:
+                config["resume"] = config.get("resume") or AUTO
+            known.settings = Settings.from_config(config)
+        except ConfigError as error:
+            yield from problems_of(error)
+            known.settings, known.changed = usable_settings(known.given)
+            return
     yield ok(f"{known.asked.config}: every key and value")
 
 
@@ -144,8 +152,8 @@ def check_folders(known: Known) -> Iterator[Checked]:
 
 
 def check_engine(known: Known) -> Iterator[Checked]:
-    """Adds ``backend`` and ``geometry``: versions, compilers, precision and the split of the batch."""
-    settings: Settings = known.need("settings")
+    """Adds ``backend`` and ``geometry``: versions, precision and the split of the batch."""
+    settings: Settings = known.section("backend", "optim_wrapper")
     hardware = known.hardware
     precision = settings.optim_wrapper.precision
     if hardware is not None and hardware.count:
@@ -196,14 +204,74 @@ def check_tokenizer(known: Known) -> Iterator[Checked]:
 
 
 def check_hooks(known: Known) -> Iterator[Checked]:
-    """All hooks can be built."""
-    hooks = build_hooks(known.need("settings"))
+    """All hooks can be built, and their states can be stored."""
+    settings: Settings = known.section("default_hooks", "custom_hooks", "visualizer")
+    try:
+        hooks = build_hooks(settings)
+    except Exception as error:
+        for component in settings.custom_hooks:
+            try:
+                component.build()
+            except Exception as own:
+                yield from problems_of(own)
+        yield from problems_of(error)  # listed once
+        return
+    check_states(hooks)
     yield ok(", ".join(hook.name or type(hook).__name__ for hook in hooks))
 
 
 def check_start(known: Known) -> Iterator[Checked]:
-    """Adds ``plan`` and ``start``: the checkpoint to begin with, the checklist of a resume, and all data sets."""
+    """Adds ``plan`` and ``start``: the checkpoint to begin with, the checklist of a resume, and all data sets. Without
+    an engine or a checkpoint that can be used, the data is checked as that of a new run.
+    """
     settings: Settings = known.need("settings")
+    known.loaded = known.geometry or Geometry(settings.train_dataloader.batch_size or 1, 1, known.world_size)
+    try:
+        plan, settings = _plan(known, settings)
+        yield from (warning(message) for message in plan.messages if message.startswith(NOT_RESUMED))
+        if settings.work_dir and not same(settings.folder, settings.checkpoints):
+            yield ok(f"checkpoints in {settings.checkpoints}")
+        known.settings, known.plan = settings, plan
+    except (Unknown, UnigenError) as error:
+        missing = isinstance(error, Unknown)
+        yield from [unchecked(f"the checkpoint to begin with: needs {error}")] if missing else problems_of(error)
+        seed = settings.randomness.seed
+        plan = ResumePlan("fresh")
+        settings = known.settings = settings if seed is not None else settings.with_seed(0)
+    try:
+        if plan.mode == "resume":
+            backend = known.need("backend")
+            known.start, findings = check_resume(settings, plan, backend=backend, geometry=known.loaded, hashed=False)
+            for finding in findings:
+                text = f"{finding.id}: {finding.was} -> {finding.now}. {finding.why}"
+                if finding.status == "block":
+                    yield problem(text, remedy=finding.remedy or None)
+                elif finding.status == "warn":
+                    yield warning(text)
+            yield ok(f"resumes from {plan.checkpoint} (its files' sizes were compared, not their content)")
+        else:
+            start = known.start = build_start(settings, plan, geometry=known.loaded)
+            curves = Schedules.from_cfg(
+                settings.param_scheduler, ruler=start.ruler, base=(), total_sequences=start.total_sequences
+            )
+            yield from map(warning, curves.warnings())
+            if known.plan is not None:
+                yield ok("a new run" + (f" with the weights of {plan.checkpoint}" if plan.checkpoint else ""))
+    except UnigenError as error:
+        found = [*_of_each_source(settings)]
+        yield from found or problems_of(error)
+        return
+    stream = known.start.data.stream
+    for skipped in known.start.data.skipped:
+        yield warning(f"data set {skipped.name} is skipped (on_error='skip'): {skipped.why}")
+    yield ok(
+        f"{sum(map(len, stream.datasets)):,} records of {len(stream.names)} data set(s),"
+        f" {stream.sequences_per_epoch:,} sequences an epoch"
+    )
+
+
+def _plan(known: Known, settings: Settings) -> tuple[ResumePlan, Settings]:
+    """Where the run begins, and its settings with what that decides."""
     backend, geometry = known.need("backend"), known.need("geometry")
     if PLACE in (settings.work_dir or ""):
         named = name_and_folder(settings, geometry)
@@ -214,34 +282,7 @@ def check_start(known: Known) -> Iterator[Checked]:
         load_cfg=settings.load_cfg, hashes=False,
     )  # fmt: skip
     plan = with_choices(with_base(plan, settings), settings)
-    settings = settle(settings, plan, backend=backend, geometry=geometry)
-    if settings.work_dir and not same(settings.folder, settings.checkpoints):
-        yield ok(f"checkpoints in {settings.checkpoints}")
-    try:
-        if plan.mode == "resume":
-            known.start, findings = check_resume(settings, plan, backend=backend, geometry=geometry, hashed=False)
-            for finding in findings:
-                text = f"{finding.id}: {finding.was} -> {finding.now}. {finding.why}"
-                if finding.status == "block":
-                    yield problem(text, remedy=finding.remedy or None)
-                elif finding.status == "warn":
-                    yield warning(text)
-            yield ok(f"resumes from {plan.checkpoint} (its files' sizes were compared, not their content)")
-        else:
-            known.start = build_start(settings, plan, geometry=geometry)
-            yield ok("a new run" + (f" with the weights of {plan.checkpoint}" if plan.checkpoint else ""))
-    except UnigenError as error:
-        found = [*_of_each_source(settings)]
-        yield from found or problems_of(error)
-        return
-    known.settings, known.plan = settings, plan
-    stream = known.start.data.stream
-    for skipped in known.start.data.skipped:
-        yield warning(f"data set {skipped.name} is skipped (on_error='skip'): {skipped.why}")
-    yield ok(
-        f"{sum(map(len, stream.datasets)):,} records of {len(stream.names)} data set(s),"
-        f" {stream.sequences_per_epoch:,} sequences an epoch"
-    )
+    return plan, settle(settings, plan, backend=backend, geometry=geometry)
 
 
 def _of_each_source(settings: Settings) -> Iterator[Checked]:
@@ -259,11 +300,13 @@ def _of_each_source(settings: Settings) -> Iterator[Checked]:
 
 def check_model(known: Known) -> Iterator[Checked]:
     """Adds ``model``, without memory, with the files of published weights read; its vocabulary has all tokens."""
-    settings, start = known.need("settings"), known.need("start")
+    settings: Settings = known.section("model", "lora", "tokenizer")
+    seed = settings.randomness.seed or 0
+    processor = known.start.data.processor if known.start else build_processor(settings, seed=seed)
     with torch.device("meta"):
-        model = build_model(settings, start.data.processor, seed=settings.seed)
+        model = build_model(settings, processor, seed=seed)
     known.model = model
-    tokenizer = getattr(start.data.processor, "tokenizer", None)
+    tokenizer = getattr(processor, "tokenizer", None)
     ids, size = 0 if tokenizer is None else len(tokenizer), getattr(model, "vocab_size", None)
     if isinstance(size, int) and ids > size:
         yield problem(
@@ -298,3 +341,11 @@ CHECKS: dict[str, Check] = {
 """Name -> check, in the order in which they run."""
 LOCAL = ("packages", "devices", "config", "job", "paths", "folders")
 """Checks that every process of a launched job makes on its own machine."""
+
+
+def all_checks() -> dict[str, Check]:
+    """Also those of a user's own, after the others, once the config has imported them. Raises ``ConfigError``."""
+    own = DRY_RUN_CHECKS.module_dict
+    if both := sorted(own.keys() & CHECKS.keys()):
+        raise ConfigError(f"DRY_RUN_CHECKS has {', '.join(both)}, a name in use", remedy="register_module(name='...')")
+    return {**CHECKS, **own}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import platform
-import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,9 +15,9 @@ from datetime import timedelta
 import torch.distributed as td
 
 from unigen_ds.core import dist, log
-from unigen_ds.core.errors import ConfigError, UnigenError
+from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.variables import wrong_numbers
-from unigen_ds.preflight.checks import CHECKS, LOCAL
+from unigen_ds.preflight.checks import LOCAL, all_checks
 from unigen_ds.preflight.context import Asked, Known, Unknown
 from unigen_ds.preflight.result import Checked, problem, problems_of, unchecked
 from unigen_ds.runner.inspect import announced
@@ -31,21 +30,22 @@ def dry_run(asked: Asked) -> list[Checked] | None:
     """All results; None on a rank other than 0, whose results rank 0 has. Raises ``ConfigError`` for a check that there
     is not.
     """
-    for name in asked.skip:
-        if name not in CHECKS:
-            raise ConfigError(f"--skip {name}", allowed=", ".join(CHECKS))
     with _environment_kept():
         known = Known(asked, wrong_numbers(os.environ))
         for error in known.wrong_numbers:
             del os.environ[error.variable]
         own = [*_results(known, LOCAL)]
+        checks = all_checks()  # with those of the modules that the config imports
+        for name in asked.skip:
+            if name not in checks:
+                raise ConfigError(f"--skip {name}", allowed=", ".join(checks))
         if dist.env_world_size() > 1 and known.world_size == dist.env_world_size():
             gathered = _gathered(own)
             if dist.env_rank() != 0:
                 return None
             own += gathered
         with announced(known.world_size, per_node=known.per_node):
-            own += _results(known, (name for name in CHECKS if name not in LOCAL))
+            own += _results(known, (name for name in checks if name not in LOCAL))
     return own
 
 
@@ -72,15 +72,11 @@ def _of_check(known: Known, name: str) -> Iterator[Checked]:
         yield unchecked("left out (--skip)")
         return
     try:
-        yield from CHECKS[name](known)
+        yield from all_checks()[name](known)
     except Unknown as missing:
         yield unchecked(f"needs {missing}")
-    except UnigenError as error:
-        yield from problems_of(error)
     except Exception as error:  # of a user's own class, too: the other checks continue
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        text = (str(error).splitlines() or [""])[0]
-        yield problem(f"{type(error).__name__}: {text} ({last.filename}:{last.lineno})")
+        yield from problems_of(error)
 
 
 def _gathered(own: list[Checked]) -> list[Checked]:

@@ -112,9 +112,11 @@ class FirstBatches:
                 yield found
 
 
-def make_first_batches(settings: Settings, start: Start, model: torch.nn.Module, geometry: Geometry,
+def make_first_batches(settings: Settings, start: Start, model: torch.nn.Module | None, geometry: Geometry,
                        number: int) -> FirstBatches:  # fmt: skip
-    """``number`` micro-batches of each rank, at least one update. Raises what the stream raises."""
+    """``number`` micro-batches of each rank, at least one update. ``model``: None: it cannot be built, and ids and
+    operations are not looked at. Raises what the stream raises.
+    """
     stream, size = start.data.stream, geometry.sequences_per_iteration
     number = max(number, geometry.accumulative_counts)
     rows = [row for row, _ in islice(stream.rows(start.cursor), number * size)]
@@ -155,7 +157,7 @@ def make_first_batches(settings: Settings, start: Start, model: torch.nn.Module,
     return found
 
 
-def _counted(batch: Batch, model: torch.nn.Module) -> MadeBatch:
+def _counted(batch: Batch, model: torch.nn.Module | None) -> MadeBatch:
     count = getattr(model, "flops", None)
     tensors, _ = batch.parts()
     return MadeBatch(

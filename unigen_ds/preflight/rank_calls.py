@@ -130,7 +130,7 @@ def _calls_of(backend: Backend, batch: Batch, settings: Settings) -> list[tuple[
     """Of one update."""
     recorded = _Recorded(backend.model)
     with recorded.recording():
-        one_update(backend, [copied(batch)], settings.loss_weights)
+        one_update(backend, [copied(batch)], settings.term_weights)
     return recorded.calls
 
 
@@ -207,6 +207,7 @@ def check_collectives(known: Known) -> Iterator[Checked]:
     """The engine's calls for every kind of micro-batch that there is, compared in every iteration."""
     settings, batches, start = known.need("settings"), known.need("batches"), known.need("start")
     geometry = known.need("geometry")
+    known.need("model")
     if geometry.dp_size == 1:
         yield ok("one process calls none")
         return

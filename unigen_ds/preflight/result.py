@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -57,8 +58,12 @@ def untraced(why: str | None) -> Checked:
     return problem(f"an update fails: {why}")
 
 
-def problems_of(error: UnigenError) -> list[Checked]:
-    """One for each problem that an error names."""
+def problems_of(error: Exception) -> list[Checked]:
+    """One for each problem that an error names; of any other error than ours its kind and where it was raised."""
+    if not isinstance(error, UnigenError):
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        text = (str(error).splitlines() or [""])[0]
+        return [problem(f"{type(error).__name__}: {text} ({last.filename}:{last.lineno})")]
     text = str(error)
     lines = _SEVERAL.sub("", text, count=1).split("\n  ") if _SEVERAL.match(text) else [text]
     return [Checked("problem", line.rstrip()) for line in lines]

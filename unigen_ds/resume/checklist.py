@@ -16,6 +16,7 @@ from typing import Any
 from unigen_ds.checkpoint.listing import size_text
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.progress import Geometry, Progress
+from unigen_ds.core.registry import RESUME_CHECKS
 from unigen_ds.data.change import DataChange
 from unigen_ds.resume.edited import edited_settings
 from unigen_ds.resume.finding import Finding, Proposal, Status, shown
@@ -27,8 +28,31 @@ POINTS_AHEAD = 5
 
 
 def run(manifest: Manifest, proposal: Proposal) -> list[Finding]:
-    """All findings, in the order of ``CHECKS``."""
-    return [finding for check in CHECKS for finding in check(manifest, proposal)]
+    """All findings, in the order of ``CHECKS``; then those of checks of a user's own.
+
+    The manifest of another trainer's checkpoint is made of the present config, so findings of ``_NOT_STORED`` would
+    compare that config with itself: their stored side is not known.
+    """
+    checks = (*CHECKS, *RESUME_CHECKS.module_dict.values())
+    findings = [finding for check in checks for finding in check(manifest, proposal)]
+    return [_not_known(f) if proposal.unknown and f.id in _NOT_STORED else f for f in findings]
+
+
+_NOT_STORED = {
+    "checkpoint.complete": "its files have no hashes: damage is not noticed",
+    "optimizer.type": "",
+    "lr.curve": "",
+    "config.edited": "the settings of this config",
+    "data.unchanged": "the records, order and packing of this config",
+    "rng": "seeded anew",
+    "versions": "those of this machine",
+}
+"""What another trainer's checkpoint does not have, and what holds now, where the finding has other words for it."""
+
+
+def _not_known(finding: Finding) -> Finding:
+    now, why = _NOT_STORED[finding.id] or finding.now, "the checkpoint does not have it, so no change would be noticed"
+    return Finding(finding.id, "warn", "not known", now, why, guide=finding.guide)
 
 
 # ---- the checkpoint -------------------------------------------------------------------------------------------------
@@ -292,7 +316,7 @@ def check_engine(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
     was, now = dict(manifest.topology), dict(proposal.topology)
     stored, precision = was.pop("precision", None), now.pop("precision", "fp32")
     yield Finding(
-        "precision", "ok" if stored == precision else "warn", stored or "not stored", precision,
+        "precision", "ok" if stored == precision else "warn", stored or "not known", precision,
         "" if stored == precision else "masters and moments are fp32 in all; results differ by its rounding",
     )  # fmt: skip
     same = was == now

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+from unigen_ds.core.json_values import member_names
 
 BUILT = "built"
 """Key of a stored config: what the config left to ``pretrained`` and to defaults, as the model was built."""
@@ -40,6 +43,12 @@ def other_sizes(stored: Mapping[str, Any], config: Mapping[str, Any], *, hidden:
     ]
 
 
+def other_model(stored: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
+    """Of a model of another kind: this explains all other differences, so it is the first."""
+    was, now = ((side.get("model") or {}).get("type") for side in (stored, config))
+    return [f"model.type was {was!r} and is {now!r}"] if None not in (was, now) and was != now else []
+
+
 def _sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     """Dotted key -> size: as given; where nothing is given, as the model was built."""
     built = (config.get(BUILT) or {}).get("model")
@@ -63,7 +72,7 @@ def edited_settings(stored: Mapping[str, Any], config: Mapping[str, Any]) -> lis
         for key in dict.fromkeys((*was, *now))
         if _other(was.get(key), now.get(key))
         and not key.endswith(".lr")
-        and not any(key == one or key.startswith(one + ".") for one in passed)
+        and not any(key == one or re.sub(r"[:#][^]]*", "", key).startswith(one + ".") for one in passed)
     ]
 
 
@@ -72,13 +81,12 @@ def _is_size(key: str) -> bool:
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of all that is no section. A component in a list is named by its type, not by its index."""
+    """(dotted key, value) of all that is no section. A component in a list is named by ``member_names``."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _leaves(inner, f"{path}.{key}")
     elif isinstance(value, (list, tuple)) and any(isinstance(inner, Mapping) for inner in value):
-        for number, inner in enumerate(value):
-            name = inner.get("type", number) if isinstance(inner, Mapping) else number
+        for name, inner in zip(member_names(value), value, strict=True):
             yield from _leaves(inner, f"{path}[{name}]")
     elif value is not None:
         yield path, list(value) if isinstance(value, tuple) else value

@@ -8,7 +8,7 @@ from typing import Any
 
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.fitting import Shape, misfit, refuse_misfit
-from unigen_ds.resume.edited import other_sizes
+from unigen_ds.resume.edited import other_model, other_sizes
 from unigen_ds.resume.finding import Finding, shown
 
 
@@ -20,6 +20,8 @@ def model_findings(
     other = other_sizes(manifest.config, config) + _other_packing(manifest.config, config)
     if shapes := other_shapes(manifest.parameters, parameters):
         other += [*_other_layers(manifest.config, config), *shapes]
+    if other:
+        other = other_model(manifest.config, config) + other
     frozen = _other_training(manifest, parameters)
     kinds = optimizer_type(manifest.config), optimizer_type(config)
     groups = _groups(manifest.parameters), _groups(parameters)

@@ -25,14 +25,16 @@ from typing import Literal
 
 from unigen_ds.checkpoint import foreign, store
 from unigen_ds.checkpoint.base_files import Base
-from unigen_ds.checkpoint.home import home_of
+from unigen_ds.checkpoint.home import home_of, run_of
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.checkpoint.partial import LoadConfig
 from unigen_ds.checkpoint.settings import LoadSettings
 from unigen_ds.checkpoint.weight_files import locate
 from unigen_ds.core.choices import AUTO
 from unigen_ds.core.errors import CheckpointError, ConfigError
+from unigen_ds.core.files import check_digests
 from unigen_ds.core.hub import folder_of
+from unigen_ds.core.metrics import METRICS_FILE, last_update
 
 NOT_RESUMED = "Not resumed from"
 """First words of a message about a newer checkpoint that cannot be used."""
@@ -105,13 +107,23 @@ def plan_resume(
         return _newest(work_dir, hashes=hashes) if resume else ResumePlan("fresh")
     if not resume:
         named = str(folder_of(named, where="load_from"))
-    if not ((path := checkpoint_directory(named)) / FILE_NAME).is_file():
+    path = checkpoint_directory(named)
+    if (path / FILE_NAME).is_file():
+        manifest = store.verified(path, hashes=hashes)
+    elif path.is_dir() and store.list_checkpoints(path):
+        of_run = _newest(path, hashes=hashes)
+        assert of_run.checkpoint is not None and of_run.manifest is not None, "else it raises"
+        manifest = of_run.manifest
+        begun += (*of_run.messages[:-1], f"{path} is the folder of a run: {of_run.checkpoint.name} is its newest.")
+        path = of_run.checkpoint
+    else:
+        if hashes:
+            check_digests(path)
         message = f"{path} has no manifest: it is read as another trainer's checkpoint."
         return ResumePlan("resume" if resume else "weights", path, messages=(*begun, message), load_cfg=partial)
-    manifest = _verified(path, hashes=hashes)
     if not resume:
         return ResumePlan("weights", path, manifest, begun, partial)
-    messages = [f"Resumed from the checkpoint {path}."]
+    messages = [*begun, f"Resumed from the checkpoint {path}."]
     first = manifest.commit if store.is_inside(work_dir, path) else 0
     later = [f.path.name for f in existing if f.manifest and f.manifest.commit > first]
     if later:
@@ -131,35 +143,52 @@ def _newest(work_dir: Path, *, hashes: bool) -> ResumePlan:
             remedy="repair them, name the one to resume from with --resume CKPT, or remove them; a run never starts"
             " from scratch without a message",
         )
+    messages += _lost(work_dir, found)
     if found is None:
-        return ResumePlan("fresh", messages=(f"No checkpoint found in {work_dir}: training starts from scratch.",))
+        fresh = f"No checkpoint found in {work_dir}: training starts from scratch."
+        return ResumePlan("fresh", messages=(*messages, fresh))
     messages.append(f"Auto resumed from the latest checkpoint {found.path}.")
     return ResumePlan("resume", found.path, found.manifest, tuple(messages))
 
 
+def _lost(work_dir: Path, newest: store.Found | None) -> list[str]:
+    """That updates are trained again: a warning where the newest checkpoint was deleted, or there is none."""
+    done = newest.manifest.progress.updates if newest and newest.manifest else 0
+    lost = max(0, last_update(run_of(work_dir) / METRICS_FILE) - done)
+    hint = store.read_hint(work_dir)
+    known = hint is not None and ((work_dir / Path(hint).name).is_dir() or Path(hint).is_dir())
+    again = f"{lost:,} updates after update {done:,}, which {METRICS_FILE} has, are trained again"
+    if hint is not None and not known:
+        return [f"{NOT_RESUMED} {hint}: {store.HINT} names it, and it is not there; {again}."]
+    if not lost:
+        return []
+    return [
+        f"{again[0].upper()}{again[1:]}." if known else f"{NOT_RESUMED} the newest checkpoint: it is gone; {again}."
+    ]
+
+
 def checkpoint_directory(given: str) -> Path:
     """The checkpoint that a path means: itself, the one a file inside it belongs to, another trainer's, or a file of
-    weights.
+    weights; or the folder of a run.
     """
     path = Path(given).expanduser().resolve()
     if not path.exists():
         raise store.missing(path, given)
     path = home_of(path)
+    if path.name.startswith(store.NOT_FINITE):
+        raise CheckpointError(
+            f"{path} has a state that is not finite (NaN or infinite): nothing continues from it",
+            remedy="--resume alone continues the newest checkpoint that is finite",
+        )
     whole = store.STAGING not in path.name and not path.name.endswith(store.DELETING)
     found = locate(path) if whole else path
     inside = [each.path.name for each in store.list_checkpoints(path)] if path.is_dir() else []
     hinted = found in [path / name for name in inside]  # by our own hint file, which a resume without a name uses
     if whole and not hinted and ((found / FILE_NAME).is_file() or foreign.is_known(found)):
         return found
-    if path.is_dir() and not inside:
+    if inside:
+        return path
+    if path.is_dir():
         inside = sorted(folder.name for folder in path.iterdir() if folder.is_dir() and foreign.is_known(folder))
     hint = f"it holds {', '.join(inside)}: name one of them" if inside else None
     raise CheckpointError(f"{path} is not a checkpoint of this project: it has no {FILE_NAME}", remedy=hint)
-
-
-def _verified(path: Path, *, hashes: bool) -> Manifest:
-    manifest = Manifest.read(path)
-    problem = store.verify(path, manifest, hashes=hashes)
-    if problem:
-        raise CheckpointError(f"checkpoint {path} is damaged: {problem}", remedy="name another, or use --resume alone")
-    return manifest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from unigen_ds.checkpoint.manifest import Manifest
-from unigen_ds.core import dist
+from unigen_ds.checkpoint.saver import states_text
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.hub import folder_of
 from unigen_ds.core.log import logger, notice
@@ -29,7 +29,7 @@ from unigen_ds.core.optim import (
 from unigen_ds.core.optimizer_state import state_of
 from unigen_ds.core.progress import Duration, Geometry, Ruler, split_global_batch
 from unigen_ds.core.settings import Component
-from unigen_ds.data.datasets import check_readable, is_streamed, source_names
+from unigen_ds.data.datasets import check_readable, forget_mended, source_names
 from unigen_ds.data.fast_packing import FastPacking as FastPacking  # registers it
 from unigen_ds.data.filtered import filtered
 from unigen_ds.data.groups import blend
@@ -80,15 +80,23 @@ class Skipped:
     group: str | None = None
 
 
-def build_sources(components: Sequence[Component], processor: Any) -> tuple[list[Any], list[Skipped]]:
+def build_sources(
+    components: Sequence[Component], processor: Any, *, again: bool = True
+) -> tuple[list[Any], list[Skipped]]:
     """The data sets, and what is left out: one with ``on_error='skip'`` that cannot be opened, or of whose images none
     can be read, with a warning. The others are the data then, also for the fingerprint: a source that comes back is a
     change. Raises ``DataError`` where none is left, and ``ConfigError`` with the path of a data set in the config.
+
+    ``again``: whether records that could not be used at an earlier start are read again: on a resume that would be
+    other data.
     """
     found, skipped = [], list[Skipped]()
     for component in components:
         try:
-            made = filtered(used(component.build(processor=processor)))
+            made = component.build(processor=processor)
+            if again and forget_mended(made):
+                made = component.build(processor=processor)
+            made = filtered(used(made))
             if component.arguments.get("on_error") == "skip":
                 check_readable([made], [made.name])
             found.append(made)
@@ -118,31 +126,10 @@ class Data:
     validation: ValidationData | None = None
     skipped: Sequence[Skipped] = ()
 
-
-def check_same_everywhere(settings: Settings, data: Data) -> None:
-    """Raise ``DataError`` where processes would use other sources, or other shards. Collective where a source may be
-    skipped or is streamed; not part of ``build_data``, which rank 0 calls alone for the checklist of a resume.
-    """
-    loaders = [loader for loader in (settings.train_dataloader, settings.val_dataloader) if loader is not None]
-    streamed = {
-        name: dataset.fingerprint
-        for name, dataset in zip(data.stream.names, data.stream.datasets, strict=True)
-        if is_streamed(dataset)
-    }
-    if not streamed and all(s.arguments.get("on_error") != "skip" for loader in loaders for s in loader.dataset):
-        return
-    own = (*data.stream.names, *(data.validation.names if data.validation else ()))
-    for rank, (names, shards) in enumerate(dist.gather_objects((own, streamed))):
-        if names != own:
-            raise DataError(
-                f"the processes can open different data sets: {', '.join(own)}; process {rank}: {', '.join(names)}",
-                remedy="on_error='skip' leaves out what no process can open: give every node the same files",
-            )
-        if other := [name for name in streamed if shards[name] != streamed[name]]:
-            raise DataError(
-                f"process {rank} finds other shards of {other[0]} than this one: other names, sizes or versions",
-                remedy="give every node the same files, or the same server",
-            )
+    @property
+    def parts(self) -> list[Any]:
+        """The data of the training and, if there is any, of the validation; each has ``fitted`` and ``names``."""
+        return [self.stream, *([self.validation] if self.validation else [])]
 
 
 def build_data(settings: Settings, *, geometry: Geometry, ruler: Ruler | None, rules: DataRules = CURRENT) -> Data:
@@ -151,7 +138,8 @@ def build_data(settings: Settings, *, geometry: Geometry, ruler: Ruler | None, r
     """
     loader, seed = settings.train_dataloader, settings.seed
     processor = build_processor(settings, seed=seed, rules=rules)
-    datasets, skipped = build_sources(loader.dataset, processor)
+    again = ruler is None or settings.on_data_change == "restart"
+    datasets, skipped = build_sources(loader.dataset, processor, again=again)
     held_out: list[Any] = []
     if settings.val_dataloader is not None and settings.val_dataloader.split is not None:
         own = settings.val_dataloader.seed
@@ -180,18 +168,24 @@ def build_data(settings: Settings, *, geometry: Geometry, ruler: Ruler | None, r
         rules=rules,
         blend=blended,
     )
-    validation = build_validation_data(settings, processor, held_out, geometry=geometry, rules=rules)
+    validation = build_validation_data(settings, processor, held_out, geometry=geometry, rules=rules, again=again)
     return Data(processor, stream, validation, skipped)
 
 
 def build_validation_data(
-    settings: Settings, processor: Any, held_out: Sequence[Any], *, geometry: Geometry, rules: DataRules
+    settings: Settings,
+    processor: Any,
+    held_out: Sequence[Any],
+    *,
+    geometry: Geometry,
+    rules: DataRules,
+    again: bool = True,
 ) -> ValidationData | None:
     """``val_dataloader``'s own data sets, or the share ``held_out`` of the training's; None: it has neither."""
     loader, training = settings.val_dataloader, settings.train_dataloader
     if loader is None:
         return None
-    datasets = build_sources(loader.dataset, processor)[0] or held_out
+    datasets = build_sources(loader.dataset, processor, again=again)[0] or held_out
     check_streamed(datasets, what="val_dataloader.dataset")
     named = [(name, dataset) for name, dataset in zip(source_names(datasets), datasets, strict=True) if len(dataset)]
     seq_length = training.seq_length if loader.seq_length is None else loader.seq_length
@@ -214,7 +208,7 @@ def build_validation(settings: Settings, data: Data) -> Validation | None:
     if data.validation is None:
         return None
     family, spec = family_of_model(settings.model.cls), settings.model.spec
-    return Validation(data.validation, settings.loss_weights, partial(family.target_groups, _located(spec)))
+    return Validation(data.validation, settings.term_weights, partial(family.target_groups, located(spec)))
 
 
 def rules_of(settings: Settings, manifest: Manifest | None) -> DataRules:
@@ -234,12 +228,12 @@ def rules_of(settings: Settings, manifest: Manifest | None) -> DataRules:
 def build_processor(settings: ModelSettings, *, seed: int, rules: DataRules = CURRENT) -> Any:
     """The tokenizer and the family's processor; every size that the model determines is read from the model."""
     tokenizer = None if settings.tokenizer is None else settings.tokenizer.build()
-    kind, spec, given = settings.model.cls, _located(settings.model.spec), dict(settings.processor)
+    kind, spec, given = settings.model.cls, located(settings.model.spec), dict(settings.processor)
     with of_its_kind(kind, spec):
         return family_of_model(kind).processor(spec, given, tokenizer=tokenizer, seed=seed, rules=rules)
 
 
-def _located(spec: Mapping[str, Any]) -> Mapping[str, Any]:
+def located(spec: Mapping[str, Any]) -> Mapping[str, Any]:
     """The section ``model`` with folders instead of the hub's names in ``pretrained``."""
     given, where = spec.get("pretrained"), "model.pretrained"
     if isinstance(given, str):
@@ -273,7 +267,7 @@ def build_model(settings: ModelSettings, processor: Any, *, seed: int, stream: b
     ``stream``: on the meta device if its weights are published ones, which its ``initial_weights`` then reads. A model
     that is to be quantised is first built whole.
     """
-    spec, tokenizer = _located(settings.model.spec), getattr(processor, "tokenizer", None)
+    spec, tokenizer = located(settings.model.spec), getattr(processor, "tokenizer", None)
     kind = settings.model.cls
     torch.manual_seed(seed)
     packed = spec.get("quantize") or (settings.lora is not None and settings.lora.quantize)
@@ -318,6 +312,7 @@ def build_optimizer_config(settings: Settings, *, fused: bool | None = None) -> 
         adamw=wrapper.optimizer.adamw.arguments if wrapper.optimizer.adamw else {},
         max_norm=wrapper.clip_grad.max_norm,
         precision=settled_precision(wrapper.precision),
+        loss_scale=wrapper.loss_scale.arguments,
         fused=bool(fused),
     )
     one = ParamGroup("default", lr=1.0, weight_decay=0.0, parameters=("one",))
@@ -368,7 +363,8 @@ def build_hooks(settings: Settings) -> list[Hook]:
         notice("val_dataloader is evaluated after every epoch: EvaluateHook in custom_hooks sets another interval.")
         hooks.append(EvaluateHook())
     hooks = completed(hooks)
-    names = [hook.name for hook in hooks if hook.name]
+    with_state = [hook for hook in hooks if hook.name or type(hook).state_dict is not Hook.state_dict]
+    names = [hook.name or "a hook with a state and no name" for hook in with_state]
     twice = sorted({name for name in names if names.count(name) > 1})
     if EvaluateHook.name in twice:
         raise ConfigError(
@@ -379,6 +375,18 @@ def build_hooks(settings: Settings) -> list[Hook]:
     if twice:
         raise ConfigError(f"hooks named twice: {', '.join(twice)}", remedy="each may appear once")
     return hooks
+
+
+def check_states(hooks: Sequence[Hook]) -> None:
+    """Refuse a hook whose state no checkpoint can store, before the first update instead of at every save.
+
+    One whose ``state_dict`` fails before an update is left to the first save. Raises ``ConfigError``.
+    """
+    states: dict[str, Any] = {}
+    for hook in hooks:
+        with suppress(Exception):
+            states[hook.name or type(hook).__name__] = hook.state_dict()
+    states_text(states)
 
 
 def build_loader(

@@ -16,15 +16,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from unigen_ds.checkpoint.convert import read_source
+from unigen_ds.checkpoint.layouts import own_files
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.checkpoint.weight_files import locate
 from unigen_ds.core import dist
 from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.files import check_digests
 from unigen_ds.core.hub import folder_of
 from unigen_ds.core.log import logger
 from unigen_ds.core.optim import COMPUTE_DTYPE, settled_precision
 from unigen_ds.core.progress import Geometry
+from unigen_ds.core.shards import EMA
 from unigen_ds.data.overflow import check_overflow
 from unigen_ds.evaluation.metrics import build_metrics
 from unigen_ds.evaluation.provenance import Result
@@ -34,6 +36,7 @@ from unigen_ds.evaluation.validation import Validation
 from unigen_ds.families.directories import published_format
 from unigen_ds.runner.build import Data, build_data, build_processor, build_validation, build_validation_data, rules_of
 from unigen_ds.runner.custom_imports import import_custom
+from unigen_ds.runner.family_settings import family_of_model
 from unigen_ds.runner.settings import Settings
 from unigen_ds.runner.trained import config_of, import_stored, open_model, self_contained
 
@@ -86,7 +89,10 @@ class EvaluationSubject:
     def published(self) -> Any:
         """The format of a published directory, which has weights and sizes but no training."""
         found = published_format(self.path, complete=self.config is not None)
-        return found if found is not None and found.pretrained else None
+        if found is None or not found.pretrained:
+            return None
+        check_digests(self.path)
+        return found
 
     @property
     def name(self) -> str:
@@ -153,7 +159,7 @@ class EvaluationSubject:
         return {**loader, **{key: value for key, value in own.items() if value is not None}}
 
     def import_modules(self) -> None:
-        """Those of ``custom_imports``, which may register metrics. Raises as ``open_model`` does."""
+        """Those of ``custom_imports``: they may register the format and metrics. Raises as ``open_model`` does."""
         if self.config is not None:
             import_custom(self.config)
         elif self.published is None:
@@ -162,7 +168,7 @@ class EvaluationSubject:
 
     def open(self) -> tuple[WholeModel, Validation]:
         """The model on this process's device, in the precision of the training, and the data. Not collective."""
-        averaged = self.published is None and read_source(self.path, tag=self.tag).average is not None
+        averaged = self.manifest is not None and bool(own_files(self.manifest, EMA))
         if self.ema and not averaged:
             raise ConfigError(f"{self.path} has no average of the weights (EMA)", remedy="leave out --ema")
         model, _ = open_model(
@@ -243,13 +249,14 @@ def evaluate(given: EvaluationSubject) -> EvaluatedModel:
     Raises what ``open_model`` raises, and ``ConfigError`` or ``DataError`` where the data or a metric cannot be used.
     """
     Answering.of(given.generation, where="generation")  # of the user, before those of the config
+    given.import_modules()
     given = given.as_the_hook()
     answering = Answering.of(given.generation, where="generation")
-    if given.metrics:
-        given.import_modules()
+    if answering.flow:  # before the model is read
+        family_of_model(given.settings.model.cls).drawing_settings(None, answering.flow, where="generation.flow")
     metrics = build_metrics(given.metrics)
     engine, validation = given.open()
-    check(metrics, engine, validation)
+    check(metrics, engine, validation, answering=answering)
     found = score(
         engine, validation, metrics, checkpoint=given.name, max_batches=given.max_batches,
         max_samples=given.max_samples, answering=answering, made_by={"precision": engine.precision},

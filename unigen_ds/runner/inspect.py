@@ -150,6 +150,8 @@ def train_command(arguments: Sequence[str], *, world_size: int) -> list[str]:
 def memory_commands(arguments: Sequence[str], memory: Sequence[MemoryPlan]) -> list[str]:
     """Each plan as a command to run: the same arguments, resumed, with the plan's keys set after the user's own.
 
+    Before the first save ``--resume`` begins as the arguments state.
+
     Several nodes: start the same ``tools/train.py`` line by your own launcher.
     """
     lines = []
@@ -157,23 +159,9 @@ def memory_commands(arguments: Sequence[str], memory: Sequence[MemoryPlan]) -> l
         extra = ["--resume"] + (["--backend", plan.backend] if plan.backend else [])
         if plan.overrides:
             extra += ["--cfg-options", *(f"{key}={value}" for key, value in plan.overrides.items())]
-        command = train_command([*without_resume(arguments), *extra], world_size=plan.geometry.dp_size)
+        command = train_command([*arguments, *extra], world_size=plan.geometry.dp_size)
         lines.append(f"plan {plan.name} ({plan.words}): {shlex.join(command)}")
     return lines
-
-
-def without_resume(arguments: Sequence[str]) -> list[str]:
-    """Arguments of ``tools/train.py`` without ``--resume`` and ``--load-from`` and their values."""
-    kept: list[str] = []
-    is_value = False
-    for argument in arguments:
-        if argument in ("--resume", "--load-from"):
-            is_value = True
-            continue
-        if not is_value or argument.startswith("-"):
-            kept.append(argument)
-        is_value = False
-    return kept
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -6,7 +6,7 @@ each run. Which folder a resume continues in is decided by the names of the fold
 =================================================  =================================================================
 all fields but the date are as in the config       the newest of them
 only ``gpus``, ``batch_size``, ``updates`` differ  it, where it is the only one of the template and model; else refused
-``lr`` or ``group_lrs`` differ                     refused: a changed rate, or a run to compare with, are both likely
+``lr`` or rates of groups differ                   refused: a changed rate, or a run to compare with, are both likely
 others differ (model, seed, ...)                   another run: a new folder, with a warning
 =================================================  =================================================================
 """
@@ -31,14 +31,17 @@ from unigen_ds.resume.edited import other_sizes
 from unigen_ds.resume.finding import shown
 from unigen_ds.runner.settings import Settings
 
-NANOVLM = "nanoVLM_{vit}_{max_image_size}_mp{mp}_{llm}_{gpus}xGPU_bs{batch_size}_{updates}_lr_{group_lrs}_{date}"
+NANOVLM = "nanoVLM_{vit}_{max_image_size}_mp{mp}_{llm}_{gpus}xGPU_bs{batch_size}_{updates}_lr_{nanovlm_lrs}_{date}"
 """``nanoVLM_siglip2-base-patch16-512_2048_mp4_SmolLM2-360M-Instruct_8xGPU_bs128_40000_lr_..._1229-143022``."""
+NANOVLM_PARTS = ("vision", "language", "connector")
+"""Names of parameter groups, in the order of nanoVLM's name."""
 FIELDS = (
-    "model", "vit", "llm", "max_image_size", "mp", "gpus", "batch_size", "updates", "lr", "group_lrs", "seed", "date",
+    "model", "vit", "llm", "max_image_size", "mp", "gpus", "batch_size", "updates", "lr", "group_lrs", "nanovlm_lrs",
+    "seed", "date",
 )  # fmt: skip
 _RESIZED = frozenset(("date", "gpus", "batch_size", "updates"))
 """Fields that a resume may change without being another experiment; the checklist reports the change."""
-_RATES = frozenset(("lr", "group_lrs"))
+_RATES = frozenset(("lr", "group_lrs", "nanovlm_lrs"))
 PLACE = "{run_name}"
 
 
@@ -101,6 +104,8 @@ def _values(settings: Settings, geometry: Geometry) -> dict[str, Any]:
     pretrained = model.get("pretrained")
     vit = model.get("vit")
     side = vit.get("image_size", 512) if isinstance(vit, Mapping) else 512
+    base, rates = settings.optim_wrapper.optimizer.lr, _rates(settings)
+    of = dict(rates)
     return {
         "model": model.name,
         "vit": _part(pretrained, "vit"),
@@ -113,7 +118,8 @@ def _values(settings: Settings, geometry: Geometry) -> dict[str, Any]:
         or (limits.max_iters and limits.max_iters // geometry.accumulative_counts)
         or f"{limits.max_epochs or 0:g}epochs",
         "lr": f"{settings.optim_wrapper.optimizer.lr:g}",
-        "group_lrs": _rates(settings),
+        "group_lrs": "".join(f"{re.sub('[^A-Za-z0-9]+', '-', name)}_{rate:g}-" for name, rate in rates) + f"{base:g}",
+        "nanovlm_lrs": "vision_{:g}-language_{:g}-{:g}".format(*(of.get(part, base) for part in NANOVLM_PARTS)),
         "seed": settings.randomness.seed,
     }
 
@@ -123,12 +129,11 @@ def _part(pretrained: Any, part: str) -> str:
     return Path(str(path)).name if path else part
 
 
-def _rates(settings: Settings) -> str:
-    """``vision_5e-05-language_5e-05-0.00512``: that of each group, then the others'."""
+def _rates(settings: Settings) -> list[tuple[str, float]]:
+    """Name and learning rate of each parameter group of the config."""
     base = settings.optim_wrapper.optimizer.lr
     groups = settings.optim_wrapper.paramwise_cfg.groups
-    rates = [(g.name or g.pattern, g.lr if g.lr is not None else base * (g.lr_mult or 1.0)) for g in groups]
-    return "-".join([*(f"{re.sub('[^A-Za-z0-9]+', '-', name)}_{rate:g}" for name, rate in rates), f"{base:g}"])
+    return [(g.name or g.pattern, g.lr if g.lr is not None else base * (g.lr_mult or 1.0)) for g in groups]
 
 
 def _existing(folder: str, template: str, settings: Settings, geometry: Geometry) -> tuple[str | None, str | None]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from keyword import iskeyword
 from logging import INFO, WARNING
 from math import isfinite
@@ -19,13 +20,14 @@ from typing import Any
 from unigen_ds.backends.base import Backend
 from unigen_ds.backends.memory import on_meta
 from unigen_ds.checkpoint.manifest import Manifest
-from unigen_ds.core import dist, log, startup
+from unigen_ds.core import announced, dist, log, startup
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.optim import COMPUTE_DTYPE
 from unigen_ds.core.progress import Duration, Geometry, Ruler
 from unigen_ds.core.registry import registered_name
 from unigen_ds.core.seeding import seed_everything
 from unigen_ds.data.datasets import PlannedDataset
+from unigen_ds.data.left_out import list_left_out
 from unigen_ds.data.loader import UpdateLoader
 from unigen_ds.data.overflow import check_positions
 from unigen_ds.data.processor import Processor
@@ -36,6 +38,7 @@ from unigen_ds.hooks.base import Hook
 from unigen_ds.models.lora import adapted, base_tensors, hold_base_in
 from unigen_ds.resume.finding import Finding
 from unigen_ds.resume.plan import ResumePlan
+from unigen_ds.runner.agreement import check_data, check_settings
 from unigen_ds.runner.build import (
     build_geometry,
     build_groups,
@@ -45,7 +48,6 @@ from unigen_ds.runner.build import (
     build_optimizer_config,
     build_schedules,
     build_validation,
-    check_same_everywhere,
     named_parameters,
     parameter_table,
     recorded_fused,
@@ -92,6 +94,8 @@ class Parts:
     findings: Sequence[Finding] = ()
     """Of the resume's checklist; on rank 0 alone."""
     validation: Validation | None = None
+    list_left_out: Callable[[Path], None] = lambda folder: None
+    """Writes what of the data is left out into a folder. On rank 0."""
     max_updates: int | None = None
 
 
@@ -102,14 +106,14 @@ def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
     apply_variables(settings.env)
     dist.launcher_environment(settings.launcher)
     backend, geometry = build_engine(settings)
-    settings, plan, start, hooks, findings = _begin(settings, backend, geometry)
+    settings, plan, start, hooks, findings = _begin(settings, backend, geometry, max_updates)
     settings = settle(settings, plan, backend=backend, geometry=geometry)
     optimizer_cfg = build_optimizer_config(settings, fused=recorded_fused(settings, start.manifest))
     seed, data, loading = settings.seed, start.data, settings.train_dataloader
-    check_same_everywhere(settings, data)
+    check_data(settings, data, total_sequences=start.total_sequences)
     seed_everything(seed, rank=dist.rank())
     model: Any = build_model(settings, data.processor, seed=seed, stream=True)
-    for part in (data.stream, data.validation) if data.validation else (data.stream,):
+    for part in data.parts:
         check_positions(part.fitted, part.names, limit=getattr(model, "max_document_tokens", None))
     initial = model.initial_weights(seed=seed) if on_meta(model) else None
     named = named_parameters(model)
@@ -133,6 +137,8 @@ def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
     if dist.is_main():
         for warns, line in start_lines(data.stream):
             log.logger().log(WARNING if warns else INFO, line)
+        for line in schedules.warnings() if start.manifest is None else ():
+            log.logger().warning("%s.", line)
         for line in data.validation.start_lines() if data.validation else ():
             log.logger().info(line)
     log.logger().info(
@@ -159,13 +165,14 @@ def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
         geometry=geometry,
         limits=start.limits,
         total_sequences=start.total_sequences,
-        loss_weights=settings.loss_weights,
+        loss_weights=settings.term_weights,
         plan=plan,
         resumed=start.manifest,
         parameters=parameters,
         data_identity=data.stream.identity,
         findings=findings,
         validation=build_validation(settings, data),
+        list_left_out=partial(list_left_out, data.parts),
         max_updates=max_updates,
     )
 
@@ -191,7 +198,7 @@ def check_world_size(wanted: int | None) -> None:
 
 
 def _begin(
-    settings: Settings, backend: Backend, geometry: Geometry
+    settings: Settings, backend: Backend, geometry: Geometry, max_updates: int | None
 ) -> tuple[Settings, ResumePlan, Start, list[Hook], Sequence[Finding]]:
     """Rank 0 reads the files and, on a resume, runs the checklist; then the processes join."""
     joined, own_folder = dist.joined(), PLACE in (settings.work_dir or "")
@@ -200,12 +207,15 @@ def _begin(
         settings = _named(settings, dist.on_main(lambda: name_and_folder(settings, geometry)))
     else:
         dist.check_port()
+        dist.open_store(timeout_s=settings.env.dist_timeout_s)
         if dist.env_rank() == 0:
             settings = _named(settings, name_and_folder(settings, geometry))
             found = begin(settings, backend=backend, geometry=geometry)
     hooks = build_hooks(settings)
     apply_environment(settings.env)
+    announced.arrive(timeout_s=settings.env.dist_timeout_s)
     dist.init(timeout_s=settings.env.dist_timeout_s)
+    check_settings(settings, max_updates=max_updates)
     if own_folder and not joined:  # all ranks use the one that rank 0 has named
         settings = settings.named(*dist.broadcast_object((settings.run_name, settings.work_dir)))
     log.setup(rank=dist.rank(), log_file=settings.folder / "train.log", level=settings.env.log_level)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.files import check_new, new_directory
+from unigen_ds.core.files import check_digests, check_new, new_directory
 from unigen_ds.core.hub import folder_of
 from unigen_ds.core.log import logger
 from unigen_ds.families.base import exported_format
@@ -40,7 +40,8 @@ def publish(
     ``CheckpointError`` where ``out`` cannot be written.
     """
     found = exported_format(family_of_model(type(model)), type(model))
-    source = None if source is None else folder_of(source, where="--source")
+    if source is not None:
+        check_digests(source := folder_of(source, where="--source"))
     found.write(model, processor, out, source=source, dtype=dtype, max_shard_size=max_shard_size)
 
 

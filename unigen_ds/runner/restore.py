@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from unigen_ds.checkpoint import saver, store
-from unigen_ds.checkpoint.layouts import own_files, shard_folders
-from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
+from unigen_ds.checkpoint.layouts import open_shards, shard_folders
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.checkpoint.partial import DIFFERENCES, REPORT_FILE, FittedReader, fit
 from unigen_ds.core import dist
@@ -24,7 +23,7 @@ from unigen_ds.core.log import logger
 from unigen_ds.core.seeding import derive_seed, seed_everything
 from unigen_ds.core.shards import ShardReader
 from unigen_ds.hooks.base import Hook
-from unigen_ds.resume.edited import other_sizes
+from unigen_ds.resume.edited import other_model, other_sizes
 from unigen_ds.resume.finding import refuse
 from unigen_ds.resume.model_check import check_weights, model_findings
 from unigen_ds.runner.adopt import planned_tensors
@@ -42,13 +41,13 @@ def restore(parts: Parts, hooks: Sequence[Hook]) -> dict[str, Any] | None:
         return None
     reader, stored, stored_config = planned_tensors(parts.plan)
     if manifest is None:
-        fit_weights(parts, reader, stored, sizes=other_sizes(stored_config, parts.plain_config, hidden=True))
+        fit_weights(parts, reader, stored, stored_config)
         return None
     check_weights(stored, parameters=parts.parameters)
     refuse(model_findings(manifest, parameters=parts.parameters, config=parts.plain_config))
     parts.backend.load_tensors(reader, keep=parts.backend.left_out)
     _restore_hooks(hooks, checkpoint, manifest)
-    if not saver.restore_rng(checkpoint):
+    if not saver.restore_rng(checkpoint, manifest):
         seed = derive_seed(parts.data_identity["seed"], "resume", manifest.progress.updates)
         seed_everything(seed, rank=dist.rank())
         logger().warning("The checkpoint is of another number of processes: network dropout is seeded anew.")
@@ -58,11 +57,12 @@ def restore(parts: Parts, hooks: Sequence[Hook]) -> dict[str, Any] | None:
 
 
 def fit_weights(
-    parts: Parts, reader: ShardReader, stored: Sequence[Mapping[str, Any]], *, sizes: Sequence[str]
+    parts: Parts, reader: ShardReader, stored: Sequence[Mapping[str, Any]], stored_config: Mapping[str, Any]
 ) -> None:
     """Weights for another model, as ``load_cfg`` allows. Differences are logged, or refused; ``load_report.json`` has
-    every name. ``stored`` is the checkpoint's parameter table, ``sizes`` what no shape shows.
+    every name. ``stored`` is the checkpoint's parameter table, ``stored_config`` what is known of its config.
     """
+    sizes = other_sizes(stored_config, parts.plain_config, hidden=True)
     cfg, report_file = parts.plan.load_cfg, parts.work_dir / REPORT_FILE
     base = parts.backend.left_out
     if parts.settings.lora is not None and (parts.plan.manifest is None or not parts.plan.manifest.config.get("lora")):
@@ -75,7 +75,7 @@ def fit_weights(
     found = fit(reader, stored, parameters=wanted, buffers=buffers, cfg=cfg, sizes=sizes)
     report = {"checkpoint": str(parts.plan.checkpoint), **found.state_dict()}
     dist.on_main(lambda: write_text_atomic(report_file, json.dumps(report, indent=1) + "\n"))
-    found.check(cfg)
+    found.check(cfg, first=other_model(stored_config, parts.plain_config))
     if dist.is_main():
         for kind, line in found.lines():
             logger().log(WARNING if kind in DIFFERENCES else INFO, "Weights: %s.", line)
@@ -87,9 +87,9 @@ def fit_weights(
 
 
 def _restore_hooks(hooks: Sequence[Hook], checkpoint: Path, manifest: Manifest) -> None:
-    states = saver.read_hook_states(checkpoint)
+    states = saver.read_hook_states(checkpoint, manifest)
     folders = [name for name in shard_folders(manifest) if name != saver.RNG_DIRECTORY]
-    readers = {name: SafetensorsReader(checkpoint / name, files=own_files(manifest, name)) for name in folders}
+    readers = {name: open_shards(checkpoint, manifest, name) for name in folders}
     for hook in hooks:
         if hook.name in states:
             hook.load_state_dict(states[hook.name])

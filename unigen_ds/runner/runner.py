@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from unigen_ds.checkpoint import saver, store
 from unigen_ds.checkpoint.base_files import save_base
 from unigen_ds.checkpoint.consolidated import Form
 from unigen_ds.checkpoint.convert import DTYPES
-from unigen_ds.checkpoint.home import claim, same
+from unigen_ds.checkpoint.home import claim, run_id, same
 from unigen_ds.checkpoint.lock import WorkDirLock
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
-from unigen_ds.core import dist
+from unigen_ds.core import announced, dist
 from unigen_ds.core.clock import Clock
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.files import write_text_atomic
@@ -24,9 +24,10 @@ from unigen_ds.core.log import logger
 from unigen_ds.core.metrics import sample_digest
 from unigen_ds.core.progress import Progress
 from unigen_ds.core.settings import Component
-from unigen_ds.data.loader import lost_worker
 from unigen_ds.data.stream import Cursor
 from unigen_ds.hooks.base import Hook, Iteration, UpdateResult
+from unigen_ds.runner.build import check_states
+from unigen_ds.runner.parameters import Parameters
 from unigen_ds.runner.parts import Parts, build_parts
 from unigen_ds.runner.publish import export_checkpoint
 from unigen_ds.runner.replay import LastUpdate, losses
@@ -50,19 +51,22 @@ class Runner:
         self.validation = parts.validation
         self.clock = Clock(device=parts.backend.device)
         self.stop_reason: str | None = None
+        self.run_id = ""  # known once the work dir is locked
         self.hparams: Sequence[Mapping[str, Any]] = ()
         self.iteration: Iteration | None = None
         self._cursor: Cursor = parts.cursor
         self._last: LastUpdate = LastUpdate.stored(manifest, parts.cursor)
         self._parent = _parent_name(parts.checkpoint_dir, parts.plan.checkpoint) if manifest else None
         self._locks: list[WorkDirLock] = []
+        self._parameters = Parameters(parts.backend)
 
     @classmethod
     def from_cfg(cls, config: Any, *, max_updates: int | None = None) -> Runner:
         """Build everything a config names: what ``load_config`` returns, a mapping, or ``Settings``. See
         ``runner/parts.py`` for the errors.
         """
-        return cls(build_parts(config, max_updates=max_updates))
+        with announced.shared():
+            return cls(build_parts(config, max_updates=max_updates))
 
     @property
     def finished(self) -> bool:
@@ -97,15 +101,21 @@ class Runner:
 
     def train(self) -> Progress:
         """Restore, train until done, clean up. Collective. Returns the final progress."""
-        dist.on_main(self._lock_folders)
+        self.run_id = dist.on_main(self._lock_folders)
         try:
             self._call("before_run")
             restored = restore(self._parts, self.hooks)
             if restored is not None:
                 self._call("after_load_checkpoint", restored)
             dist.on_main(lambda: write_text_atomic(self.work_dir / saver.CONFIG_FILE, self._parts.config_text))
+            dist.on_main(lambda: self._parts.list_left_out(self.work_dir))
             self._call("before_train")
-            updates = counted(iter(self._parts.loader), stop=lambda: any(hook.wants_stop() for hook in self.hooks))
+            check_states(self.hooks)
+            updates = counted(
+                iter(self._parts.loader),
+                terms=self._parts.loss_weights,
+                stop=lambda: any(hook.wants_stop() for hook in self.hooks),
+            )
             epoch: int | None = None
             while not self.done:
                 if epoch != self.progress.epoch:
@@ -117,10 +127,10 @@ class Runner:
             self._call("after_train")
             self._call("after_run")
         except BaseException as error:
-            lost = lost_worker(error)
-            self._report(lost or error)
-            if lost is not None:
-                raise lost from error
+            cause = announced.explained(error)
+            self._report(cause)
+            if cause is not error:
+                raise cause from error
             if isinstance(error, OSError):
                 self._check_folders()  # names the cause where one is gone
             raise
@@ -130,9 +140,9 @@ class Runner:
             self._unlock_folders()
         return self.progress
 
-    def _lock_folders(self) -> None:
+    def _lock_folders(self) -> str:
         """On rank 0: lock the work dir and the folder of the checkpoints, connect them, and remove unfinished files of
-        runs that were killed.
+        runs that were killed. Returns the id of the run.
         """
         folders = {"work_dir": self.work_dir, "checkpoint_dir": self.checkpoint_dir}
         if same(*folders.values()):
@@ -142,12 +152,14 @@ class Runner:
             for key, folder in folders.items():
                 self._locks.append(WorkDirLock(folder, key=key))
             claim(self.work_dir, self.checkpoint_dir)
+            found = run_id(self.work_dir)
         except BaseException:
             self._unlock_folders()
             raise
         for lock, folder in zip(self._locks, folders.values(), strict=True):
             for path in store.sweep(folder, older_than_s=0.0 if lock.exclusive else hour):
                 logger().info("Removed %s, left by an interrupted save or deletion.", path)
+        return found
 
     def _check_folders(self) -> None:
         """On rank 0, else nothing. Raises ``TrainingError`` where a locked folder is gone."""
@@ -199,6 +211,8 @@ class Runner:
             sample_digest=sample_digest(sample_ids),
             sample_ids=sample_ids,
             tokens=update.tokens,
+            loss_scale=step.loss_scale,
+            scale_fell=step.scale_fell,
             stop_wanted=update.stop_wanted(),
         )
         self._call("after_update", result)
@@ -219,6 +233,7 @@ class Runner:
         for hook in self.hooks:
             with self.clock(f"hook:{hook.name or type(hook).__name__}"):
                 getattr(hook, point)(self, *arguments)
+            self._parameters.check(hook, point)
 
     def _report(self, error: BaseException) -> None:
         """Report an error to every hook. If a hook fails here, the others and the caller still get the error."""
@@ -242,6 +257,7 @@ class Runner:
             loader={"cursor": self._cursor.state_dict(), "last": self._last.state_dict(), **parts.data_identity},
             parameters=parts.parameters,
             config=parts.plain_config,
+            run=self.run_id,
             base=None if parts.plan.base is None else parts.plan.base.state_dict(),
         )
         for hook in self.hooks:
@@ -261,6 +277,13 @@ class Runner:
         self._parent = path.name
         self._call("after_save_checkpoint", path)
         return path
+
+    @property
+    def model(self) -> nn.Module:
+        """See ``hooks.base.Run``."""
+        engine: Any = self.backend.model
+        found: Any = engine if isinstance(engine, self._parts.settings.model.cls) else engine.module
+        return cast(nn.Module, found)
 
     def save_base(self) -> None:
         """See ``hooks.base.Run``."""

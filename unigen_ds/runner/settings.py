@@ -8,6 +8,7 @@ imported, and all problems are reported in one ``ConfigError``.
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from unigen_ds.checkpoint.base_files import Base
 from unigen_ds.checkpoint.settings import LoadSettings
 from unigen_ds.core import config as files
 from unigen_ds.core.batch import DEFAULT_WEIGHT
+from unigen_ds.core.config_file import is_of_mmengine
 from unigen_ds.core.errors import ConfigError, raise_any
 from unigen_ds.core.log import notice
 from unigen_ds.core.paths import expand_paths
@@ -38,6 +40,7 @@ from unigen_ds.families import directories as _families  # noqa: F401
 from unigen_ds.families.bagel.family import Bagel
 from unigen_ds.hooks.evaluate import EvaluateHook
 from unigen_ds.hooks.mmengine import stops_early
+from unigen_ds.hooks.preview import PreviewHook
 from unigen_ds.hooks.settings import CustomHook, DefaultHooks
 from unigen_ds.models.settings import Lora
 from unigen_ds.optim.settings import Finite, OptimWrapper
@@ -268,6 +271,11 @@ class Settings(ModelSettings):
         return found
 
     @property
+    def term_weights(self) -> dict[str, float]:
+        """The weight of each loss term of the model's family."""
+        return {t: self.loss_weights.get(t, DEFAULT_WEIGHT) for t in family_of_model(self.model.cls).terms}
+
+    @property
     def evaluates(self) -> bool:
         """Whether a hook of the config evaluates."""
         return any(issubclass(hook.cls, EvaluateHook) for hook in self.custom_hooks)
@@ -346,6 +354,17 @@ def load_config(name: str | Path, overrides: Iterable[str] | Mapping[str, Any] =
     ``whole``: components, missing sections and everything else are checked, too, as ``Settings.from_config`` does.
     Raises one ``ConfigError`` for a broken file, unknown keys, wrong values, and overrides without an effect.
     """
+    try:
+        return _load(name, overrides, whole=whole)
+    except ConfigError as error:
+        broken = "cannot be read" in error.problem and not isinstance(error.__cause__, SyntaxError)
+        if not (broken or "model.type" in str(error)) or not is_of_mmengine(path := files.config_path(name)):
+            raise
+        command = f"python tools/migrate.py xtuner --out my_config.py {shlex.quote(str(path))}"
+        raise ConfigError(f"{path} is a config of xtuner or mmengine", remedy=f"{command} writes one of it") from error
+
+
+def _load(name: str | Path, overrides: Iterable[str] | Mapping[str, Any], *, whole: bool) -> Config:
     config, schema, given = files.read(name), known_keys(), files.overrides_of(overrides)
     sections, given = files.whole_sections(given)  # before the translation, which reads one section beside another
     errors = files.apply_overrides(config, {k: v for k, v in sections.items() if k not in FOREIGN}, schema)
@@ -454,9 +473,26 @@ def _misfits(settings: Settings) -> Iterator[ConfigError]:
     ):
         problem = "custom_hooks has an EarlyStoppingHook, and there is no val_dataloader: nothing is evaluated"
         yield from (ConfigError(problem, remedy=_ADD_VALIDATION) for hook in hooks if stops_early(hook))
+    yield from _drawing_problems(settings)
     for method, advice in getattr(engine.cls, "model_needs", {}).items():
         if not hasattr(model.cls, method):
             problem = (
                 f"model.type is {model.cls.__name__}, which has no {method}(), and backend {engine.name!r} needs it"
             )
             yield ConfigError(problem, remedy=advice)
+
+
+def _drawing_problems(settings: Settings) -> Iterator[ConfigError]:
+    """Settings of drawing that the model's family does not have."""
+    family = family_of_model(settings.model.cls)
+    for hook in settings.custom_hooks:
+        preview, of_metrics = issubclass(hook.cls, PreviewHook), issubclass(hook.cls, EvaluateHook)
+        flow = hook.get("flow") if preview else (hook.get("generation") or {}).get("flow") if of_metrics else None
+        where = "PreviewHook.flow" if preview else "EvaluateHook.generation.flow"
+        if flow and family.drawing is None:
+            notice(f"{where} has no effect: {family.model.__name__} has no settings of drawing.")
+        elif isinstance(flow, Mapping):
+            try:
+                family.drawing_settings(None, flow, where=where)
+            except ConfigError as error:
+                yield error

@@ -23,12 +23,14 @@ from unigen_ds.checkpoint.home import check_home
 from unigen_ds.checkpoint.manifest import Manifest, current_versions
 from unigen_ds.checkpoint.settings import LoadSettings
 from unigen_ds.core import dist, log
+from unigen_ds.core.files import check_digests
 from unigen_ds.core.json_values import json_values
 from unigen_ds.core.optim import AUTO, ParamGroup, settled_precision
 from unigen_ds.core.progress import Duration, Geometry, Ruler
 from unigen_ds.core.settings import Component
 from unigen_ds.data.change import DataChange, compare, continued
 from unigen_ds.data.datasets import check_readable
+from unigen_ds.data.left_out import check_unusable
 from unigen_ds.data.overflow import check_overflow
 from unigen_ds.data.stream import Cursor
 from unigen_ds.models.weights import check_here
@@ -96,15 +98,20 @@ def begin(settings: Settings, *, backend: Backend, geometry: Geometry) -> Beginn
 
 
 def check_weights(given: Any, *, where: str = "model.pretrained") -> None:
-    """Of each path of published weights whether it is there: the model itself is built after all data is read.
+    """Of each path of published weights whether it is there, and as it was written: the model itself is built after all
+    data is read.
 
-    Anything that may be a name of a hub is left to the model. Raises ``ConfigError``.
+    Anything that may be a name of a hub is left to the model. Raises ``ConfigError`` or ``CheckpointError``.
     """
     if isinstance(given, Mapping):
         for key, value in given.items():
             check_weights(value, where=f"{where}.{key}")
-    elif isinstance(given, str) and given.startswith(("/", "~", "./", "../")):
-        check_here(Path(given).expanduser(), where=where)
+    elif isinstance(given, str):
+        path = Path(given).expanduser()
+        if given.startswith(("/", "~", "./", "../")):
+            check_here(path, where=where)
+        if path.exists():
+            check_digests(path)
 
 
 def plan_run(settings: Settings) -> ResumePlan:
@@ -181,15 +188,15 @@ def build_start(settings: Settings, plan: ResumePlan, *, geometry: Geometry) -> 
     unknown: tuple[str, ...] = ()
     if plan.mode == "resume" and plan.checkpoint and manifest is None:
         foreign = read_foreign(plan.checkpoint, assume=parse_assume(settings.assume or ""))
-        manifest = adopt(foreign, settings, build_data(settings, geometry=geometry_of(foreign), ruler=None).stream)
+        manifest = adopt(
+            foreign, settings, build_data(settings, geometry=geometry_of(foreign, settings), ruler=None).stream
+        )
         unknown = foreign.unknown
     rules = rules_of(settings, None if choice == "restart" else manifest)
     data = build_data(settings, geometry=geometry, ruler=manifest.ruler if manifest else None, rules=rules)
-    check_readable(data.stream.datasets, data.stream.names)
-    check_overflow(data.stream.fitted, data.stream.names)
-    if data.validation is not None:
-        check_readable(data.validation.datasets, data.validation.names)
-        check_overflow(data.validation.fitted, data.validation.names)
+    for part in data.parts:
+        check_readable(part.datasets, part.names)
+        check_overflow(part.fitted, part.names)
     change, cursor = DataChange(), Cursor()
     ruler = manifest.ruler if manifest else Ruler(geometry, data.stream.sequences_per_epoch)
     if manifest:
@@ -197,6 +204,8 @@ def build_start(settings: Settings, plan: ResumePlan, *, geometry: Geometry) -> 
         if not change or choice == "restart" or (choice == "append" and change.only_appended):
             stream, cursor = continued(manifest.loader, data.stream, on_change=choice)
             data = replace(data, stream=stream)
+    for part in data.parts:
+        check_unusable(part.fitted, part.names, settings.train_dataloader.max_skipped_fraction)
     limits = build_limits(settings.train_cfg, ruler)
     total = total_sequences(limits, geometry, data.stream.tokens_per_sequence)
     return Start(manifest, unknown, data, change, cursor, ruler, limits, total)

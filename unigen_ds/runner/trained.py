@@ -17,6 +17,7 @@ from unigen_ds.checkpoint.saver import TOKENIZER
 from unigen_ds.checkpoint.weight_files import locate
 from unigen_ds.checkpoint.writers import Entry
 from unigen_ds.core.errors import CheckpointError, ConfigError
+from unigen_ds.core.files import check_digests
 from unigen_ds.core.fitting import by_first_name, misfit, refuse_misfit
 from unigen_ds.core.hub import folder_of
 from unigen_ds.core.log import logger
@@ -46,7 +47,7 @@ def open_model(
         path: a published directory, a checkpoint, or a work dir.
         raw: the weights themselves, also where there is an average of them (EMA).
         tag: name of the checkpoint's folder below ``path``.
-        config: of the training; None: the checkpoint's own.
+        config: of the training, whose ``custom_imports`` are imported first; None: the checkpoint's own.
         allow_custom_imports: import the modules that the checkpoint's config names, which executes them. Those of
             this package need no permission.
         base: of adapters: the folder of the base's files; None: as ``find_base`` finds them.
@@ -54,18 +55,22 @@ def open_model(
     Raises ``CheckpointError`` where weights are missing, unexpected or of another shape, or where a published directory
     is not readable; ``ConfigError`` where modules would have to be imported.
     """
+    if config is not None:
+        import_custom(config)  # first: they may register the format, or the layout
     path = folder_of(path, where="MODEL")
     found = published_format(path, complete=config is not None)
     if found is not None and found.pretrained:
         if base is not None:
             raise ConfigError(f"--base {base} has no effect: {path} is a published directory", remedy="leave it out")
+        check_digests(path)
         try:
             settings = ModelSettings.of(found.config(path))
             processor = build_processor(settings, seed=0)
             return build_model(settings, processor, seed=0), processor
         except ConfigError as error:  # the config is the directory's, nobody wrote it
             raise CheckpointError(f"{path}: {error.problem}", allowed=error.allowed, remedy=error.remedy) from error
-    _import_layout(path, tag, config=config, allow=allow_custom_imports)
+    if config is None:
+        _import_layout(path, tag, allow=allow_custom_imports)
     source = read_source(path, tag=tag)
     given: Mapping[str, Any]
     if config is None:
@@ -74,7 +79,6 @@ def open_model(
         config = self_contained(given, source.directory)
     else:
         given = config = _of_weights(config, source)
-        import_custom(config)
     if source.base is not None:
         config = on_base(config, find_base(source.base, given=base, checkpoint=source.directory), given=given)
     elif base is not None:
@@ -158,6 +162,7 @@ def config_of(directory: Path) -> dict[str, Any]:
     if found is not None and not found.pretrained:
         return found.config(directory)
     if not (directory / FILE_NAME).is_file():
+        check_digests(directory)
         raise CheckpointError(
             f"{directory} does not contain its config"
             + ", at least not one that a registered family recognises" * (directory / "config.json").is_file(),
@@ -189,20 +194,17 @@ def _refuse_imports(config: Mapping[str, Any], directory: Path) -> None:
         )
 
 
-def _import_layout(path: Path, tag: str | None, *, config: Mapping[str, Any] | None, allow: bool) -> None:
+def _import_layout(path: Path, tag: str | None, *, allow: bool) -> None:
     """Import the modules of a checkpoint whose layout no imported module reads: one of them may register it.
 
-    ``config``: a trusted one, which is used instead of the checkpoint's. Raises as ``open_model`` does.
+    Raises as ``open_model`` does.
     """
     directory = locate(path, tag)
     if not (directory / FILE_NAME).is_file():
         return
     manifest = Manifest.read(directory)
     if manifest.layout not in LAYOUTS.module_dict:
-        if config is None:
-            import_stored(manifest.config, directory, allow=allow)
-        else:
-            import_custom(config)
+        import_stored(manifest.config, directory, allow=allow)
 
 
 @torch.no_grad()

@@ -8,11 +8,11 @@ whether this process asks the run to stop, so all ranks stop after the same upda
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from unigen_ds.core import dist
-from unigen_ds.core.batch import Batch
+from unigen_ds.core.batch import Batch, check_counts
 from unigen_ds.data.loader import MicroBatch
 
 _TALLIES = ("tokens", "samples", "skipped", "stops")
@@ -41,14 +41,17 @@ class Update:
         return bool(self.stops or (self.ahead is not None and self.ahead.finished().stops))
 
 
-def counted(loader: Iterator[Sequence[MicroBatch]], *, stop: Callable[[], bool] = lambda: False) -> Iterator[Update]:
+def counted(
+    loader: Iterator[Sequence[MicroBatch]], *, terms: Collection[str], stop: Callable[[], bool] = lambda: False
+) -> Iterator[Update]:
     """Read one update ahead, so that its sums are ready when it begins. Collective.
 
+    ``terms``: those of the family; raises ``ConfigError`` where a batch counts others.
     ``stop``: whether this process asks the run to stop; asked once for each update.
     """
-    ahead = _start(next(loader), stop=stop())
+    ahead = _start(next(loader), stop=stop(), declared=terms)
     while True:
-        present, ahead = ahead, _start(next(loader), stop=stop())
+        present, ahead = ahead, _start(next(loader), stop=stop(), declared=terms)
         yield present.finished(ahead)
 
 
@@ -69,9 +72,11 @@ class _Pending:
         return Update(self.micro_batches, dict(zip(self.terms, values, strict=False)), ahead=ahead, **tallies)
 
 
-def _start(micro_batches: Sequence[MicroBatch], *, stop: bool) -> _Pending:
+def _start(micro_batches: Sequence[MicroBatch], *, stop: bool, declared: Collection[str] | None = None) -> _Pending:
     batches: list[Batch] = [micro_batch.batch for micro_batch in micro_batches]
     targets = [batch.target_counts() for batch in batches]
+    for each in targets:
+        check_counts(each, of=type(batches[0]).__name__, declared=targets[0] if declared is None else declared)
     terms = sorted(targets[0])
     local = [sum(t[term] for t in targets) for term in terms]
     local += [float(sum(b.num_tokens for b in batches)), float(sum(b.num_samples for b in batches))]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.log import logger
 from unigen_ds.core.registry import WRITERS
 from unigen_ds.tracking.wandb_file import offline_rows
 from unigen_ds.tracking.writer import ALIASES as ALIASES
@@ -125,6 +126,8 @@ class WandbVisBackend(Writer):
             "dir": self._folder(work_dir),
             **self._init_kwargs,
         }
+        if not isinstance(own := arguments.get("settings") or {}, wandb.Settings):
+            arguments["settings"] = {"quiet": True, **own}  # no table of all values at the end
         if named.parent is not None:  # a run of its own, whatever the config calls the first
             arguments["name"] = replace(named, name=str(arguments["name"])).of_branch
             arguments["id"] = run_id or uuid.uuid4().hex[:12]
@@ -163,3 +166,5 @@ class WandbVisBackend(Writer):
     def close(self) -> None:
         if self._run is not None:
             self._run.finish()
+            if self._run.offline:
+                logger().info("W&B: this run is uploaded by `wandb sync %s`.", Path(self._run.dir).parent)

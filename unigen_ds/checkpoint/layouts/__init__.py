@@ -12,7 +12,8 @@ from unigen_ds.checkpoint.layouts.base import PieceReader
 from unigen_ds.checkpoint.layouts.dcp import DCPReader
 from unigen_ds.checkpoint.layouts.deepspeed import DeepSpeedReader
 from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
-from unigen_ds.checkpoint.manifest import FULL, Manifest
+from unigen_ds.checkpoint.manifest import FULL, Manifest, check_stamp
+from unigen_ds.core import dist
 from unigen_ds.core.errors import CheckpointError
 from unigen_ds.core.registry import LAYOUTS
 
@@ -27,10 +28,24 @@ def open_reader(directory: Path, manifest: Manifest) -> PieceReader:
         raise CheckpointError(
             f"{directory} has layout {manifest.layout!r}",
             allowed=", ".join(sorted(readers)),
-            remedy="import the module that registers this layout: custom_imports=dict(imports=['my.module'])",
+            remedy="a config whose custom_imports name the module that registers it: --config CONFIG of the tools",
         )
     trainable_or_frozen = {parameter["name"] for parameter in manifest.parameters}
-    return readers[manifest.layout](directory, parameters=trainable_or_frozen, files=own_files(manifest, ""))
+    reader = readers[manifest.layout](directory, parameters=trainable_or_frozen, files=own_files(manifest, ""))
+    return _of_this_save(reader, directory, manifest)
+
+
+def open_shards(directory: Path, manifest: Manifest, folder: str) -> PieceReader:
+    """A reader of a hook's shards."""
+    reader = SafetensorsReader(directory / folder, files=own_files(manifest, folder))
+    return _of_this_save(reader, directory / folder, manifest)
+
+
+def _of_this_save(reader: PieceReader, directory: Path, manifest: Manifest) -> PieceReader:
+    """``reader``. Raises ``CheckpointError`` naming a file that another save wrote: each rank looks at its share."""
+    for name in sorted(reader.stamps)[dist.rank() :: dist.world_size()]:
+        check_stamp(directory / name, reader.stamps[name](), manifest)
+    return reader
 
 
 def own_files(manifest: Manifest, folder: str) -> list[str]:

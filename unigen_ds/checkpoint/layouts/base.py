@@ -37,6 +37,8 @@ class PieceReader:
         self._pieces: dict[tuple[str, str], list[Piece]] = defaultdict(list)
         self.shapes: dict[tuple[str, str], tuple[int, ...]] = {}
         """(kind, name) -> shape, in the order of the files, as far as the files themselves state it."""
+        self.stamps: dict[str, Callable[[], str]] = {}
+        """File -> what reads the name of the save that wrote it (``Manifest.stamp``), where the file has one."""
         self.tied: Mapping[str, str] = {}
         """Names of the model that share the tensor of another name, as far as the files themselves state it."""
 

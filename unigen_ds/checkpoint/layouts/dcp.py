@@ -13,7 +13,7 @@ import pickle
 import struct
 import zipfile
 from collections.abc import Iterable, Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from unigen_ds.checkpoint.layouts.base import Fetch, PieceReader
 from unigen_ds.checkpoint.layouts.plain import WRAPPERS
 from unigen_ds.core.errors import CheckpointError
-from unigen_ds.core.shards import MASTER
+from unigen_ds.core.shards import MASTER, STAMP
 
 _RECORDS = {
     "torch.distributed.checkpoint.metadata": {
@@ -113,7 +113,14 @@ class DCPReader(PieceReader):
             numel = math.prod(chunk.sizes)
             dtype = tensor.properties.state[0]  # the fields: dtype, layout, requires_grad, memory format, pinned
             fetch = _fetch(directory / info.relative_path, info.offset, info.length, numel, dtype)
+            if kind == STAMP:
+                self.stamps[info.relative_path] = partial(_text, fetch, numel)
+                continue
             self.add(kind, name, start, numel, fetch, shape=tensor.size)
+
+
+def _text(fetch: Fetch, numel: int) -> str:
+    return bytes(fetch(0, numel).tolist()).decode(errors="replace")
 
 
 def _names(metadata: Any) -> dict[str, tuple[str, str]]:

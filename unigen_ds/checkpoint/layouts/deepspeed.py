@@ -17,6 +17,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from torch import Tensor
 from unigen_ds.checkpoint.layouts.base import PieceReader, slices_of
 from unigen_ds.checkpoint.layouts.torch_file import load_file
 from unigen_ds.core.errors import CheckpointError
-from unigen_ds.core.shards import BUFFER, LOSS_SCALE, MASTER, STEP
+from unigen_ds.core.shards import BUFFER, LOSS_SCALE, MASTER, STAMP, STEP
 
 _OPTIM = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt$")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_00_model_states\.pt$")
@@ -56,8 +57,8 @@ class DeepSpeedReader(PieceReader):
         super().__init__()
         names = [path.name for path in directory.iterdir()] if files is None else list(files)
         _check_parallel(directory, names)
-        model = [load_file(path) for path in _by_rank(directory, _MODEL, names)]
-        optim = [load_file(path)["optimizer_state_dict"] for path in _by_rank(directory, _OPTIM, names)]
+        model, optim = ([self._load(path) for path in _by_rank(directory, kind, names)] for kind in (_MODEL, _OPTIM))
+        optim = [content["optimizer_state_dict"] for content in optim]
         if not model or (not optim and model[0].get("param_shapes") is not None):
             raise CheckpointError(
                 f"{directory} lacks DeepSpeed's model or optimizer files",
@@ -84,6 +85,11 @@ class DeepSpeedReader(PieceReader):
         else:
             self._add_zero12(optim)
         self._add_loss_scale(optim[0])
+
+    def _load(self, path: Path) -> Any:
+        content = load_file(path)
+        self.stamps[path.name] = partial(str, content.get(STAMP, ""))
+        return content
 
     def _add_buffers(self, model: Mapping[str, Any]) -> None:
         for name in model["buffer_names"]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from unigen_ds.checkpoint.layouts.base import Fetch, PieceReader
 from unigen_ds.core.errors import CheckpointError
-from unigen_ds.core.shards import BUFFER, MASTER, parse_shard_key
+from unigen_ds.core.shards import BUFFER, MASTER, STAMP, parse_shard_key
 
 
 class SafetensorsReader(PieceReader):
@@ -52,7 +52,9 @@ class SafetensorsReader(PieceReader):
         file = safe_open(path, framework="pt")
         names = set(file.keys())
         # safetensors.torch.save_model writes (name left out -> name of the same tensor) into the metadata
-        aliases = {k: v for k, v in (file.metadata() or {}).items() if v in names and k not in names}
+        metadata = file.metadata() or {}
+        aliases = {k: v for k, v in metadata.items() if v in names and k not in names}
+        self.stamps[path.name] = lambda: metadata.get(STAMP, "")
         self.tied = {**self.tied, **aliases}
         for key in file.keys():  # noqa: SIM118 - a safetensors handle, not a dict
             shape = tuple(file.get_slice(key).get_shape())

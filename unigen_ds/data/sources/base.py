@@ -202,7 +202,9 @@ class RecordSource:
         raise NotImplementedError(f"{type(self).__name__}.__len__")
 
     def read(self, start: int, stop: int) -> Sequence[FoundRecord]:
-        """Records ``start .. stop``. Raises ``DataError`` where the file is no longer there."""
+        """Records ``start .. stop``. Raises ``DataError`` where the file is no longer there, and ``MalformedRecord``
+        where one of them alone cannot be read.
+        """
         raise NotImplementedError(f"{type(self).__name__}.read")
 
     def record(self, index: int) -> Mapping[str, Any]:
@@ -216,6 +218,10 @@ class RecordSource:
     def where(self, index: int) -> str:
         """Where a record is, as messages name it."""
         return str(self.read(index, index + 1)[0].where)
+
+    def file_of(self, index: int) -> tuple[str, int]:
+        """The file that has a record, as messages name it, and the record's number there, from 0."""
+        return self.label, index
 
     def notes(self) -> Sequence[str]:
         """What of the files is not read as records, with numbers, for the log. Asked after ``use``."""
@@ -295,6 +301,10 @@ class Joined(RecordSource):
             found += entries if folder is None else [InFolder(entry, folder) for entry in entries]
             start = end
         return found
+
+    def file_of(self, index: int) -> tuple[str, int]:
+        k = int(np.searchsorted(self._bounds, index, side="right")) - 1
+        return self.sources[k].file_of(index - int(self._bounds[k]))
 
     def notes(self) -> Sequence[str]:
         return [note for source in self.sources for note in source.notes()]

@@ -12,7 +12,7 @@ import numpy as np
 
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.registry import SOURCES, checked
-from unigen_ds.data.data_file import check_data_file
+from unigen_ds.data.data_file import MalformedRecord, check_data_file
 from unigen_ds.data.ratings import RATINGS
 from unigen_ds.data.records import other_delimiter
 from unigen_ds.data.sources.base import Arrays, FoundRecord, RecordSource, Row
@@ -68,12 +68,14 @@ class CsvSource(RecordSource):
             if stream.read(3) != _BOM:
                 stream.seek(0)
             start = at = stream.tell()
+            first = True
 
             def lines() -> Iterator[str]:
                 nonlocal at
                 for line in stream:
                     at += len(line)  # before the reader has it, which asks for no line ahead
-                    yield self._text(line, at - len(line))
+                    # of a record the text is checked when it is read
+                    yield self._text(line, at - len(line)) if first else line.decode("utf-8", "surrogateescape")
 
             reader = csv.reader(lines(), delimiter=self.delimiter, strict=True)
             while True:
@@ -85,13 +87,14 @@ class CsvSource(RecordSource):
                     raise DataError(f"{Place(self.path, start, self.label)}: no valid CSV: {error}") from error
                 if cells:
                     yield start, at - start, cells
+                    first = False
                 start = at
 
     def _text(self, raw: bytes, offset: int) -> str:
         try:
             return raw.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise DataError(
+            raise MalformedRecord(
                 f"{Place(self.path, offset, self.label)}: byte {error.start} of the line is no UTF-8",
                 remedy=f"convert it: iconv -f LATIN1 -t UTF-8 {self.path.name} > utf8{self.path.suffix}",
             ) from error
@@ -119,9 +122,9 @@ class CsvSource(RecordSource):
         try:
             cells = next(csv.reader([self._text(raw, offset)], delimiter=self.delimiter, strict=True), [])
         except csv.Error as error:
-            raise DataError(f"{position}: no valid CSV: {error}") from error
+            raise MalformedRecord(f"{position}: no valid CSV: {error}") from error
         if len(cells) != len(self.names):
-            raise DataError(
+            raise MalformedRecord(
                 f"{position}: the row has {len(cells)} cells",
                 allowed=f"{len(self.names)}, as the first row",
                 remedy=other_delimiter(self.names),
@@ -136,6 +139,6 @@ class CsvSource(RecordSource):
         try:
             return json.loads(cell)
         except (ValueError, RecursionError) as error:
-            raise DataError(
+            raise MalformedRecord(
                 f"{position}: {name} is no valid JSON: {error}", allowed="a list, written as JSON"
             ) from error

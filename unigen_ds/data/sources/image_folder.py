@@ -17,7 +17,7 @@ import numpy as np
 
 from unigen_ds.core.errors import DataError
 from unigen_ds.core.registry import SOURCES
-from unigen_ds.data.data_file import no_utf8
+from unigen_ds.data.data_file import MalformedRecord, no_utf8
 from unigen_ds.data.record_values import shown_value
 from unigen_ds.data.sources.base import Arrays, FoundRecord, Joined, RecordSource, Row
 from unigen_ds.data.sources.csv_rows import CsvSource
@@ -190,7 +190,7 @@ class ImageFolderSource(RecordSource):
         if not renamed.intersection((*_LAYOUTS, "text", "text_prompt")) and not any(key in record for key in _LAYOUTS):
             given = [key for key in _CAPTIONS if key in record]
             if not given:
-                raise DataError(
+                raise MalformedRecord(
                     f"{entry.where}: it has no caption, but {', '.join(map(str, record))}",
                     allowed=", ".join(("caption", *_CAPTIONS)),
                     remedy="columns={'name in the file': 'caption'}",
@@ -204,7 +204,7 @@ class ImageFolderSource(RecordSource):
         name = entry.record.get(key)
         if not isinstance(name, str) or not name:
             shown = "missing" if name is None else shown_value(name)
-            raise DataError(
+            raise MalformedRecord(
                 f"{entry.where}: {key} is {shown}",
                 allowed="the path of an image in the folder",
                 remedy=f"columns={{'name in the file': '{_FILE_NAME}'}}" if name is None else None,

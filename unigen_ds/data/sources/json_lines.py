@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 import re
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -20,7 +22,7 @@ from numpy.typing import NDArray
 from unigen_ds.core.errors import DataError
 from unigen_ds.core.files import quick_digest
 from unigen_ds.core.registry import SOURCES
-from unigen_ds.data.data_file import LATIN1, check_data_file, no_record
+from unigen_ds.data.data_file import LATIN1, MalformedRecord, check_data_file, no_record
 from unigen_ds.data.record_values import shown_value
 from unigen_ds.data.records import Captions
 from unigen_ds.data.sources.base import Arrays, FoundRecord, RecordSource
@@ -34,6 +36,10 @@ _TOKENS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{},]', re.DOTALL)
 """All that determines the structure of a JSON text: whole strings (to be skipped), brackets and commas."""
 
 
+_COUNTED = threading.local()
+"""Of a thread the last file, line and byte: many bad records follow each other, and the file is read once for all."""
+
+
 class Place(NamedTuple):
     """Where a record begins. As text: ``train.jsonl:17``; the file is read for the line number only then."""
 
@@ -43,11 +49,17 @@ class Place(NamedTuple):
     """How the file is called; empty: by its name."""
 
     def __str__(self) -> str:
-        lines, left = 1, self.offset
         with self.path.open("rb") as stream:
-            while left > 0 and (block := stream.read(min(left, 1 << 20))):
+            status = os.fstat(stream.fileno())
+            file = self.path, status.st_ino, status.st_mtime_ns
+            known, lines, at = getattr(_COUNTED, "last", (None, 1, 0))
+            if known != file or at > self.offset:
+                lines, at = 1, 0
+            stream.seek(at)
+            while at < self.offset and (block := stream.read(min(self.offset - at, 1 << 20))):
                 lines += block.count(b"\n")
-                left -= len(block)
+                at += len(block)
+        _COUNTED.last = file, lines, at
         return f"{self.label or self.path}:{lines}"
 
 
@@ -181,13 +193,13 @@ def load_record(raw: bytes, location: object) -> dict[str, Any]:
         else:  # json looks for another encoding itself
             record = json.loads(raw)
     except (ValueError, RecursionError) as error:  # ValueError: of the JSON, its encoding, or a number of 4,300 digits
-        raise DataError(
+        raise MalformedRecord(
             f"{location}: no valid JSON: {error}",
             allowed="one object a line, or one array of objects",
             remedy=_mended(raw, error, location),
         ) from error
     if not isinstance(record, dict):
-        raise DataError(f"{location}: the record is {shown_value(record)}", allowed="a JSON object")
+        raise MalformedRecord(f"{location}: the record is {shown_value(record)}", allowed="a JSON object")
     return record
 
 

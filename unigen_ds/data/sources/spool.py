@@ -23,12 +23,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from unigen_ds.core.errors import DataError
-from unigen_ds.core.files import write_atomic
+from unigen_ds.core.files import delete_inside, write_atomic
 from unigen_ds.core.log import logger
 from unigen_ds.data.array_cache import fingerprint
 
 _T = TypeVar("_T")
 _UNUSUAL = re.compile(r"[^\w.\-]")
+_COPY = re.compile(r"[0-9a-f]{16}-")
 _LONGEST_NAME = 100
 _SPARE = 64 << 20
 """Bytes that are left free on a disk."""
@@ -135,7 +136,8 @@ class Spool:
                 return
             if os.path.lexists(file):
                 logger().warning("shard %s: its copy %s is damaged, and is fetched again", shard.name, file)
-            shutil.rmtree(file.parent, ignore_errors=True)  # of a process that was killed
+            with suppress(OSError):
+                delete_inside(file.parent, self._shards)  # of a process that was killed
             self._make_space(shard)
             file.parent.mkdir(parents=True, exist_ok=True)
             times = self._fetched[name] = self._fetched.get(name, 0) + 1
@@ -185,7 +187,8 @@ class Spool:
         """Remove a copy; False: somebody reads it, or fetches it."""
         with self._locked(folder.name, fcntl.LOCK_EX | fcntl.LOCK_NB) as locked:
             if locked:
-                shutil.rmtree(folder, ignore_errors=True)
+                with suppress(OSError):
+                    delete_inside(folder, self._shards)
             return locked
 
     @contextmanager
@@ -224,8 +227,8 @@ def _is_whole(file: Path, shard: DataShard) -> bool:
 
 
 def _copies(folder: Path) -> Iterator[tuple[float, int, Path]]:
-    """When each copy was used last, its bytes, and its folder."""
-    for path in folder.iterdir():
+    """When each copy was used last, its bytes, and its folder. What has another name is a user's."""
+    for path in filter(lambda path: _COPY.match(path.name), folder.iterdir()):
         with suppress(OSError):  # removed meanwhile
             yield path.stat().st_mtime, _used(path), path
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from unigen_ds.core.errors import DataError
+from unigen_ds.data.data_file import MalformedRecord
 from unigen_ds.data.sources.base import Arrays, FoundRecord, RecordSource, Row
 from unigen_ds.data.sources.needed import needed
 from unigen_ds.data.sources.unpacked import AGAIN
@@ -122,7 +123,7 @@ class TableSource(RecordSource):
             if part.num_rows > 1:
                 return [row for i in range(part.num_rows) for row in self._rows(part.slice(i, 1), start + i)]
             text = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise DataError(f"{self.label} row {start + 1}: a value cannot be read: {text}") from error
+            raise MalformedRecord(f"{self.label} row {start + 1}: a value cannot be read: {text}") from error
 
     def _opened(self) -> Any:
         if getattr(self._local, "pid", None) != os.getpid():

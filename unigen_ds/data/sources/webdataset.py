@@ -20,6 +20,7 @@ import numpy as np
 
 from unigen_ds.core.errors import DataError
 from unigen_ds.core.registry import SOURCES, checked
+from unigen_ds.data.data_file import MalformedRecord
 from unigen_ds.data.sources.base import Arrays, FoundRecord, RecordSource, Row
 from unigen_ds.data.sources.names import Names
 from unigen_ds.data.sources.unpacked import AGAIN
@@ -206,7 +207,7 @@ class WebDatasetSource(RecordSource):
         try:
             record = _resolved(record, named, used)
         except RecursionError as error:
-            raise DataError(f"{where}: its values are nested too deeply") from error
+            raise MalformedRecord(f"{where}: its values are nested too deeply") from error
         texts = [suffix for suffix in members if suffix.lower() in _TEXTS]
         read = sorted(members.keys() & set(_TEXTS) or _in_capitals(members, record), key=_before)[:1]
         of_json = {key: record[key] for key in ("caption", "text") if isinstance(record.get(key), str)}
@@ -231,15 +232,15 @@ class WebDatasetSource(RecordSource):
             return span.read().decode("utf-8-sig").strip()
         except UnicodeDecodeError as error:
             remedy = "write this member as UTF-8, and the tar again"
-            raise DataError(f"{where}: byte {error.start} is no UTF-8", remedy=remedy) from error
+            raise MalformedRecord(f"{where}: byte {error.start} is no UTF-8", remedy=remedy) from error
 
     def _object(self, span: Span, where: str) -> dict[str, Any]:
         try:
             found = json.loads(span.read())
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{where}: no valid JSON: {error}") from error
+            raise MalformedRecord(f"{where}: no valid JSON: {error}") from error
         if not isinstance(found, dict):
-            raise DataError(f"{where}: it is a {type(found).__name__}", allowed="a JSON object")
+            raise MalformedRecord(f"{where}: it is a {type(found).__name__}", allowed="a JSON object")
         return found
 
 

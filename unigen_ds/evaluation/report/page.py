@@ -152,7 +152,7 @@ def comparison(runs: Mapping[str, WorkDir]) -> Html:
 
 def _config_differences(runs: Mapping[str, WorkDir]) -> list[Any]:
     """Of the configs as given in the last start; keys that are the same in all runs are left out, with their number."""
-    known = {name: flat(run.config) for name, run in runs.items() if run.config}
+    known = {name: flat(run.config, by_name=True) for name, run in runs.items() if run.config}
     without = [name for name in runs if name not in known]
     parts: list[Any] = []
     if len(known) > 1:

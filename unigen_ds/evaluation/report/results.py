@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from unigen_ds.core.json_values import member_names
 from unigen_ds.core.metrics import METRICS_FILE
 from unigen_ds.evaluation.jobs import RESULT, numbers_of, read_result
 from unigen_ds.evaluation.report.lines import Line, is_count, number
@@ -125,14 +126,15 @@ def _result_of(content: Line, update: int | None, origin: str) -> Evaluated:
     return Evaluated(update, values, provenance if isinstance(provenance, Mapping) else {}, origin)
 
 
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value, lists by index."""
+def flat(config: Mapping[str, Any], prefix: str = "", *, by_name: bool = False) -> dict[str, Any]:
+    """Dotted key -> value; members of a list by index, or ``by_name``: as ``member_names`` has them."""
     found: dict[str, Any] = {}
     for key, value in config.items():
         name = f"{prefix}{key}"
-        items = dict(enumerate(value)) if isinstance(value, list) else value
+        names = member_names(value) if by_name and isinstance(value, list) else ()
+        items = dict(zip(names or range(len(value)), value, strict=True)) if isinstance(value, list) else value
         nested = isinstance(items, Mapping) and items and (isinstance(value, Mapping) or _has_mappings(value))
-        found |= flat({str(k): v for k, v in items.items()}, f"{name}.") if nested else {name: value}
+        found |= flat({str(k): v for k, v in items.items()}, f"{name}.", by_name=by_name) if nested else {name: value}
     return found
 
 

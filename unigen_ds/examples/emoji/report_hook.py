@@ -18,13 +18,12 @@ from unigen_ds.core.files import write_atomic, write_text_atomic
 from unigen_ds.core.log import logger
 from unigen_ds.core.metrics import METRICS_FILE
 from unigen_ds.core.registry import HOOKS, checked
-from unigen_ds.evaluation.generation import generate_all
+from unigen_ds.evaluation.generation import generate_all, trained_family
 from unigen_ds.evaluation.plots import plot_curves
 from unigen_ds.evaluation.sheet import Cell, contact_sheet
 from unigen_ds.examples.emoji.catalogue import Variant, edits, variants
 from unigen_ds.examples.emoji.classifier import LIMIT, EmojiClassifier, Finding
 from unigen_ds.examples.emoji.dataset import EmojiDataset, stored_picture, write_emoji
-from unigen_ds.families.bagel.flow_settings import flow_for, from_mapping
 from unigen_ds.hooks.base import Hook, Run
 from unigen_ds.hooks.ema import ema_of
 
@@ -70,11 +69,12 @@ class EmojiReportHook(Hook):
 
     @checked()
     def __init__(self, *, flow: Mapping[str, Any] | None = None, seed: int = 0, root: str | None = None) -> None:
-        self.flow, self.shift = from_mapping(flow or {}, where="EmojiReportHook.flow")
-        self.seed, self.root = seed, root
+        self.given, self.flow, self.seed, self.root = dict(flow or {}), None, seed, root
 
     def before_run(self, run: Run) -> None:
         self._root(run)  # refused now, not when the training is complete
+        family = trained_family(run.backend)[0]
+        self.flow = family.drawing_settings(run.backend.model, self.given, where="EmojiReportHook.flow")
 
     def _root(self, run: Run) -> Path:
         if self.root is not None:
@@ -103,12 +103,11 @@ class EmojiReportHook(Hook):
         self._write(run.work_dir, root, asked, [answers[number] for number in range(len(asked))])
 
     def _answer(self, inferencer: Any, root: Path, number: int, task: Task) -> str | Image.Image:
-        flow = flow_for(inferencer.model, self.flow, shift=self.shift)[0]
         if task.group.startswith("read"):
             shown = [stored_picture(root, task.asked)]
             text: str = inferencer.unified_generate("", images=shown, understand=True, max_length=_MAX_WORDS).text
             return text
-        drawing: dict[str, Any] = {"flow": flow, "seed": self.seed + number}
+        drawing: dict[str, Any] = {"flow": self.flow, "seed": self.seed + number}
         if task.before is None:
             made = inferencer.unified_generate(task.asked.request(), **drawing)
         else:

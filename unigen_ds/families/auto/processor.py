@@ -69,6 +69,7 @@ class ModelProcessor(ConversationProcessor):
 
     tokenizer: ModelTokenizer
     on_white = False
+    tokenizes_texts = False
 
     @checked("processor")
     def __init__(
@@ -111,9 +112,6 @@ class ModelProcessor(ConversationProcessor):
                 builder.add_document([begin, *image, end])
             made.append(builder.batch(2, (), ()))
         return made[0], made[1]
-
-    def touches(self, header: ImageHeader) -> bool:
-        return header.changed or header.transparent
 
     def plan(
         self, turns: Sequence[Turn], where: object = "", *, keep_images: bool = False, reply: bool = False

@@ -12,6 +12,7 @@ from torch import Tensor
 from unigen_ds.core.batch import PackedBatch
 from unigen_ds.core.registry import FAMILIES
 from unigen_ds.families.bagel.exported import read_exported
+from unigen_ds.families.bagel.flow_settings import FlowSettings, flow_for
 from unigen_ds.families.bagel.inference import InterleaveInferencer
 from unigen_ds.families.bagel.model import UnifiedModel
 from unigen_ds.families.bagel.processor import UnifiedProcessor
@@ -79,11 +80,20 @@ class Bagel(ConversationFamily):
     }
     published: ClassVar[tuple[PublishedFormat, ...]] = (BagelDirectory(),)
 
+    drawing = FlowSettings
+
+    def drawing_settings(self, model: Any, given: Mapping[str, Any], *, where: str = "flow") -> FlowSettings:
+        return flow_for(model, given, where=where)
+
     def target_groups(self, spec: Mapping[str, Any], batch: PackedBatch) -> Mapping[str, tuple[Tensor, Sequence[str]]]:
         """Of the flow loss: quarters of the time step ``t``, after the shift; 1 is noise."""
         raw = batch.timesteps[torch.isfinite(batch.timesteps)]
         t = training_timesteps(raw, float(spec.get("timestep_shift", 1.0)))
         return {"image": ((t * len(_QUARTERS)).long().clamp(max=len(_QUARTERS) - 1), _QUARTERS)}
+
+    def chance_level(self, processor: Any) -> Mapping[str, float]:
+        """Of an image the mean square of noise minus latents of unit variance."""
+        return {**super().chance_level(processor), "image": 2.0}
 
     def inferencer(self, model: Any, processor: Any) -> InterleaveInferencer:
         return InterleaveInferencer(model, processor)

@@ -48,25 +48,17 @@ BAGEL_FLOW = FlowSettings(
 """The settings of the public code."""
 
 
-def from_mapping(given: Mapping[str, Any], *, where: str) -> tuple[FlowSettings, float | None]:
-    """BAGEL's settings with those of ``given``, and its ``timestep_shift``, for ``flow_for``.
+def flow_for(model: Any, given: Mapping[str, Any] | None = None, *, where: str = "flow") -> FlowSettings:
+    """BAGEL's settings with those of ``given``. ``timestep_shift``, where it is not given: of an unchanged published
+    directory (and for ``model`` None) BAGEL's, of weights that were trained or fine-tuned here that of their training.
 
     Raises ``ConfigError``, whose paths begin with ``where``, for unknown names and wrong values.
     """
     from unigen_ds.core.registry import check_arguments  # which imports torch
 
-    check_arguments(FlowSettings, given, where=where)
-    return replace(BAGEL_FLOW, **given), given.get("timestep_shift")
-
-
-def flow_for(model: Any, flow: FlowSettings = BAGEL_FLOW, *, shift: float | None = None) -> tuple[FlowSettings, str]:
-    """``flow`` with the ``timestep_shift`` to draw with, and where that comes from, in words.
-
-    ``shift`` where it is given; of an unchanged published directory, its family's public default; of weights that
-    were trained or fine-tuned here, the shift of their training.
-    """
-    if shift is not None:
-        return replace(flow, timestep_shift=shift), "as given"
-    if getattr(model, "published", False):
-        return replace(flow, timestep_shift=BAGEL_FLOW.timestep_shift), "the public default of BAGEL"
-    return replace(flow, timestep_shift=model.timestep_shift), "as in training"
+    check_arguments(FlowSettings, given or {}, where=where)
+    trained = {} if getattr(model, "published", model is None) else {"timestep_shift": model.timestep_shift}
+    try:
+        return replace(BAGEL_FLOW, **{**trained, **(given or {})})
+    except ConfigError as error:
+        raise error.at(where) from error

@@ -28,7 +28,7 @@ from unigen_ds.core.seeding import derive_seed, generator
 from unigen_ds.data.collate import pack_documents
 from unigen_ds.data.samples import Loaded
 from unigen_ds.data.splits import ImageSplit, TextSplit, TokenSplit
-from unigen_ds.families.bagel.flow_settings import FlowSettings, flow_for, from_mapping
+from unigen_ds.families.bagel.flow_settings import FlowSettings, flow_for
 from unigen_ds.families.bagel.processor import UnifiedProcessor
 from unigen_ds.families.bagel.sampler import guide, image_grid, noise_image, times, vit_image
 from unigen_ds.inference.continuation import chooser, device_of
@@ -189,8 +189,7 @@ class InterleaveInferencer:
             return given
         if not isinstance(given, Mapping | None):
             raise ConfigError(f"{where} is {given!r}", allowed="FlowSettings, a mapping with fields of it, or None")
-        flow, shift = from_mapping(given or {}, where=where)
-        return flow_for(self.model, flow, shift=shift)[0]
+        return flow_for(self.model, given, where=where)
 
     @torch.no_grad()
     def complete(
@@ -202,7 +201,7 @@ class InterleaveInferencer:
         flow: FlowSettings | None = None,
     ) -> list[Generated]:
         """The answer to each of some records, whose parts are read as in training, one record at a time."""
-        flow = flow or flow_for(self.model)[0]
+        flow = flow or flow_for(self.model)
         return [self._answered(request, max_new_tokens, sampling, flow) for request in requests]
 
     def _answered(self, request: Request, max_new_tokens: int, sampling: Sampling, flow: FlowSettings) -> Generated:

@@ -12,7 +12,7 @@ Lengths are known after planning; randomness comes later, in ``collate``. Planni
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Le
@@ -21,12 +21,12 @@ from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.registry import checked
 from unigen_ds.data.augment import Augment
 from unigen_ds.data.image_files import ImageHeader
-from unigen_ds.data.processor import ConversationProcessor, is_document
+from unigen_ds.data.processor import ConversationProcessor
 from unigen_ds.data.rules import CURRENT, DataRules
-from unigen_ds.data.samples import Sample, Split, TextTokenizer
+from unigen_ds.data.samples import Split, TextTokenizer
 from unigen_ds.data.splits import ImageKind, ImageSplit, TextSplit
 from unigen_ds.data.transforms import ImageTransform
-from unigen_ds.data.turn import Turn, same_message
+from unigen_ds.data.turn import Turn
 
 Probability = Annotated[float, Ge(0), Le(1)]
 
@@ -118,49 +118,14 @@ class UnifiedProcessor(ConversationProcessor):
     def touches(self, header: ImageHeader) -> bool:
         return header.changed or header.mode in ("LA", "PA", "La", "RGBa")
 
-    def plan_many(
-        self, records: Iterable[tuple[Sequence[Turn], object]], *, keep_images: bool = False
-    ) -> Iterator[Sample]:
-        """``plan`` of each (turns, where); their texts are tokenized together."""
-        merged = [(_merged(turns), is_document(turns), where) for turns, where in records]
-        texts = [turn.value for turns, _, _ in merged for turn in turns if turn.kind == "text"]
-        spelling = self.spelling_special(texts)
-        ids = iter(self._encoded(texts))
-        for turns, plain, where in merged:
-            splits = tuple(self._splits(turns, ids, where, keep_images))
-            spells = bool(spelling) and any(turn.kind == "text" and turn.value in spelling for turn in turns)
-            yield Sample(splits, spells_special=spells, plain=plain)
-
-    def text_ids(self, records: Sequence[Sequence[Turn]]) -> Iterator[list[Sequence[int]]]:
-        texts = [[turn.value for turn in _merged(turns) if turn.kind == "text"] for turns in records]
-        ids = iter(self._encoded([text for of_record in texts for text in of_record]))
-        for of_record in texts:
-            yield [next(ids) for _ in of_record]
-
-    def plan_with(
-        self, turns: Sequence[Turn], where: object, ids: Iterable[Sequence[int]], *, keep_images: bool = False
-    ) -> Sample:
-        merged = _merged(turns)
-        splits = tuple(self._splits(merged, iter(ids), where, keep_images))
-        spells = bool(self.spelling_special([turn.value for turn in merged if turn.kind == "text"]))
-        return Sample(splits, spells_special=spells, plain=is_document(turns))
-
-    def _encoded(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
-        # a tokenizer of a user's own may have "encode" alone
-        together = getattr(self.tokenizer, "encode_texts", None)
-        if self.rules.special_tokens == 0:
-            together = getattr(self.tokenizer, "encode_texts_unprotected", together)
-        return together(texts) if together else [self.tokenizer.encode(text) for text in texts]
-
-    def _splits(
-        self, merged: Sequence[Turn], ids: Iterator[Sequence[int]], where: object, keep_images: bool
+    def splits_of(
+        self, turns: Sequence[Turn], ids: Iterator[Sequence[int]], where: object, *, keep_images: bool
     ) -> Iterator[Split]:
-        """Those of one record; ``ids``: of the texts, in order."""
         last_generated = -1
-        for i, turn in enumerate(merged):
+        for i, turn in enumerate(turns):
             if turn.kind == "image" and turn.is_target:
                 last_generated = i
-        for i, turn in enumerate(merged):
+        for i, turn in enumerate(turns):
             generated = turn.is_target
             if turn.kind == "text":
                 yield TextSplit(tuple(next(ids)), loss=generated, droppable=turn.role != "assistant")
@@ -168,7 +133,7 @@ class UnifiedProcessor(ConversationProcessor):
             header = self.header(turn.value, keep=keep_images)
             if generated:
                 yield self._image(turn.value, "noise", header, where)
-            if not generated or i + 1 < len(merged):
+            if not generated or i + 1 < len(turns):
                 yield from self._condition(turn.value, header, where, edited=last_generated > i)
 
     def _condition(self, path: str, header: ImageHeader, where: object, *, edited: bool) -> list[Split]:
@@ -222,16 +187,3 @@ def _check_transform(name: str, transform: ImageTransform | None, stride: int, t
             allowed=f"at most {table}, the size of the model's position table",
             remedy=f"{' and '.join(keys)} of at most {table * stride}",
         )
-
-
-def _merged(turns: Sequence[Turn]) -> list[Turn]:
-    if len(turns) == 1:
-        return list(turns)
-    merged: list[Turn] = []
-    for turn in turns:
-        last = merged[-1] if merged else None
-        if last is not None and turn.kind == last.kind == "text" and same_message(last, turn):
-            merged[-1] = last._replace(value=f"{last.value}\n{turn.value}")
-        else:
-            merged.append(turn)
-    return merged

@@ -78,6 +78,7 @@ class VLMProcessor(ConversationProcessor):
 
     tokenizer: ChatTokenizer
     on_white = False
+    tokenizes_texts = False
 
     @checked("processor")
     def __init__(
@@ -123,9 +124,6 @@ class VLMProcessor(ConversationProcessor):
     @property
     def vit_lowest(self) -> float:
         return self.tiling.lowest
-
-    def touches(self, header: ImageHeader) -> bool:
-        return header.changed or header.transparent
 
     def ready_image(self, image: Tensor, kind: ImageKind, where: str) -> ImageSplit:
         """A ``VLM`` reads tiles among the tokens of the chat template, which a tensor beside ids does not have."""

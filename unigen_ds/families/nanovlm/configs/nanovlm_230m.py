@@ -18,3 +18,6 @@ model = dict(
     ),
 )
 tokenizer = dict(path="HuggingFaceTB/SmolLM2-135M-Instruct")
+processor = dict(max_image_size=512)
+val_dataloader = None
+custom_hooks = None

@@ -1,8 +1,9 @@
 """nanoVLM's own trio, SigLIP2-base-512 and SmolLM2-360M, with its hyper-parameters, on its rows or any conversations.
 
-On 8 GPUs an update is 128 sequences of 4,096 tokens. An image is one tile of 512 pixels, 64 tokens. Records of more
-than 4 tiles are left out and counted, and a sequence has 18 at most; with a larger ``processor.max_image_size`` raise
-both: 2048 needs up to 17 tiles for one image. From a published directory: ``model.pretrained=DIR``.
+On 8 GPUs an update is 128 sequences of 4,096 tokens. An image of up to 512 pixels is one tile, 64 tokens; a larger one
+has up to 17, at 2,048 pixels. Records of more than 4 tiles are left out and counted, and a sequence has 18 at most: for
+large images raise both, or ``processor.max_image_size=512``, with which each image is one tile. 2 % of the records are
+for validation. From a published directory: ``model.pretrained=DIR``.
 
     torchrun --nproc-per-node 8 tools/train.py nanovlm_460m --cfg-options train_dataloader.dataset.data_path=my.parquet
 """
@@ -17,7 +18,7 @@ _chat = (  # nanoVLM's: SmolLM2's own would begin each conversation with a syste
 
 model = dict(type="VLM", llm=dict(), vit=dict(), pixel_shuffle_factor=4, activation_checkpointing=False)
 tokenizer = dict(type="ChatTokenizer", path="HuggingFaceTB/SmolLM2-360M-Instruct", chat_template=_chat)
-processor = dict(max_image_size=512)
+processor = dict(max_image_size=2048)
 train_dataloader = dict(
     batch_size=batch_size,
     num_workers=3,
@@ -40,6 +41,7 @@ train_dataloader = dict(
         index_workers=4,
     ),
 )
+val_dataloader = dict(split=0.02, num_workers=1)
 optim_wrapper = dict(
     optimizer=dict(type="AdamW", lr=5e-5),
     accumulative_counts=accumulative_counts,
@@ -57,7 +59,10 @@ param_scheduler = dict(type="WarmupCosineLR", warmup_ratio=0.03, min_ratio=0.1)
 train_cfg = dict(max_updates=max_updates)
 backend = dict(type="fsdp", sharding_strategy="NO_SHARD")
 default_hooks = dict(
-    logger=dict(type="LoggerHook", interval=10),
-    checkpoint=dict(type="CheckpointHook", by_epoch=False, interval=500, max_keep_ckpts=3),
+    logger=dict(type="LoggerHook", unit="update", interval=1, statistics_interval=100),
+    checkpoint=dict(type="CheckpointHook", unit="update", interval=500, max_keep_ckpts=3),
 )
+custom_hooks = [
+    dict(type="EvaluateHook", unit="update", interval=500, max_batches=64, save_best="val/loss", empty_cache=True),
+]
 randomness = dict(seed=0)
