@@ -1,9 +1,8 @@
-"""``tests/mutations.toml`` fits the tree and covers every row that is not open; ``tests/mutate.py`` works."""
+"""``tests/mutations.toml`` fits the tree; ``tests/mutate.py`` works."""
 
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from collections import Counter
@@ -15,31 +14,17 @@ from tests import mutate
 
 ROOT = Path(__file__).resolve().parents[1]
 MUTATIONS = mutate.load()
-LEAST = 150
-SHOWN = dict(
-    re.findall(
-        r"^\| ((?:S\d\.|B|N)\d+) \| .+? \| (.+) \|$",
-        (ROOT / "docs" / "requirements.md").read_text(encoding="utf-8"),
-        re.MULTILINE,
-    )
-)
-DONE = [row for row, shown in SHOWN.items() if not shown.startswith("open")]
+LEAST, MOST = 150, 190
+"""Edits of the guarantees: order, cursor, packing, schedule, checkpoint, engines, loss, averages, resume."""
 
 
 def test_there_are_enough_and_no_id_comes_twice() -> None:
-    assert len(MUTATIONS) >= LEAST
+    assert LEAST <= len(MUTATIONS) <= MOST
     assert [name for name, number in Counter(m.id for m in MUTATIONS).items() if number > 1] == []
 
 
 def test_every_edit_can_be_applied_and_its_test_exists() -> None:
     assert [f"{m.id}: {problem}" for m in MUTATIONS if (problem := m.problem()) is not None] == []
-
-
-def test_every_row_that_is_not_open_has_an_edit() -> None:
-    covered = {row for mutation in MUTATIONS for row in mutation.rows}
-    assert [row for row in DONE if row not in covered] == []
-    unknown = {row for row in covered if not row.startswith(("10.", "11.", "12.", "13.", "23."))} - set(SHOWN)
-    assert not unknown, "rows that are not in docs/requirements.md"
 
 
 def test_parts_are_a_partition_that_keeps_tests_together() -> None:
