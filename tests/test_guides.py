@@ -13,6 +13,7 @@ from unigen_ds.core.config import parse_override
 from unigen_ds.core.config_hints import with_backend
 from unigen_ds.core.progress import Geometry
 from unigen_ds.data.settings import TrainDataloader
+from unigen_ds.examples.digits import DigitsDataset
 from unigen_ds.resume.geometry import memory_plans
 from unigen_ds.runner.settings import Settings, load_config
 
@@ -38,7 +39,7 @@ def test_the_table_of_the_plans_has_what_the_tools_propose(monkeypatch: pytest.M
     block = PAGE.partition("<!-- plans: 128 x 1 x 2 -->")[2].partition("<!-- end -->")[0]
     shown = re.findall(r"^\| (\w) \| (\d+) x (\d+) x (\d+) \|", block, re.MULTILINE)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    loader = TrainDataloader.parse({"batch_size": 128, "dataset": {"type": "DigitsDataset", "root": "."}})
+    loader = TrainDataloader.parse({"batch_size": 128, "dataset": {"type": DigitsDataset, "root": "."}})
     plans = memory_plans(Geometry(128, 1, 2), backend=DeepSpeedBackend(config="zero2"), loader=loader, recomputes=False)
     found = [(p.name, p.geometry.batch_size, p.geometry.accumulative_counts, p.geometry.dp_size) for p in plans]
     assert [(name, *map(int, sizes)) for name, *sizes in shown] == found

@@ -10,7 +10,6 @@ from unigen_ds.core.choices import SHIPPED
 from unigen_ds.core.config import config_path, parse_override
 from unigen_ds.core.config_file import shipped
 from unigen_ds.core.errors import ConfigError, UnknownKey, raise_any, several
-from unigen_ds.core.paths import PACKAGE
 from unigen_ds.runner.settings import Settings, load_config, normalised
 
 TEXT = """
@@ -50,11 +49,12 @@ def test_base_files_and_yaml_load(tmp_path: Path, config_file: Path) -> None:
 
 
 def test_classes_instead_of_names_and_their_imports_are_no_keys(tmp_path: Path) -> None:
-    from unigen_ds.models import UnifiedModel
+    from unigen_ds.families.bagel.model import UnifiedModel
 
     path = tmp_path / "xtuner.py"
     path.write_text(
-        "from torch.optim import AdamW\nfrom unigen_ds.models import UnifiedModel\nfrom pathlib import Path as Own\n"
+        "from torch.optim import AdamW\nfrom unigen_ds.families.bagel.model import UnifiedModel\n"
+        "from pathlib import Path as Own\n"
         "optim_wrapper = dict(optimizer=dict(type=AdamW, lr=1e-4))\nmodel = dict(type=UnifiedModel)\n"
         "custom_hooks = [dict(type=Own)]\n"
     )
@@ -202,13 +202,9 @@ def test_a_missing_or_broken_file_is_a_config_error(tmp_path: Path) -> None:
         load_config(tmp_path / "broken.py")
 
 
-def test_a_shipped_config_is_found_by_its_name_and_by_its_former_path(tmp_path: Path) -> None:
-    present = config_path("decoder_lm_90m")
-    assert present.parts[-5:-1] == ("unigen_ds", "families", "decoder_lm", "configs")
-    assert config_path(tmp_path / "unigen_ds" / "configs" / "decoder_lm_90m.py") == present
-    digits = tmp_path / "unigen_ds" / "configs" / "unified_digits.py"
-    assert config_path(digits) == config_path("unified_digits")
-    assert config_path(digits).parts[-5:-1] == ("unigen_ds", "examples", "digits", "configs")
+def test_a_shipped_config_is_found_by_its_name(tmp_path: Path) -> None:
+    assert config_path("decoder_lm_90m").parts[-5:-1] == ("unigen_ds", "families", "decoder_lm", "configs")
+    assert config_path("unified_digits").parts[-5:-1] == ("unigen_ds", "examples", "digits", "configs")
     assert load_config("decoder_lm_300m").model.llm.num_hidden_layers == 20
     with pytest.raises(ConfigError, match="neither a file nor a shipped config") as caught:
         config_path(tmp_path / "other" / "decoder_lm_90m.py")
@@ -216,19 +212,6 @@ def test_a_shipped_config_is_found_by_its_name_and_by_its_former_path(tmp_path: 
     with pytest.raises(ConfigError, match="did you mean 'unified_digits'"):
         config_path("unifed_digits")
     assert sorted(shipped()) == SHIPPED.replace(" or ", ", ").split(", ")
-
-
-@pytest.mark.parametrize("suffix", [".py", ".yaml"])
-def test_a_base_is_found_where_it_is_now(tmp_path: Path, suffix: str) -> None:
-    """``tools/resume.py --write-config`` of an earlier version wrote such paths, and a relative one is as usual."""
-    former = PACKAGE / "configs" / "unified_digits.py"
-    assert not former.exists()
-    text = f"_base_ = {str(former)!r}\nbackend = dict(type='zero2')\n"
-    if suffix == ".yaml":
-        text = f"_base_: {former}\nbackend: {{type: zero2}}\n"
-    (tmp_path / f"mine{suffix}").write_text(text)
-    found = load_config(tmp_path / f"mine{suffix}")
-    assert found.backend.type == "zero2" and found.train_cfg == load_config("unified_digits").train_cfg
 
 
 @pytest.mark.parametrize("name", ["val_cfg", "val_evaluator", "test_cfg", "test_dataloader", "test_evaluator"])

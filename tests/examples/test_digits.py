@@ -15,7 +15,7 @@ from PIL import Image
 
 from tests.tiny import tiny_config
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.evaluation import digits
+from unigen_ds.examples.digits import scores as scoring
 from unigen_ds.examples.digits.dataset import WORDS, caption, read_split, write_digits
 from unigen_ds.examples.digits.scores import Scores, evaluate, plot_samples, to_unit, train_classifier
 from unigen_ds.families.bagel.flow_settings import FlowSettings
@@ -117,8 +117,8 @@ def test_a_caption_must_match_word_for_word(root: Path, splits: tuple[Split, Spl
 
 def test_copies_are_told_from_new_digits(splits: tuple[Split, Split]) -> None:
     train, held_out = splits[0][0], splits[1][0]
-    assert digits._novelty(train[:40], train)["drawn"] == pytest.approx(0, abs=1e-6)
-    new = digits._novelty(held_out, train)
+    assert scoring._novelty(train[:40], train)["drawn"] == pytest.approx(0, abs=1e-6)
+    new = scoring._novelty(held_out, train)
     assert new["drawn"] == pytest.approx(new["real"], rel=0.15) and new["real"] > 0.5
 
 

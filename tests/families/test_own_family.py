@@ -17,11 +17,11 @@ from tools.generate import main as generate
 from tools.train import main as train
 from unigen_ds.core import log
 from unigen_ds.core.batch import LossTerms
-from unigen_ds.core.config import load_config
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.metrics import read_lines
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.runner import Runner
+from unigen_ds.runner.settings import load_config
 
 CONFIG = """
 custom_imports = dict(imports=["tests.families.own_family"])

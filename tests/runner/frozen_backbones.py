@@ -7,6 +7,8 @@ from torch.optim import AdamW
 
 from unigen_ds.families.bagel.model import UnifiedModel
 
+custom_imports = dict(imports=["unigen_ds.examples.digits"])  # DigitsDataset
+
 #######################################################################
 #                          PART 1  Settings                           #
 #######################################################################

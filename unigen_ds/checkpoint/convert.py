@@ -115,9 +115,6 @@ def read_source(checkpoint: Path, *, tag: str | None = None) -> Source:
     return Source(directory, reader, average, frozen, {**reader.tied, **tied}, base)
 
 
-open_source = read_source  # former name
-
-
 def _has_weights(path: str) -> bool:
     """Whether a model for inference needs that file."""
     return path.rpartition("/")[0] in ("", EMA, TOKENIZER) and path != OPTIMIZER_FILE

@@ -159,9 +159,6 @@ def read_foreign(path: Path, *, tag: str | None = None, assume: Mapping[str, int
     )
 
 
-open_foreign = read_foreign  # former name
-
-
 def _of_users(folder: Path, assume: dict[str, int]) -> Foreign | None:
     """What the first function of ``FOREIGN_STATES`` that knows the folder has read."""
     found: ForeignState | None

@@ -17,8 +17,7 @@ from typing import Any
 
 from mmengine.config import Config, ConfigDict
 
-from unigen_ds.core import former
-from unigen_ds.core.config_file import plain_names, present, read_file, shipped, unread_names
+from unigen_ds.core.config_file import plain_names, read_file, shipped, unread_names
 from unigen_ds.core.config_hints import BACKEND_WORDS as BACKEND_WORDS
 from unigen_ds.core.config_hints import SETTINGS, hint, is_setting
 from unigen_ds.core.config_hints import backend_spec as backend_spec
@@ -39,8 +38,6 @@ def config_path(name: str | Path) -> Path:
     found = shipped()
     if str(name) in found:
         return found[str(name)]
-    if (moved := present(path)) != path:
-        return moved
     what = f"has the suffix {path.suffix!r}" if path.is_file() else "is neither a file nor a shipped config"
     raise ConfigError(
         f"config {str(name)!r} {what}",
@@ -119,11 +116,6 @@ def _literal(node: ast.expr) -> Any:
     if isinstance(node, ast.Dict) and None not in node.keys:
         return {_literal(key): _literal(value) for key, value in zip(node.keys, node.values, strict=True) if key}
     return ast.literal_eval(node)
-
-
-def __getattr__(name: str) -> Any:
-    """``load_config`` was here until version 0.1."""
-    return former.moved(__name__, name)
 
 
 DELETE = "_delete_"

@@ -21,7 +21,6 @@ from mmengine.fileio.handlers import YamlHandler, file_handlers
 
 from unigen_ds.core.encoding import encoding_problem
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.log import notice
 from unigen_ds.core.paths import PACKAGE
 
 _BASE = "_base_"
@@ -58,34 +57,15 @@ def shipped() -> dict[str, Path]:
     return {p.stem: p for p in sorted(PACKAGE.glob("**/configs/*.py"), key=lambda p: p.stem)}
 
 
-def present(path: Path) -> Path:
-    """Where a shipped config is now, of a path in ``unigen_ds/configs``, where all were in earlier versions. Any other
-    path as it is.
-    """
-    found = shipped().get(path.stem) if path.parts[-3:-1] == ("unigen_ds", "configs") and not path.exists() else None
-    if found is None:
-        return path
-    notice(f"{path} is now {found}; its name alone, {path.stem}, is found anywhere.")
-    return found
-
-
 @contextmanager
 def _mmengine() -> Iterator[None]:
-    """Inside, mmengine reads YAML by the safe loader, and a base where it is now."""
+    """Inside, mmengine reads YAML by the safe loader."""
     kept = {name: file_handlers[name] for name in ("yaml", "yml")}
-    base_path = Config._get_cfg_path
-
-    def found(path: str, filename: str) -> tuple[str, str | None]:
-        base, scope = base_path(path, filename)
-        return (base if scope else str(present(Path(base)))), scope
-
     file_handlers.update(dict.fromkeys(kept, _SafeYaml()))
-    Config._get_cfg_path = staticmethod(found)
     try:
         yield
     finally:
         file_handlers.update(kept)
-        Config._get_cfg_path = staticmethod(base_path)
 
 
 def read_file(path: Path) -> Config:
@@ -230,7 +210,7 @@ def _paths(value: ast.expr, folder: Path) -> list[Path]:
 
 
 def _bases(given: Any, folder: Path) -> list[Path]:
-    return [present(folder / Path(name).expanduser()) for name in ([given] if isinstance(given, str) else given)]
+    return [folder / Path(name).expanduser() for name in ([given] if isinstance(given, str) else given)]
 
 
 def _module(node: ast.ImportFrom, folder: Path) -> Path:

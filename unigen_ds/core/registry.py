@@ -12,7 +12,6 @@ from typing import Any, TypeVar, cast
 from mmengine.registry import HOOKS as MMENGINE_HOOKS
 from mmengine.registry import Registry
 
-from unigen_ds.core import former
 from unigen_ds.core.config_hints import ANYWHERE, backend_hint, backend_spec
 from unigen_ds.core.errors import ConfigError, UnknownKey, close, nearest, raise_any, valid_names
 from unigen_ds.core.log import logger
@@ -100,11 +99,6 @@ def counterpart(registry: Registry, kind: Any) -> type | None:
     return registry.module_dict.get(_last(kind)) if known else None
 
 
-def _own_name(kind: str) -> str:
-    """``'unigen_ds.any.module.Class'`` -> ``'Class'``; another text as it is."""
-    return _last(kind) if kind.startswith("unigen_ds.") else kind
-
-
 def _last(kind: Any) -> str:
     return kind.rpartition(".")[2] if isinstance(kind, str) else getattr(kind, "__name__", "")
 
@@ -124,7 +118,7 @@ def find(registry: Registry, spec: Mapping[str, Any], *, where: str) -> type:
     if cls is None and registry is CURVES and isinstance(kind, type) and kind.__name__ in CURVES.module_dict:
         cls = CURVES.module_dict[kind.__name__]  # a scheduler of torch means the curve of its name
     if cls is None and isinstance(kind, str):
-        cls = registry.module_dict.get(kind) or former.component(_own_name(kind), where=where)
+        cls = registry.module_dict.get(kind)
         if cls is None:
             meant = backend_hint(kind) if registry is BACKENDS else None
             remedy = f"did you mean --backend {meant}?" if meant else nearest(kind, _names(registry))

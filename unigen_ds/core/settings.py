@@ -23,7 +23,6 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError, core_schema
 from typing_extensions import Self
 
-from unigen_ds.core import former
 from unigen_ds.core.config_hints import hint
 from unigen_ds.core.errors import ConfigError, DataError, UnknownKey, raise_any
 from unigen_ds.core.log import logger
@@ -255,8 +254,6 @@ class Section(BaseModel):
             return None, _explained(cls, given, problems, where, whole=whole)
         for component, path in _components(found, where):
             object.__setattr__(component, "where", path)  # just created, and not yet used elsewhere
-            if component.registry is not None and component.given is not None:
-                former.report(str(component.given).rpartition(".")[2], where=path)
         return found, []
 
     @classmethod

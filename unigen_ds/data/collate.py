@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from unigen_ds.core import former
 from unigen_ds.core.batch import Batch
 from unigen_ds.core.seeding import generator
 from unigen_ds.data.datasets import PlannedDataset, planned_tokens, source_names
@@ -177,7 +176,3 @@ def _dropped(sample: Sample, processor: Processor, key: tuple[object, ...]) -> s
         for number, (split, chance) in enumerate(zip(sample.splits, chances, strict=True))
         if split.condition is not None and chance < processor.dropout.get(split.condition, 0.0)
     }
-
-
-def __getattr__(name: str) -> Any:
-    return former.moved(__name__, name)

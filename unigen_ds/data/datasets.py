@@ -16,7 +16,6 @@ from typing import Annotated, Any, Literal, Protocol
 import numpy as np
 from annotated_types import Ge
 
-from unigen_ds.core import former
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.log import logger
 from unigen_ds.core.registry import DATASETS, FILTERS, build
@@ -378,7 +377,3 @@ def source_names(datasets: Sequence[PlannedDataset]) -> tuple[str, ...]:
             name = f"{dataset.name}#{len(names)}" if name == dataset.name else name + "'"
         names.append(name)
     return tuple(names)
-
-
-def __getattr__(name: str) -> Any:
-    return former.moved(__name__, name)

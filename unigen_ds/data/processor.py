@@ -14,7 +14,6 @@ from typing import Any, ClassVar, Protocol
 from PIL import Image
 from torch import Tensor
 
-from unigen_ds.core import former
 from unigen_ds.core.batch import Batch
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.augment import Augment
@@ -247,7 +246,3 @@ def _merged(turns: Sequence[Turn]) -> list[Turn]:
         else:
             merged.append(turn)
     return merged
-
-
-def __getattr__(name: str) -> Any:
-    return former.moved(__name__, name)

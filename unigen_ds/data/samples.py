@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from unigen_ds.core import former
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.image_files import ImageContent
 from unigen_ds.data.rules import CURRENT, TOUCH_BITS
@@ -230,7 +229,3 @@ class TextTokenizer(Protocol):
     def fingerprint(self) -> str:
         """Changes whenever ``encode`` may return other ids."""
         ...
-
-
-def __getattr__(name: str) -> Any:
-    return former.moved(__name__, name)

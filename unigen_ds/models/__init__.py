@@ -1,10 +1,5 @@
 """Layer 2: network layers, attention, losses and weights that several families share; no engine, no data file."""
 
-from unigen_ds.core import former
 from unigen_ds.models.diffusers_vae import DiffusersAutoencoder as DiffusersAutoencoder
 from unigen_ds.models.flux_vae import FluxAutoencoder as FluxAutoencoder
 from unigen_ds.models.vae import PixelAutoencoder as PixelAutoencoder
-
-
-def __getattr__(name: str) -> object:
-    return former.moved(__name__, name)
