@@ -189,7 +189,8 @@ def build_inspected(config: Mapping[str, Any], *, world_size: int, manifest: Man
     If records were appended later, only the old ones belong to the run.
     """
     from unigen_ds.data.change import compare, continued
-    from unigen_ds.runner.build import build_data, build_geometry, rules_of
+    from unigen_ds.data.rules import check_rules
+    from unigen_ds.runner.build import build_data, build_geometry
     from unigen_ds.runner.settings import Settings
 
     settings = Settings.from_config({**config, **_OTHERS})
@@ -201,8 +202,9 @@ def build_inspected(config: Mapping[str, Any], *, world_size: int, manifest: Man
             raise ConfigError("randomness.seed is None: the run draws it", remedy=remedy)
         settings = settings.with_seed(int(manifest.loader["seed"]))
     geometry = manifest.ruler.geometry if manifest else build_geometry(settings, dp_size=world_size)
-    rules = rules_of(settings, manifest)
-    data = build_data(settings, geometry=geometry, ruler=manifest.ruler if manifest else None, rules=rules)
+    if manifest:
+        check_rules(manifest.loader["facts"])
+    data = build_data(settings, geometry=geometry, ruler=manifest.ruler if manifest else None)
     if manifest and not compare(manifest.loader, data.stream).obstacles:
         data = replace(data, stream=continued(manifest.loader, data.stream, on_change="append")[0])
     return settings, data
@@ -366,7 +368,7 @@ def _statistics_lines(report: Mapping[str, Any]) -> Iterator[str]:
         yield _row("image targets", source["image_targets"], targets)
         if source["other_targets"]:
             yield _row("other targets", source["other_targets"], targets)
-        if source["records_special_tokens"] and report["rules"]["special_tokens"]:
+        if source["records_special_tokens"]:
             yield "  " + special_line(source["records_special_tokens"], records=records)
         yield "  " + overflow_line(source["overflow"], records=records, seq_length=report["seq_length"])
         if number := source["records_over_max_tiles"]:

@@ -16,7 +16,6 @@ from unigen_ds.core.registry import DATASETS, FAMILIES, MODELS
 from unigen_ds.core.seeding import generator
 from unigen_ds.data.datasets import ScannedDataset
 from unigen_ds.data.image_files import UnreadableImage
-from unigen_ds.data.rules import CURRENT, DataRules
 from unigen_ds.data.samples import Sample, Split, Tally
 from unigen_ds.families.base import Family
 
@@ -102,8 +101,8 @@ class PointBuilder:
 
 
 class PointProcessor:
-    def __init__(self, *, jitter: float = 0.0, num_features: int, tokenizer: None, seed: int, rules: DataRules) -> None:
-        self.jitter, self.num_features, self.seed, self.rules = jitter, num_features, seed, rules
+    def __init__(self, *, jitter: float = 0.0, num_features: int, tokenizer: None, seed: int) -> None:
+        self.jitter, self.num_features, self.seed = jitter, num_features, seed
         self.dropout: dict[str, float] = {}
 
     def builder(self) -> PointBuilder:
@@ -152,6 +151,6 @@ class Regression(Family):
     def processor_arguments(self) -> Any:
         return PointProcessor
 
-    def processor(self, spec: Any, given: Any, *, tokenizer: None, seed: int, rules: DataRules = CURRENT) -> Any:
+    def processor(self, spec: Any, given: Any, *, tokenizer: None, seed: int) -> Any:
         given = {**given, "num_features": spec["num_features"]}
-        return super().processor(spec, given, tokenizer=tokenizer, seed=seed, rules=rules)
+        return super().processor(spec, given, tokenizer=tokenizer, seed=seed)

@@ -86,8 +86,8 @@ class RowsBuilder:
 class RowsProcessor:
     """Reads a line such as ``[0.5, -1, 2, 3.5, 1]``: inputs, a value, a label; null is unknown."""
 
-    def __init__(self, *, num_inputs: int, tokenizer: Any, seed: int, rules: Any) -> None:
-        self.num_inputs, self.seed, self.rules = num_inputs, seed, rules
+    def __init__(self, *, num_inputs: int, tokenizer: Any, seed: int) -> None:
+        self.num_inputs, self.seed = num_inputs, seed
 
     def builder(self) -> RowsBuilder:
         return RowsBuilder(self.num_inputs)

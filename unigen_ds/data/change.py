@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from unigen_ds.core.errors import ResumeBlocked
-from unigen_ds.data.rules import DataRules
 from unigen_ds.data.stream import Cursor, Phase, SequenceStream
 
 OnDataChange = Literal["refuse", "append", "restart"]
@@ -35,7 +34,7 @@ class DataChange:
 
     differences: tuple[tuple[str, str], ...] = ()
     """(fact, what it was and is); facts: format, seed, packing, seq_length, max_sample_tokens, validation, filters,
-    overflow, rules, names, sizes, weights, content."""
+    overflow, names, sizes, weights, content."""
     obstacles: tuple[str, ...] = ()
     """Why the new data is more than the old data with records appended; empty where it is just that."""
     division: tuple[Mapping[str, Any] | None, Mapping[str, Any] | None] | None = None
@@ -63,7 +62,7 @@ class DataChange:
 def compare(stored: Mapping[str, Any], stream: SequenceStream) -> DataChange:
     """How the stream's data differs from that of a checkpoint (its manifest's ``loader``)."""
     was, now = stored["facts"], stream.facts
-    if stored["fingerprint"] == stream.fingerprint and was.get("records", now["records"]) == now["records"]:
+    if stored["fingerprint"] == stream.fingerprint and was["records"] == now["records"]:
         return DataChange()  # the fingerprint alone is of samples of a large file: its records are compared as well
     settings = tuple(_settings(was, now))
     obstacles = (*(text for _, text in settings), *_not_appended(was, stream))
@@ -86,11 +85,8 @@ def _settings(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[
     before, after = was.get("filters") or {}, now.get("filters") or {}
     for name in [name for name in was["names"] if name in now["names"] and before.get(name) != after.get(name)]:
         yield "filters", f"the filters of {name} were {_filters(before.get(name))} and are {_filters(after.get(name))}"
-    if was.get("overflow") != now["overflow"]:
-        yield "overflow", f"overflow was {_overflow(was.get('overflow'))} and is {_overflow(now['overflow'])}"
-    for rule, version in DataRules.stored(was).state_dict().items():
-        if version != now["rules"][rule]:
-            yield "rules", f"the data rule {rule} had version {version} and has {now['rules'][rule]}"
+    if was["overflow"] != now["overflow"]:
+        yield "overflow", f"overflow was {_overflow(was['overflow'])} and is {_overflow(now['overflow'])}"
 
 
 def _division(facts: Mapping[str, float] | None) -> str:
@@ -101,9 +97,7 @@ def _filters(settings: Sequence[str] | None) -> str:
     return "; ".join(settings) if settings else "none"
 
 
-def _overflow(actions: Mapping[str, str] | None) -> str:
-    if actions is None:
-        return "that of version 0 (every long record is truncated)"
+def _overflow(actions: Mapping[str, str]) -> str:
     return ", ".join(f"{kind}: {action}" for kind, action in actions.items())
 
 
@@ -113,8 +107,8 @@ def _differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tup
         yield "names", f"the sources were {', '.join(was['names'])} and are {', '.join(now['names'])}"
     if _weights(was) != _weights(now):
         yield "weights", f"the weights were {_shown(was)} and are {_shown(now)}"
-    records = was.get("records", [None] * len(was["names"]))  # older checkpoints kept none
-    before = {name: facts for name, *facts in zip(was["names"], was["sizes"], was["digests"], records, strict=True)}
+    rows = zip(was["names"], was["sizes"], was["digests"], was["records"], strict=True)
+    before = {name: facts for name, *facts in rows}
     streamed, streamed_before = now.get("shards") or {}, was.get("shards") or {}
     for name, *facts in zip(now["names"], now["sizes"], now["digests"], now["records"], strict=True):
         if name in streamed and name in before and before[name] != facts:
@@ -130,7 +124,7 @@ def _differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tup
         (size, digest, record), (old_size, old_digest, old_record) = facts, before.get(name, facts)
         if size != old_size:
             yield "sizes", f"{name} had {old_size} records and has {size}"
-        elif digest != old_digest or old_record not in (None, record):
+        elif digest != old_digest or record != old_record:
             what = "processor or what its filters keep" if name in (now.get("filters") or {}) else "processor"
             yield "content", f"the records of {name}, their byte ranges or their {what} changed"
 
@@ -145,9 +139,6 @@ def _not_appended(was: Mapping[str, Any], stream: SequenceStream) -> Iterator[st
         yield f"the weights were {_shown(was)} and are {_shown(stream.facts)}"
     if streamed := sorted({*(stream.facts.get("shards") or ()), *(was.get("shards") or ())}):
         yield f"{', '.join(streamed)}: records cannot be appended where a source is streamed"
-        return
-    if "records" not in was:
-        yield "the checkpoint is of a version that kept no digest of the first records"
         return
     for name, size, records, dataset in zip(was["names"], was["sizes"], was["records"], stream.datasets, strict=False):
         if len(dataset) < size:
@@ -167,14 +158,9 @@ def _shown(facts: Mapping[str, Any]) -> str:
     return f"{weights}, of the groups {groups}" if groups else f"{weights}"
 
 
-def stored_phases(stored: Mapping[str, Any], stream: SequenceStream) -> tuple[Phase, ...]:
-    """The phases of a checkpoint. Older ones kept none: then there was one."""
-    if "phases" in stored:
-        return tuple(Phase.from_state_dict(state) for state in stored["phases"])
-    facts = stored["facts"]
-    weights = None if facts["weights"] is None else tuple(facts["weights"])
-    rows = None if facts["packing"] is not None else stream.sequences_per_epoch
-    return (Phase(0, 0, 0, tuple(facts["sizes"]), weights, rows),)
+def stored_phases(stored: Mapping[str, Any]) -> tuple[Phase, ...]:
+    """The phases of a checkpoint."""
+    return tuple(Phase.from_state_dict(state) for state in stored["phases"])
 
 
 def append(stored: Mapping[str, Any], stream: SequenceStream) -> tuple[Phase, ...]:
@@ -184,13 +170,13 @@ def append(stored: Mapping[str, Any], stream: SequenceStream) -> tuple[Phase, ..
             f"records cannot be appended to the data of the checkpoint: {'; '.join(obstacles)}",
             remedy="restore the old records and settings; --on-data-change restart begins a new epoch of the new data",
         )
-    cursor, phases = Cursor.from_state_dict(stored["cursor"]), stored_phases(stored, stream)
+    cursor, phases = Cursor.from_state_dict(stored["cursor"]), stored_phases(stored)
     begun = (cursor.window, cursor.row) != (0, 0)
     first = cursor.epoch + begun
     used = tuple(phase for phase in phases if phase.first_epoch < first)
     passes = phases[0].first_pass
     if used:
-        order, size = used[-1].order(seed=stream.order.seed, version=stream.order.version), used[-1].sizes
+        order, size = used[-1].order(seed=stream.order.seed), used[-1].sizes
         passes = order.passes_before(first, extra=_most_extra(cursor, sum(size), begun))
     phase = stream.new_phase(first, first_pass=passes, first_sequence=None if begun else cursor.sequences)
     return (*used, phase)
@@ -203,11 +189,10 @@ def _most_extra(cursor: Cursor, epoch_size: int, begun: bool) -> int:
 
 def restart(stored: Mapping[str, Any], stream: SequenceStream) -> tuple[tuple[Phase, ...], Cursor]:
     """The only phase of a run that continues with other data, and the cursor at its beginning."""
-    cursor, phases = Cursor.from_state_dict(stored["cursor"]), stored_phases(stored, stream)
+    cursor, phases = Cursor.from_state_dict(stored["cursor"]), stored_phases(stored)
     first = cursor.epoch + 1
     used = [phase for phase in phases if phase.first_epoch < first]
-    version = DataRules.stored(stored["facts"]).mixture
-    order = used[-1].order(seed=stored["seed"], version=version)
+    order = used[-1].order(seed=stored["seed"])
     passes = order.passes_before(first, extra=_most_extra(cursor, order.epoch_size, True))
     if cursor.blocks:  # a streamed source may have had more passes than its estimated size means
         passes = max(passes, *(reached + _DRAWS_OF_A_WINDOW for reached in cursor.blocks[1::3]))
@@ -230,7 +215,7 @@ def continued(
     """
     change, cursor = compare(stored, stream), Cursor.from_state_dict(stored["cursor"])
     if not change:
-        return stream.with_phases(stored_phases(stored, stream)), cursor
+        return stream.with_phases(stored_phases(stored)), cursor
     if on_change == "append":
         return stream.with_phases(append(stored, stream)), cursor
     if on_change == "restart":

@@ -119,8 +119,7 @@ def chosen(
 ) -> list[_Chosen]:
     """Read, truncate, choose conditions. Raises ``UnreadableImage`` where the sample must be skipped."""
     sample = dataset.sample(draw.index, pass_number=draw.pass_number)
-    version = processor.rules.overflow
-    kept = sample if draw.piece >= 0 else sample.truncated(seq_length, version=version)
+    kept = sample if draw.piece >= 0 else sample.truncated(seq_length)
     for split in kept.splits:
         if split.error:
             raise unreadable(split.source, split.error)
@@ -128,7 +127,7 @@ def chosen(
     if sample.num_tokens != planned:
         changed = next((split.source for split in sample.splits if split.source), "")
         raise unreadable(changed, f"the sample has {sample.num_tokens} tokens, but {planned} when it was indexed")
-    part = part_of(sample, draw.piece, seq_length, version=version)
+    part = part_of(sample, draw.piece, seq_length)
     dropped = _dropped(part, processor, (seed, draw.pass_number, name))
     return [(number, split, number in dropped) for number, split in enumerate(part.splits)]
 

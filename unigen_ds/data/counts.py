@@ -39,7 +39,7 @@ class Counts:
     kind: Array
     """0 plain text, 1 a conversation of texts, 2 a record with images (``KINDS``)."""
     touched: Array
-    """``TOUCH_BITS`` of the data rules that change the record in one of their versions."""
+    """``TOUCH_BITS`` of the data rules that change the record."""
     unknown: Array
     """Text tokens that are the tokenizer's unknown token."""
     empty_texts: Array

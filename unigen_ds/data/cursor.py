@@ -65,15 +65,14 @@ class Phase:
     mandatory: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
     """Numbers of the sources of each mandatory group."""
 
-    def order(self, *, seed: int, version: int) -> GlobalOrder:
-        """``version``: of the rule ``mixture``."""
+    def order(self, *, seed: int) -> GlobalOrder:
+        """That of its epochs."""
         return GlobalOrder(
             self.sizes,
             self.weights,
             seed=seed,
             first_epoch=self.first_epoch,
             first_pass=self.first_pass,
-            version=version,
             mandatory=self.mandatory,
             rows_per_epoch=self.rows_per_epoch,
         )

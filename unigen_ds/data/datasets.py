@@ -129,7 +129,7 @@ class UnifiedGenerationDataset:
         self.group, self.num_used_data = group, num_used_data
         columns_of = tuple((columns or {}).items())
         ratings = tuple(rating for one in self.filters for rating in one.ratings)
-        folders = processor.rules.image_folders if image_root is None else None
+        folders = image_root is None
         self.shards: StreamedShards | None = None
         if streaming is not False:
             self._not_streamed(cache_tokens=cache_tokens)
@@ -204,7 +204,7 @@ class UnifiedGenerationDataset:
     def _read(self, index: int) -> tuple[FoundRecord, list[Turn]]:
         """A record, and its turns."""
         found, position = self._found(index)
-        entry = found.read(position, self.processor.rules)
+        entry = found.read(position)
         return entry, learnt(entry.record, entry.where, found.layout.at(folder_of(entry)))
 
     def _found(self, index: int) -> tuple[Index, int]:

@@ -23,7 +23,6 @@ from PIL import Image, PngImagePlugin, UnidentifiedImageError
 
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.quick_header import FIRST_BYTES, Header, quick_header
-from unigen_ds.data.rules import CURRENT
 from unigen_ds.data.stored_image import StoredImage
 
 _ALPHA = ("RGBA", "LA", "PA", "RGBa", "La")
@@ -110,11 +109,11 @@ class ImageHeader:
     """What is known of an image before it is decoded."""
 
     size: tuple[int, int] | None
-    """(width, height) after the rule ``images``; None: not readable."""
+    """(width, height), upright; None: not readable."""
     error: str = ""
     """Why it cannot be read."""
     changed: bool = False
-    """Whether version 1 of the rule turns it, or reads its 16 bits of grey."""
+    """Whether it is turned, or its grey has 16 bits."""
     mode: str = ""
     """PIL's name for its channels."""
     transparent: bool = False
@@ -123,15 +122,15 @@ class ImageHeader:
     """What it was read from, where that was the whole file."""
 
 
-def image_header(path: str | Path | ImageContent, *, rule: int = CURRENT.images) -> ImageHeader:
-    """From the header alone, by that version of the rule ``images``. An unreadable image does not raise."""
+def image_header(path: str | Path | ImageContent) -> ImageHeader:
+    """From the header alone. An unreadable image does not raise."""
     if (quick := _quick_header(path)) is not None and quick[0] * quick[1] <= MAX_PIXELS:
         return _plain_header(quick)
     try:
-        with _opened(path, "read", rule) as image:
+        with _opened(path, "read") as image:
             orientation = _orientation(image)
             width, height = image.size
-            if rule and orientation >= 5:
+            if orientation >= 5:
                 width, height = height, width
             transparent = image.mode in _ALPHA or "transparency" in image.info
             turned = orientation > 1 or (image.format == "TIFF" and image.size != _stored_size(image))
@@ -171,29 +170,29 @@ def image_size(path: str | Path) -> tuple[int, int]:
     return header.size
 
 
-def open_image(path: str | Path | ImageContent, *, rule: int = CURRENT.images) -> Image.Image:
-    """The decoded picture, upright, grey in 8 bits (by version 1 of the rule ``images``; version 0: as PIL returns it).
+def open_image(path: str | Path | ImageContent) -> Image.Image:
+    """The decoded picture, upright, grey in 8 bits.
 
     Raises ``UnreadableImage`` naming the path; a truncated file is refused, not greyed out.
     """
     if not isinstance(path, ImageContent):
-        return _decoded(path, rule)
+        return _decoded(path)
     if path.failed is not None:  # PIL decodes what is left of a broken file without an error, the second time
         raise path.failed
     if path.decoded is None:
         try:
-            path.decoded = _decoded(path, rule)
+            path.decoded = _decoded(path)
         except UnreadableImage as error:
             path.failed = error
             raise
     return path.decoded
 
 
-def _decoded(path: str | Path | ImageContent, rule: int) -> Image.Image:
-    with _opened(path, "decoded", rule) as image:
-        orientation = _orientation(image) if rule else 1
+def _decoded(path: str | Path | ImageContent) -> Image.Image:
+    with _opened(path, "decoded") as image:
+        orientation = _orientation(image)
         image.load()
-        if rule and _is_deep(image):
+        if _is_deep(image):
             # the upper 8 bits, as PIL reads colours of 16 bits; it clips grey to 255, which is white almost everywhere
             return _turned(Image.fromarray((np.asarray(image).astype(np.int64) >> 8).astype(np.uint8)), orientation)
         return _turned(image, orientation)
@@ -228,7 +227,7 @@ os.register_at_fork(after_in_child=_WITHOUT_WARNINGS.__init__)  # type: ignore[m
 
 
 @contextmanager
-def _opened(path: str | Path | ImageContent, what: str, rule: int) -> Iterator[Image.Image]:
+def _opened(path: str | Path | ImageContent, what: str) -> Iterator[Image.Image]:
     """The file, its header read. Raises ``UnreadableImage`` for any error in the block."""
     # by its path PIL maps an uncompressed TIFF into memory, with width and height exchanged where EXIF turns it
     try:
@@ -239,10 +238,8 @@ def _opened(path: str | Path | ImageContent, what: str, rule: int) -> Iterator[I
                 source: Any = path
                 if isinstance(path, StoredImage):
                     source = BytesIO(path.read())
-                elif rule:
-                    source = files.enter_context(open(_no_device(path), "rb"))
                 else:
-                    _no_device(path)
+                    source = files.enter_context(open(_no_device(path), "rb"))
                 image = files.enter_context(Image.open(source, formats=_formats()))
             width, height = image.size
             if min(width, height) < 1:

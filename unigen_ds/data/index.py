@@ -9,7 +9,6 @@ header read) and writes at most 144 bytes a record; a later start maps them.
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import os
 from dataclasses import dataclass, replace
@@ -21,13 +20,13 @@ from numpy.typing import NDArray
 
 from unigen_ds.core import dist
 from unigen_ds.core.errors import DataError
-from unigen_ds.core.log import logger, notice
+from unigen_ds.core.log import logger
 from unigen_ds.data.array_cache import SUFFIX, NewArrays, filled, fingerprint
 from unigen_ds.data.counts import COLUMNS, NUM_DIGESTED, Array, Counts, record_digest
 from unigen_ds.data.planning import FILLED, UNUSABLE, UNUSED, UNUSED_KEYS, Plan, batches, is_malformed, plan_all
 from unigen_ds.data.processor import ConversationProcessor
 from unigen_ds.data.records import Layout
-from unigen_ds.data.rules import DataRules
+from unigen_ds.data.rules import RULES, marks
 from unigen_ds.data.sources.base import FoundRecord, RecordSource
 from unigen_ds.data.sources.json_lines import JsonSource
 from unigen_ds.data.unusable import BadRecord, OnRecordError, from_array, unusable_error
@@ -37,8 +36,6 @@ _FORMAT = "unigen-index-1"
 """Of the digest that checkpoints keep."""
 _CACHE_FORMAT = "unigen-index-9"
 _CONTENT_FORMAT = "unigen-content-1"
-_FORMER = ".npz"
-"""Suffix of the caches of earlier versions."""
 _DIGESTS = "digests"
 """An array of the index: the digest of its counts, then that of its records, 16 bytes each. For 10^8 records they
 need seconds."""
@@ -102,12 +99,12 @@ class Index:
         """``prefix_digest`` of its records."""
         return prefix_digest(self.records, number, *facts, known=self.records_digest)
 
-    def read(self, index: int, rules: DataRules) -> FoundRecord:
+    def read(self, index: int) -> FoundRecord:
         """A record. Raises ``DataError`` where it is no longer the one of the index."""
         counts = self.counts
         (entry,) = self.source.read(index, index + 1)
         row = tuple(int(getattr(counts, name)[index]) for name in COLUMNS[:NUM_DIGESTED])
-        if record_digest(entry.content, row, rules.marks(int(counts.touched[index]))) != self.records[index]:
+        if record_digest(entry.content, row, marks(int(counts.touched[index]))) != self.records[index]:
             raise DataError(
                 f"record {index} of data file {self.source.title} was changed during the run: it is not the one of the"
                 " index",
@@ -153,17 +150,13 @@ class Index:
         source = given if isinstance(given, RecordSource) else JsonSource(given)
         root = source.root if image_root is None else image_root
         layout = Layout(root) if layout is None else replace(layout, image_root=root)
-        rules = processor.rules
         folder = source.index_folder(cache_dir)
         content = source.content_digest(folder)
         beneath = os.path.relpath(root, source.root)
-        moved = (("image_folders", layout.folders),) if source.several_folders and layout.folders is not None else ()
+        moved = (("image_folders", RULES.image_folders),) if source.several_folders and layout.folders else ()
         extra = (*source.cache_facts, *layout.facts, *moved)
-        key = fingerprint(content, beneath, processor.fingerprint, rules, _CACHE_FORMAT, *extra)
+        key = fingerprint(content, beneath, processor.fingerprint, RULES, _CACHE_FORMAT, *extra)
         cache = None if folder is None else folder / f"{source.origin.name}-{key[:16]}{SUFFIX}"
-        if cache is not None and not cache.exists():
-            _report_former(source, cache.parent)
-
         made = False
 
         def fill(new: NewArrays) -> None:
@@ -180,8 +173,8 @@ class Index:
         if report:
             _report(source, counts, on_record_error, arrays[UNUSED], arrays[UNUSED_KEYS])
         # not of the key: the same data in another folder is the same data, and so is what no rule changes
-        marks = rules.marks(counts.all_touched)
-        facts = (*source.identity(content), processor.fingerprint, _FORMAT, of_counts, *marks, *layout.facts)
+        touching = marks(counts.all_touched)
+        facts = (*source.identity(content), processor.fingerprint, _FORMAT, of_counts, *touching, *layout.facts)
         digest = fingerprint(*facts)
         index = cls(
             source, arrays["records"], counts, digest, folder, layout, of_records, content, arrays[UNUSED_KEYS],
@@ -211,15 +204,6 @@ def _digests(new: NewArrays) -> NDArray[np.uint8]:
     records = np.ascontiguousarray(new.read("records"), dtype="<i8").data
     records_digest = hashlib.blake2b(records, digest_size=16).digest()
     return np.frombuffer(bytes.fromhex(counts.digest) + records_digest, np.uint8)
-
-
-def _report_former(source: RecordSource, folder: Path) -> None:
-    """That an index of an earlier version is there, which is not read."""
-    name = source.origin.name
-    former = f"{glob.escape(name)}-*{_FORMER}"
-    found = sorted(path.name for path in folder.glob(former) if "-content-" not in path.name)
-    if found and dist.env_rank() == 0:
-        notice(f"{source.title}: the index {found[-1]} is of an earlier version and is built again, once; delete it.")
 
 
 def _report(source: RecordSource, counts: Counts, on_error: OnRecordError, unused: Array, keys: Array) -> None:

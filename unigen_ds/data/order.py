@@ -5,9 +5,7 @@ A shuffle is a keyed bijection (a Feistel network, applied again until the resul
 looked up in O(1) memory and on its own. The trade-off: about 6 microseconds a position (0.15 in the vectorised form)
 instead of one array read, against 8 GB for a list of a billion indices.
 
-A weighted order has a version (``rules.py: mixture``), which checkpoints keep. In the first one each epoch has a fixed
-number of draws of each source, shuffled within it; in the present one the share is right at every position, over all
-epochs (``mixture.py``).
+In a weighted order the share of each source is right at every position, over all epochs (``mixture.py``).
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ from numpy.typing import NDArray
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.seeding import derive_seed
 from unigen_ds.data.mixture import Mixture, exact
-from unigen_ds.data.rules import CURRENT
 
 Weight = float | str
 """A number, or the text of an exact fraction."""
@@ -139,12 +136,12 @@ class SourceOrder(Protocol):
 
 
 class GlobalOrder:
-    """An endless order over one or several sources; a pure function of (sizes, weights, seed, version).
+    """An endless order over one or several sources; a pure function of (sizes, weights, seed).
 
     Without weights every record comes once in each epoch. With weights (positive, relative) each source has an endless
     stream of passes over its records, of which the order draws the next one: a small source repeats only after all
-    its records were drawn, and a large one continues in the next epoch where it stopped. Version 0 draws a fixed number
-    of each source in an epoch, version 1 its share up to every position.
+    its records were drawn, and a large one continues in the next epoch where it stopped. The order draws the share of
+    each up to every position.
 
     A mandatory group may need more draws than its weight means (``stream.py``): of each, ``extra`` draws were added
     before a position, so the later draws of its sources are further ahead in their passes.
@@ -156,10 +153,9 @@ class GlobalOrder:
         weights: of each source; None: every record once an epoch.
         seed: of the shuffles.
         first_epoch, first_pass: numbers of the first ones.
-        version: of the rule ``mixture``; without weights all are the same.
         mandatory: the numbers of the sources of each mandatory group.
         rows_per_epoch: unpacked: of the whole iterations. Fewer than there are samples leave out the last ones of an
-            epoch; a weighted order of version 1 draws them in the next one.
+            epoch; a weighted order draws them in the next one.
     """
 
     def __init__(
@@ -170,7 +166,6 @@ class GlobalOrder:
         seed: int,
         first_epoch: int = 0,
         first_pass: int = 0,
-        version: int = CURRENT.mixture,
         mandatory: Sequence[Sequence[int]] = (),
         rows_per_epoch: int | None = None,
     ) -> None:
@@ -187,16 +182,16 @@ class GlobalOrder:
         """Of the sources whose own order is another one: streamed ones."""
         self.weights = None if weights is None else tuple(w if isinstance(w, str) else float(w) for w in weights)
         self.seed, self.first_epoch, self.first_pass = seed, first_epoch, first_pass
-        self.version, self.mandatory = version, tuple(tuple(group) for group in mandatory)
-        assert not self.mandatory or (version and weights is not None), "mandatory groups have weights"
+        self.mandatory = tuple(tuple(group) for group in mandatory)
+        assert not self.mandatory or weights is not None, "mandatory groups have weights"
         self.epoch_size = sum(self.sizes)
         """Draws of an epoch."""
         self.stride = self.epoch_size
-        """Draws of an epoch that are made: the next epoch of a weighted order (version 1) begins after them."""
-        if weights is not None and version and rows_per_epoch is not None:
+        """Draws of an epoch that are made: the next epoch of a weighted order begins after them."""
+        if weights is not None and rows_per_epoch is not None:
             self.stride = min(self.epoch_size, rows_per_epoch)
         self.counts = self.sizes
-        """Draws of each source in an epoch; in version 1 that of some epochs is one more or one less."""
+        """Draws of each source in an epoch; with weights that of some epochs is one more or one less."""
         if self.weights is not None:
             self.counts = tuple(shares(self.epoch_size, [float(exact(w)) for w in self.weights]))
         self._bounds = np.cumsum(np.asarray(self.counts, dtype=np.int64))
@@ -204,7 +199,7 @@ class GlobalOrder:
     @cached_property
     def mixture(self) -> Mixture | None:
         """Which source each draw is of; None: that is part of each epoch's shuffle."""
-        if self.weights is None or not self.version:
+        if self.weights is None:
             return None
         return Mixture([exact(weight) for weight in self.weights])
 

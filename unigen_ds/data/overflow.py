@@ -5,9 +5,6 @@ In: the counts of a source (from its index) and the settings. Out: the units of 
 pieces that together have every token and every target once, and any other record is left out, because truncation
 separates an answer from its question or an image from its prompt. The index alone shows what is too long: nothing is
 read.
-
-Version 0 of the rule (checkpoints of before): every long record is truncated to ``seq_length``; its text gets an end
-token.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ from unigen_ds.data.counts import COLUMNS, CONTENT, KINDS, Array, Counts, count
 from unigen_ds.data.datasets import PlannedDataset
 from unigen_ds.data.held_out import record_number
 from unigen_ds.data.order import Draw
-from unigen_ds.data.rules import CURRENT
+from unigen_ds.data.rules import RULES
 from unigen_ds.data.samples import Sample, num_pieces, piece_bounds
 
 Action = Literal["split", "truncate", "skip", "error"]
@@ -46,13 +43,11 @@ class Overflow:
     Args:
         seq_length: tokens of a sequence at most.
         given: ``train_dataloader.overflow``; None: the default of each kind of record.
-        version: of the rule ``overflow`` (``rules.py``).
         key: of ``train_dataloader``, which sets ``seq_length``.
     """
 
     seq_length: int
     given: str | None = None
-    version: int = CURRENT.overflow
     key: str = "seq_length"
 
     def __post_init__(self) -> None:
@@ -62,14 +57,7 @@ class Overflow:
     @property
     def actions(self) -> dict[str, Action]:
         """What happens to a long record of each kind."""
-        if self.version == 0:
-            return dict.fromkeys(KINDS, "truncate")
         return _BY_KIND[self.given]
-
-    @property
-    def facts(self) -> dict[str, Action] | None:
-        """For the manifest; None: version 0."""
-        return self.actions if self.version else None
 
 
 class Fitted:
@@ -106,9 +94,7 @@ class Fitted:
         overflow, folder = self.overflow, self.dataset.cache_folder
         if folder is None or number < SHARED_FROM:  # without the fingerprint, which may read the data
             return make()
-        key = fingerprint(
-            _UNITS, kind, self.dataset.fingerprint, overflow.seq_length, overflow.version, overflow.actions
-        )
+        key = fingerprint(_UNITS, kind, self.dataset.fingerprint, overflow.seq_length, RULES.overflow, overflow.actions)
         return cached(folder / f"{kind}-{key[:16]}{SUFFIX}", key, make)
 
     def _shortened(self) -> dict[str, Array]:
@@ -200,11 +186,11 @@ class Fitted:
     def _truncated(self, records: Array) -> Array:
         """Rows of ``Counts`` of truncated records."""
         overflow, folder = self.overflow, self.dataset.cache_folder
-        key = fingerprint(self.dataset.fingerprint, overflow.seq_length, overflow.version, overflow.actions, COLUMNS)
+        key = fingerprint(self.dataset.fingerprint, overflow.seq_length, RULES.overflow, overflow.actions, COLUMNS)
 
         def make() -> dict[str, Array]:
             samples = (self.dataset.sample(index) for index in records.tolist())
-            rows = [count(sample.truncated(overflow.seq_length, version=overflow.version)) for sample in samples]
+            rows = [count(sample.truncated(overflow.seq_length)) for sample in samples]
             return {"rows": np.asarray(rows, dtype=np.int64)}
 
         return cached(folder and folder / f"cut-{key[:16]}{SUFFIX}", key, make)["rows"]
@@ -233,10 +219,10 @@ _UNITS = "unigen-units-1"
 _DONE: dict[Action, str] = {"split": "split", "truncate": "truncated", "skip": "skipped", "error": "refused"}
 
 
-def part_of(sample: Sample, piece: int, seq_length: int, *, version: int) -> Sample:
+def part_of(sample: Sample, piece: int, seq_length: int) -> Sample:
     """The part of its record that a drawn unit is."""
     if piece < 0:
-        return sample.truncated(seq_length, version=version)
+        return sample.truncated(seq_length)
     start, stop = piece_bounds(sample.num_tokens, seq_length, piece)
     return sample.part(int(start), int(stop))
 
@@ -250,10 +236,7 @@ def unit_tokens(num_tokens: int, piece: int, seq_length: int) -> int:
 
 
 def check_overflow(sources: Sequence[Fitted], names: Sequence[str]) -> None:
-    """Raise ``DataError`` where ``overflow='error'`` and a record is too long, or most image targets would be lost.
-
-    Version 0 of the rule refuses nothing.
-    """
+    """Raise ``DataError`` where ``overflow='error'`` and a record is too long, or most image targets would be lost."""
     for name, source in zip(names, sources, strict=True):
         refused, limit, key = source.by_action["error"], source.overflow.seq_length, source.overflow.key
         first = ", ".join(source.ids(name, refused[:_NAMED])) + ", ..." * (refused.size > _NAMED)
@@ -265,8 +248,6 @@ def check_overflow(sources: Sequence[Fitted], names: Sequence[str]) -> None:
                 remedy=f"{key} of at least {int(source.dataset.lengths()[0].max()):,}, or another overflow:"
                 " 'split', 'truncate' or 'skip'",
             )
-        if source.overflow.version == 0:
-            continue
         total, kept = int(source.dataset.counts().image_targets.sum()), source.kept_sums["image_targets"]
         if total - kept > _MOST_LOST * total:
             raise DataError(
@@ -288,7 +269,7 @@ def check_overflow(sources: Sequence[Fitted], names: Sequence[str]) -> None:
                 remedy=f"a {larger}" + ("" if images else ", or train_dataloader.overflow='split'"),
             )
         total, left = int(source.dataset.counts().targets.sum()), source.kept_targets
-        if source.overflow.version and total and not left:
+        if total and not left:
             raise DataError(
                 f"{source.titled(name)}: all {total:,} targets are lost: what of its records fits {key} {limit:,} has"
                 " none",

@@ -28,7 +28,7 @@ from unigen_ds.data.counts import COLUMNS, count, record_digest
 from unigen_ds.data.data_file import MalformedRecord
 from unigen_ds.data.processor import ConversationProcessor
 from unigen_ds.data.records import Layout, unused_texts
-from unigen_ds.data.rules import TOUCH_BITS
+from unigen_ds.data.rules import TOUCH_BITS, marks
 from unigen_ds.data.samples import Sample
 from unigen_ds.data.sources.base import FoundRecord, RecordSource, folder_of
 from unigen_ds.data.stored_image import StoredImage
@@ -246,7 +246,7 @@ class Plan:
         Their texts are tokenized in one call.
         """
         processor = self.processor
-        unk_id, marks = getattr(processor.tokenizer, "unk_id", None), processor.rules.marks
+        unk_id = getattr(processor.tokenizer, "unk_id", None)
         parsed = [self._parsed(number, entry, unusable) for number, entry in enumerate(entries, first)]
         good = [(number, one) for number, one in enumerate(parsed, first) if one is not None]
         samples: dict[int, Sample | None] = {}
@@ -304,7 +304,7 @@ class Plan:
         """Whether the rule ``image_folders`` decides where an image of the record is: its path is relative, and its
         file is in another folder than the first one.
         """
-        if folder_of(entry) is None or self.layout.folders is None:
+        if folder_of(entry) is None or not self.layout.folders:
             return False
         turns = replace(self.layout, image_root=None).turns(record, entry.where)
         return any(is_relative(turn) for turn in turns)

@@ -19,13 +19,12 @@ from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.augment import Augment
 from unigen_ds.data.image_files import ImageContent, ImageHeader, flattened, image_header, open_image
 from unigen_ds.data.packed import PackedBuilder
-from unigen_ds.data.rules import CURRENT, DataRules
 from unigen_ds.data.samples import Loaded, Sample, Split
 from unigen_ds.data.splits import ImageKind, ImageSplit
 from unigen_ds.data.transforms import ImageTransform
 from unigen_ds.data.turn import Turn, same_message
 
-_CHANGES_NO_PLAN = ("augment", "ce_reweight", "dropout", "rules", "seed", "tokenizer", "vit_augment", "vocab_size")
+_CHANGES_NO_PLAN = ("augment", "ce_reweight", "dropout", "seed", "tokenizer", "vit_augment", "vocab_size")
 """Attributes of a processor."""
 
 
@@ -53,7 +52,6 @@ class Processor(Protocol):
 
     seed: int
     """Of dropout and noise."""
-    rules: DataRules
     dropout: Mapping[str, float]
     """Kind of condition (``Split.condition``) -> the probability that one is left out."""
 
@@ -89,9 +87,9 @@ class ConversationProcessor:
     vae_spatial_downsample = 8
     max_latent_size = 64
 
-    def __init__(self, tokenizer: Any, *, ce_reweight: bool = False, seed: int = 0, rules: DataRules = CURRENT) -> None:
+    def __init__(self, tokenizer: Any, *, ce_reweight: bool = False, seed: int = 0) -> None:
         self.tokenizer: Any = tokenizer
-        self.ce_reweight, self.seed, self.rules = ce_reweight, seed, rules
+        self.ce_reweight, self.seed = ce_reweight, seed
 
     @property
     def vit_channels(self) -> int:
@@ -129,17 +127,16 @@ class ConversationProcessor:
 
     def read_image(self, image: str | Path | ImageContent | Image.Image) -> Image.Image:
         """A picture as this model's family reads it, in RGB or L. Raises ``UnreadableImage``."""
-        decoded = image if isinstance(image, Image.Image) else open_image(image, rule=self.rules.images)
-        return flattened(decoded, white=self.on_white) if self.rules.images else decoded
+        decoded = image if isinstance(image, Image.Image) else open_image(image)
+        return flattened(decoded, white=self.on_white)
 
     def touches(self, header: ImageHeader) -> bool:
-        """Whether the rule ``images`` reads such a picture differently in one of its versions."""
+        """Whether the rule ``images`` changes what PIL decodes of such a picture."""
         return header.changed or header.transparent
 
     def header(self, path: str, *, keep: bool) -> ImageHeader:
-        """Of an image, by this model's rule; ``keep``: read the whole file, for decoding it next."""
-        rule = self.rules.images
-        return image_header(ImageContent(path) if keep and rule else path, rule=rule)
+        """Of an image; ``keep``: read the whole file, for decoding it next."""
+        return image_header(ImageContent(path) if keep else path)
 
     def plan(self, turns: Sequence[Turn], where: object = "", *, keep_images: bool = False) -> Sample:
         """The splits of a conversation. ``where`` begins errors; ``keep_images``: they are decoded next.
@@ -176,8 +173,6 @@ class ConversationProcessor:
     def _encoded(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
         # a tokenizer of a user's own may have "encode" alone
         together = getattr(self.tokenizer, "encode_texts", None)
-        if self.rules.special_tokens == 0:
-            together = getattr(self.tokenizer, "encode_texts_unprotected", together)
         return together(texts) if together else [self.tokenizer.encode(text) for text in texts]
 
     def spells_special(self, text: str) -> bool:

@@ -54,8 +54,8 @@ class Layout:
     """(key of the file, key of the layout): a record's keys that have other names."""
     ratings: tuple[tuple[str, int], ...] = ()
     """(name of ``RATINGS``, the least that is kept): questions that are left out of nanoVLM's rows."""
-    folders: int | None = None
-    """Version of the rule ``image_folders``; None: ``image_root`` is that of all records."""
+    folders: bool = False
+    """Whether a record's images are in the folder of its own data file; else ``image_root`` is that of all records."""
 
     def at(self, folder: Path | None) -> Layout:
         """For a record whose data file is in ``folder``; None: in that of the first file."""

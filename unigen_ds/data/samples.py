@@ -15,7 +15,7 @@ import numpy as np
 
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.image_files import ImageContent
-from unigen_ds.data.rules import CURRENT, TOUCH_BITS
+from unigen_ds.data.rules import TOUCH_BITS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,7 +59,7 @@ class Split:
     error: Any = ""
     """Why it cannot be loaded; its sample is then left out, and counted as skipped."""
     touched: Any = False
-    """Whether the rule ``images`` (``rules.py``) decodes it differently in one of its versions."""
+    """Whether the rule ``images`` (``rules.py``) changes what PIL decodes."""
     drawn: Any = False
     """Whether it is a picture that the model learns to draw: previews and metrics of pictures ask for it."""
 
@@ -81,9 +81,9 @@ class Split:
         """The file that it is loaded from; '' where there is none."""
         return ""
 
-    def shortened(self, num_tokens: int, *, version: int) -> Split | None:
+    def shortened(self, num_tokens: int) -> Split | None:
         """At most its first ``num_tokens``, fewer than it has, without its last target where that is not in them. None:
-        it cannot be shortened, and is left out. ``version``: of the rule ``overflow``.
+        it cannot be shortened, and is left out.
         """
         return None
 
@@ -139,7 +139,7 @@ class Sample:
 
     @property
     def touched(self) -> int:
-        """``TOUCH_BITS`` of the rules that change this record in one of their versions."""
+        """``TOUCH_BITS`` of the rules that change this record."""
         touched = TOUCH_BITS["special_tokens"] if self.spells_special else 0
         for split in self.splits:
             if split.touched:
@@ -155,10 +155,10 @@ class Sample:
         """Images that a vision tower must encode."""
         return sum(split.num_encoded for split in self.splits)
 
-    def truncated(self, seq_length: int, *, version: int = CURRENT.overflow) -> Sample:
+    def truncated(self, seq_length: int) -> Sample:
         """Truncated to ``seq_length`` tokens: a text is shortened, an image is kept whole or removed with all after it.
 
-        The last token that is kept predicts nothing; in ``version`` 0 of the rule a text gets an end token there.
+        The last token that is kept predicts nothing.
         """
         kept: list[Split] = []
         left = seq_length
@@ -167,7 +167,7 @@ class Sample:
                 kept.append(split)
                 left -= split.num_tokens
                 continue
-            if (first := split.shortened(left, version=version)) is not None:
+            if (first := split.shortened(left)) is not None:
                 kept.append(first)
             break
         return replace(self, splits=tuple(kept))

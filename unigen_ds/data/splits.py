@@ -82,9 +82,7 @@ class TextSplit(Split):
         if tally.unk_id is not None:
             tally.unknown += self.ids.count(tally.unk_id)
 
-    def shortened(self, num_tokens: int, *, version: int) -> TextSplit | None:
-        if version == 0:
-            return TextSplit(self.ids[: num_tokens - 2], self.loss, self.droppable) if num_tokens > 2 else None
+    def shortened(self, num_tokens: int) -> TextSplit | None:
         return replace(self.part(0, num_tokens), following=IGNORED) if num_tokens > 1 else None
 
     @property
@@ -130,11 +128,11 @@ class TokenSplit(Split):
         if tally.unk_id is not None:
             tally.unknown += self.ids.count(tally.unk_id)
 
-    def shortened(self, num_tokens: int, *, version: int) -> TokenSplit | None:
+    def shortened(self, num_tokens: int) -> TokenSplit | None:
         if num_tokens < 1:
             return None
         first = self.part(0, num_tokens)
-        return first if version == 0 else replace(first, labels=(*first.labels[:-1], IGNORED))
+        return replace(first, labels=(*first.labels[:-1], IGNORED))
 
     def load(self, processor: Any, key: tuple[object, ...] | None) -> TokenSplit:
         return self
@@ -156,7 +154,7 @@ class ImageSplit(Split):
     error: str = ""
     """Why its header could not be read; then ``grid`` is that of the smallest image and the sample becomes a skip."""
     touched: bool = field(default=False, compare=False, repr=False)
-    """Whether the rule ``images`` (``rules.py``) decodes it differently in one of its versions."""
+    """Whether the rule ``images`` (``rules.py``) changes what PIL decodes."""
     tensor: Tensor | None = field(default=None, compare=False, repr=False)
     """The image itself, [C, H, W] in [-1, 1], where a user's own data set returned it; ``path`` then only names it."""
     content: ImageContent | None = field(default=None, compare=False, repr=False)

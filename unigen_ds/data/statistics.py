@@ -16,6 +16,7 @@ from unigen_ds.data.datasets import PlannedDataset, UnifiedGenerationDataset, pl
 from unigen_ds.data.filtered import filters_of, removal_line
 from unigen_ds.data.held_out import whole_of
 from unigen_ds.data.overflow import overflow_line, unit_tokens
+from unigen_ds.data.rules import RULE_VERSIONS
 from unigen_ds.data.stream import Cursor, Row, SequenceStream
 from unigen_ds.data.streamed_units import StreamedFitted, streamed_lines, streamed_report
 from unigen_ds.data.unusable import SKIPPED
@@ -35,7 +36,7 @@ def describe(source: PlannedDataset | SequenceStream) -> dict[str, Any]:
     tokens = np.concatenate([d.lengths()[0] for d in source.datasets])
     return {
         "fingerprint": source.fingerprint,
-        "rules": source.rules.state_dict(),
+        "rules": dict(RULE_VERSIONS),
         "records": len(tokens),
         "sources": {
             name: {
@@ -70,7 +71,7 @@ def start_lines(stream: SequenceStream) -> Iterator[tuple[bool, str]]:
         yield from filter_lines(name, fitted.dataset)
         yield lost, f"Data, {name}: {overflow_line(report, records=records, seq_length=stream.sample_length, key=key)}."
         spelled = int(fitted.dataset.counts().touched_by("special_tokens").sum())
-        if spelled and stream.rules.special_tokens:
+        if spelled:
             yield False, f"Data, {name}: {special_line(spelled, records=records)}."
         if number := _over_max_tiles(stream, fitted.dataset):
             limit = getattr(stream.packer, "max_tiles", None)

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -38,7 +37,7 @@ from unigen_ds.data.groups import Blend, check_mandatory
 from unigen_ds.data.held_out import division_of, whole_of
 from unigen_ds.data.order import Draw, GlobalOrder
 from unigen_ds.data.overflow import Overflow
-from unigen_ds.data.rules import CURRENT, DataRules
+from unigen_ds.data.rules import RULE_VERSIONS
 from unigen_ds.data.shard_order import ShardWalk
 from unigen_ds.data.streamed_units import StreamedFitted, fitted
 
@@ -73,7 +72,6 @@ class SequenceStream:
         sequences_per_iteration: of the geometry at the first start; unpacked epochs are rounded to whole ones.
         sequences_per_epoch: the stored value on resume; None: worked out here.
         phases: the stored ones on resume, the last one with these data sets; none: the first of a run.
-        rules: versions of the rules of the data, kept in checkpoints. That of ``mixture`` is the order's.
         blend: where the order's weights are those of groups: the groups.
     """
 
@@ -89,7 +87,6 @@ class SequenceStream:
         sequences_per_iteration: int = 1,
         sequences_per_epoch: int | None = None,
         phases: Sequence[Phase] = (),
-        rules: DataRules = CURRENT,
         blend: Blend | None = None,
     ) -> None:
         if seq_length < 1:
@@ -100,7 +97,7 @@ class SequenceStream:
         self.sources = tuple(whole_of(dataset) for dataset in datasets)
         """What the draws of rows point into."""
         self.drop_last, self.sequences_per_iteration = drop_last, sequences_per_iteration
-        self.rules, self.blend = replace(rules, mixture=order.version), blend or Blend()
+        self.blend = blend or Blend()
         self.names = source_names(datasets)
         self._tokens = [source.tokens for source in self.fitted]
         self._tiles = [source.tiles for source in self.fitted]
@@ -113,7 +110,7 @@ class SequenceStream:
             phases = (Phase(0, 0, 0, order.sizes, order.weights, rows, order.mandatory),)
         assert (phases[-1].sizes, phases[-1].weights) == (order.sizes, order.weights), "the phases are of other data"
         self.phases = tuple(phases)
-        self._orders = [phase.order(seed=order.seed, version=order.version) for phase in phases]
+        self._orders = [phase.order(seed=order.seed) for phase in phases]
         self.walks: dict[int, ShardWalk] = {
             k: source.walk(k, seed=order.seed, first_pass=self.phases[-1].first_pass)
             for k, source in enumerate(self.fitted)
@@ -138,7 +135,6 @@ class SequenceStream:
             sequences_per_iteration=self.sequences_per_iteration,
             sequences_per_epoch=self.sequences_per_epoch,
             phases=phases,
-            rules=self.rules,
             blend=self.blend,
         )
 
@@ -241,25 +237,11 @@ class SequenceStream:
             **self._fingerprinted,
             **({"filters": filters} if filters else {}),
             "records": records,
-            "rules": self.rules.state_dict(),
-            "overflow": self.fitted[0].overflow.facts,
+            "rules": dict(RULE_VERSIONS),
+            "overflow": self.fitted[0].overflow.actions,
             "units": list(self.order.sizes),
             **({"shards": {self.names[k]: walk.num_shards for k, walk in self.walks.items()}} if self.walks else {}),
         }
-
-    def num_touched(self, rule: str) -> int:
-        """Records that a rule of ``DataRules`` changes in one of its versions."""
-        if rule == "mixture":
-            return 0 if self.order.weights is None else sum(map(len, self.datasets))
-        if rule == "overflow":
-            return sum(len(source.longer) for source in self.fitted)
-        return sum(int(d.counts().touched_by(rule).sum()) for d in self.datasets)
-
-    @property
-    def num_moved_shards(self) -> int:
-        """Streamed shards that are in another folder than the first one of their data set."""
-        shards = (getattr(whole_of(dataset), "shards", None) for dataset in self.datasets)
-        return sum(one.num_moved for one in shards if one is not None)
 
     @property
     def _fingerprinted(self) -> dict[str, Any]:
@@ -277,7 +259,7 @@ class SequenceStream:
             **({"order": "mixture-2"} if self.order.mixture is not None else {}),
             **({"groups": self.blend.facts} if self.blend.facts else {}),
             **({"max_sample_tokens": self.sample_length} if self.sample_length != self.seq_length else {}),
-            **({"long_records": touched} if touched and self.rules.overflow else {}),
+            **({"long_records": touched} if touched else {}),
             **({"validation": division.facts} if division else {}),
         }
 

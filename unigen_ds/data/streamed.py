@@ -31,6 +31,7 @@ from unigen_ds.data.array_cache import cache_folder, fingerprint
 from unigen_ds.data.index import Index
 from unigen_ds.data.processor import ConversationProcessor
 from unigen_ds.data.records import Layout
+from unigen_ds.data.rules import RULES
 from unigen_ds.data.sources.base import Arrays, FoundRecord, RecordSource
 from unigen_ds.data.sources.find import DataPath
 from unigen_ds.data.sources.shard_list import ShardList, list_shards
@@ -242,24 +243,16 @@ class StreamedShards:
     def fingerprint(self) -> str:
         """Changes with every name, size and version of a shard, and with what decides how they are read and mixed."""
         shards = [shard.facts for shard in self.listed.shards]
-        rules = self.processor.rules
         facts = (*self.listed.facts, *self._layout.facts, *self._facts, *self._folders)
-        return fingerprint(_FORMAT, shards, self.settings.mixed_shards, self.processor.fingerprint, rules, *facts)
+        return fingerprint(_FORMAT, shards, self.settings.mixed_shards, self.processor.fingerprint, RULES, *facts)
 
     @property
     def _folders(self) -> tuple[object, ...]:
         """That images of local shards in different folders start beside each; nothing where it changes none."""
         if not self._layout.folders or self.listed.root is None:
             return ()
-        return (("image_folders", self._layout.folders),) if self.num_moved else ()
-
-    @property
-    def num_moved(self) -> int:
-        """Local shards in another folder than the first one, of which the rule ``image_folders`` speaks."""
-        root = self.listed.root
-        if root is None or self._layout.folders is None:
-            return 0
-        return sum(Path(shard.url).parent != root for shard in self.listed.shards)
+        moved = any(Path(shard.url).parent != self.listed.root for shard in self.listed.shards)
+        return (("image_folders", RULES.image_folders),) if moved else ()
 
     def index(self, shard: int) -> Index:
         """Of a shard, from the cache or by fetching and planning it. Raises ``DataError`` where that is impossible."""
@@ -301,7 +294,7 @@ class StreamedShards:
     def _built(self, shard: int, processor: ConversationProcessor) -> Index:
         report = parent_process() is None and shard not in self._reported
         self._reported.add(shard)
-        own_folder = bool(self._layout.folders)
+        own_folder = self._layout.folders
         source = ShardSource(self.listed.shards[shard], self.listed, self.spool, own_folder=own_folder)
         return Index.build(
             source,

@@ -26,6 +26,7 @@ from unigen_ds.data.index import Index
 from unigen_ds.data.planning import Chunk, batches, learnt, planned
 from unigen_ds.data.processor import ConversationProcessor
 from unigen_ds.data.records import Layout
+from unigen_ds.data.rules import RULES
 from unigen_ds.data.sources.base import RecordSource
 
 _FORMAT = "unigen-tokens-1"
@@ -69,7 +70,7 @@ class TokenCache:
             return None
         key = fingerprint(
             _FORMAT, index.content, type(processor).__qualname__, processor.tokenizer.fingerprint,
-            processor.rules.special_tokens, index.layout.facts, *index.source.cache_facts,
+            RULES.special_tokens, index.layout.facts, *index.source.cache_facts,
         )  # fmt: skip
         path = index.folder / f"{name}-tokens-{key[:16]}{SUFFIX}"
 

@@ -19,7 +19,6 @@ from unigen_ds.core.registry import FAMILIES, MODELS, TRANSFORMS, build, check_a
 from unigen_ds.core.settings import one_or_many
 from unigen_ds.data.augment import CHANGES
 from unigen_ds.data.processor import ConversationProcessor, Processor
-from unigen_ds.data.rules import DataRules
 from unigen_ds.models.weights import Pretrained
 
 
@@ -114,9 +113,7 @@ class Family:
         """The callable whose arguments the section ``processor`` sets: its annotations define what is allowed."""
         return self.processor_type
 
-    def processor(
-        self, spec: Mapping[str, Any], given: Mapping[str, Any], *, tokenizer: Any, seed: int, rules: DataRules
-    ) -> Processor:
+    def processor(self, spec: Mapping[str, Any], given: Mapping[str, Any], *, tokenizer: Any, seed: int) -> Processor:
         """What makes batches of records.
 
         Args:
@@ -125,7 +122,6 @@ class Family:
             given: the section ``processor``.
             tokenizer: None where the config has none.
             seed: of all random numbers of the data.
-            rules: versions of the rules by which records are read.
         """
         kind: Any = find(MODELS, spec, where="model")
         sizes = kind.processor_sizes(spec) if hasattr(kind, "processor_sizes") else {}
@@ -133,7 +129,7 @@ class Family:
         if both:
             raise ConfigError(f"processor sets {', '.join(both)}", remedy="leave it out: the model's config fixes it")
         try:
-            made: Processor = self.processor_arguments()(tokenizer=tokenizer, seed=seed, rules=rules, **sizes, **given)
+            made: Processor = self.processor_arguments()(tokenizer=tokenizer, seed=seed, **sizes, **given)
         except TypeError as error:
             raise ConfigError(f"processor: {error}") from error
         return made
@@ -195,11 +191,9 @@ class ConversationFamily(Family):
             )
         return model
 
-    def processor(
-        self, spec: Mapping[str, Any], given: Mapping[str, Any], *, tokenizer: Any, seed: int, rules: DataRules
-    ) -> Processor:
+    def processor(self, spec: Mapping[str, Any], given: Mapping[str, Any], *, tokenizer: Any, seed: int) -> Processor:
         whole = {**given, **_transforms(given)}
-        made: Any = super().processor(spec, whole, tokenizer=tokenizer, seed=seed, rules=rules)
+        made: Any = super().processor(spec, whole, tokenizer=tokenizer, seed=seed)
         made.vocab_size = _vocab_size(spec, tokenizer)
         return made
 

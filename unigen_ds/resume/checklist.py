@@ -297,18 +297,6 @@ def _former_split(change: DataChange) -> str:
     return f"set val_dataloader.split back to {was['share']:g} (seed {was['seed']}); "
 
 
-def check_rules(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
-    for rule in proposal.old_rules:
-        yield Finding(
-            f"data.rules.{rule.name}",
-            "warn",
-            f"version {rule.version}",
-            f"version {rule.version}, as the checkpoint; version {rule.current} would change {rule.shown}",
-            f"the run keeps the rule that it began with (docs/data.md describes the versions of {rule.name!r});"
-            " --on-data-change restart adopts the new one, with a new epoch",
-        )
-
-
 # ---- numbers and surroundings ---------------------------------------------------------------------------------------
 
 
@@ -379,7 +367,6 @@ CHECKS: tuple[Callable[[Manifest, Proposal], Iterable[Finding]], ...] = (
     check_edited,
     check_intervals,
     check_data,
-    check_rules,
     check_engine,
     check_ema,
     check_versions,

@@ -32,25 +32,6 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class OldRule:
-    """A rule of the data (``data/rules.py``) that the run follows in an older version."""
-
-    name: str
-    version: int
-    current: int
-    affected: int
-    """Records that the current version would read differently."""
-    shards: int = 0
-    """Of streamed data, whose records are not known: shards that it may read differently."""
-
-    @property
-    def shown(self) -> str:
-        shards = f"{self.shards:,} streamed shards, where they name images by relative paths"
-        both = [f"{self.affected:,} records"] * (not self.shards or self.affected > 0) + [shards] * (self.shards > 0)
-        return " and ".join(both)
-
-
-@dataclass(frozen=True)
 class Saves:
     """When checkpoints are saved, and how many are kept: the arguments of ``CheckpointHook``."""
 
@@ -87,8 +68,6 @@ class Proposal:
     """Where the next checkpoints go; None: not known."""
     hashed: bool = False
     """Whether the content of the checkpoint's files was compared, not only their sizes."""
-    old_rules: Sequence[OldRule] = ()
-    """Those that affect a record."""
     unknown: Sequence[str] = ()
     """What another trainer's checkpoint does not state."""
 

@@ -38,7 +38,6 @@ from unigen_ds.data.loader import UpdateLoader
 from unigen_ds.data.order import GlobalOrder
 from unigen_ds.data.overflow import Fitted, Overflow, check_overflow
 from unigen_ds.data.packing import check_packer
-from unigen_ds.data.rules import CURRENT, DataRules
 from unigen_ds.data.settings import TrainDataloader
 from unigen_ds.data.stream import Cursor, SequenceStream
 from unigen_ds.data.streamed_units import check_streamed, fitted
@@ -132,12 +131,12 @@ class Data:
         return [self.stream, *([self.validation] if self.validation else [])]
 
 
-def build_data(settings: Settings, *, geometry: Geometry, ruler: Ruler | None, rules: DataRules = CURRENT) -> Data:
-    """Tokenizer, processor, data sets, global order, packer, stream. ``ruler`` and ``rules`` are the stored ones on a
-    resume: they fix the epoch, and how records are read.
+def build_data(settings: Settings, *, geometry: Geometry, ruler: Ruler | None) -> Data:
+    """Tokenizer, processor, data sets, global order, packer, stream. ``ruler`` is the stored one on a resume: it
+    fixes the epoch.
     """
     loader, seed = settings.train_dataloader, settings.seed
-    processor = build_processor(settings, seed=seed, rules=rules)
+    processor = build_processor(settings, seed=seed)
     again = ruler is None or settings.on_data_change == "restart"
     datasets, skipped = build_sources(loader.dataset, processor, again=again)
     held_out: list[Any] = []
@@ -145,7 +144,7 @@ def build_data(settings: Settings, *, geometry: Geometry, ruler: Ruler | None, r
         own = settings.val_dataloader.seed
         division = Division(settings.val_dataloader.split, seed if own is None else own)
         datasets, held_out = divided(datasets, division)
-    overflow = Overflow(loader.seq_length, loader.overflow, rules.overflow)
+    overflow = Overflow(loader.seq_length, loader.overflow)
     if loader.max_sample_tokens is not None:
         overflow = replace(overflow, seq_length=loader.max_sample_tokens, key="max_sample_tokens")
     sources = [fitted(dataset, overflow) for dataset in datasets]
@@ -158,17 +157,16 @@ def build_data(settings: Settings, *, geometry: Geometry, ruler: Ruler | None, r
     blended = blend(datasets, sizes, loader.groups, skipped=[(one.name, one.group) for one in skipped])
     stream = SequenceStream(
         datasets,
-        GlobalOrder(sizes, blended.weights, seed=seed, version=rules.mixture, mandatory=blended.mandatory),
+        GlobalOrder(sizes, blended.weights, seed=seed, mandatory=blended.mandatory),
         packer=packer,
         seq_length=loader.seq_length,
         overflow=overflow,
         drop_last=loader.drop_last,
         sequences_per_iteration=(ruler.geometry if ruler else geometry).sequences_per_iteration,
         sequences_per_epoch=ruler.sequences_per_epoch if ruler else None,
-        rules=rules,
         blend=blended,
     )
-    validation = build_validation_data(settings, processor, held_out, geometry=geometry, rules=rules, again=again)
+    validation = build_validation_data(settings, processor, held_out, geometry=geometry, again=again)
     return Data(processor, stream, validation, skipped)
 
 
@@ -178,7 +176,6 @@ def build_validation_data(
     held_out: Sequence[Any],
     *,
     geometry: Geometry,
-    rules: DataRules,
     again: bool = True,
 ) -> ValidationData | None:
     """``val_dataloader``'s own data sets, or the share ``held_out`` of the training's; None: it has neither."""
@@ -189,7 +186,7 @@ def build_validation_data(
     check_streamed(datasets, what="val_dataloader.dataset")
     named = [(name, dataset) for name, dataset in zip(source_names(datasets), datasets, strict=True) if len(dataset)]
     seq_length = training.seq_length if loader.seq_length is None else loader.seq_length
-    overflow = Overflow(seq_length, loader.overflow or training.overflow, rules.overflow)
+    overflow = Overflow(seq_length, loader.overflow or training.overflow)
     return ValidationData(
         [Fitted(dataset, overflow) for _, dataset in named],
         [name for name, _ in named],
@@ -211,26 +208,12 @@ def build_validation(settings: Settings, data: Data) -> Validation | None:
     return Validation(data.validation, settings.term_weights, partial(family.target_groups, located(spec)))
 
 
-def rules_of(settings: Settings, manifest: Manifest | None) -> DataRules:
-    """The versions of the data rules that a run follows: those of its checkpoint.
-
-    A config that sets ``overflow``, or has groups, asks for the current rule: the change is then compared as any of the
-    data is.
-    """
-    if manifest is None:
-        return CURRENT
-    stored = DataRules.stored(manifest.loader["facts"])
-    if settings.train_dataloader.overflow is not None:
-        stored = replace(stored, overflow=CURRENT.overflow)
-    return replace(stored, mixture=CURRENT.mixture) if settings.train_dataloader.groups else stored
-
-
-def build_processor(settings: ModelSettings, *, seed: int, rules: DataRules = CURRENT) -> Any:
+def build_processor(settings: ModelSettings, *, seed: int) -> Any:
     """The tokenizer and the family's processor; every size that the model determines is read from the model."""
     tokenizer = None if settings.tokenizer is None else settings.tokenizer.build()
     kind, spec, given = settings.model.cls, located(settings.model.spec), dict(settings.processor)
     with of_its_kind(kind, spec):
-        return family_of_model(kind).processor(spec, given, tokenizer=tokenizer, seed=seed, rules=rules)
+        return family_of_model(kind).processor(spec, given, tokenizer=tokenizer, seed=seed)
 
 
 def located(spec: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -28,13 +28,14 @@ from unigen_ds.core.optim import COMPUTE_DTYPE, settled_precision
 from unigen_ds.core.progress import Geometry
 from unigen_ds.core.shards import EMA
 from unigen_ds.data.overflow import check_overflow
+from unigen_ds.data.rules import check_rules
 from unigen_ds.evaluation.metrics import build_metrics
 from unigen_ds.evaluation.provenance import Result
 from unigen_ds.evaluation.scoring import Answering, check
 from unigen_ds.evaluation.scoring import evaluate as score
 from unigen_ds.evaluation.validation import Validation
 from unigen_ds.families.directories import published_format
-from unigen_ds.runner.build import Data, build_data, build_processor, build_validation, build_validation_data, rules_of
+from unigen_ds.runner.build import Data, build_data, build_processor, build_validation, build_validation_data
 from unigen_ds.runner.custom_imports import import_custom
 from unigen_ds.runner.family_settings import family_of_model
 from unigen_ds.runner.settings import Settings
@@ -185,14 +186,15 @@ class EvaluationSubject:
             )
             logger().info("Evaluated: %s.", "the average of the weights (--ema)" if self.ema else raw)
         settings, manifest = self.settings, self.manifest
-        rules = rules_of(settings, manifest)
+        if manifest is not None:
+            check_rules(manifest.loader["facts"])
         geometry = Geometry(settings.train_dataloader.batch_size or 1) if manifest is None else manifest.geometry
         assert settings.val_dataloader is not None
         if settings.val_dataloader.split is not None:
-            data = build_data(settings, geometry=geometry, ruler=manifest.ruler if manifest else None, rules=rules)
+            data = build_data(settings, geometry=geometry, ruler=manifest.ruler if manifest else None)
         else:  # the training data are not needed, and may not be there
-            processor = build_processor(settings, seed=settings.seed, rules=rules)
-            found = build_validation_data(settings, processor, [], geometry=geometry, rules=rules)
+            processor = build_processor(settings, seed=settings.seed)
+            found = build_validation_data(settings, processor, [], geometry=geometry)
             data = Data(processor, None, found)  # type: ignore[arg-type]
         validation = build_validation(settings, data)
         assert validation is not None

@@ -22,7 +22,7 @@ PROCESSOR_KEYS = (
     "timestep", "ce_reweight", "max_image_size", "resize_to_max_side_len",
 )  # fmt: skip
 """Keys of ``processor`` of the families of this package."""
-_FIXED = ("tokenizer", "seed", "rules")
+_FIXED = ("tokenizer", "seed")
 """Arguments of a processor that no config sets in its section."""
 _CHANNELS = {"RGB": 3, "L": 1}
 _WITH_MODE = ("ImageTransform", "CenterCrop", "FixedSize")

@@ -32,11 +32,12 @@ from unigen_ds.data.change import DataChange, compare, continued
 from unigen_ds.data.datasets import check_readable
 from unigen_ds.data.left_out import check_unusable
 from unigen_ds.data.overflow import check_overflow
+from unigen_ds.data.rules import check_rules
 from unigen_ds.data.stream import Cursor
 from unigen_ds.models.weights import check_here
 from unigen_ds.resume import checklist
 from unigen_ds.resume.edited import BUILT
-from unigen_ds.resume.finding import Finding, OldRule, Proposal, Saves, refuse
+from unigen_ds.resume.finding import Finding, Proposal, Saves, refuse
 from unigen_ds.resume.plan import NOT_RESUMED, ResumePlan, plan_resume
 from unigen_ds.runner.adopt import adopt, geometry_of
 from unigen_ds.runner.build import (
@@ -50,7 +51,6 @@ from unigen_ds.runner.build import (
     named_parameters,
     parameter_table,
     recorded_fused,
-    rules_of,
     total_sequences,
 )
 from unigen_ds.runner.settings import Settings
@@ -192,8 +192,9 @@ def build_start(settings: Settings, plan: ResumePlan, *, geometry: Geometry) -> 
             foreign, settings, build_data(settings, geometry=geometry_of(foreign, settings), ruler=None).stream
         )
         unknown = foreign.unknown
-    rules = rules_of(settings, None if choice == "restart" else manifest)
-    data = build_data(settings, geometry=geometry, ruler=manifest.ruler if manifest else None, rules=rules)
+    if manifest:
+        check_rules(manifest.loader["facts"])
+    data = build_data(settings, geometry=geometry, ruler=manifest.ruler if manifest else None)
     for part in data.parts:
         check_readable(part.datasets, part.names)
         check_overflow(part.fitted, part.names)
@@ -243,7 +244,6 @@ def check_resume(
         schedules=schedules,
         parameters=rows,
         data=start.change,
-        old_rules=_old_rules(start),
         versions=current_versions(),
         on_batch_change=settings.on_batch_change,
         on_data_change=settings.on_data_change,
@@ -258,16 +258,6 @@ def _saves(hook: Component | None) -> Saves:
     """The arguments of the checkpoint hook; without a hook, the defaults, which save nothing."""
     default = Saves()
     return default if hook is None else Saves(**{key: hook.get(key, value) for key, value in asdict(default).items()})
-
-
-def _old_rules(start: Start) -> list[OldRule]:
-    """The rules that the run follows in an older version, with the records that the current one would change."""
-    stream = start.data.stream
-    found = [
-        OldRule(rule, was, now, stream.num_touched(rule), stream.num_moved_shards * (rule == "image_folders"))
-        for rule, (was, now) in stream.rules.outdated().items()
-    ]
-    return [rule for rule in found if rule.affected or rule.shards]
 
 
 def _parameters(

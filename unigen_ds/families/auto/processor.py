@@ -18,7 +18,6 @@ from unigen_ds.core.registry import checked
 from unigen_ds.data.chat import RenderedChat, encode_chats, next_token_labels
 from unigen_ds.data.image_files import ImageHeader
 from unigen_ds.data.processor import ConversationProcessor, is_document
-from unigen_ds.data.rules import CURRENT, DataRules
 from unigen_ds.data.samples import Sample, Split
 from unigen_ds.data.splits import TokenSplit
 from unigen_ds.data.tokenizers import ModelTokenizer
@@ -64,7 +63,6 @@ class ModelProcessor(ConversationProcessor):
         reads_images: whether the model has a vision tower.
         ce_reweight: weigh each text target by 1 / sqrt(targets of its text) instead of 1.
         seed: of the loader; nothing here is random.
-        rules: versions of the rules by which texts and images are read.
     """
 
     tokenizer: ModelTokenizer
@@ -79,9 +77,8 @@ class ModelProcessor(ConversationProcessor):
         reads_images: bool = False,
         ce_reweight: bool = False,
         seed: int = 0,
-        rules: DataRules = CURRENT,
     ) -> None:
-        super().__init__(tokenizer, ce_reweight=ce_reweight, seed=seed, rules=rules)
+        super().__init__(tokenizer, ce_reweight=ce_reweight, seed=seed)
         if not isinstance(tokenizer, ModelTokenizer):
             raise ConfigError(
                 f"tokenizer.type is {type(tokenizer).__name__!r}", allowed="ModelTokenizer, for a model of transformers"
@@ -137,7 +134,7 @@ class ModelProcessor(ConversationProcessor):
     def _rendered(self, turns: Sequence[Turn], where: object, keep_images: bool, reply: bool) -> _Chat:
         texts, signs = [turn.value for turn in turns if turn.kind == "text"], dict[str, str]()
         spelled = any(map(self.spells_special, texts))
-        if spelled and self.rules.special_tokens:
+        if spelled:
             texts, signs = self.tokenizer.special.shield(texts)
         if is_document(turns) and not reply:
             rendered = self._document("\n".join(texts))

@@ -22,7 +22,6 @@ from unigen_ds.core.registry import checked
 from unigen_ds.data.augment import Augment
 from unigen_ds.data.image_files import ImageHeader
 from unigen_ds.data.processor import ConversationProcessor
-from unigen_ds.data.rules import CURRENT, DataRules
 from unigen_ds.data.samples import Split, TextTokenizer
 from unigen_ds.data.splits import ImageKind, ImageSplit, TextSplit
 from unigen_ds.data.transforms import ImageTransform
@@ -54,7 +53,6 @@ class UnifiedProcessor(ConversationProcessor):
             included; in training only, keyed by sample.
         vit_augment: list of components: random changes of understood images, in training only, keyed by sample.
         seed: of dropout, time steps and noise.
-        rules: versions of the rules by which texts and images are read.
     """
 
     @checked("processor")
@@ -79,9 +77,8 @@ class UnifiedProcessor(ConversationProcessor):
         augment: Sequence[Augment] = (),
         vit_augment: Sequence[Augment] = (),
         seed: int = 0,
-        rules: DataRules = CURRENT,
     ) -> None:
-        super().__init__(tokenizer, ce_reweight=ce_reweight, seed=seed, rules=rules)
+        super().__init__(tokenizer, ce_reweight=ce_reweight, seed=seed)
         self.vit_transform, self.vit_patch_size = vit_transform, vit_patch_size
         self.vae_transform, self.vae_downsample = vae_transform, vae_downsample
         self.latent_channels, self.latent_patch_size = latent_channels, latent_patch_size

@@ -11,7 +11,6 @@ import torch
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.registry import FAMILIES
 from unigen_ds.data.processor import Processor
-from unigen_ds.data.rules import DataRules
 from unigen_ds.families.bagel.processor import UnifiedProcessor
 from unigen_ds.families.base import ConversationFamily, PublishedFormat
 from unigen_ds.families.decoder_lm.inference import TextInferencer
@@ -69,9 +68,7 @@ class Decoder(ConversationFamily):
     terms: ClassVar[Mapping[str, str]] = {"text": "weight of the mean cross-entropy per text target"}
     published = (TransformersDirectory(),)
 
-    def processor(
-        self, spec: Mapping[str, Any], given: Mapping[str, Any], *, tokenizer: Any, seed: int, rules: DataRules
-    ) -> Processor:
+    def processor(self, spec: Mapping[str, Any], given: Mapping[str, Any], *, tokenizer: Any, seed: int) -> Processor:
         """As of ``Family``. Raises ``ConfigError`` for what changes images: no record of this model has one."""
         if without_effect := [key for key in _OF_IMAGES if given.get(key)]:
             raise ConfigError(
@@ -79,7 +76,7 @@ class Decoder(ConversationFamily):
                 allowed="text_dropout, ce_reweight",
                 remedy="leave it out; or a model with images: UnifiedModel, VLM, ImageTextToText",
             )
-        return super().processor(spec, given, tokenizer=tokenizer, seed=seed, rules=rules)
+        return super().processor(spec, given, tokenizer=tokenizer, seed=seed)
 
     def inferencer(self, model: Any, processor: Any) -> TextInferencer:
         return TextInferencer(model, processor)

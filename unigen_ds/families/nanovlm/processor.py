@@ -18,10 +18,9 @@ from unigen_ds.data.augment import Augment
 from unigen_ds.data.chat import RenderedChat, encode_chats, next_token_labels
 from unigen_ds.data.image_files import ImageHeader
 from unigen_ds.data.processor import ConversationProcessor, is_document
-from unigen_ds.data.rules import CURRENT, DataRules
 from unigen_ds.data.samples import Sample, Split
 from unigen_ds.data.splits import ImageKind, ImageSplit, TokenSplit
-from unigen_ds.data.tiles import IMAGE_TOKEN, Tiling, TransformTiling, image_string, num_tiles
+from unigen_ds.data.tiles import Tiling, TransformTiling, image_string, num_tiles
 from unigen_ds.data.tokenizers import ChatTokenizer
 from unigen_ds.data.transforms import ImageTransform
 from unigen_ds.data.turn import Turn, same_message
@@ -73,7 +72,6 @@ class VLMProcessor(ConversationProcessor):
         vit_augment: list of components: random changes of the resized picture before it is split into tiles, in
             training only, keyed by sample.
         seed: of the random changes.
-        rules: versions of the rules by which texts and images are read.
     """
 
     tokenizer: ChatTokenizer
@@ -95,9 +93,8 @@ class VLMProcessor(ConversationProcessor):
         augment: Sequence[Augment] = (),
         vit_augment: Sequence[Augment] = (),
         seed: int = 0,
-        rules: DataRules = CURRENT,
     ) -> None:
-        super().__init__(tokenizer, ce_reweight=ce_reweight, seed=seed, rules=rules)
+        super().__init__(tokenizer, ce_reweight=ce_reweight, seed=seed)
         side = tile_size // vit_patch_size
         self.vit_patch_size, self.vit_max_patches_per_side = vit_patch_size, side
         self.tokens_per_tile = (side // pixel_shuffle_factor) ** 2
@@ -161,9 +158,7 @@ class VLMProcessor(ConversationProcessor):
         messages, images, found = [], list[_PlannedImage](), _messages(turns, where)
         texts, signs = ["\n".join(message.texts) for message in found], dict[str, str]()
         spelled = any(map(self.spells_special, texts))
-        if self.rules.special_tokens == 0:
-            texts = [text.replace(IMAGE_TOKEN, "") for text in texts]
-        elif spelled:
+        if spelled:
             texts, signs = self.tokenizer.special.shield(texts)
         for message, text in zip(found, texts, strict=True):
             grids = []
