@@ -24,7 +24,7 @@ TEXTS: dict[str, bytes] = {
     "200,000 brackets": b"[" * 200_000,
     "200,000 objects": b'{"format_version":' * 200_000,
     "closed brackets": b"[" * 50_000 + b"]" * 50_000,
-    "brackets inside": b'{"format_version": 1, "config": ' + b"[" * 400 + b"]" * 400 + b"}",
+    "brackets inside": b'{"format_version": 2, "config": ' + b"[" * 400 + b"]" * 400 + b"}",
     "1e999": b'{"format_version": 1e999}',
     "-1e999": b'{"format_version": -1e999, "digest": null}',
     "NaN": b'{"format_version": NaN}',
@@ -32,14 +32,14 @@ TEXTS: dict[str, bytes] = {
     "a bool": b"true",
     "a list": b"[1]",
     "a text": b'"\\ud800"',
-    "a surrogate name": b'{"format_version": 1, "\\ud800": 1}',
-    "UTF-16": '{"format_version": 1}'.encode("utf-16"),
+    "a surrogate name": b'{"format_version": 2, "\\ud800": 1}',
+    "UTF-16": '{"format_version": 2}'.encode("utf-16"),
     "bytes": bytes(range(256)),
     "nothing": b"",
 }
 WILD: list[Any] = [
     None, True, -1, 0, 1.5, 1e308, float("inf"), float("nan"), 10**4000, "", "\0", "\ud800", "../..", [], {}, [[]],
-    [None], {"path": 5}, "x" * 5000, [{"path": "\0", "size": "1", "blake2b": None}], [{"path": "a" * 5000, "size": 1}],
+    [None], {"path": 5}, "x" * 5000, [{"path": "\0", "size": "1", "digest": None}], [{"path": "a" * 5000, "size": 1}],
 ]  # fmt: skip
 
 

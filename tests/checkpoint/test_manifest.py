@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.support import make_manifest
-from unigen_ds.checkpoint.manifest import FILE_NAME, WITH_BASE, FileEntry, Manifest
+from unigen_ds.checkpoint.manifest import FILE_NAME, FORMAT_VERSION, WITH_BASE, FileEntry, Manifest
 from unigen_ds.core.errors import CheckpointError
 
 
@@ -48,7 +48,7 @@ def test_a_truncated_manifest(tmp_path, keep):
         Manifest.read(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["[]", "null", "3", '{"format_version": 1}', "\x00\xff"])
+@pytest.mark.parametrize("text", ["[]", "null", "3", '{"format_version": 2}', "\x00\xff"])
 def test_something_else(tmp_path, text):
     (tmp_path / FILE_NAME).write_bytes(text.encode("latin1"))
     with pytest.raises(CheckpointError, match=r"damaged|digest"):
@@ -65,9 +65,10 @@ def test_a_changed_number_is_noticed(tmp_path):
         Manifest.read(tmp_path)
 
 
-def test_a_newer_format_is_refused_by_its_number(tmp_path):
-    write(tmp_path, format_version=WITH_BASE + 1, something_new=1)
-    with pytest.raises(CheckpointError, match=f"has format {WITH_BASE + 1}.*newer unigen_ds"):
+@pytest.mark.parametrize("version", [FORMAT_VERSION - 1, WITH_BASE + 1])
+def test_another_format_is_refused_by_its_number(tmp_path, version):
+    write(tmp_path, format_version=version, something_new=1)
+    with pytest.raises(CheckpointError, match=f"has format {version}. Allowed: 2, or 3 of adapters.*that wrote it"):
         Manifest.read(tmp_path)
 
 

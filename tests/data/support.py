@@ -14,7 +14,6 @@ from unigen_ds.data.datasets import UnifiedGenerationDataset
 from unigen_ds.data.order import GlobalOrder
 from unigen_ds.data.overflow import Fitted, Overflow
 from unigen_ds.data.packing import WindowPacking
-from unigen_ds.data.rules import CURRENT
 from unigen_ds.data.stream import SequenceStream
 from unigen_ds.data.transforms import ImageTransform
 from unigen_ds.families.bagel.processor import UnifiedProcessor
@@ -120,12 +119,10 @@ def make_stream(datasets: list[Any], *, window: int | None = None, seq_length: i
     overflow = more.pop("overflow", None)
     overflow = overflow if isinstance(overflow, Overflow) else Overflow(seq_length, overflow)
     sizes = [len(Fitted(d, overflow)) for d in datasets]
-    version = more.pop("version", CURRENT.mixture)
     order = GlobalOrder(
         sizes,
         more.pop("weights", None),
         seed=more.pop("seed", 3),
-        version=version,
         mandatory=more["blend"].mandatory if "blend" in more else (),
     )
     packer = None if window is None else more.pop("packing", WindowPacking)(window, more.pop("max_tiles", None))

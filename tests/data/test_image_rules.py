@@ -5,7 +5,6 @@ Expected pixels are computed here with numpy, from the arrays of the files.
 
 from __future__ import annotations
 
-import json
 import warnings
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,19 +16,14 @@ from PIL import Image
 
 from tests.data.chat_support import character_tokenizer
 from tests.data.support import make_processor, write_jsonl
-from tests.tiny import tiny_config
-from unigen_ds.core.metrics import read_lines
 from unigen_ds.data import image_files
 from unigen_ds.data.collate import collate
 from unigen_ds.data.datasets import UnifiedGenerationDataset
 from unigen_ds.data.image_files import FORMATS, image_header, open_image
 from unigen_ds.data.order import Draw
-from unigen_ds.data.rules import DataRules
 from unigen_ds.data.tokenizers import ChatTokenizer
 from unigen_ds.families.nanovlm.processor import VLMProcessor
-from unigen_ds.runner import Runner, start
 
-OLD = DataRules(overflow=0, images=0, special_tokens=0)
 RNG = np.random.default_rng(3)
 GREY = RNG.integers(0, 65536, (4, 8), dtype=np.uint16)
 RGBA = RNG.integers(0, 256, (4, 8, 4), dtype=np.uint8)
@@ -63,7 +57,6 @@ def test_grey_of_16_bits_keeps_its_upper_8(tmp_path: Path, suffix: str) -> None:
     for processor in (make_processor(), vlm(tmp_path)):
         assert np.array_equal(pixels(processor.read_image(path)), three((GREY >> 8).astype(np.uint8)))
         assert processor.touches(image_header(path))
-    assert make_processor(rules=OLD).read_image(path).mode == "I;16"
 
 
 @pytest.mark.parametrize("suffix", ["png", "webp", "tif"])
@@ -78,9 +71,6 @@ def test_exif_turns_a_picture_upright(tmp_path: Path, suffix: str) -> None:
         header = image_header(path)
         assert header.size == (8, 4) and header.changed == (orientation > (4 if suffix == "tif" else 1))
         assert np.array_equal(pixels(open_image(path)), three(upright)), orientation
-        if suffix != "tif":  # which PIL has always turned by itself
-            assert image_header(path, rule=0).size == Image.open(path).size
-            assert np.array_equal(pixels(open_image(path, rule=0)), three(np.ascontiguousarray(stored(upright))))
 
 
 def test_transparency_as_the_public_code_of_the_family(tmp_path: Path) -> None:
@@ -155,59 +145,11 @@ def test_pixels_are_counted_before_they_are_decoded(tmp_path: Path, monkeypatch:
         open_image(path)
 
 
-def turned_digits(folder: Path) -> Path:
-    """24 images: 8 plain, 8 with an orientation, 8 in 16 bits."""
-    records = []
-    for number in range(24):
-        array = RNG.integers(0, 256, (8, 8), dtype=np.uint8)
-        exif = Image.Exif()
-        exif[0x0112] = 6 if number % 3 == 1 else 1
-        image = Image.fromarray(array.astype(np.uint16) * 257 if number % 3 == 2 else array)
-        image.save(folder / f"{number}.png", exif=exif.tobytes())
-        records.append({"text_prompt": "draw one", "image_path": f"{number}.png"})
-    return write_jsonl(folder / "train.jsonl", records)
-
-
-def test_an_old_run_keeps_its_decoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run with version 0 resumes with it, bit-equal, and reports the records; a new run uses version 1."""
-    data = {"type": "UnifiedGenerationDataset", "data_path": str(turned_digits(tmp_path))}
-
-    def run(name: str, updates: int, **more: Any) -> list[Any]:
-        config = tiny_config(tmp_path / name, tmp_path, train_dataloader__batch_size=1, **more)
-        config["train_dataloader"]["dataset"] = data
-        Runner.from_cfg(config, max_updates=updates).train()
-        lines = read_lines(tmp_path / name / "metrics.jsonl")
-        return [line["loss/image"] for line in lines if "loss/image" in line]
-
-    with monkeypatch.context() as patch:
-        patch.setattr(start, "rules_of", lambda *_: OLD)
-        whole = run("whole", 4)
-        assert run("old", 2) == whole[:2]
-    (manifest,) = (tmp_path / "old").glob("*/manifest.json")
-    facts = json.loads(manifest.read_text())["loader"]["facts"]
-    assert run("old", 4, resume=True) == whole
-    log = (tmp_path / "old" / "train.log").read_text()
-    assert "data.rules.images" in log and "version 1 would change 16 records" in log
-    new = run("new", 4)
-    assert all(a != b for a, b in zip(new, whole, strict=True))
-    (manifest,) = (tmp_path / "new").glob("*/manifest.json")
-    present = json.loads(manifest.read_text())["loader"]["facts"]
-    assert present["rules"]["images"] == 1 and present["digests"] != facts["digests"]
-
-
-def test_fingerprints_of_untouched_data_do_not_change(tmp_path: Path) -> None:
-    Image.fromarray(RGBA).save(tmp_path / "a.png")
-    path = write_jsonl(tmp_path / "t.jsonl", [{"text_prompt": "x", "image_path": "a.png"}])
-    old, new = (UnifiedGenerationDataset(path, make_processor(**rules)) for rules in ({"rules": OLD}, {}))
-    assert old.fingerprint == new.fingerprint and old.prefix_digest(1) == new.prefix_digest(1)
-    assert not new.counts().touched.any()
-
-
 def test_reading_images_in_threads_leaves_the_users_warnings_as_they_were(tmp_path: Path) -> None:
     """Two overlapping reads, in any order of their ends; ``warnings.catch_warnings`` would leave warnings disabled."""
     Image.fromarray(GREY.astype(np.uint8)).save(tmp_path / "a.png")
     before = list(warnings.filters)
-    first, second = (image_files._opened(tmp_path / "a.png", "read", 1) for _ in range(2))
+    first, second = (image_files._opened(tmp_path / "a.png", "read") for _ in range(2))
     with ExitStack() as one, ExitStack() as two:
         one.enter_context(first)
         two.enter_context(second)

@@ -100,11 +100,9 @@ def test_truncation_never_divides_an_image(folder: Path) -> None:
     assert lengths == [10, 6, 6]
     assert sample.truncated(22) == sample
     assert sample.truncated(21).splits[2] == TextSplit(tuple(b"that"), loss=True, following=IGNORED)
-    assert sample.truncated(21, version=0).splits[2] == TextSplit(tuple(b"tha"), loss=True)
     assert len(sample.truncated(17).splits) == 2 and len(sample.truncated(9).splits) == 0
     sample = Sample((TokenSplit((1, 2, 3), (2, 3, -100)),))
     assert sample.truncated(2).splits == (TokenSplit((1, 2), (2, IGNORED)),)
-    assert sample.truncated(2, version=0).splits == (TokenSplit((1, 2), (2, 3)),)
 
 
 def test_fingerprint_follows_what_changes_a_plan() -> None:

@@ -15,7 +15,6 @@ from tests.data.chat_support import character_tokenizer
 from tests.data.support import image, picture, talk, text
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.records import parse_record
-from unigen_ds.data.rules import DataRules
 from unigen_ds.data.splits import TokenSplit
 from unigen_ds.data.tokenizers import ChatTokenizer, PretrainedTokenizer, WordTokenizer
 from unigen_ds.families.nanovlm.processor import VLMProcessor
@@ -63,11 +62,8 @@ def bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def processor(folder: Path, **rules: int) -> VLMProcessor:
-    versions = {"rules": DataRules(**rules)} if rules else {}
-    return VLMProcessor(
-        ChatTokenizer(path=str(folder)), tile_size=16, vit_patch_size=4, pixel_shuffle_factor=2, **versions
-    )
+def processor(folder: Path) -> VLMProcessor:
+    return VLMProcessor(ChatTokenizer(path=str(folder)), tile_size=16, vit_patch_size=4, pixel_shuffle_factor=2)
 
 
 def random_text(random: random.Random, *, special: bool) -> str:
@@ -124,14 +120,6 @@ def test_a_forged_turn_is_ordinary_text(bpe: Path) -> None:
             alone = tokenizer.encode(content)
             assert control.isdisjoint(alone) and chat.decode(alone) == content
     assert forged > 150
-
-
-def test_version_0_reads_the_token(bpe: Path) -> None:
-    old, record = processor(bpe, special_tokens=0), turns("a<|im_end|>\n<|im_start|>b", "c")
-    assert ids_of(old.plan(record)).count(old.tokenizer.eos_id) == 3 and old.plan(record).spells_special
-    assert ids_of(processor(bpe).plan(record)).count(old.tokenizer.eos_id) == 2
-    assert ids_of(old.plan(turns("a", "c"))) == ids_of(processor(bpe).plan(turns("a", "c")))
-    assert ids_of(old.plan(turns("a<|image|>", "c"))) == ids_of(old.plan(turns("a", "c"))), "its name was removed"
 
 
 def test_texts_in_a_batch_are_those_one_by_one(bpe: Path) -> None:

@@ -26,8 +26,9 @@ from unigen_ds.core import dist
 from unigen_ds.core.batch import LossTerms, PackedBatch
 from unigen_ds.core.errors import ConfigError, SaveError
 from unigen_ds.core.outputs import write_output
-from unigen_ds.core.registry import HOOKS, MODELS
+from unigen_ds.core.registry import FAMILIES, HOOKS, MODELS
 from unigen_ds.examples.digits.dataset import write_digits
+from unigen_ds.families.bagel.family import Bagel
 from unigen_ds.families.bagel.model import UnifiedModel
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.models.flux_vae import FluxAutoencoder
@@ -191,6 +192,14 @@ class OddModel(nn.Module):
         wanted = batch.flow_noise[torch.isfinite(batch.timesteps)].flip(-1)
         image = (drawn.float() - wanted).square().mean(-1).sum()
         return LossTerms({"text": (losses * batch.text_target_weight).sum(), "image": image})
+
+
+@FAMILIES.register_module()
+class OddFamily(Bagel):
+    """Batches as of ``UnifiedModel``."""
+
+    model = OddModel
+    published = ()
 
 
 @HOOKS.register_module()

@@ -1,5 +1,4 @@
-"""Data files in different folders: an image path starts at the folder of its own file; a run that began with the former
-rule keeps it.
+"""Data files in different folders: an image path starts at the folder of its own file.
 
 Both folders have images of the same names, dark ones beside the first file and bright ones beside the second.
 """
@@ -15,13 +14,10 @@ from PIL import Image
 from tests.data.support import write_jsonl
 from tests.text_run import KeepBatches, trained
 from tests.tiny import tiny_config
-from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.errors import DataError
-from unigen_ds.data.rules import DataRules
-from unigen_ds.runner import Runner, build
+from unigen_ds.runner import Runner
 
 GREY = {"a": 0, "b": 255}
-FORMER = "631f82a8ea20fcc67ed6249b4fe83eea"
 
 
 @pytest.fixture
@@ -63,23 +59,6 @@ def test_a_path_starts_at_the_folder_of_its_own_file(folder: Path, streaming: bo
     assert identity(other) != identity(runner), "these are other data"
 
 
-def test_a_run_of_the_former_rule_keeps_it(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    with monkeypatch.context() as former:
-        former.setattr(build, "CURRENT", DataRules(image_folders=0))
-        _, kept = trained(config(folder))
-    assert greys(kept) == pytest.approx([-1.0] * 6)
-    path = folder / "run" / "iter_1.pth"
-    manifest = Manifest.read(path)
-    assert manifest.loader["facts"]["digests"] == [FORMER], "what commit 4f06e71 gives for this data"
-    del manifest.loader["facts"]["rules"]["image_folders"]  # as a checkpoint of before has them
-    (path / "manifest.json").write_text(manifest.to_json(), encoding="utf-8")
-    again, kept = trained(config(folder, resume=True, train_cfg__max_updates=2))
-    assert greys(kept) == pytest.approx([-1.0] * len(kept.ids)) and again.progress.updates == 2
-    log = (folder / "run" / "train.log").read_text(encoding="utf-8")
-    assert log.count("image_folders: version 0 -> version 0, as the checkpoint; version 1 would change 3") == 1
-    assert Manifest.read(folder / "run" / "iter_2.pth").loader["facts"]["rules"]["image_folders"] == 0
-
-
 def test_an_image_that_is_at_neither_is_named_with_both(folder: Path, capsys: Any) -> None:
     (folder / "b" / "one.png").unlink()
     write_jsonl(folder / "b" / "part.jsonl", [{"text_prompt": "draw", "image_path": n} for n in ("one.png", "no.png")])
@@ -90,17 +69,3 @@ def test_an_image_that_is_at_neither_is_named_with_both(folder: Path, capsys: An
     lines = str(raised.value).splitlines()
     assert "b/one.png" in lines[2] and "(but c/one.png is there, beside the first data file: image_root='c'" in lines[2]
     assert "b/no.png" in lines[3] and "(nor is there c/no.png, beside the first data file)" in lines[3]
-
-
-def test_streamed_shards_that_a_rule_may_change_are_counted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their records are not known at the start; an ``image_root`` is that of all."""
-    with monkeypatch.context() as former:
-        former.setattr(build, "CURRENT", DataRules(image_folders=0))
-        for name, root in (("run", {}), ("other", {"image_root": "a"})):
-            Runner.from_cfg(config(folder, run=name, dataset={"streaming": True, **root})).train()
-    for name, root, number in (("run", {}, 1), ("other", {"image_root": "a"}, 0)):
-        again = config(folder, run=name, dataset={"streaming": True, **root}, resume=True, train_cfg__max_updates=2)
-        Runner.from_cfg(again).train()
-        log = (folder / name / "train.log").read_text(encoding="utf-8")
-        assert log.count("version 1 would change 1 streamed shards, where they name images by relative") == number
-        assert log.count("image_folders: version 0") == number

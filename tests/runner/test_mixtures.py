@@ -1,14 +1,9 @@
-"""Weighted mixtures through the real entry: old checkpoints to the bit, groups, kills, other geometries and workers.
-
-``old_mixture/`` holds config, data and checkpoint of update 5 of a weighted, packed mixture, written by commit 9023478
-(the order ``mixture-1``), and of each update of the whole run the ledger's digest, that of the batch, and the loss.
-"""
+"""Weighted mixtures through the real entry: groups, kills, other geometries and workers."""
 
 from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
@@ -16,32 +11,13 @@ from typing import Any
 import pytest
 
 from tests.data.support import write_jsonl
-from tests.runner.test_old_rules import digest
 from tests.text_run import KeepBatches, text_config, trained, words
 from tools import inspect_data
 from unigen_ds.checkpoint.manifest import Manifest
-from unigen_ds.core.errors import ConfigError, ResumeBlocked
+from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.metrics import read_lines
 from unigen_ds.hooks.base import Hook
 from unigen_ds.runner import Runner
-from unigen_ds.runner.settings import load_config
-
-STORED = Path(__file__).parent / "old_mixture"
-EXPECTED = json.loads((STORED / "expected.json").read_text(encoding="utf-8"))["updates"]
-
-
-@pytest.fixture
-def old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in ("config.py", "talk.jsonl", "short.jsonl", "long.jsonl"):
-        shutil.copy(STORED / name, tmp_path)
-    shutil.unpack_archive(STORED / "checkpoint.zip", tmp_path / "run" / "iter_5.pth")
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def config(**overrides: Any) -> Any:
-    dotted = {key.replace("__", "."): value for key, value in overrides.items()}
-    return load_config("config.py", {"resume": True, "custom_hooks": [{"type": "KeepBatches"}], **dotted})
 
 
 def lines(folder: Path, name: str, key: str) -> list[Any]:
@@ -51,29 +27,6 @@ def lines(folder: Path, name: str, key: str) -> list[Any]:
 def facts(folder: Path, name: str) -> dict[str, Any]:
     found: dict[str, Any] = Manifest.read(folder / "run" / name).loader
     return found
-
-
-def test_an_old_checkpoint_keeps_its_order_and_packer_to_the_bit(old: Path) -> None:
-    _, kept = trained(config())
-    later = EXPECTED[5:]
-    assert [digest(batch) for batch in kept.batches] == [update["batch"] for update in later]
-    assert lines(old, "ledger.jsonl", "digest") == [update["ledger"] for update in later]
-    assert lines(old, "metrics.jsonl", "loss") == pytest.approx([update["loss"] for update in later], rel=1e-5)
-    log = (old / "run" / "train.log").read_text(encoding="utf-8")
-    assert log.count("data.rules.mixture: version 0 -> version 0, as the checkpoint; version 1 would change 41") == 1
-    loader = facts(old, "iter_24.pth")
-    assert loader["facts"]["rules"]["mixture"] == 0 and "order" not in loader["facts"]
-    assert set(loader["cursor"]) == {"epoch", "window", "row", "sequences"}
-    assert loader["fingerprint"] == facts(old, "iter_5.pth")["fingerprint"]
-
-
-def test_restart_adopts_the_present_order(old: Path) -> None:
-    with pytest.raises(ResumeBlocked, match=r"the packing was WindowPacking-1/16/None and is FastPacking-1/16/None"):
-        Runner.from_cfg(config(train_dataloader__packing={"type": "FastPacking", "window": 16}))
-    _, kept = trained(config(on_data_change="restart", train_dataloader__packing={"type": "FastPacking", "window": 16}))
-    loader = facts(old, "iter_24.pth")
-    assert loader["facts"]["order"] == "mixture-2" and loader["facts"]["rules"]["mixture"] == 1
-    assert min(int(sample.split(":")[2]) for sample in kept.ids) > 0, "passes of their own"
 
 
 KINDS = {"text": (61, 9), "talk": (37, 5), "short": (23, 2)}

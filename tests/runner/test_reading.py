@@ -133,7 +133,7 @@ def test_a_resume_opens_each_file_once_however_many_tensors_it_has(
     """To open a file is to parse its header, which is as long as there are tensors. Each is hashed once, too."""
     opened: list[Path] = []
     hashed: list[Path] = []
-    monkeypatch.setattr(store, "file_digest", lambda path, kind: hashed.append(path) or file_digest(path, kind))
+    monkeypatch.setattr(store, "file_digest", lambda path: hashed.append(path) or file_digest(path))
     real = layout.safe_open
     monkeypatch.setattr(layout, "safe_open", lambda path, **how: opened.append(path) or real(path, **how))
     (checkpoint,) = trained.work_dir.glob("*.pth")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -16,14 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint.support import flip_byte, tree
+from tests.checkpoint.support import tree
 from tests.processes import ROOT, ranks, run
 from tests.runner.test_launchers import written_config
 from tests.tiny import tiny_config
 from tools.train import main
 from unigen_ds.checkpoint import manifest as manifest_module
 from unigen_ds.checkpoint import store
-from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.core.dist import free_port
 from unigen_ds.core.errors import ConfigError, SaveError
 from unigen_ds.core.metrics import read_lines
@@ -379,36 +377,3 @@ def test_what_a_killed_process_left_is_removed_at_the_next_start(tmp_path, data)
         path.write_text("")
     Runner.from_cfg(config(tmp_path, data, train_cfg={"max_updates": 1})).train()
     assert not left.exists() and all(path.exists() for path in others)
-
-
-def as_format_1(checkpoint: Path) -> None:
-    """The manifest as it was written before: blake2b of every file."""
-    state = json.loads((checkpoint / FILE_NAME).read_text())
-    del state["digest"]
-    state["format_version"] = 1
-    for entry in state["files"]:
-        del entry["digest"]
-        content = (checkpoint / entry["path"]).read_bytes()
-        entry["blake2b"] = hashlib.blake2b(content, digest_size=16).hexdigest()
-    digest = hashlib.blake2b(json.dumps(state, sort_keys=True).encode(), digest_size=16).hexdigest()
-    (checkpoint / FILE_NAME).write_text(json.dumps(state | {"digest": digest}))
-
-
-def test_a_checkpoint_of_format_1_is_resumed_bit_equal_and_verified(tmp_path, data):
-    Runner.from_cfg(config(tmp_path / "straight", data)).train()
-    shutil.copytree(tmp_path / "straight", tmp_path / "old")
-    shutil.rmtree(tmp_path / "old" / "iter_6.pth")
-    as_format_1(tmp_path / "old" / "iter_2.pth")
-    as_format_1(tmp_path / "old" / "iter_4.pth")
-    flip_byte(tmp_path / "old" / "iter_4.pth" / "optimizer.safetensors")
-    found, rejected = store.newest(tmp_path / "old")
-    assert found is not None and found.path.name == "iter_2.pth" and "hash differs" in str(rejected[0].problem)
-    Runner.from_cfg(config(tmp_path / "old", data, resume=True)).train()
-    assert (
-        f"WARNING Not resumed from {tmp_path / 'old' / 'iter_4.pth'}: " in (tmp_path / "old" / "train.log").read_text()
-    )
-    both = [tree(tmp_path / name / "iter_6.pth") for name in ("straight", "old")]
-    assert both[0]["model.safetensors"] == both[1]["model.safetensors"]
-    assert both[0]["optimizer.safetensors"] == both[1]["optimizer.safetensors"]
-    manifest = Manifest.read(tmp_path / "old" / "iter_6.pth")
-    assert manifest.format_version == 2 and all(e.digest.startswith("xxh3_128:") for e in manifest.files)

@@ -23,8 +23,9 @@ from unigen_ds.core.config_file import read_file
 from unigen_ds.core.errors import ConfigError, ResumeBlocked
 from unigen_ds.core.log import NAME
 from unigen_ds.core.progress import Geometry, Ruler
-from unigen_ds.core.registry import MODELS, PACKERS
+from unigen_ds.core.registry import FAMILIES, MODELS, PACKERS
 from unigen_ds.data.transforms import ImageTransform
+from unigen_ds.families.bagel.family import Bagel
 from unigen_ds.hooks.checkpoint import CheckpointHook
 from unigen_ds.hooks.ema import EMAHook
 from unigen_ds.hooks.nan_guard import NanGuardHook
@@ -395,6 +396,29 @@ class AnnotatedAlone(torch.nn.Module):
         super().__init__()
 
     def forward(self, batch: Any) -> None: ...
+
+
+@FAMILIES.register_module(force=True)
+class OfAnnotatedAlone(Bagel):
+    model = AnnotatedAlone
+    published = ()
+
+
+@MODELS.register_module(force=True)
+class WithoutFamily(torch.nn.Module):
+    """A user's own model of which no family knows how its batches are made."""
+
+    def forward(self, batch: Any) -> None: ...
+
+
+def test_a_model_that_no_family_has_is_refused(plain: dict[str, Any]) -> None:
+    """It would be given the batches of another kind of model."""
+    with pytest.raises(ConfigError) as raised:
+        Runner.from_cfg({**plain, "model": {"type": "WithoutFamily"}, "processor": {}})
+    text = str(raised.value)
+    for words in ("model.type is 'WithoutFamily', and no registered family has this model", "DecoderLM", "UnifiedModel",
+                  "VLM, or a subclass of one", "custom_imports", "docs/extending.md"):  # fmt: skip
+        assert words in text, text
 
 
 def test_a_users_own_model_is_checked_by_its_annotations(plain: dict[str, Any]) -> None:

@@ -23,9 +23,8 @@ from unigen_ds.examples.digits.dataset import write_digits
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.hooks.logger import logger_of
 from unigen_ds.runner import Runner
-from unigen_ds.tracking.tensorboard import TensorboardVisBackend
 from unigen_ds.tracking.trackio import TrackioVisBackend
-from unigen_ds.tracking.writer import RunName, SafeWriter
+from unigen_ds.tracking.writer import SafeWriter
 
 runs = want("watched")
 
@@ -232,21 +231,6 @@ def test_runs_with_one_folder_do_not_mix(tmp_path: Path, data: Path) -> None:
     found = read_lines(lines / "run.jsonl")
     assert [(line["update"], line.get("event")) for line in found] == [
         (1, None), (2, None), (2, "training_stats"), (3, None), (4, None), (4, "training_stats")]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("run_id", "updates", "since", "place"),
-    [(None, 5, 0, ""), (None, 0, 0, "run"), ("old", 5, 0, "old"), (None, 5, 5, "run")],
-)
-def test_a_run_that_a_former_version_began_stays_in_the_folder_itself(
-    tmp_path: Path, run_id: str | None, updates: int, since: int, place: str
-) -> None:
-    pytest.importorskip("tensorboard")
-    writer = TensorboardVisBackend(save_dir=str(tmp_path / "tb"))
-    writer.run_name = RunName("run", "run", None, since)
-    found = writer.open(work_dir=tmp_path / "work", config={}, run_id=run_id, updates=updates)
-    writer.close()
-    assert (found or "") == place and [path.parent for path in tmp_path.rglob("events.*")] == [tmp_path / "tb" / place]
 
 
 class ShowsHook(Hook):

@@ -176,7 +176,6 @@ def _problem(base: Base, folders: Folders) -> str | None:
         if path.stat().st_size != entry.size:
             return f"{path} has {path.stat().st_size:,} bytes, and the base's had {entry.size:,}"
     for entry in base.files:
-        algorithm = entry.digest.partition(":")[0]
-        if (digest := file_digest(found[entry.path], algorithm)) != entry.digest:
+        if (digest := file_digest(found[entry.path])) != entry.digest:
             return f"{found[entry.path]} has another content ({digest}) than the base's ({entry.digest})"
     return None

@@ -1,8 +1,8 @@
 """``manifest.json``: content of a checkpoint directory and position of the run. Written last, so it marks completeness.
 
-Schema of ``format_version`` 2 (frozen; a change that old readers cannot accept raises the version). Version 1 differs
-in one point, and is read: an entry of ``files`` has ``blake2b`` (hex) instead of ``digest``. A checkpoint of adapters
-is of version 3, which has ``base`` in addition: without the files of the base it is no model.
+Schema of ``format_version`` 2 (frozen; a change that readers cannot accept raises the version). A checkpoint of
+adapters is of version 3, which has ``base`` in addition: without the files of the base it is no model. Any other
+version is refused.
 
 ===================  =================================================================================
 format_version       2
@@ -86,14 +86,6 @@ class FileEntry:
     digest: str
     """``algorithm:hex``; empty where it is not known (another trainer's checkpoint)."""
 
-    @classmethod
-    def from_state(cls, state: dict[str, Any]) -> FileEntry:
-        """An entry of any format version."""
-        if "blake2b" in state:  # format 1
-            state = {**state, "digest": f"blake2b:{state['blake2b']}"}
-            del state["blake2b"]
-        return cls(**state)
-
 
 @dataclass
 class Manifest:
@@ -144,7 +136,7 @@ class Manifest:
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
-        """Raises ``CheckpointError`` when the file is missing, damaged, or of a newer format."""
+        """Raises ``CheckpointError`` when the file is missing, damaged, or of another format."""
         path = directory / FILE_NAME
         try:
             if not path.is_file():
@@ -152,11 +144,11 @@ class Manifest:
                 raise CheckpointError(problem)
             state = json.loads(path.read_text(encoding="utf-8"))
             version, digest = int(state["format_version"]), state.pop("digest", None)
-            if version > WITH_BASE:
+            if version not in (FORMAT_VERSION, WITH_BASE):
                 raise CheckpointError(
                     f"{path} has format {version}",
-                    allowed=f"up to {WITH_BASE}",
-                    remedy="use a newer unigen_ds",
+                    allowed=f"{FORMAT_VERSION}, or {WITH_BASE} of adapters",
+                    remedy="read it with the version of unigen_ds that wrote it",
                 )
             if digest != _digest(state):
                 raise CheckpointError(f"{path} has changed since it was written (its digest differs)")
@@ -164,7 +156,7 @@ class Manifest:
             state["progress"] = Progress.from_state_dict(state["progress"])
             state["geometry"] = Geometry(**state["geometry"])
             state["ruler"] = Ruler.from_state_dict(state["ruler"])
-            state["files"] = [FileEntry.from_state(entry) for entry in state["files"]]
+            state["files"] = [FileEntry(**entry) for entry in state["files"]]
             manifest = _checked(cls(**state))
             if problems := contradictions(manifest, iteration):
                 raise CheckpointError(f"{path} contradicts itself: {'; '.join(problems)}")

@@ -115,7 +115,7 @@ def _problem(path: Path, entry: FileEntry, *, hashed: bool = False) -> str | Non
             return f"{path} is missing"
         if path.stat().st_size != entry.size:
             return f"{path} has {path.stat().st_size} bytes, {entry.size} were written"
-        if hashed and file_digest(path, entry.digest.partition(":")[0]) != entry.digest:
+        if hashed and file_digest(path) != entry.digest:
             return f"{path} has changed since it was written (hash differs)"
     except (OSError, ValueError) as error:
         return f"{path} cannot be read: {error}"

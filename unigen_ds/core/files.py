@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import xxhash
 from safetensors import SafetensorError
@@ -193,22 +192,14 @@ def copy_files(source: Path, folder: Path, *, wanted: Callable[[str], bool]) -> 
             shutil.copyfile(path, folder / path.name)
 
 
-_ALGORITHMS: dict[str, Callable[[], Any]] = {
-    ALGORITHM: xxhash.xxh3_128,
-    "blake2b": lambda: hashlib.blake2b(digest_size=16),  # of checkpoints written before format 2
-}
-
-
-def file_digest(path: Path, algorithm: str = ALGORITHM) -> str:
-    """``algorithm:hex`` of the whole content. Raises ``ValueError`` for an algorithm that is not known."""
-    if algorithm not in _ALGORITHMS:
-        raise ValueError(f"hash algorithm {algorithm!r} is not known (known: {', '.join(_ALGORITHMS)})")
-    digest = _ALGORITHMS[algorithm]()
+def file_digest(path: Path) -> str:
+    """``xxh3_128:hex`` of the whole content."""
+    digest = xxhash.xxh3_128()
     block = memoryview(bytearray(_BLOCK))
     with path.open("rb", buffering=0) as stream:
         while number := stream.readinto(block):
             digest.update(block[:number])
-    return f"{algorithm}:{digest.hexdigest()}"
+    return f"{ALGORITHM}:{digest.hexdigest()}"
 
 
 DIGESTS = "digests.json"
@@ -234,7 +225,7 @@ def stored_digests(folder: Path) -> dict[str, str]:
     path = folder / DIGESTS
     try:
         digests = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        if not all(digest.partition(":")[0] in _ALGORITHMS for digest in digests.values()):
+        if not all(digest.partition(":")[0] == ALGORITHM for digest in digests.values()):
             raise ValueError("a digest of an algorithm that is not known")
         return dict(digests)
     except (OSError, ValueError, AttributeError) as error:
@@ -260,7 +251,7 @@ def check_digests(path: Path) -> None:
 @cache
 def _is_content(file: Path, digest: str, size: int, mtime_ns: int) -> bool:
     """Whether a file has a digest: read once by a process, as long as its size and time stay."""
-    return file_digest(file, digest.partition(":")[0]) == digest
+    return file_digest(file) == digest
 
 
 def quick_digest(path: Path, *, blocks: int = 64) -> str:

@@ -236,12 +236,7 @@ def families() -> list[Family]:
 def family_of(kind: type) -> Family | None:
     """The family of a model's class: the one with the nearest base class. None: no family has it."""
     of_bases = {family.model: family for family in families()}
-    found = next((of_bases[base] for base in kind.__mro__ if base in of_bases), None)
-    named = getattr(kind, "processor", None)  # a model of a user's own may name the processor of its batches
-    if found is None and isinstance(named, str):
-        same = [f for f in families() if getattr(f.processor_arguments(), "__name__", "") == named]
-        found = same[0] if same else None
-    return found
+    return next((of_bases[base] for base in kind.__mro__ if base in of_bases), None)
 
 
 def exported_format(family: Family, kind: type) -> PublishedFormat:

@@ -194,14 +194,12 @@ class LoggerHook(Hook):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state.get("version") not in (1, VERSION):
-            raise ConfigError(f"state of LoggerHook has version {state.get('version')!r}", allowed=f"1, {VERSION}")
+        if state.get("version") != VERSION:
+            raise ConfigError(f"state of LoggerHook has version {state.get('version')!r}", allowed=str(VERSION))
         for writer in self._writers:
             writer.run_id = state["run_ids"].get(writer.name)
-            writer.adopts = state["version"] == 1
-        if state["version"] > 1:
-            self._watch.load_state_dict(state["grad_norms"])
-            self._epoch.load_state_dict(state["epoch"])
+        self._watch.load_state_dict(state["grad_norms"])
+        self._epoch.load_state_dict(state["epoch"])
 
     def _log(self, run: Run, result: UpdateResult, of_epoch: Mapping[str, float] | None = None) -> None:
         """Collective. Reads the device: the only code outside the optimizer step that waits for it."""

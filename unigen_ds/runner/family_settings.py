@@ -13,7 +13,6 @@ from unigen_ds.core.registry import MODELS, argument_problems, find
 from unigen_ds.core.settings import Component, Of, one_or_many
 from unigen_ds.data.augment import CHANGES, misplaced
 from unigen_ds.data.settings import Transform
-from unigen_ds.families.bagel.family import Bagel
 from unigen_ds.families.base import Family, families, family_of
 from unigen_ds.families.directories import published_format
 
@@ -33,8 +32,16 @@ _LANGUAGE = ("CausalLM", "DecoderLM")
 
 
 def family_of_model(kind: type) -> Family:
-    """The family of a model's class; a model that no family has is trained on conversations, as ``UnifiedModel`` is."""
-    return family_of(kind) or Bagel()
+    """The family of a model's class. Raises ``ConfigError`` where none is registered."""
+    family = family_of(kind)
+    if family is None:
+        raise ConfigError(
+            f"model.type is {kind.__name__!r}, and no registered family has this model",
+            allowed=f"{', '.join(sorted(each.model.__name__ for each in families()))}, or a subclass of one",
+            remedy="name the module that registers its family in custom_imports; docs/extending.md shows how to write"
+            " one",
+        )
+    return family
 
 
 @contextmanager
@@ -75,9 +82,13 @@ def family_problems(given: Mapping[str, Any]) -> Iterator[ConfigError]:
     """What is wrong with ``tokenizer``, ``processor`` and ``loss_weights``, which depend on the model's family."""
     try:
         kind = find(MODELS, given.get("model") or {}, where="")
-        family = family_of_model(kind)
     except ConfigError:
         return  # reported with the model
+    try:
+        family = family_of_model(kind)
+    except ConfigError as error:
+        yield error
+        return
     if family.needs_tokenizer and given.get("tokenizer") is None:
         yield ConfigError("the config has no tokenizer", remedy="docs/configs.md describes every key")
     processor, weights = given.get("processor"), given.get("loss_weights")

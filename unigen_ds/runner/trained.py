@@ -130,7 +130,7 @@ def _of_weights(config: Mapping[str, Any], source: Source) -> Mapping[str, Any]:
 
 def self_contained(config: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]:
     """The config of a checkpoint without the folders that it names: the sizes as the model was built, the tokenizer
-    that was saved with it. A checkpoint of an earlier version has neither, and needs its folders.
+    that was saved with it.
     """
     found, built = dict(config), (config.get(BUILT) or {}).get("model")
     if built:

@@ -35,8 +35,7 @@ class JsonlVisBackend(Writer):
 
     def open(self, *, work_dir: Path, config: Mapping[str, Any], run_id: str | None, updates: int) -> str | None:
         named, folder = self.run_name or RunName(work_dir.name, work_dir.name), Path(self._save_dir)
-        former = named.is_of_former_version(run_id, updates=updates)
-        name = named.name if former else run_id or own_file(folder, named.name, suffix=".jsonl")
+        name = run_id or own_file(folder, named.name, suffix=".jsonl")
         path = folder / f"{name}.jsonl"
         make_directory(path.parent)
         self._lines = JsonLines(path)

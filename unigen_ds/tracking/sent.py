@@ -99,18 +99,17 @@ class Sent:
         group: str,
         kept_in: Mapping[str, Any],
         identity: Mapping[str, Any],
-        adopts: bool = False,
     ) -> Branch:
         """Where a start at ``updates`` continues, ``run_id`` being that of its checkpoint. ``id`` None: a new run.
 
-        ``adopts``: without a record the checkpoint's run is continued; else it is the parent, of another work dir.
+        Without a record the checkpoint's run is the parent, of another work dir.
         """
         branches, lines = self._read()
         digest = hashlib.blake2b(json.dumps(json_values(identity), sort_keys=True).encode(), digest_size=8).hexdigest()
         chain = _chain(branches)
         fresh = Branch(None, None, 0, name, group, dict(kept_in), digest)
         if not chain:
-            self._branch = replace(fresh, id=run_id) if adopts else replace(fresh, parent=run_id, start=updates)
+            self._branch = replace(fresh, parent=run_id, start=updates)
         elif dict(chain[0].kept_in) != dict(kept_in):
             self._branch = replace(fresh, start=updates)
         elif run_id is not None and run_id != _owner(chain, updates).id:

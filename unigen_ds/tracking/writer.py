@@ -47,10 +47,6 @@ class RunName:
     parent: str | None = None
     since: int = 0
 
-    def is_of_former_version(self, run_id: str | None, *, updates: int) -> bool:
-        """Whether a run continues that was begun by a version whose writers of files had no run ids."""
-        return run_id is None and self.parent is None and self.since == 0 and updates > 0
-
     @property
     def of_branch(self) -> str:
         """The name, and from which update on where there is a parent."""
@@ -129,8 +125,6 @@ class SafeWriter:
         self.name = name or type(writer).__name__
         self.run_id: str | None = None
         """Of the run that is written to; before ``open`` that of the checkpoint."""
-        self.adopts = False
-        """Whether the run of a checkpoint without a record of what was sent is continued: former versions kept none."""
         self._sent: Sent | None = None
         self._axes: set[str] = set()
         self._opened: dict[str, Any] = {}
@@ -166,7 +160,6 @@ class SafeWriter:
                 group=work_dir.name,
                 kept_in=kept_in,
                 identity=identity,
-                adopts=self.adopts,
             )
             self._name = RunName(branch.name, branch.group, branch.parent, branch.start)
             self._open_run(branch.id)

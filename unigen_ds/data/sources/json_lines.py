@@ -253,7 +253,7 @@ class JsonSource(RecordSource):
         check_data_file(self.path)
 
     def identity(self, content: str) -> tuple[object, ...]:
-        """A quick digest, as older checkpoints have it: a change that it misses shows in the digests of the records."""
+        """A quick digest: a change that it misses shows in the digests of the records."""
         return (quick_digest(self.path),)
 
     @property

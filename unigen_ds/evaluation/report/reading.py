@@ -49,7 +49,7 @@ class RunStart:
     update: int
     """Updates of the run when it began."""
     record: Line | None
-    """Its line in ``timeline.jsonl``; None where the run is older than that file."""
+    """Its line in ``timeline.jsonl``; None where the file lacks it."""
     times: Sequence[Line]
     """The lines of ``timeline.jsonl`` between this start and the next, in order."""
     lines: Sequence[Line]
@@ -222,7 +222,7 @@ def _by_start(lines: Iterable[Line]) -> list[tuple[int, list[Line]]]:
 def _starts(
     metrics: Sequence[tuple[int, list[Line]]], ledger: Sequence[tuple[int, list[Line]]], timeline: Iterable[Line]
 ) -> list[RunStart]:
-    """One for each start line of the timeline; before them, those of an earlier version that wrote none.
+    """One for each start line of the timeline; before them, those that have none there.
 
     A start that ended before its first update is in the timeline alone, so both are matched from their ends.
     """

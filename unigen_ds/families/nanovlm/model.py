@@ -72,8 +72,6 @@ class VLM(PretrainedModel):
             a SigLIP2 and a SmolLM2 directory; they have every size that is not given.
     """
 
-    processor = "VLMProcessor"
-    """The data processor that makes its batches."""
     forward_methods = ("logits", "next_token_logits")
     """Entry points beside ``forward``; a sharding engine must hook these too."""
 
