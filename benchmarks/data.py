@@ -10,7 +10,7 @@ In: nothing; all files are made in a temporary folder. Out: a table, and ``resul
   about 36,000 a second on two cores.
 * ``headers``: images indexed a second, beside a loop that opens each file with PIL for its size; divided as texts.
 * ``packing``: samples planned a second, and how full the sequences of 4,096 tokens are, for long-tailed lengths, beside
-  ``WindowPacking`` and nanoVLM's packer: the longest sample first, each to the emptiest sequence that has space for
+  ``BestFitPacking`` and nanoVLM's packer: the longest sample first, each to the emptiest sequence that has space for
   it, buffer by buffer.
 * ``loader``: images of 256 px loaded a second with 0, 1 and 2 workers, beside torch's ``DataLoader``; each batch
   is read once, as a training step reads it, and pixels are compared bit by bit. Also the CPU time of each step, alone.
@@ -76,12 +76,11 @@ from unigen_ds.data import array_cache
 from unigen_ds.data.collate import collate
 from unigen_ds.data.counts import COLUMNS, Array, Counts
 from unigen_ds.data.datasets import UnifiedGenerationDataset
-from unigen_ds.data.fast_packing import FastPacking
 from unigen_ds.data.index import Index
 from unigen_ds.data.loader import UpdateLoader
 from unigen_ds.data.order import Draw, GlobalOrder
 from unigen_ds.data.packet import Memory, Packet, SharedBlocks
-from unigen_ds.data.packing import WindowPacking
+from unigen_ds.data.packing import BestFitPacking
 from unigen_ds.data.resampling import resized
 from unigen_ds.data.stream import Cursor, SequenceStream
 from unigen_ds.data.transforms import patchify, pixel_patches
@@ -174,7 +173,7 @@ def packing(folder: Path, rounds: int, options: argparse.Namespace) -> dict[str,
     lengths = np.minimum(draw.lognormal(5.5, 1.1, options.packed).astype(np.int64) + 8, SEQ_LENGTH)
     first = lengths[: options.packed_by_peer]  # of the slower ones
 
-    def windows(packer: FastPacking | WindowPacking, given: Array) -> int:
+    def windows(packer: BestFitPacking, given: Array) -> int:
         parts = [given[i : i + WINDOW] for i in range(0, len(given), WINDOW)]
         return sum(len(packer.plan(part, np.zeros_like(part), SEQ_LENGTH, 1)) for part in parts)
 
@@ -189,8 +188,8 @@ def packing(folder: Path, rounds: int, options: argparse.Namespace) -> dict[str,
                 buffer, total = [], 0
         return found + len(emptiest_first(buffer, SEQ_LENGTH))
 
-    packers = {"ours": FastPacking(WINDOW), "WindowPacking": WindowPacking(WINDOW)}
-    given = {"ours": lengths, "WindowPacking": first, "nanoVLM's packer": first}
+    packers = {"ours": BestFitPacking(WINDOW), "BestFitPacking": BestFitPacking(WINDOW)}
+    given = {"ours": lengths, "BestFitPacking": first, "nanoVLM's packer": first}
     sides: Sides = {name: partial(windows, packer, given[name]) for name, packer in packers.items()}
     sides["nanoVLM's packer"] = nanovlm
     found = in_turns(sides, {name: len(some) for name, some in given.items()}, rounds, same=False)
@@ -334,7 +333,7 @@ def inside_memory(folder: Path, number: int) -> dict[str, float]:
     processor = image_processor(folder)
     before = private_bytes()
     data = UnifiedGenerationDataset(folder / f"records-{number}.jsonl", processor)
-    packer = FastPacking(64)
+    packer = BestFitPacking(64)
     stream = SequenceStream([data], GlobalOrder([number], seed=0), packer=packer, seq_length=64, sequences_per_epoch=9)
     assert list(islice(stream.rows(), 3)) and stream.identity
     return {"bytes": private_bytes() - before}
@@ -391,7 +390,7 @@ def inside_resume(folder: Path, where: str, number: int) -> dict[str, float]:
     """From the index to the first sequences."""
     start, used = time.perf_counter(), cpu_seconds()
     data = Synthetic(folder, number)
-    packer = FastPacking(WINDOW)
+    packer = BestFitPacking(WINDOW)
     stream = SequenceStream(
         [data], GlobalOrder([number], seed=0), packer=packer, seq_length=SEQ_LENGTH, sequences_per_epoch=number // 9
     )

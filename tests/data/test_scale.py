@@ -56,7 +56,7 @@ from unigen_ds.data.loader import UpdateLoader
 from unigen_ds.data.order import Draw, GlobalOrder
 from unigen_ds.data.overflow import Fitted, Overflow
 from unigen_ds.data.packet import Packet
-from unigen_ds.data.packing import WindowPacking
+from unigen_ds.data.packing import BestFitPacking
 from unigen_ds.data.quick_header import quick_header
 from unigen_ds.data.splits import ImageSplit
 from unigen_ds.data.stream import Cursor, SequenceStream
@@ -129,7 +129,7 @@ def test_a_million_records_take_at_most_16_bytes_each(tmp_path: Path, monkeypatc
         data: Any = Large()
         order = GlobalOrder([len(Fitted(data, Overflow(1024)))], seed=0)
         stream = SequenceStream(
-            [data], order, packer=WindowPacking(64), seq_length=1024, sequences_per_epoch=7, overflow=Overflow(1024)
+            [data], order, packer=BestFitPacking(64), seq_length=1024, sequences_per_epoch=7, overflow=Overflow(1024)
         )
         assert len(list(islice(stream.rows(Cursor(0, 5, 0, 9)), 5))) == 5 and stream.fitted[0].report("large")["split"]
         return stream
@@ -229,8 +229,8 @@ def test_a_resume_at_the_end_plans_one_window(monkeypatch: pytest.MonkeyPatch, t
     data = mixed_dataset(tmp_path, 60)
     stream = make_stream([data], window=8, sequences_per_epoch=20)
     planned: list[int] = []
-    plan = WindowPacking.plan
-    monkeypatch.setattr(WindowPacking, "plan", lambda self, *a, **k: planned.append(1) or plan(self, *a, **k))
+    plan = BestFitPacking.plan
+    monkeypatch.setattr(BestFitPacking, "plan", lambda self, *a, **k: planned.append(1) or plan(self, *a, **k))
     next(stream.rows(Cursor(0, 6, 0, 19)))
     assert len(planned) == 1
 
