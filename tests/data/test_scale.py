@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import io
 import json
 import logging
 import mmap
 import pickle
-import random
 import signal
 import subprocess
 import sys
@@ -50,14 +48,13 @@ from unigen_ds.data.datasets import UnifiedGenerationDataset
 from unigen_ds.data.filtered import filtered
 from unigen_ds.data.filters import CheckedRecord
 from unigen_ds.data.held_out import Division, divided
-from unigen_ds.data.image_files import image_header, open_image
+from unigen_ds.data.image_files import open_image
 from unigen_ds.data.index import Index
 from unigen_ds.data.loader import UpdateLoader
 from unigen_ds.data.order import Draw, GlobalOrder
 from unigen_ds.data.overflow import Fitted, Overflow
 from unigen_ds.data.packet import Packet
 from unigen_ds.data.packing import BestFitPacking
-from unigen_ds.data.quick_header import quick_header
 from unigen_ds.data.splits import ImageSplit
 from unigen_ds.data.stream import Cursor, SequenceStream
 from unigen_ds.data.tokenizers import ChatTokenizer
@@ -364,53 +361,6 @@ def test_two_processes_build_it_once(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ images
-
-
-def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
-    stream = io.BytesIO()
-    image.save(stream, kind, **options)
-    return stream.getvalue()
-
-
-def files() -> list[bytes]:
-    """JPEG and PNG files of many kinds."""
-    draw = np.random.default_rng(0)
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    found = []
-    for mode in ("RGB", "L", "CMYK", "RGBA", "LA", "P", "1", "I;16"):
-        size = (int(draw.integers(1, 40)), int(draw.integers(1, 40)))
-        image = Image.fromarray(draw.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8))
-        image = image.convert("I").convert("I;16") if mode == "I;16" else image.convert(mode)
-        if mode != "CMYK":
-            found += [encoded(image, "PNG"), encoded(image, "PNG", dpi=(72, 72)), encoded(image, "PNG", exif=exif)]
-        if mode in ("RGB", "L", "P"):
-            found.append(encoded(image, "PNG", transparency=(0, 0, 0) if mode == "RGB" else 0))
-        if mode in ("RGB", "L", "CMYK"):
-            found += [
-                encoded(image, "JPEG"), encoded(image, "JPEG", progressive=True), encoded(image, "JPEG", exif=exif),
-                encoded(image, "JPEG", comment=b"c", icc_profile=b"x" * 500), encoded(image, "JPEG", quality=100),
-            ]  # fmt: skip
-    return found
-
-
-def test_quick_headers_are_those_of_pil(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of whole, truncated and changed files: size, mode, transparency and readability."""
-    draw, path, quick = random.Random(0), tmp_path / "x", 0
-    for content in files():
-        changed = [bytearray(content) for _ in range(25)]
-        for one in changed:
-            for _ in range(draw.randint(1, 3)):
-                one[draw.randrange(min(len(one), 700))] = draw.randrange(256)
-        for given in (content, content[: len(content) // 2], content[:40], *map(bytes, changed)):
-            path.write_bytes(given)
-            quick += quick_header(given[:8192]) is not None
-            found = image_header(path)
-            with monkeypatch.context() as patch:
-                patch.setattr("unigen_ds.data.image_files.quick_header", lambda _: None)
-                expected = image_header(path)
-            assert found == expected, given[:200]
-    assert quick > 200
 
 
 def test_bytes_become_the_same_patches(tmp_path: Path) -> None:

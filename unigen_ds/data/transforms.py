@@ -21,7 +21,6 @@ from torch import Tensor
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.registry import TRANSFORMS, checked
 from unigen_ds.data.image_files import on_white
-from unigen_ds.data.resampling import resized
 
 _BLACK = torch.tensor(-1.0, dtype=torch.float32)
 _ROWS = 128
@@ -81,7 +80,7 @@ class ImageTransform:
     def resize(self, image: Image.Image) -> Image.Image:
         """The picture in ``mode`` and at its final size. It may be called by several threads."""
         image = on_white(image, self.mode)
-        return resized(image, self.size(*image.size))
+        return image.resize(self.size(*image.size), Image.Resampling.BICUBIC)
 
     def pixels(self, image: Image.Image) -> NDArray[np.uint8]:
         """[H, W, C], as ``__call__`` has it before it is normalised."""
@@ -168,7 +167,7 @@ class CenterCrop(ImageTransform):
         image = on_white(image, self.mode)
         (width, height), side = image.size, min(image.size)
         box = ((width - side) / 2, (height - side) / 2, (width + side) / 2, (height + side) / 2)
-        return resized(image, self.size(width, height), box)
+        return image.resize(self.size(width, height), Image.Resampling.BICUBIC, box)
 
 
 @TRANSFORMS.register_module()
