@@ -83,16 +83,9 @@ class ImageContent:
         self._path = path
         self.decoded: Image.Image | None = None
         self.failed: UnreadableImage | None = None
-        self.ready: dict[int, Any] = {}
-        """``id`` of a transform -> its pixels, where a thread has made them ahead (``collate.py``)."""
 
     def __str__(self) -> str:
         return str(self._path)
-
-    def release(self) -> None:
-        """Free the memory of file and picture, not of ``ready``. The file is read again where it is still needed."""
-        self.decoded = None
-        self.__dict__.pop("opened", None)
 
     @cached_property
     def opened(self) -> Image.Image:
