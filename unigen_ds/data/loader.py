@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from unigen_ds.core.batch import Batch
-from unigen_ds.core.errors import ConfigError, UnigenError
+from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.progress import Geometry
 from unigen_ds.data.collate import collate
 from unigen_ds.data.datasets import PlannedDataset
@@ -150,7 +150,7 @@ class BatchLoader:
             return map(make, iterations) if arrived is None else map(arrived, map(make, iterations))
 
         self._begin = begin
-        self._made: Iterator[Batch | Packet | UnigenError] | None = None
+        self._made: Iterator[Batch | Packet] | None = None
         self._closed = False
 
     def next(self) -> Batch:
@@ -161,8 +161,6 @@ class BatchLoader:
         if self._made is None:
             self._made = self._begin()
         loaded = next(self._made)
-        if isinstance(loaded, UnigenError):  # raised in a worker, whose traceback does not help
-            raise loaded
         return loaded.unpacked() if isinstance(loaded, Packet) else loaded
 
     def close(self) -> None:
@@ -172,10 +170,8 @@ class BatchLoader:
         self._made, self._closed = None, True
 
 
-def _pinned(loaded: Batch | Packet | UnigenError) -> Batch | UnigenError:
-    if isinstance(loaded, Packet):
-        return loaded.unpacked(pin=True)
-    return loaded if isinstance(loaded, UnigenError) else loaded.pin_memory()
+def _pinned(loaded: Batch | Packet) -> Batch:
+    return loaded.unpacked(pin=True) if isinstance(loaded, Packet) else loaded.pin_memory()
 
 
 class _Iterations:
@@ -201,17 +197,14 @@ class _Rows:
     def __init__(self, source: RowSource, processor: Processor, seed: int | None, *, travels: bool) -> None:
         self._source, self._processor, self._seed, self._travels = source, processor, seed, travels
 
-    def __call__(self, rows: Sequence[Row]) -> Batch | Packet | UnigenError:
-        try:
-            source = self._source
-            batch = collate(
-                rows,
-                source.datasets,
-                self._processor,
-                seq_length=source.seq_length,
-                seed=self._seed,
-                names=source.names,
-            )
-        except UnigenError as error:  # as a value: the loader would make a message of the worker's whole traceback
-            return error
+    def __call__(self, rows: Sequence[Row]) -> Batch | Packet:
+        source = self._source
+        batch = collate(
+            rows,
+            source.datasets,
+            self._processor,
+            seq_length=source.seq_length,
+            seed=self._seed,
+            names=source.names,
+        )
         return Packet.packed(batch) if self._travels else batch
