@@ -30,7 +30,6 @@ from unigen_ds.hooks.ema import EMAHook
 from unigen_ds.models.lora import adapted, base_tensors, hold_base_in
 from unigen_ds.planning.counted import CountedBytes
 from unigen_ds.planning.forked import in_processes
-from unigen_ds.planning.shortcuts import placements_looked_at_once
 from unigen_ds.runner.build import build_groups, build_model, build_optimizer_config, named_parameters
 from unigen_ds.runner.settings import Settings
 
@@ -101,7 +100,7 @@ def trace(
     counted = CountedBytes(fake=fake)
     optimizer_cfg = build_optimizer_config(settings, fused=True)
     averages = sum(issubclass(hook.cls, EMAHook) for hook in settings.custom_hooks)
-    with counted, without_compile(), placements_looked_at_once():
+    with counted, without_compile():
         built, sizes = prepare(counted, settings, backend, processor, optimizer_cfg, geometry=geometry)
         run = _Phases(counted, backend, _moment_kinds(optimizer_cfg), settings.term_weights)
         run.load(averages)
