@@ -78,9 +78,9 @@ from unigen_ds.data.stream import Cursor, SequenceStream
 
 SECTIONS = ("headers", "texts", "documents", "packing", "loader", "tokens", "memory", "resume", "streaming")
 LIMITS = {
-    "texts: ratio": 0.3,
-    "documents: ratio": 0.6,
-    "headers: ratio": 0.3,
+    "texts: ratio": 0.7,
+    "documents: ratio": 0.8,
+    "headers: ratio": 0.4,
     "packing: a second": 1_000_000.0,
     "packing: full": 0.995,
     "loader, 0 workers: ratio": 1.0,
