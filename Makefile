@@ -19,7 +19,6 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.txt
 TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 TOOLS := $(wildcard tools/*.py)
-COMPILED := $(wildcard unigen_ds/*/*.c)
 DEMO_DIR := work_dirs/unified_digits
 EMOJI_DIR := work_dirs/unified_emoji
 
@@ -35,16 +34,16 @@ $(VENV)/.stamp-torch: constraints.txt | $(BIN)/python
 	$(PIP) $(TORCH)
 	touch $@
 
-# The commands are made from the names in tools/, so a new tool re-installs; so does a change of what is compiled.
-$(VENV)/.stamp-demo: setup.py constraints.txt $(VENV)/.stamp-torch $(TOOLS) $(COMPILED)
+# The commands are made from the names in tools/, so a new tool re-installs.
+$(VENV)/.stamp-demo: setup.py constraints.txt $(VENV)/.stamp-torch $(TOOLS)
 	$(PIP) -e '.[demo]'
 	touch $@
 
-$(VENV)/.stamp-demo-emoji: setup.py constraints.txt $(VENV)/.stamp-torch $(TOOLS) $(COMPILED)
+$(VENV)/.stamp-demo-emoji: setup.py constraints.txt $(VENV)/.stamp-torch $(TOOLS)
 	$(PIP) -e '.[demo-emoji]'
 	touch $@
 
-$(VENV)/.stamp-test: setup.py constraints.txt $(VENV)/.stamp-torch $(TOOLS) $(COMPILED)
+$(VENV)/.stamp-test: setup.py constraints.txt $(VENV)/.stamp-torch $(TOOLS)
 	$(PIP) -e '.[test]'
 	touch $@
 

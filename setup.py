@@ -5,7 +5,7 @@ import ast
 import re
 from pathlib import Path
 
-from setuptools import Extension, find_packages, setup
+from setuptools import find_packages, setup
 
 ROOT = Path(__file__).resolve().parent
 VERSION = re.search(r'__version__ = "(.+?)"', (ROOT / "unigen_ds" / "__init__.py").read_text(encoding="utf-8"))
@@ -41,16 +41,6 @@ BENCH = ["accelerate", "datasets", "lightning"]
 # fsspec[http]: streaming from http urls. pyarrow below 14 could execute what an Arrow file has (CVE-2023-47248).
 DATA = ["datasets>=3", "fsspec[http]", "pyarrow>=16"]
 
-# Resizes images as Pillow does, faster; where there is no compiler that can build it, Pillow does.
-BICUBIC = Extension(
-    "unigen_ds.data._bicubic",
-    ["unigen_ds/data/_bicubic.c"],
-    define_macros=[("Py_LIMITED_API", "0x030A0000")],
-    py_limited_api=True,
-    extra_compile_args=["-O3", "-ffp-contract=off"],  # as in Pillow, a product is rounded before it is added
-    optional=True,
-)
-
 setup(
     name="unigen_ds",
     version=VERSION.group(1),
@@ -61,8 +51,6 @@ setup(
     packages=[*find_packages(include=["unigen_ds", "unigen_ds.*"]), "unigen_ds.ds_configs", "unigen_ds_tools"],
     package_dir={"unigen_ds.ds_configs": "ds_configs", "unigen_ds_tools": "tools"},
     package_data={"": ["configs/*.py", "configs/*.yaml", "*.css", "*.js"], "unigen_ds.ds_configs": ["*.json"]},
-    ext_modules=[BICUBIC],
-    options={"bdist_wheel": {"py_limited_api": "cp310"}},
     install_requires=[
         *(f"{package}{versions}" for package, versions in ast.literal_eval(VERSIONS.group(1)).items()),
         f"deepspeed{DEEPSPEED.group(1)}",

@@ -77,7 +77,7 @@ model = dict(type="DecoderLM", dropout=0.0, llm=dict(model_type="llama", vocab_s
              intermediate_size=1728, num_hidden_layers=12, num_attention_heads=10, num_key_value_heads=10,
              max_position_embeddings={LENGTH}))
 tokenizer = dict(type="WordTokenizer", words=[f"w{{i}}" for i in range({WORDS})])
-train_dataloader = dict(batch_size=1, seq_length={LENGTH}, packing=dict(type="WindowPacking", window=64),
+train_dataloader = dict(batch_size=1, seq_length={LENGTH}, packing=dict(type="BestFitPacking", window=64),
                         dataset=dict(type="UnifiedGenerationDataset", data_path="train.jsonl"))
 optim_wrapper = dict(optimizer=dict(type="AdamW", lr=1e-3, weight_decay=0.1), clip_grad=dict(max_norm=1.0))
 backend = dict(type="single")

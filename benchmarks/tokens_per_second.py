@@ -53,7 +53,7 @@ from unigen_ds.core.batch import PackedBatch
 from unigen_ds.data.collate import collate, load, pack_documents
 from unigen_ds.data.datasets import UnifiedGenerationDataset
 from unigen_ds.data.order import Draw
-from unigen_ds.data.packing import WindowPacking
+from unigen_ds.data.packing import BestFitPacking
 from unigen_ds.data.samples import Loaded
 from unigen_ds.families.nanovlm.model import VLM
 from unigen_ds.families.nanovlm.processor import VLMProcessor
@@ -192,7 +192,7 @@ class Data:
     def ours(self, step: int) -> Iterator[Flat]:
         numbers = sorted(number for row in self.public.buffers[step] for number in row)
         tokens, tiles = (column[numbers].tolist() for column in self.dataset.lengths())
-        packer = WindowPacking(max_tiles=self.public.max_images)
+        packer = BestFitPacking(max_tiles=self.public.max_images)
         rows = [
             tuple(Draw(0, numbers[i], 0) for i in group)
             for group in packer.plan(tokens, tiles, self.public.seq_length, key=step)

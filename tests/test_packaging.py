@@ -47,6 +47,7 @@ def test_the_wheel_holds_every_file(wheel: Path) -> None:
     expected |= {f"unigen_ds_tools/{p.name}" for p in (ROOT / "tools").glob("*.py")}
     assert expected <= names, sorted(expected - names)
     assert not [name for name in names if name.startswith(("tests/", "tools/", "ds_configs/"))]
+    assert wheel.name.endswith("-py3-none-any.whl"), "pure Python: one wheel, no compiler"
 
 
 def test_pip_installs_a_deepspeed_that_a_run_accepts(wheel: Path) -> None:

@@ -18,7 +18,7 @@ CONFIG = """
 model = dict(type="DecoderLM", llm=dict(model_type="llama", vocab_size=20, hidden_size=8, intermediate_size=12,
              num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64))
 tokenizer = dict(type="WordTokenizer", words={words!r})
-train_dataloader = dict(batch_size=1, seq_length=16, packing=dict(type="WindowPacking", window=64),
+train_dataloader = dict(batch_size=1, seq_length=16, packing=dict(type="BestFitPacking", window=64),
                         dataset=dict(type="UnifiedGenerationDataset", data_path={data!r}))
 optim_wrapper = dict(optimizer=dict(type="AdamW", lr=5e-3))
 train_cfg = dict(max_epochs=1)

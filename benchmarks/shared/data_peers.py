@@ -12,7 +12,10 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from importlib.metadata import distributions
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import numpy as np
@@ -35,6 +38,41 @@ SIDE, PATCH = 256, 16
 Sides = dict[str, Callable[[], Any]]
 
 
+@cache
+def running_text() -> list[str]:
+    """The words of real text: Python's own documentation, and the descriptions of the packages that are installed."""
+    described = (distribution.metadata.get_payload() for distribution in distributions())
+    texts = [*topics.values(), *sorted({text for text in described if isinstance(text, str)})]
+    # without spelled special tokens, which ours encodes as text and the peers as tokens
+    return [word for text in texts for word in text.split() if "<" not in word]
+
+
+def passages(number: int, least: int, most: int, *, seed: int) -> list[str]:
+    """Pieces of the running text, of ``least`` to ``most`` words."""
+    words, draw = running_text(), random.Random(seed)
+    found = []
+    for _ in range(number):
+        length = draw.randint(least, most)
+        start = draw.randrange(len(words) - length)
+        found.append(" ".join(words[start : start + length]))
+    return found
+
+
+@cache
+def _photographs() -> list[Image.Image]:
+    from sklearn.datasets import load_sample_images
+
+    return [Image.fromarray(pixels) for pixels in load_sample_images().images]
+
+
+def photograph(draw: random.Random) -> Image.Image:
+    """A square part of one of the two photographs that scikit-learn has (640 x 427), of at least half their height."""
+    whole = draw.choice(_photographs())
+    side = draw.randint(whole.height // 2, whole.height)
+    left, top = draw.randint(0, whole.width - side), draw.randint(0, whole.height - side)
+    return whole.crop((left, top, left + side, top + side))
+
+
 def image_processor(folder: Path) -> UnifiedProcessor:
     """Its tokenizer is a byte-level BPE trained on the documentation of this project."""
     if not (folder / "tokenizer").exists():
@@ -55,16 +93,10 @@ def _write_tokenizer(folder: Path) -> None:
 
 
 def text_sides(folder: Path, number: int, *, short: bool) -> Sides:
-    """Tokens of a JSONL file of texts: 5 to 15 plain words, as long as captions, or 8 to 30 words of the documentation
-    with all their characters, about 30 tokens.
-    """
+    """Tokens of a JSONL file of texts: of 5 to 15 words, as captions have, or of 100 to 300."""
     processor = image_processor(folder)
     plain = processor.tokenizer._tokenizer
-    # without spelled special tokens, which ours encodes as text and the peers as tokens
-    words = [word for word in (ROOT / "docs" / "data.md").read_text().split() if "<" not in word]
-    words, limits = (list(filter(str.isalpha, words)), (5, 15)) if short else (words, (8, 30))
-    draw = random.Random(1)
-    texts = [" ".join(draw.choices(words, k=draw.randint(*limits))) for _ in range(number)]
+    texts = passages(number, *((5, 15) if short else (100, 300)), seed=1)
     path = folder / f"{'short' if short else 'documents'}-{number}.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
@@ -132,10 +164,9 @@ def header_sides(folder: Path, number: int) -> Sides:
     """Images of a JSONL file of captions."""
     folder = folder / f"headers-{number}"
     folder.mkdir()
-    draw, names = np.random.default_rng(0), [f"{i}.jpg" for i in range(number)]
-    kinds = [_picture(draw, side) for side in (256, 384, 512)]
+    draw, names = random.Random(0), [f"{i}.jpg" for i in range(number)]
     for i, name in enumerate(names):
-        kinds[i % 3].save(folder / name, quality=90) if i < 3 else os.link(folder / names[i % 3], folder / name)
+        photograph(draw).save(folder / name, quality=90) if i < 100 else os.link(folder / names[i % 100], folder / name)
     path = folder / "headers.jsonl"
     path.write_text("".join(json.dumps({"image": name, "caption": "a picture"}) + "\n" for name in names))
     processor = image_processor(folder.parent)
@@ -145,16 +176,11 @@ def header_sides(folder: Path, number: int) -> Sides:
     }
 
 
-def _picture(draw: np.random.Generator, side: int) -> Image.Image:
-    small = Image.fromarray(draw.integers(0, 256, (16, 16, 3), dtype=np.uint8))
-    return small.resize((side, side), Image.Resampling.BICUBIC)
-
-
 def write_pictures(folder: Path, number: int) -> tuple[list[Path], Path]:
-    """Pictures of 512 px, 100 different ones, and a file of conversations about them."""
-    draw, paths = np.random.default_rng(0), [folder / f"{i}.jpg" for i in range(number)]
+    """Photographs, 100 different ones, and a file of conversations about them."""
+    draw, paths = random.Random(0), [folder / f"{i}.jpg" for i in range(number)]
     for i, path in enumerate(paths):
-        _picture(draw, 512).save(path, quality=90) if i < 100 else os.link(paths[i % 100], path)
+        photograph(draw).save(path, quality=90) if i < 100 else os.link(paths[i % 100], path)
     talk = [[{"role": "user", "type": "image", "image_path": path.name},
              {"role": "assistant", "type": "text", "content": "a picture"}] for path in paths]  # fmt: skip
     path = folder / "pictures.jsonl"

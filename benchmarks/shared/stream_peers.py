@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import random
 import shutil
 from collections.abc import Callable
 from itertools import islice
@@ -13,8 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as parquet
-from shared.data_peers import Sides, image_processor
-from shared.record import ROOT
+from shared.data_peers import Sides, image_processor, passages
 from torch.utils.data import DataLoader
 
 from unigen_ds.core.progress import Geometry
@@ -31,13 +29,11 @@ SHARDS, BATCH, SEQ_LENGTH, BUFFER = 16, 8, 4096, 1000
 
 
 def write_shards(folder: Path, number: int) -> list[Path]:
-    """Parquet files of texts of 50 to 150 words of the documentation."""
+    """Parquet files of texts of 50 to 150 words."""
     folder.mkdir()
-    words = [word for word in (ROOT / "docs" / "data.md").read_text().split() if "<" not in word]
-    draw, paths = random.Random(3), [folder / f"part-{shard:03}.parquet" for shard in range(SHARDS)]
-    for path in paths:
-        texts = [" ".join(draw.choices(words, k=draw.randint(50, 150))) for _ in range(number // SHARDS)]
-        parquet.write_table(pa.table({"text": texts}), path)
+    paths = [folder / f"part-{shard:03}.parquet" for shard in range(SHARDS)]
+    for shard, path in enumerate(paths):
+        parquet.write_table(pa.table({"text": passages(number // SHARDS, 50, 150, seed=3 + shard)}), path)
     return paths
 
 

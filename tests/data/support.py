@@ -13,7 +13,7 @@ from tests.golden_files import BAGEL_META
 from unigen_ds.data.datasets import UnifiedGenerationDataset
 from unigen_ds.data.order import GlobalOrder
 from unigen_ds.data.overflow import Fitted, Overflow
-from unigen_ds.data.packing import WindowPacking
+from unigen_ds.data.packing import BestFitPacking
 from unigen_ds.data.stream import SequenceStream
 from unigen_ds.data.transforms import ImageTransform
 from unigen_ds.families.bagel.processor import UnifiedProcessor
@@ -125,5 +125,5 @@ def make_stream(datasets: list[Any], *, window: int | None = None, seq_length: i
         seed=more.pop("seed", 3),
         mandatory=more["blend"].mandatory if "blend" in more else (),
     )
-    packer = None if window is None else more.pop("packing", WindowPacking)(window, more.pop("max_tiles", None))
+    packer = None if window is None else more.pop("packing", BestFitPacking)(window, more.pop("max_tiles", None))
     return SequenceStream(datasets, order, packer=packer, seq_length=seq_length, overflow=overflow, **more)

@@ -54,7 +54,7 @@ def test_image_root_and_registry(tmp_path: Path) -> None:
     dataset = build(DATASETS, spec, where="dataset", processor=make_processor())
     assert dataset.counts().unreadable.sum() == 0 and dataset.name == "t" and dataset.weight == 2.0
     assert UnifiedGenerationDataset(path, make_processor()).counts().unreadable.sum() == 1
-    assert build(PACKERS, dict(type="WindowPacking", window=4), where="packing").window == 4
+    assert build(PACKERS, dict(type="BestFitPacking", window=4), where="packing").window == 4
     made = build(TRANSFORMS, dict(type="ImageTransform", max_size=8, min_size=4, stride=2), where="transform")
     assert made.size(4, 4) == (4, 4)
 

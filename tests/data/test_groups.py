@@ -18,7 +18,6 @@ from unigen_ds.core.errors import CheckpointError, ConfigError, DataError, Resum
 from unigen_ds.data.array_cache import fingerprint
 from unigen_ds.data.change import compare, continued
 from unigen_ds.data.datasets import ScannedDataset
-from unigen_ds.data.fast_packing import FastPacking
 from unigen_ds.data.groups import DataGroup, blend
 from unigen_ds.data.order import Draw
 from unigen_ds.data.overflow import Overflow
@@ -75,7 +74,6 @@ def stream(datasets: list[Any] | None = None, groups: Any = GROUPS, *, window: i
         seq_length=SEQ_LENGTH,
         weights=blended.weights,
         blend=blended,
-        packing=FastPacking,
         **more,
     )
 
@@ -204,9 +202,21 @@ def test_the_share_is_reported() -> None:
 
 
 def test_what_cannot_be_in_every_sequence_is_refused() -> None:
-    with pytest.raises(ConfigError, match="packing is WindowPacking"):
+    class Plain:
+        """A packer of a user's own, without ``plan_with``."""
+
+        fingerprint = "plain"
+
+        def __init__(self, window: int, max_tiles: int | None) -> None:
+            self.window = window
+
+        def plan(self, lengths: Any, tiles: Any, seq_length: int, key: int) -> list[list[int]]:
+            return [[i] for i in range(len(lengths))]
+
+    with pytest.raises(ConfigError, match=r"packing is Plain.*BestFitPacking"):
         blended = blend(sources(), [31, 17, 120, 80], GROUPS)
-        make_stream(sources(), window=9, seq_length=SEQ_LENGTH, weights=blended.weights, blend=blended)
+        weights = blended.weights
+        make_stream(sources(), window=9, packing=Plain, seq_length=SEQ_LENGTH, weights=weights, blend=blended)
     long = [*sources()[:3], Lengths("short", [99, 80, 60], group="texts", weight=1)]
     with pytest.raises(DataError, match=r"needs up to 40 tokens of 100: 2 samples .* more than the 60 tokens"):
         stream(long)

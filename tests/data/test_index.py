@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import gc
-import io
 import json
 import logging
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tqdm import tqdm
 
 from tests.data.support import (
     ByteTokenizer,
@@ -29,12 +25,13 @@ from tests.data.support import (
     text,
     write_jsonl,
 )
-from unigen_ds.core.errors import DataError
+from unigen_ds.core.errors import DataError, TrainingError
 from unigen_ds.data import index as index_module
 from unigen_ds.data import planning
 from unigen_ds.data.array_cache import FOLDER, cached
 from unigen_ds.data.index import Index
 from unigen_ds.data.tokenizers import WordTokenizer
+from unigen_ds.data.workers import Workers
 
 OTHER = type("Other", (ByteTokenizer,), {"fingerprint": "other"})
 
@@ -128,8 +125,14 @@ def test_worker_processes_give_the_same(tmp_path: Path, monkeypatch: pytest.Monk
     path = write_jsonl(tmp_path / "t.jsonl", mixed_records(tmp_path, 23))
     alone = Index.build(path, make_processor())
     caches(tmp_path)[0].unlink()
-    many = Index.build(path, make_processor(), num_workers=2)
-    assert many.digest == alone.digest
+    with monkeypatch.context() as patch:
+        planned_by(patch, tmp_path, lambda: None)
+        many = Index.build(path, make_processor(), num_workers=2)
+    assert many.digest == alone.digest and np.array_equal(many.records, alone.records)
+    assert len(pids(tmp_path)) == 2 and os.getpid() not in pids(tmp_path)
+    path = write_jsonl(tmp_path / "u.jsonl", [{"text": "x"} if i not in (13, 30) else {} for i in range(40)])
+    with pytest.raises(DataError, match=r"u\.jsonl:14: conversations is missing"):
+        Index.build(path, make_processor(), num_workers=2)
 
 
 def test_starting_together_plans_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,35 +208,15 @@ def test_texts_are_tokenized_together(tmp_path: Path, monkeypatch: pytest.Monkey
     assert counts.tokens.tolist() == [len(words.encode("one")) + len(words.encode(t)) + 4 for t in texts]
 
 
-def test_threads_plan_what_one_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one tokenizer per thread: its settings for a forged text must not affect another thread's text."""
+def test_a_forged_token_does_not_change_the_next_text(tmp_path: Path) -> None:
+    """The tokenizer is set before each call."""
     words = WordTokenizer(words=["zero", "one", "two"])
     texts = [" ".join(["zero", "one", "<|im_end|>", "what"][: 1 + i % 4]) for i in range(900)]
     records = [{"text": each} if i % 3 else talk(text("user", "one"), text("assistant", each))
                for i, each in enumerate(texts)]  # fmt: skip
-    path = write_jsonl(tmp_path / "t.jsonl", records)
-    monkeypatch.setattr(planning, "_CHUNK", 50)
-    monkeypatch.setattr(planning, "num_cores", lambda: 1)
-    alone = Index.build(path, make_processor(tokenizer=words))
-    for cache in caches(tmp_path):
-        os.remove(cache)
-    used: set[int] = set()
-    together = WordTokenizer.encode_texts
-    before = os.environ.get("TOKENIZERS_PARALLELISM")
-
-    def encode(self: WordTokenizer, texts: list[str]) -> list[list[int]]:
-        used.add(threading.get_ident())
-        assert os.environ["TOKENIZERS_PARALLELISM"] == "false"
-        return together(self, texts)
-
-    monkeypatch.setattr(WordTokenizer, "encode_texts", encode)
-    monkeypatch.setattr(planning, "num_cores", lambda: 3)
-    many = Index.build(path, make_processor(tokenizer=words))
-    assert threading.get_ident() not in used and len(used) > 1
-    assert os.environ.get("TOKENIZERS_PARALLELISM") == before and gc.isenabled()
-    assert many.digest == alone.digest and np.array_equal(many.records, alone.records)
-    assert int((many.counts.touched > 0).sum()) == 450
-    assert int(many.counts.unknown.sum()) == 225 + 3 * 450, "what, and the three words of a forged token"
+    index = Index.build(write_jsonl(tmp_path / "t.jsonl", records), make_processor(tokenizer=words))
+    assert int((index.counts.touched > 0).sum()) == 450
+    assert int(index.counts.unknown.sum()) == 225 + 3 * 450, "what, and the three words of a forged token"
 
 
 def planned_by(monkeypatch: pytest.MonkeyPatch, folder: Path, then: Callable[[], object]) -> None:
@@ -246,87 +229,44 @@ def planned_by(monkeypatch: pytest.MonkeyPatch, folder: Path, then: Callable[[],
         return chunk(self, given)
 
     monkeypatch.setattr(planning.Plan, "chunk", noted)
-    monkeypatch.setattr(planning, "_CHUNK", 50)
-    monkeypatch.setattr(planning, "_FORKED_FROM", 200)
-    monkeypatch.setattr(planning, "num_cores", lambda: 2)
 
 
 def pids(folder: Path) -> set[int]:
     return {int(path.stem) for path in folder.glob("*.pid")}
 
 
-def test_forks_plan_what_threads_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From so many records on, and where no other thread of this process can hold a lock."""
-    words = WordTokenizer(words=["zero", "one", "two"])
-    path = write_jsonl(tmp_path / "t.jsonl", [{"text": words_of(i)} for i in range(400)])
-    monkeypatch.setattr(planning, "_may_fork", lambda: False)
-    planned_by(monkeypatch, tmp_path, lambda: None)
-    alone = Index.build(path, make_processor(tokenizer=words))
-    assert pids(tmp_path) == {os.getpid()}
-    for left in (*caches(tmp_path), tmp_path / f"{os.getpid()}.pid"):
-        os.remove(left)
-    monkeypatch.setattr(planning, "_may_fork", lambda: True)
-    before = os.environ.get("TOKENIZERS_PARALLELISM")
-    forked = Index.build(path, make_processor(tokenizer=words))
-    assert os.getpid() not in pids(tmp_path) and 1 <= len(pids(tmp_path)) <= 2
-    assert forked.digest == alone.digest and np.array_equal(forked.records, alone.records)
-    assert os.environ.get("TOKENIZERS_PARALLELISM") == before and gc.isenabled()
-    path = write_jsonl(tmp_path / "u.jsonl", [{"text": "x"} if i not in (130, 300) else {} for i in range(400)])
-    with pytest.raises(DataError, match=r"u\.jsonl:131: conversations is missing"):
-        Index.build(path, make_processor(tokenizer=words))
-    few = write_jsonl(tmp_path / "few.jsonl", [{"text": words_of(i)} for i in range(199)])
-    Index.build(few, make_processor(tokenizer=words))
-    assert os.getpid() in pids(tmp_path)
+def test_a_loading_process_plans_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard is indexed where it is read; a process that another one ends with itself can have none of its own."""
+    monkeypatch.setattr(planning, "_CHUNK", 5)
+    path = write_jsonl(tmp_path / "t.jsonl", mixed_records(tmp_path, 23))
+
+    def digest(task: int) -> str:
+        return Index.build(path, make_processor(), num_workers=2).digest
+
+    workers = Workers(digest, [0], 1, ahead=1)
+    assert list(workers) == [Index.build(path, make_processor()).digest]
+    workers.close()
 
 
-def words_of(i: int) -> str:
-    return " ".join(["zero", "one", "<|im_end|>", "what"][: 1 + i % 4])
-
-
-def test_a_process_with_threads_is_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[bool] = []
-    thread = threading.Thread(target=lambda: found.append(planning._may_fork()))
-    thread.start()
-    thread.join()
-    monkeypatch.setattr(threading, "active_count", lambda: 1)
-    assert found == [False] and planning._may_fork() == (sys.platform == "linux")
-    monkeypatch.setattr(threading, "active_count", lambda: 2)
-    assert not planning._may_fork()
-
-
-def test_the_thread_of_progress_bars_is_no_reason_not_to_fork() -> None:
-    """tqdm starts it with the first bar of a process, for which transformers' loading of weights is enough."""
-
-    def monitors() -> list[threading.Thread]:
-        with tqdm(total=1, file=io.StringIO()):
-            return [thread for thread in threading.enumerate() if thread.name == "tqdm_monitor"]
-
-    started = monitors()
-    planning._may_fork()
-    assert started and not any(thread.is_alive() for thread in started)
-    again = monitors()
-    assert again and again != started, "tqdm starts another one"
-    planning._may_fork()
-
-
-def test_a_fork_that_is_killed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_is_killed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "_CHUNK", 50)
     path = write_jsonl(tmp_path / "t.jsonl", [{"text": "x"}] * 400)
-    monkeypatch.setattr(planning, "_may_fork", lambda: True)
     planned_by(monkeypatch, tmp_path, lambda: os.kill(os.getpid(), signal.SIGKILL))
-    with pytest.raises(DataError, match=r"t\.jsonl: a process that plans its records ended"):
-        Index.build(path, make_processor())
+    with pytest.raises(TrainingError, match=r"by SIGKILL.*lower index_workers of .*t\.jsonl"):
+        Index.build(path, make_processor(), num_workers=2)
     assert not caches(tmp_path)
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="Linux shows other processes")
-def test_forks_end_with_the_process_that_started_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_end_with_the_process_that_started_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "_CHUNK", 50)
     path = write_jsonl(tmp_path / "t.jsonl", [{"text": "x"}] * 400)
     planned_by(monkeypatch, tmp_path, lambda: time.sleep(60))
-    monkeypatch.setattr("unigen_ds.data.worker_process._PARENT_CHECK_S", 0.1)
+    monkeypatch.setattr("unigen_ds.data.workers._PARENT_CHECK_S", 0.1)
     starter = os.fork()
     if not starter:
         try:
-            Index.build(path, make_processor())
+            Index.build(path, make_processor(), num_workers=2)
         finally:
             os._exit(1)
     deadline = time.monotonic() + 60
@@ -344,12 +284,3 @@ def test_forks_end_with_the_process_that_started_them(tmp_path: Path, monkeypatc
     while left() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not left()
-
-
-def test_threads_name_the_first_malformed_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_jsonl(tmp_path / "t.jsonl", [{"text": "x"} if i not in (130, 700) else {} for i in range(900)])
-    monkeypatch.setattr(planning, "_CHUNK", 50)
-    monkeypatch.setattr(planning, "num_cores", lambda: 2)
-    with pytest.raises(DataError, match=r"t\.jsonl:131: "):
-        Index.build(path, make_processor(tokenizer=WordTokenizer(words=["x"])))
-    assert gc.isenabled()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import pickle
 import signal
@@ -10,6 +9,7 @@ import sys
 import time
 from collections import Counter
 from itertools import islice
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from unigen_ds.data import packet
 from unigen_ds.data.collate import collate
 from unigen_ds.data.datasets import UnifiedGenerationDataset
 from unigen_ds.data.loader import MicroBatch, UpdateLoader
-from unigen_ds.data.packet import Memory, Packet, SharedBlocks
+from unigen_ds.data.packet import Packet
 from unigen_ds.data.stream import Cursor
 
 
@@ -205,84 +205,56 @@ def test_errors_in_workers_reach_the_main_process(tmp_path: Path) -> None:
             updates(1, data, Geometry(1, 1, 1), window=None, num_workers=workers)
 
 
-def test_packet_holds_every_field(data: Any) -> None:
-    stream = make_stream([data], window=12)
-    rows = [row for row, _ in islice(stream.rows(), 3)]
-    for some in (rows, [()]):
-        batch = collate(some, [data], data.processor, seq_length=96)
-        same(Packet.packed(batch).unpacked(), batch)
-
-
-def test_a_packet_by_value_has_the_same_bits_and_aligned_memory(data: Any) -> None:
-    """A small batch is sent through the pipe, not in shared memory; sums of unaligned memory could differ."""
-    batch = collate([row for row, _ in islice(make_stream([data], window=12).rows(), 3)], [data], data.processor,
-                    seq_length=96)  # fmt: skip
-    sent = pickle.loads(pickle.dumps(Packet.packed(batch, SharedBlocks(1))))
-    assert isinstance(sent.block, np.ndarray)
-    found = sent.received(Memory())
-    same(found, batch)
-    assert all(getattr(found, f.name).data_ptr() % 64 == 0 for f in dataclasses.fields(batch)
-               if isinstance(getattr(batch, f.name), torch.Tensor))  # fmt: skip
+@pytest.mark.parametrize("by_value", [64, 1 << 30])
+def test_a_packet_has_the_same_bits_and_aligned_memory(
+    data: Any, monkeypatch: pytest.MonkeyPatch, by_value: int
+) -> None:
+    """In shared memory and through the pipe; sums of unaligned memory could differ."""
+    monkeypatch.setattr(packet, "_BY_VALUE", by_value)
+    for rows in ([row for row, _ in islice(make_stream([data], window=12).rows(), 3)], [()]):
+        batch = collate(rows, [data], data.processor, seq_length=96)
+        sent = pickle.loads(ForkingPickler.dumps(Packet.packed(batch)))
+        assert sent.block.is_shared() if by_value == 64 else isinstance(sent.block, np.ndarray)
+        received = sent.unpacked()
+        same(received, batch)
+        tensors = [value for value in vars(received).values() if isinstance(value, torch.Tensor)]
+        assert all(tensor.data_ptr() % 64 == 0 and not tensor.is_shared() for tensor in tensors)
 
 
 def test_a_small_batch_of_a_worker_needs_no_shared_memory(data: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    received = Packet.received
-
-    def from_an_array(self: Packet, memory: Memory) -> Any:
-        assert isinstance(self.block, np.ndarray), "it was sent in shared memory"
-        return received(self, memory)
-
-    monkeypatch.setattr(Packet, "received", from_an_array)
+    monkeypatch.setattr(torch.Tensor, "share_memory_", lambda _: pytest.fail("it was sent in shared memory"))
     assert updates(2, data, Geometry(2, 1, 1), window=None, num_workers=1)
 
 
-def test_memory_is_used_again_when_no_tensor_refers_to_it() -> None:
-    memory = Memory()
-    first, second = memory.take(1000), memory.take(1000)
-    kept, address = first[64:128].view(torch.float32), second.data_ptr()
-    assert first.data_ptr() != address
-    kept.fill_(1.0)
-    del first, second
-    third = memory.take(1100)
-    assert third.data_ptr() == address and third.numel() == 1100 and address % 64 == 0
-    assert memory.take(1000).fill_(7).numel() == 1000 and (kept == 1.0).all()
-
-
 @pytest.mark.parametrize("factor", [1, 2])
-def test_workers_write_into_shared_memory_in_turns(data: Any, monkeypatch: pytest.MonkeyPatch, factor: int) -> None:
+def test_no_batch_is_overwritten_while_it_is_used(data: Any, monkeypatch: pytest.MonkeyPatch, factor: int) -> None:
     """Batches are kept, and read late, when the workers have made all that they were asked for."""
-    monkeypatch.setattr("unigen_ds.data.packet._BY_VALUE", 64)
+    monkeypatch.setattr(packet, "_BY_VALUE", 64)
     expected = [micro.batch for update in updates(8, data, Geometry(2, 2, 1)) for micro in update]
-    received = Packet.received
-    blocks, memories = set(), set()
+    unpacked = Packet.unpacked
 
-    def late(self: Packet, memory: Memory) -> Any:
+    def late(self: Packet) -> Any:
         time.sleep(0.03)
-        blocks.add(self.block.key)
-        memories.add(self.block.memory.data_ptr())
-        return received(self, memory)
+        return unpacked(self)
 
-    monkeypatch.setattr(Packet, "received", late)
+    monkeypatch.setattr(Packet, "unpacked", late)
     loading = loader(data, Geometry(2, 2, 1), num_workers=2, prefetch_factor=factor)
-    found = [micro.batch for update in islice(loading, 8) for micro in update]
-    assert packet._mapped
+    batches = [micro.batch for update in islice(loading, 8) for micro in update]
     loading.close()
-    assert not packet._mapped and len(found) == len(expected) == 16
-    for one, other in zip(found, expected, strict=True):
+    assert len(batches) == len(expected) == 16
+    for one, other in zip(batches, expected, strict=True):
         same(one, other)
-    assert len(blocks) == 2 * (factor + 1) and len(memories) < len(found)
 
 
-def test_a_batch_that_was_overwritten_is_an_error(data: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unigen_ds.data.packet._BY_VALUE", 64)
-    batch = collate([row for row, _ in islice(make_stream([data], window=12).rows(), 3)], [data], data.processor,
-                    seq_length=96)  # fmt: skip
-    blocks = SharedBlocks(1)
-    first = Packet.packed(batch, blocks)
-    same(first.received(Memory()), batch)
-    Packet.packed(batch, blocks)
-    with pytest.raises(RuntimeError, match="wrote batch 2 where its batch 1 had not been read yet"):
-        first.received(Memory())
+def test_batches_that_are_kept_use_up_no_file_descriptors(data: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packet, "_BY_VALUE", 64)
+    loading = loader(data, Geometry(2, 1, 1), num_workers=1)
+    batches = iter(loading)
+    kept = [next(batches) for _ in range(4)]
+    before = len(os.listdir("/proc/self/fd"))
+    kept += [next(batches) for _ in range(30)]
+    assert len(os.listdir("/proc/self/fd")) <= before + 4
+    loading.close()
 
 
 def test_wrong_settings(data: Any) -> None:

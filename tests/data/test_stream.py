@@ -126,8 +126,8 @@ def test_epoch_counts_are_planned_once_and_cached(tmp_path: Path, monkeypatch: p
     data = mixed_dataset(tmp_path, 30)
     counted = make_stream([data], window=8).sequences_per_epoch
     planned: list[int] = []
-    plan = SequenceStream._window_lengths
-    monkeypatch.setattr(SequenceStream, "_window_lengths", lambda self, e, w: planned.append(w) or plan(self, e, w))
+    plan = SequenceStream._plan
+    monkeypatch.setattr(SequenceStream, "_plan", lambda self, e, w: planned.append(w) or plan(self, e, w))
     assert make_stream([data], window=8).sequences_per_epoch == counted and not planned
     assert make_stream([data], window=9).sequences_per_epoch > 0 and len(planned) == 4
 

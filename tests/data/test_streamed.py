@@ -32,9 +32,9 @@ from unigen_ds.core.errors import CheckpointError, ConfigError, DataError, Resum
 from unigen_ds.core.metrics import read_lines
 from unigen_ds.core.registry import SOURCES
 from unigen_ds.data.datasets import UnifiedGenerationDataset
-from unigen_ds.data.fast_packing import FastPacking
 from unigen_ds.data.order import GlobalOrder
 from unigen_ds.data.overflow import Overflow
+from unigen_ds.data.packing import BestFitPacking
 from unigen_ds.data.shard_order import ShardWalk
 from unigen_ds.data.sources import spool, transfer
 from unigen_ds.data.sources.iterated import IterableShards, write_records
@@ -86,7 +86,7 @@ def config(folder: Path, data: Any, **overrides: Any) -> Any:
     settings: dict[str, Any] = dict(
         train_dataloader__dataset=data,
         train_dataloader__seq_length=20,
-        train_dataloader__packing=dict(type="FastPacking", window=24),
+        train_dataloader__packing=dict(type="BestFitPacking", window=24),
         train_dataloader__batch_size=2,
         optim_wrapper__accumulative_counts=2,
         train_cfg=dict(max_updates=24),
@@ -249,7 +249,7 @@ def test_numbers_of_a_streamed_source_name_the_part_that_is_measured(
     ]
     trained(config(tmp_path, data, train_cfg=dict(max_updates=1)))
     options = [f"train_dataloader.dataset={config(tmp_path, data)['train_dataloader']['dataset']!r}"]
-    options += ["train_dataloader.seq_length=20", "train_dataloader.packing.type=FastPacking"]
+    options += ["train_dataloader.seq_length=20", "train_dataloader.packing.type=BestFitPacking"]
     command = [str(tmp_path / "config.py"), "--cfg-options", *options, "train_dataloader.packing.window=24"]
     assert inspect_data.main(["--json", *command]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -405,7 +405,7 @@ def test_a_moved_copy_and_another_limit_are_the_same_data(tmp_path: Path, shards
 def test_a_cursor_of_other_blocks_is_refused(shards: Path) -> None:
     dataset = UnifiedGenerationDataset(shards, make_processor(), streaming=MIXED)
     order = GlobalOrder([len(fitted(dataset, Overflow(96)))], [1.0], seed=3)
-    stream = SequenceStream([dataset], order, packer=FastPacking(24), seq_length=96)
+    stream = SequenceStream([dataset], order, packer=BestFitPacking(24), seq_length=96)
     *_, (_, cursor) = itertools.islice(stream.rows(), 30)
     assert cursor.blocks[0] > 0 and Cursor.from_state_dict(cursor.state_dict()) == cursor
     next(stream.rows(cursor))

@@ -456,7 +456,7 @@ def decoder(*, full: bool) -> list[Job]:
     changes = {
         "model": DECODER,
         "processor": None,
-        "train_dataloader__packing": {"type": "WindowPacking", "window": 32},
+        "train_dataloader__packing": {"type": "BestFitPacking", "window": 32},
         "train_dataloader__dataset": [source, source],
         "default_hooks__logger__statistics_interval": 2,
     }

@@ -104,7 +104,7 @@ def _data() -> dict[str, Any]:
         "train_dataloader__groups": {
             "pairs": {"weight": 1 / 3}, "text": {"weight": 0.1, "mandatory": True}, "own": {"weight": 0.2},
         },
-        "train_dataloader__packing": {"type": "FastPacking", "window": WINDOW},
+        "train_dataloader__packing": {"type": "BestFitPacking", "window": WINDOW},
         "train_dataloader__seq_length": 120,
         "train_dataloader__max_sample_tokens": MAX_SAMPLE,
         "train_cfg__max_epochs": 40,

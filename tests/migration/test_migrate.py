@@ -448,7 +448,8 @@ def test_a_language_model_in_a_yaml_file(migrated, tmp_path: Path) -> None:
     expected = {
         "model": {"type": "CausalLM", "pretrained": "Qwen/Qwen2.5-0.5B", "activation_checkpointing": True},
         "tokenizer": {"type": "ModelTokenizer", "path": "Qwen/Qwen2.5-0.5B"}, "train_dataloader.seq_length": 512,
-        "train_dataloader.packing": {"type": "WindowPacking"}, "optim_wrapper.optimizer": {"type": "AdamW", "lr": 2e-4},
+        "train_dataloader.packing": {"type": "BestFitPacking"},
+        "optim_wrapper.optimizer": {"type": "AdamW", "lr": 2e-4},
         "train_dataloader.dataset": {"type": "UnifiedGenerationDataset", "data_path": "ORG/DATA",
                                      "format": {"type": "huggingface"}}, "param_scheduler": [],
     }  # fmt: skip

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.models.batches import packed, random_documents
 from unigen_ds.core.batch import CAUSAL, FULL, NOISE, PackedBatch
-from unigen_ds.data.packing import WindowPacking
+from unigen_ds.data.packing import BestFitPacking
 from unigen_ds.models.attention import AttentionPlan, SDPAPlan, plan_attention, plan_full_attention
 from unigen_ds.models.flex import BLOCK, VARIANTS, FlexPlan, compile_attention
 
@@ -219,7 +219,7 @@ def test_the_compiled_function_serves_all_that_a_run_asks_of_it() -> None:
     compiled = compile_attention(torch.nn.attention.flex_attention.flex_attention, backend="aot_eager")
     before = counters["stats"]["unique_graphs"]
     lengths = [max(2, n % 60) for n in long_tailed(64)]
-    rows = WindowPacking().plan(lengths, [0] * len(lengths), 200, 0)
+    rows = BestFitPacking().plan(lengths, [0] * len(lengths), 200, 0)
     texts = [[lengths[i] for i in row] for row in (rows[0], rows[1], rows[-1][:2])]
     language = [plan_attention(packed([[(CAUSAL, n)] for n in row]), use_flex=True) for row in texts]
     patches = [(16,) * 9, (40, 70, 90), (4,)]

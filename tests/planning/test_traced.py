@@ -17,7 +17,7 @@ from unigen_ds.core.errors import UnigenError
 from unigen_ds.planning import traced
 from unigen_ds.planning.counted import CountedBytes
 from unigen_ds.planning.largest import largest_batches
-from unigen_ds.planning.traced import trace
+from unigen_ds.planning.traced import num_phases, trace
 from unigen_ds.runner.build import build_data
 from unigen_ds.runner.parts import build_engine
 from unigen_ds.runner.settings import Settings, load_config
@@ -41,10 +41,12 @@ def test_every_phase_without_memory_is_what_it_is_with_memory(settings):
     data = build_data(settings, geometry=geometry, ruler=None)
     largest = largest_batches(data, geometry)
     assert len(largest.batches) > 1, "the longest micro-batch is not that with the most images"
+    ended: list[int] = []
     planned, counted = (
         asdict(trace(settings, build_engine(settings)[0], data.processor, largest.batches, geometry=geometry, **how))
-        for how in ({"fake": True, "jobs": 2}, {"fake": False, "jobs": 1})
+        for how in ({"fake": True, "jobs": 2}, {"fake": False, "jobs": 1, "phase_ended": lambda: ended.append(1)})
     )
+    assert len(ended) == num_phases(largest.batches), "what the progress bar counts"
     assert planned == counted
     assert planned["held"] < planned["peak"]["step"] and planned["peak"]["load"] < planned["peak"]["evaluate"]
     masters = planned["masters"]

@@ -10,7 +10,7 @@ tokenizer = dict(type="WordTokenizer", words=["the", "sum", "product", "of", "an
 train_dataloader = dict(
     batch_size=2,
     seq_length=48,
-    packing=dict(type="WindowPacking", window=32),
+    packing=dict(type="BestFitPacking", window=32),
     dataset=dict(type="NumbersFile", path=""),
 )
 optim_wrapper = dict(optimizer=dict(type="SoftSign", lr=1e-2), accumulative_counts=2)

@@ -64,7 +64,7 @@ train_dataloader = dict(
     batch_size=batch_size,
     num_workers=dataloader_num_workers,
     seq_length=seq_length,
-    packing=dict(type="WindowPacking", window=512),
+    packing=dict(type="BestFitPacking", window=512),
     dataset=dict(type="DigitsDataset", root="work_dirs/data/digits", split="train"),
 )
 

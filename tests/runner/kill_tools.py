@@ -97,7 +97,7 @@ model = dict(
 )
 processor = dict(text_dropout=0.2)
 train_dataloader = dict(
-    batch_size=batch_size, num_workers=0, seq_length=80, packing=dict(type="WindowPacking", window=100),
+    batch_size=batch_size, num_workers=0, seq_length=80, packing=dict(type="BestFitPacking", window=100),
     dataset=dict(_delete_=True, type="UnifiedGenerationDataset", data_path={data!r}),
 )
 optim_wrapper = dict(accumulative_counts=accumulative_counts)

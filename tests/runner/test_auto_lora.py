@@ -27,7 +27,7 @@ REVISION = "0123456789abcdef0123456789abcdef01234567"
 CONFIG = """
 model = dict(type={type!r}, pretrained={name!r})
 tokenizer = dict(type="ModelTokenizer", path={name!r})
-train_dataloader = dict(batch_size=2, seq_length=96, packing=dict(type="WindowPacking", window=32),
+train_dataloader = dict(batch_size=2, seq_length=96, packing=dict(type="BestFitPacking", window=32),
                         dataset=dict(type="UnifiedGenerationDataset", data_path={data!r}))
 optim_wrapper = dict(optimizer=dict(type="AdamW", lr=2e-2))
 train_cfg = dict(max_epochs=40)

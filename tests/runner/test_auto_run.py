@@ -34,7 +34,7 @@ COLOURS = {"red": (230, 20, 20), "green": (20, 200, 20), "blue": (20, 20, 230)}
 CONFIG = """
 model = dict(type={type!r}, pretrained={folder!r})
 tokenizer = dict(type="ModelTokenizer", path={folder!r})
-train_dataloader = dict(batch_size=2, seq_length=96, packing=dict(type="WindowPacking", window=32),
+train_dataloader = dict(batch_size=2, seq_length=96, packing=dict(type="BestFitPacking", window=32),
                         dataset=dict(type="UnifiedGenerationDataset", data_path={data!r}))
 val_dataloader = dict(dataset=dict(type="UnifiedGenerationDataset", data_path={data!r}))
 optim_wrapper = dict(optimizer=dict(type="AdamW", lr=4e-3), accumulative_counts=2)

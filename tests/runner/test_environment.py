@@ -81,10 +81,8 @@ def test_defaults_that_a_users_value_overrides(
 ) -> None:
     """Of the allocator and of tokenizers, in the process and where records are planned."""
     seen: list[str | None] = []
-    monkeypatch.setattr(planning, "_CHUNK", 16)
     count = planning.count
     monkeypatch.setattr(planning, "count", lambda *a, **k: (seen.append(os.environ.get(TOKENIZERS)), count(*a, **k))[1])
-    monkeypatch.setattr(planning, "num_cores", lambda: 2)
     monkeypatch.setenv(TOKENIZERS, "x")
     monkeypatch.delenv(TOKENIZERS)
     train(tmp_path)

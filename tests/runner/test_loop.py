@@ -273,7 +273,7 @@ def test_an_epoch_takes_no_sample_twice(two_epochs):
 
 
 def test_a_packed_epoch_takes_every_sample_once(tmp_path, data):
-    packing = dict(type="WindowPacking", window=128)
+    packing = dict(type="BestFitPacking", window=128)
     settings = {"train_dataloader__packing": packing, "train_dataloader__batch_size": 8}
     outcome = trained(tmp_path, data, **settings, **limit(max_epochs=2))
     first = [i for i in outcome.sample_ids if i.endswith(":0")]

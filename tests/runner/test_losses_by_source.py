@@ -77,7 +77,7 @@ def of_record(runner: Runner, sample_id: str) -> dict[str, tuple[float, float]]:
     return {term: (float(total), counts[term]) for term, total in sums.items()}
 
 
-@pytest.mark.parametrize("packing", [None, {"type": "WindowPacking", "window": 8}])
+@pytest.mark.parametrize("packing", [None, {"type": "BestFitPacking", "window": 8}])
 def test_they_are_means_over_the_targets_of_each_source(tmp_path: Path, digits: Path, packing: Any) -> None:
     runner = Runner.from_cfg(config(tmp_path / "run", digits, train_dataloader__packing=packing), max_updates=4)
     assert shown(runner) == {f"loss/{term}/{name}" for term in ("text", "image") for name in NAMES}

@@ -46,7 +46,7 @@ def mixture(folder: Path, **overrides: Any) -> Any:
         train_dataloader__dataset=data,
         train_dataloader__groups=dict(texts=dict(weight=9), short=dict(weight=1, mandatory=True)),
         train_dataloader__seq_length=20,
-        train_dataloader__packing=dict(type="FastPacking", window=24),
+        train_dataloader__packing=dict(type="BestFitPacking", window=24),
         train_dataloader__batch_size=2,
         optim_wrapper__accumulative_counts=2,
         train_cfg=dict(max_updates=40),
@@ -193,7 +193,7 @@ def test_wrong_groups_are_refused_before_anything_starts(tmp_path: Path) -> None
         mixed = mixture(tmp_path)
         mixed.train_dataloader.dataset[1].num_used_data = 0
         Runner.from_cfg(mixed)
-    with pytest.raises(ConfigError, match=r"packing is None.*FastPacking"):
+    with pytest.raises(ConfigError, match=r"packing is None.*BestFitPacking"):
         Runner.from_cfg(mixture(tmp_path, train_dataloader__packing=None))
     with pytest.raises(ConfigError, match=r"max_sample_tokens is 21"):
         Runner.from_cfg(mixture(tmp_path, train_dataloader__max_sample_tokens=21))

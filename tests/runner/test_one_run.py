@@ -61,7 +61,7 @@ def settings(folder: Path) -> dict[str, Any]:
         "train_dataloader": {
             "batch_size": 2,
             "seq_length": 256,
-            "packing": {"type": "WindowPacking", "window": 64, "max_tiles": 12},
+            "packing": {"type": "BestFitPacking", "window": 64, "max_tiles": 12},
             "dataset": [
                 {"type": "UnifiedGenerationDataset", "data_path": str(folder / "talks.json"), "weight": 2.0},
                 {"type": "UnifiedGenerationDataset", "data_path": str(folder / "texts.jsonl"), "weight": 1.0,

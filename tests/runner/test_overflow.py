@@ -32,7 +32,7 @@ def log_of(runner: Runner) -> str:
     return (runner.work_dir / "train.log").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("packing", [None, {"type": "WindowPacking", "window": 64}], ids=["unpacked", "packed"])
+@pytest.mark.parametrize("packing", [None, {"type": "BestFitPacking", "window": 64}], ids=["unpacked", "packed"])
 def test_a_long_text_is_split_and_nothing_of_it_is_lost(tmp_path: Path, packing: Any) -> None:
     config = text_config(tmp_path, documents(), train_dataloader__packing=packing)
     runner, kept = trained(config)

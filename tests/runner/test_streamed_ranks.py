@@ -39,8 +39,8 @@ def write_config(folder: Path, path: str, *, own: Path) -> Path:
     ]
     body = CONFIG.format(words=list(WORDS), data="", work_dir=str(folder / "run"))
     body += f"""
-train_dataloader.update(dataset={data!r}, seq_length=20, packing=dict(type="FastPacking", window=24), batch_size=None,
-                        global_batch_size=4)
+train_dataloader.update(dataset={data!r}, seq_length=20, packing=dict(type="BestFitPacking", window=24),
+                        batch_size=None, global_batch_size=4)
 train_cfg = dict(max_updates={UPDATES})
 default_hooks = dict(logger=dict(interval=100), checkpoint=dict(interval=2, unit="update"))
 custom_imports = dict(imports=["kill_at_update"])

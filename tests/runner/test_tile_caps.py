@@ -29,7 +29,7 @@ processor = dict(max_image_size=32)
 train_dataloader = dict(
     batch_size=1,
     seq_length=1600,
-    packing=dict(type="WindowPacking", window=64),
+    packing=dict(type="BestFitPacking", window=64),
     dataset=dict(type="UnifiedGenerationDataset", data_path="train.jsonl"),
 )
 optim_wrapper = dict(optimizer=dict(type="AdamW", lr=5e-3), precision="fp32")
@@ -109,6 +109,6 @@ def test_caps_that_a_run_is_given_later_are_changed_data_with_numbers(folder: Pa
     with pytest.raises(ResumeBlocked) as caught:
         Runner.from_cfg(small(resume=True, **caps))
     message = str(caught.value)
-    assert f"the packing was WindowPacking-1/64/None and is WindowPacking-1/64/{SEQUENCE}" in message
+    assert f"the packing was FastPacking-1/64/None and is FastPacking-1/64/{SEQUENCE}" in message
     assert f"the filters of train were none and are ImageCountFilter(max_tiles={SAMPLE})" in message
     assert f"train had {RECORDS} records and has {RECORDS - LARGE}" in message

@@ -87,7 +87,7 @@ def test_strict_except_for_yamls_numbers(plain: dict[str, Any]) -> None:
 
 def test_every_problem_is_in_one_message_with_the_value_and_what_is_allowed(plain: dict[str, Any]) -> None:
     plain["train_dataloader"] |= {"seq_length": 0, "num_workers": -1, "overflow": "cut"}
-    plain["train_dataloader"]["packing"] = {"type": "WindowPacking", "window": "8"}
+    plain["train_dataloader"]["packing"] = {"type": "BestFitPacking", "window": "8"}
     plain["train_cfg"] = {"max_epochs": -1}
     plain["param_scheduler"] = [{"type": "LinearLR", "start_factor": 2}, {"type": "CosineAnnealinLR"}]
     plain["custom_hooks"] = [{"type": "EMAHook", "momentum": 2.0}]

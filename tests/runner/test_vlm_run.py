@@ -43,7 +43,7 @@ model = dict(
 )
 tokenizer = dict(type="ChatTokenizer", path={tokenizer!r})
 processor = dict(max_image_size=32)
-train_dataloader = dict(batch_size=2, seq_length=160, packing=dict(type="WindowPacking", window=32, max_tiles=12),
+train_dataloader = dict(batch_size=2, seq_length=160, packing=dict(type="BestFitPacking", window=32, max_tiles=12),
                         dataset=dict(type="UnifiedGenerationDataset", data_path={data!r}))
 optim_wrapper = dict(optimizer=dict(type="AdamW", lr=5e-3), precision="fp32")
 train_cfg = dict(max_epochs=30)
@@ -196,7 +196,7 @@ def test_changes_of_all_pictures_of_a_record(data, tmp_path) -> None:
 def test_tiles_of_a_sample_and_of_a_sequence_have_limits_and_what_exceeds_is_counted(data, tmp_path) -> None:
     """nanoVLM's 4 and 18: an image of two tiles and the global one has 3."""
     dataset = {"type": "UnifiedGenerationDataset", "data_path": str(data / "train.jsonl")}
-    packing = {"type": "WindowPacking", "window": 32, "max_tiles": 2}
+    packing = {"type": "BestFitPacking", "window": 32, "max_tiles": 2}
     loader = {"train_dataloader__dataset": dataset, "train_dataloader__packing": packing}
     free = batches(config(data, tmp_path / "free", **loader))
     numbers = UnifiedGenerationDataset(data / "train.jsonl", build_processor(

@@ -41,7 +41,7 @@ model = dict(
 )
 tokenizer = dict(type="ChatTokenizer", path="tokenizer")
 processor = dict(max_image_size=32)
-train_dataloader = dict(batch_size=2, seq_length=160, packing=dict(type="WindowPacking", window=32, max_tiles=12),
+train_dataloader = dict(batch_size=2, seq_length=160, packing=dict(type="BestFitPacking", window=32, max_tiles=12),
                         dataset=dict(type="UnifiedGenerationDataset", data_path="train.jsonl"))
 optim_wrapper = dict(optimizer=dict(type="AdamW", lr=5e-3), precision="fp32")
 train_cfg = dict(max_epochs=2)
@@ -89,7 +89,7 @@ def digits(folder: Path) -> Path:
     """The tiny unified model, with dropout, several sources and random changes."""
     made = tiny_config(folder / "run", folder / "digits", train_dataloader__batch_size=3)
     made["train_dataloader"]["seq_length"] = 96
-    made["train_dataloader"]["packing"] = {"type": "FastPacking", "window": 24}
+    made["train_dataloader"]["packing"] = {"type": "BestFitPacking", "window": 24}
     made["processor"] = {**made["processor"], "text_dropout": 0.2, "vit_dropout": 0.2, "vae_dropout": 0.2,
                          "augment": [{"type": "RandomFlip"}]}  # fmt: skip
     for number in range(3):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -37,9 +37,6 @@ class Batch:
     A family derives its own as a frozen dataclass, with a tensor in each field that the model reads. All tensors of its
     fields are moved together; ``num_tokens`` and ``target_counts`` are called on the CPU batch.
     """
-
-    pixels: ClassVar[tuple[str, ...]] = ()
-    """Fields of float32 pixels, -1 to 1, which a loading process may send as bytes."""
 
     num_sequences: int = 0
     num_samples: int = 0
@@ -101,8 +98,6 @@ class Batch:
 @dataclass(frozen=True)
 class PackedBatch(Batch):
     """One micro-batch of one rank. All index tensors are int64 and point into the ``T`` tokens."""
-
-    pixels = ("vit_patches",)
 
     document_ids: Tensor
     """[T] which sample a token belongs to; non-decreasing."""

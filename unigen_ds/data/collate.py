@@ -9,12 +9,8 @@ padding token, so that no micro-batch is empty.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import os
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,13 +18,12 @@ import torch
 from unigen_ds.core.batch import Batch
 from unigen_ds.core.seeding import generator
 from unigen_ds.data.datasets import PlannedDataset, planned_tokens, source_names
-from unigen_ds.data.image_files import ImageContent, UnreadableImage
+from unigen_ds.data.image_files import UnreadableImage
 from unigen_ds.data.order import Draw
 from unigen_ds.data.overflow import part_of, unit_tokens
-from unigen_ds.data.packed import PackedBuilder
 from unigen_ds.data.processor import Processor
 from unigen_ds.data.samples import Loaded as Loaded
-from unigen_ds.data.samples import Sample, Split
+from unigen_ds.data.samples import Sample
 from unigen_ds.data.splits import unreadable
 from unigen_ds.data.stream import Row
 
@@ -41,8 +36,6 @@ def collate(
     seq_length: int,
     seed: int | None = None,
     names: Sequence[str] | None = None,
-    threads: int = 1,
-    keep_bytes: bool = False,
 ) -> Batch:
     """One micro-batch.
 
@@ -51,38 +44,24 @@ def collate(
         datasets: the sources that the draws point into.
         processor: sizes and ids; ``seed`` and ``names`` default to the processor's and the data sets' own.
         seq_length: each sample is truncated to it.
-        threads: that decode images.
-        keep_bytes: leave patches of images as bytes, for ``Packet.received``.
     """
     seed = processor.seed if seed is None else seed
     names = source_names(datasets) if names is None else names
     builder = processor.builder()
-    if isinstance(builder, PackedBuilder):
-        builder.keep_bytes = keep_bytes
     sample_ids: list[str] = []
     skipped: list[dict[str, str]] = []
     sources: list[int] = []
     ends: list[int] = []
-    found: list[list[_Chosen] | UnreadableImage] = []
-    for draw in (draw for row in rows for draw in row):
-        name = draw.sample_id(names)
-        try:
-            found.append(chosen(draw, datasets[draw.source], processor, seq_length=seq_length, seed=seed, name=name))
-        except UnreadableImage as error:
-            found.append(error)
-    if threads > 1:
-        _work_ahead(found, processor, threads)
-    found.reverse()  # what is loaded is let go of
     for row in rows:
         before = builder.num_tokens
         for draw in row:
-            sample_id = draw.sample_id(names)
+            sample_id, dataset = draw.sample_id(names), datasets[draw.source]
             sample_ids.append(sample_id)
             try:
-                loaded = _loaded(found.pop(), processor, (seed, draw.pass_number, sample_id))
+                loaded = load(draw, dataset, processor, seq_length=seq_length, seed=seed, name=sample_id)
             except UnreadableImage as error:
                 skipped.append({"sample": sample_id, "path": error.path, "why": error.problem})
-                planned = planned_tokens(datasets[draw.source], draw.index)
+                planned = planned_tokens(dataset, draw.index)
                 builder.add_padding(unit_tokens(planned, draw.piece, seq_length))
             else:
                 builder.add_document(loaded)
@@ -106,18 +85,6 @@ def load(
     draw: Draw, dataset: PlannedDataset, processor: Processor, *, seq_length: int, seed: int, name: str
 ) -> list[Loaded]:
     """Read, truncate, drop conditions, decode. Raises ``UnreadableImage`` where the sample must be skipped."""
-    found = chosen(draw, dataset, processor, seq_length=seq_length, seed=seed, name=name)
-    return _loaded(found, processor, (seed, draw.pass_number, name))
-
-
-_Chosen = tuple[int, Split, bool]
-"""A split, its number in its sample, and whether condition dropout removes it."""
-
-
-def chosen(
-    draw: Draw, dataset: PlannedDataset, processor: Processor, *, seq_length: int, seed: int, name: str
-) -> list[_Chosen]:
-    """Read, truncate, choose conditions. Raises ``UnreadableImage`` where the sample must be skipped."""
     sample = dataset.sample(draw.index, pass_number=draw.pass_number)
     kept = sample if draw.piece >= 0 else sample.truncated(seq_length)
     for split in kept.splits:
@@ -127,42 +94,13 @@ def chosen(
     if sample.num_tokens != planned:
         changed = next((split.source for split in sample.splits if split.source), "")
         raise unreadable(changed, f"the sample has {sample.num_tokens} tokens, but {planned} when it was indexed")
-    part = part_of(sample, draw.piece, seq_length)
-    dropped = _dropped(part, processor, (seed, draw.pass_number, name))
-    return [(number, split, number in dropped) for number, split in enumerate(part.splits)]
-
-
-def _loaded(found: Sequence[_Chosen] | UnreadableImage, processor: Processor, key: tuple[object, ...]) -> list[Loaded]:
-    """The splits of one sample with their tensors."""
-    if isinstance(found, UnreadableImage):
-        raise found
-    loaded = (split.dropped() if dropped else split.load(processor, (*key, number)) for number, split, dropped in found)
+    part, key = part_of(sample, draw.piece, seq_length), (seed, draw.pass_number, name)
+    removed = _dropped(part, processor, key)
+    loaded = (
+        split.dropped() if number in removed else split.load(processor, (*key, number))
+        for number, split in enumerate(part.splits)
+    )
     return [one for one in loaded if one is not None]
-
-
-def _work_ahead(samples: Iterable[Sequence[_Chosen] | UnreadableImage], processor: Processor, threads: int) -> None:
-    """``Split.ahead`` of all splits, by threads: PIL decodes and resizes without Python's lock."""
-    works: dict[int, tuple[ImageContent, list[Callable[[], object]]]] = {}
-    for sample in samples:
-        for _, split, dropped in () if isinstance(sample, UnreadableImage) else sample:
-            if not dropped and (ahead := split.ahead(processor)) is not None:
-                works.setdefault(id(ahead[0]), (ahead[0], []))[1].append(ahead[1])
-    if len(works) > 1:
-        list(_pool(os.getpid(), threads).map(_all_of, works.values()))
-
-
-def _all_of(one: tuple[ImageContent, Sequence[Callable[[], object]]]) -> None:
-    content, works = one
-    with contextlib.suppress(Exception):  # load raises it again, in the order of the samples
-        for work in works:
-            work()
-    content.release()  # decoded it is larger than what is made of it, and the batch may have many
-
-
-@cache
-def _pool(process: int, threads: int) -> ThreadPoolExecutor:
-    """One for each process: threads do not survive a fork."""
-    return ThreadPoolExecutor(threads, thread_name_prefix="images")
 
 
 def _dropped(sample: Sample, processor: Processor, key: tuple[object, ...]) -> set[int]:

@@ -82,7 +82,7 @@ class UnifiedGenerationDataset:
         name: first part of a sample id; None: the file's stem.
         cache_dir: folder for the index, and for unpacked copies, where ``.unigen_index/`` beside the data cannot be
             written.
-        index_workers: processes that build the index, once.
+        index_workers: processes that build the index, once; 0: this one.
         cache_tokens: keep the ids of all texts beside the index, 4 bytes a token: a text is tokenized once, not in each
             epoch.
         format: name of the format, or ``dict(type=name, ...)`` with settings of its own; None: by suffix or content.

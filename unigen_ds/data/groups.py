@@ -147,7 +147,7 @@ def check_mandatory(
         raise ConfigError(
             f"{named} must be in every sequence, and train_dataloader.packing is {given}",
             allowed="a packer that knows mandatory groups",
-            remedy="packing=dict(type='FastPacking')",
+            remedy="packing=dict(type='BestFitPacking')",
         )
     for what, columns, limit, remedy in (
         ("tokens", tokens, seq_length, "a larger seq_length, or train_dataloader.max_sample_tokens: longer samples are"

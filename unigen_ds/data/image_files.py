@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,9 @@ import numpy as np
 from PIL import Image, PngImagePlugin, UnidentifiedImageError
 
 from unigen_ds.core.errors import DataError
-from unigen_ds.data.quick_header import FIRST_BYTES, Header, quick_header
 from unigen_ds.data.stored_image import StoredImage
 
 _ALPHA = ("RGBA", "LA", "PA", "RGBa", "La")
-_HEADERS = 4096
-"""Headers that are remembered: most data sets have few, and an index needs one for each image."""
 _ORIENTATION = 0x0112
 _TEXT_VARIABLE = "UNIGEN_DS_PNG_TEXT_BYTES"
 """Of this project's own processes: those that a run starts have its limit."""
@@ -85,16 +82,9 @@ class ImageContent:
         self._path = path
         self.decoded: Image.Image | None = None
         self.failed: UnreadableImage | None = None
-        self.ready: dict[int, Any] = {}
-        """``id`` of a transform -> its pixels, where a thread has made them ahead (``collate.py``)."""
 
     def __str__(self) -> str:
         return str(self._path)
-
-    def release(self) -> None:
-        """Free the memory of file and picture, not of ``ready``. The file is read again where it is still needed."""
-        self.decoded = None
-        self.__dict__.pop("opened", None)
 
     @cached_property
     def opened(self) -> Image.Image:
@@ -124,8 +114,6 @@ class ImageHeader:
 
 def image_header(path: str | Path | ImageContent) -> ImageHeader:
     """From the header alone. An unreadable image does not raise."""
-    if (quick := _quick_header(path)) is not None and quick[0] * quick[1] <= MAX_PIXELS:
-        return _plain_header(quick)
     try:
         with _opened(path, "read") as image:
             orientation = _orientation(image)
@@ -138,28 +126,6 @@ def image_header(path: str | Path | ImageContent) -> ImageHeader:
             return ImageHeader((width, height), "", turned or _is_deep(image), image.mode, transparent, content)
     except UnreadableImage as error:
         return ImageHeader(None, error.problem)
-
-
-@lru_cache(maxsize=_HEADERS)
-def _plain_header(quick: Header) -> ImageHeader:
-    width, height, mode = quick
-    return ImageHeader((width, height), "", False, mode, mode in _ALPHA)
-
-
-def _quick_header(path: str | Path | ImageContent) -> Header | None:
-    """Of a plain file; None: PIL must look at it."""
-    if isinstance(path, ImageContent):
-        return None
-    try:
-        if isinstance(path, StoredImage):
-            return quick_header(path.read()[:FIRST_BYTES])
-        stream = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # half of what open needs; a pipe is not waited for
-        try:
-            return quick_header(os.read(stream, FIRST_BYTES))
-        finally:
-            os.close(stream)
-    except (OSError, ValueError, DataError):
-        return None
 
 
 def image_size(path: str | Path) -> tuple[int, int]:

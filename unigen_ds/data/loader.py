@@ -10,7 +10,6 @@ A worker sends a batch as one block of bytes (``packet.py``).
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,20 +18,15 @@ from typing import Any
 
 import torch
 
-from unigen_ds.core import dist
 from unigen_ds.core.batch import Batch
-from unigen_ds.core.cores import num_cores
-from unigen_ds.core.errors import ConfigError, UnigenError
+from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.progress import Geometry
 from unigen_ds.data.collate import collate
 from unigen_ds.data.datasets import PlannedDataset
-from unigen_ds.data.packet import Memory, Packet, SharedBlocks, unmap
+from unigen_ds.data.packet import Packet
 from unigen_ds.data.processor import Processor
 from unigen_ds.data.stream import Cursor, Row, SequenceStream
 from unigen_ds.data.workers import Workers
-
-_THREADS = 8
-"""Threads of a process that decode images at most."""
 
 
 @dataclass(frozen=True)
@@ -146,28 +140,17 @@ class BatchLoader:
                 allowed="num_workers >= 0, timeout >= 0 seconds, prefetch_factor >= 1",
             )
         pinned = pin_memory and torch.accelerator.is_available()
-        ahead = (prefetch_factor or 2) if num_workers else 0
-        blocks = SharedBlocks(ahead + 1) if ahead else None
-        make = _Rows(
-            source,
-            processor,
-            seed,
-            travels=num_workers > 0 or pinned,
-            blocks=blocks,
-            keep_bytes=num_workers > 0 and not pinned,  # what is pinned is not changed any more
-            threads=_image_threads(num_workers),
-        )
+        make = _Rows(source, processor, seed, travels=num_workers > 0)
         arrived = _pinned if pinned else None
 
         def begin() -> Iterator[Any]:
             if num_workers:
+                ahead = prefetch_factor or 2
                 return Workers(make, iterations, num_workers, ahead=ahead, timeout=timeout, arrived=arrived)
             return map(make, iterations) if arrived is None else map(arrived, map(make, iterations))
 
         self._begin = begin
-        self._memory = None if pinned else Memory()
-        self._unmap = weakref.finalize(self, unmap, blocks.loader) if blocks else lambda: None
-        self._made: Iterator[Batch | Packet | UnigenError] | None = None
+        self._made: Iterator[Batch | Packet] | None = None
         self._closed = False
 
     def next(self) -> Batch:
@@ -178,22 +161,17 @@ class BatchLoader:
         if self._made is None:
             self._made = self._begin()
         loaded = next(self._made)
-        if isinstance(loaded, UnigenError):  # raised in a worker, whose traceback does not help
-            raise loaded
-        if not isinstance(loaded, Packet):
-            return loaded
-        return loaded.unpacked() if self._memory is None else loaded.received(self._memory)
+        return loaded.unpacked() if isinstance(loaded, Packet) else loaded
 
     def close(self) -> None:
         """End the workers. Safe to call twice, and after an error."""
         if isinstance(self._made, Workers):
             self._made.close()
         self._made, self._closed = None, True
-        self._unmap()
 
 
-def _pinned(loaded: Batch | Packet | UnigenError) -> Batch | Packet | UnigenError:
-    return loaded.pin_memory() if isinstance(loaded, Packet) else loaded
+def _pinned(loaded: Batch | Packet) -> Batch:
+    return loaded.unpacked(pin=True) if isinstance(loaded, Packet) else loaded.pin_memory()
 
 
 class _Iterations:
@@ -216,33 +194,17 @@ class _Iterations:
 class _Rows:
     """A list of rows is the index, a micro-batch the item: as a packet where it ``travels`` to another process."""
 
-    def __init__(
-        self,
-        source: RowSource,
-        processor: Processor,
-        seed: int | None,
-        *,
-        travels: bool,
-        blocks: SharedBlocks | None,
-        keep_bytes: bool,
-        threads: int,
-    ) -> None:
-        self._source, self._keep_bytes, self._threads = source, keep_bytes, threads
-        self._processor, self._seed, self._travels, self._blocks = processor, seed, travels, blocks
+    def __init__(self, source: RowSource, processor: Processor, seed: int | None, *, travels: bool) -> None:
+        self._source, self._processor, self._seed, self._travels = source, processor, seed, travels
 
-    def __call__(self, rows: Sequence[Row]) -> Batch | Packet | UnigenError:
-        try:
-            source = self._source
-            batch = collate(
-                rows, source.datasets, self._processor, seq_length=source.seq_length, seed=self._seed,
-                names=source.names, threads=self._threads, keep_bytes=self._keep_bytes,
-            )  # fmt: skip
-        except UnigenError as error:  # as a value: the loader would make a message of the worker's whole traceback
-            return error
-        return Packet.packed(batch, self._blocks) if self._travels else batch
-
-
-def _image_threads(num_workers: int) -> int:
-    """Threads of each loading process that decode images: the cores that there are for one."""
-    processes = (dist.env_processes_per_node() or dist.env_world_size()) * max(num_workers, 1)
-    return max(1, min(num_cores() // processes, _THREADS))
+    def __call__(self, rows: Sequence[Row]) -> Batch | Packet:
+        source = self._source
+        batch = collate(
+            rows,
+            source.datasets,
+            self._processor,
+            seq_length=source.seq_length,
+            seed=self._seed,
+            names=source.names,
+        )
+        return Packet.packed(batch) if self._travels else batch

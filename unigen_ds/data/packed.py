@@ -13,7 +13,6 @@ from torch import Tensor
 
 from unigen_ds.core.batch import CAUSAL, PackedBatch
 from unigen_ds.data.samples import IGNORED, Loaded, TextTokenizer
-from unigen_ds.data.transforms import put_normalised
 
 
 class PackedSizes(Protocol):
@@ -64,8 +63,6 @@ class PackedBuilder:
         self.processor = processor
         self.tokenizer = processor.tokenizer
         self.num_tokens = 0
-        self.keep_bytes = False
-        """Leave patches of images as bytes, a quarter of the memory, until ``Packet.received``."""
         self._positions: list[Tensor] = []
         self._document_lengths: list[int] = []
         self._split_lengths: list[int] = []
@@ -162,18 +159,11 @@ class PackedBuilder:
         parts, none = self._patches, torch.empty(0, dtype=torch.int64)
         width = self.processor.vit_channels * self.processor.vit_patch_size**2
         return {
-            "vit_patches": self._vit_patches([part.patches for part in parts], width),
+            "vit_patches": _joined([part.patches for part in parts], torch.empty(0, width)),
             "vit_index": _joined([part.index for part in parts], none),
             "vit_position_ids": _joined([part.position_ids for part in parts], none),
             "vit_lengths": tuple(length for part in parts for length in part.lengths),
         }
-
-    def _vit_patches(self, parts: Sequence[Tensor], width: int) -> Tensor:
-        """[patches, ``width``]: bytes where ``keep_bytes`` is set and all of them are, else floats."""
-        if len({part.dtype for part in parts}) > 1:  # only some of the images have been changed at random
-            parts = [_floats(part) for part in parts]
-        joined = _joined(parts, torch.empty(0, width))
-        return joined if self.keep_bytes else _floats(joined)
 
     def _vae(self) -> dict[str, Any]:
         pairs, processor, none = self._latents, self.processor, torch.empty(0, dtype=torch.int64)
@@ -214,11 +204,6 @@ def _grid_positions(grid: tuple[int, int], table: int) -> Tensor:
     """Read only: the same tensor for each image of that grid."""
     rows, columns = torch.arange(grid[0]), torch.arange(grid[1])
     return (rows[:, None] * table + columns).flatten()
-
-
-def _floats(patches: Tensor) -> Tensor:
-    """Bytes normalised; floats as they are."""
-    return put_normalised(torch.empty(patches.shape), patches) if patches.dtype == torch.uint8 else patches
 
 
 def _joined(parts: Sequence[Tensor], empty: Tensor) -> Tensor:

@@ -1,28 +1,17 @@
-"""A source -> every record parsed, tokenized, counted and digested once: in batches, by processes or threads."""
+"""A source -> every record parsed, tokenized, counted and digested once: in batches, in this process or by workers."""
 
 from __future__ import annotations
 
-import copy
-import gc
 import multiprocessing
 import os
-import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain
-from queue import SimpleQueue
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from unigen_ds.core.cores import TOKENIZERS, num_cores
 from unigen_ds.core.errors import DataError
-from unigen_ds.core.variables import environment
 from unigen_ds.data.array_cache import NewArrays
 from unigen_ds.data.counts import COLUMNS, count, record_digest
 from unigen_ds.data.data_file import MalformedRecord
@@ -35,15 +24,9 @@ from unigen_ds.data.stored_image import StoredImage
 from unigen_ds.data.turn import Turn
 from unigen_ds.data.unusable import BadRecord, OnRecordError, as_array, from_array, unusable_error
 from unigen_ds.data.unused import unused_keys
-from unigen_ds.data.worker_process import start_worker
+from unigen_ds.data.workers import Workers
 
 _CHUNK = 1024
-_THREADS = 4
-"""Threads that plan records at most: all but tokenizing is done by one thread at a time."""
-_PROCESSES = 8
-"""Forks of this process that plan records at most."""
-_FORKED_FROM = 8192
-"""Records from which on forks plan them: they plan twice as many a second on two cores, and need 0.05 s to start."""
 _TOUCHED = COLUMNS.index("touched")
 UNUSED_KEYS = "unused_keys"
 """An array of the index: what a record has of other layouts (``unused.unused_keys``)."""
@@ -73,14 +56,8 @@ class ChunkPlan(Protocol):
 
     @property
     def source(self) -> RecordSource: ...
-    @property
-    def processor(self) -> ConversationProcessor: ...
     def chunk(self, chunk: Chunk) -> tuple[NDArray[Any], ...]:
         """What is found of the records of a chunk."""
-        ...
-
-    def again(self) -> ChunkPlan:
-        """The same for another thread."""
         ...
 
 
@@ -121,101 +98,20 @@ def plan_all(
 def planned(plan: ChunkPlan, num_workers: int) -> Iterator[tuple[int, tuple[NDArray[Any], ...]]]:
     """The first record of each chunk, and what ``plan`` finds of the chunk; in order.
 
-    ``num_workers``: new processes; 0: forks of this one where that is safe and there are many records, else threads.
+    ``num_workers``: processes that do it; 0: this one. A loading process, which can have none, does it itself.
     """
     chunks = [(i, min(i + _CHUNK, len(plan.source))) for i in range(0, len(plan.source), _CHUNK)]
-    starts = [start for start, _ in chunks]
-    forks = min(num_cores(), _PROCESSES, len(chunks)) if len(plan.source) >= _FORKED_FROM and _may_fork() else 0
-    if num_workers > 0 and len(chunks) > 1:
-        yield from zip(starts, _plan_in_processes(plan, chunks, num_workers, "spawn"), strict=True)
-    elif forks > 1:
-        with environment({TOKENIZERS: "false"}):  # as start_worker
-            yield from zip(starts, _plan_in_processes(plan, chunks, forks, "fork"), strict=True)
-    else:
-        with _no_collections():
-            yield from zip(starts, _plan_in_threads(plan, chunks), strict=True)
-
-
-_adopted: ChunkPlan | None = None
-"""In a process that plans: what it was started with."""
-
-
-def _may_fork() -> bool:
-    """Whether a fork of this process can plan: another thread may hold a lock that the fork would wait for.
-
-    One that tqdm starts with the first progress bar of a process, and again with a later one, is ended.
-    """
-    for thread in threading.enumerate():
-        if type(thread).__module__ == "tqdm._monitor":
-            thread.exit()  # type: ignore[attr-defined]
-    alone = threading.active_count() == 1 and threading.current_thread() is threading.main_thread()
-    return alone and sys.platform == "linux" and not multiprocessing.current_process().daemon
-
-
-def _plan_in_processes(
-    plan: ChunkPlan, chunks: Sequence[Chunk], number: int, how: str
-) -> Iterator[tuple[NDArray[Any], ...]]:
-    """``plan.chunk`` of each, in order. ``how``: ``fork`` or ``spawn``, as of ``multiprocessing``."""
-    context = multiprocessing.get_context(how)
-    try:
-        with ProcessPoolExecutor(number, mp_context=context, initializer=_adopt, initargs=(plan,)) as pool:
-            yield from pool.map(_plan_adopted, chunks)
-    except BrokenProcessPool as error:
-        raise DataError(
-            f"{plan.source.title}: a process that plans its records ended before it was done",
-            remedy="the system kills processes when memory is full (see dmesg): fewer CPU cores (taskset) need less;"
-            " then start again",
-        ) from error
-
-
-def _adopt(plan: ChunkPlan) -> None:
-    global _adopted
-    _adopted = plan
-    start_worker()
-    gc.disable()  # as _no_collections
-
-
-def _plan_adopted(chunk: Chunk) -> tuple[NDArray[Any], ...]:
-    assert _adopted is not None
-    return _adopted.chunk(chunk)
-
-
-def _plan_in_threads(plan: ChunkPlan, chunks: Sequence[Chunk]) -> Iterator[tuple[NDArray[Any], ...]]:
-    """``plan.chunk`` of each, in order: while one thread tokenizes, which needs no lock, another parses and counts.
-
-    Each thread has a processor of its own, since a tokenizer is set before each call. Within a batch a tokenizer uses
-    one core then: its own threads cost a third more for texts of a few words.
-    """
-    number = min(len(chunks), _THREADS, num_cores())
-    if number < 2 or not hasattr(plan.processor.tokenizer, "encode_texts"):
-        yield from map(plan.chunk, chunks)
+    if num_workers == 0 or len(chunks) == 1 or multiprocessing.current_process().daemon:
+        for chunk in chunks:
+            yield chunk[0], plan.chunk(chunk)
         return
-    idle: SimpleQueue[ChunkPlan] = SimpleQueue()
-    idle.put(plan)
-    for _ in range(number - 1):
-        idle.put(plan.again())
-
-    def found(chunk: Chunk) -> tuple[NDArray[Any], ...]:
-        own = idle.get()
-        try:
-            return own.chunk(chunk)
-        finally:
-            idle.put(own)
-
-    with environment({TOKENIZERS: os.environ.get(TOKENIZERS, "false")}), ThreadPoolExecutor(number) as pool:
-        yield from pool.map(found, chunks)
-
-
-@contextmanager
-def _no_collections() -> Iterator[None]:
-    """Planning leaves no cycles; looking for them among all objects of the process needs a third of its time."""
-    on = gc.isenabled()
-    gc.disable()
+    setting = f"index_workers of {plan.source.title}"
+    workers = Workers(plan.chunk, chunks, min(num_workers, len(chunks)), ahead=2, setting=setting)
     try:
-        yield
+        for (start, _), columns in zip(chunks, workers, strict=True):
+            yield start, columns
     finally:
-        if on:
-            gc.enable()
+        workers.close()
 
 
 @dataclass(frozen=True)
@@ -226,18 +122,14 @@ class Plan:
     processor: ConversationProcessor
     layout: Layout
 
-    def again(self) -> Plan:
-        return replace(self, processor=copy.deepcopy(self.processor))
-
     def chunk(self, chunk: Chunk) -> tuple[NDArray[Any], ...]:
         """``FILLED`` of the records of a chunk, and ``UNUSABLE``."""
         rows: list[tuple[int, ...]] = []
         unusable: list[BadRecord] = []
         for first, entries in batches(self.source, chunk):
             rows += self._batch(first, entries, unusable)
-        numbers = np.fromiter(chain.from_iterable(rows), np.int64)  # a fifth of the time of asarray(rows)
         unusable.sort(key=lambda one: one.number)
-        return *numbers.reshape(len(rows), -1).T, as_array(unusable[:_MOST_LINES])
+        return *np.asarray(rows, dtype=np.int64).T, as_array(unusable[:_MOST_LINES])
 
     def _batch(
         self, first: int, entries: Sequence[FoundRecord | DataError], unusable: list[BadRecord]

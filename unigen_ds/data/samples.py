@@ -7,14 +7,12 @@ texts and images are in ``splits.py``; a family may have others (``families/nano
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from unigen_ds.core.errors import DataError
-from unigen_ds.data.image_files import ImageContent
 from unigen_ds.data.rules import TOUCH_BITS
 
 if TYPE_CHECKING:
@@ -100,12 +98,6 @@ class Split:
 
     def dropped(self) -> Loaded | None:
         """What replaces it where condition dropout removes it."""
-        return None
-
-    def ahead(self, processor: Any) -> tuple[ImageContent, Callable[[], object]] | None:
-        """What ``load`` will need of an image, as work that a thread may do before, and the image: works on one image
-        are done one after the other, then it is released. An error is raised by ``load`` again. None: nothing.
-        """
         return None
 
     def load(self, processor: Any, key: tuple[object, ...] | None) -> Loaded:

@@ -12,13 +12,11 @@ Token layout of a split, as in BAGEL's public packing code:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
@@ -28,7 +26,7 @@ from unigen_ds.data.augment import Augment, changed
 from unigen_ds.data.image_files import ImageContent, UnreadableImage
 from unigen_ds.data.packed import Latent, PackedBuilder
 from unigen_ds.data.samples import IGNORED, Split, Tally, TextTokenizer
-from unigen_ds.data.transforms import ImageTransform, normalised, only_resizes, patchify, pixel_patches
+from unigen_ds.data.transforms import ImageTransform, patchify
 
 ImageKind = Literal["vit", "vae", "noise"]
 END = -1
@@ -188,18 +186,6 @@ class ImageSplit(Split):
     def dropped(self) -> DroppedImage:
         return DroppedImage()
 
-    def ahead(self, processor: ImageProcessor) -> tuple[ImageContent, Callable[[], object]] | None:
-        """As of ``Split``: decodes and resizes."""
-        transform, content = self._transform(processor), self.content
-        if content is None or self.tensor is not None or transform is None or not only_resizes(transform):
-            return None
-
-        def work() -> None:
-            if id(transform) not in content.ready:
-                content.ready[id(transform)] = transform.pixels(processor.read_image(content))
-
-        return content, work
-
     def pixels(self, processor: ImageProcessor) -> Tensor:
         if self.tensor is not None:
             return self.tensor
@@ -214,31 +200,16 @@ class ImageSplit(Split):
     def _transform(self, processor: ImageProcessor) -> ImageTransform | None:
         return processor.vit_transform if self.kind == "vit" else processor.vae_transform
 
-    def _pixels(self, processor: ImageProcessor, transform: ImageTransform) -> NDArray[np.uint8]:
-        """[H, W, C]"""
-        ready = None if self.content is None else self.content.ready.get(id(transform))
-        return transform.pixels(processor.read_image(self.content or self.path)) if ready is None else ready
-
     def load(self, processor: ImageProcessor, key: tuple[object, ...] | None) -> LoadedImage:
         vit = self.kind == "vit"
-        image = self.tensor
-        if image is None:
-            transform = self._transform(processor)
-            assert transform is not None, "planned without a transform"
-            try:
-                if not only_resizes(transform):
-                    image = transform(processor.read_image(self.content or self.path))
-                else:
-                    pixels = self._pixels(processor, transform)
-                    changes = (*processor.augment, *processor.vit_augment) if key is not None else ()
-                    if vit and not changes:  # made floats when they are in the batch
-                        return self._as_patches(pixels, processor.vit_patch_size)
-                    image = normalised(pixels)
-            except UnreadableImage as error:
-                raise unreadable(self.path, error.problem) from error
+        try:
+            image = self.pixels(processor)
+        except UnreadableImage as error:
+            raise unreadable(self.path, error.problem) from error
         stride = processor.vit_patch_size if vit else processor.vae_downsample
         grid = (image.shape[1] // stride, image.shape[2] // stride)
-        self._check_grid(grid)
+        if grid != self.grid:  # a transform of a user's own, or a file that was replaced between two readings
+            raise unreadable(self.path, f"image {self.path} has {grid} patches, {self.grid} when it was planned")
         image = augmented(image, processor.augment, processor.vit_augment if vit else (), key)
         if vit:
             return LoadedImage(self, vit_patches=patchify(image, stride))
@@ -255,18 +226,10 @@ class ImageSplit(Split):
             timestep=timestep,
         )
 
-    def _as_patches(self, pixels: NDArray[np.uint8], patch_size: int) -> LoadedImage:
-        self._check_grid((pixels.shape[0] // patch_size, pixels.shape[1] // patch_size))
-        return LoadedImage(self, vit_patches=torch.from_numpy(pixel_patches(pixels, patch_size)))
-
-    def _check_grid(self, grid: tuple[int, int]) -> None:
-        if grid != self.grid:  # a transform of a user's own, or a file that was replaced between two readings
-            raise unreadable(self.path, f"image {self.path} has {grid} patches, {self.grid} when it was planned")
-
 
 @dataclass(frozen=True)
 class LoadedImage:
-    """The tensors of one image split. ``vit``: patches (bytes: the builder normalises them). ``vae`` and ``noise``:
+    """The tensors of one image split. ``vit``: patches. ``vae`` and ``noise``:
     image, noises and raw time step.
     """
 

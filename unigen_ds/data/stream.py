@@ -5,7 +5,7 @@ sequence), each with the cursor after it. A row is a pure function of (data, see
 sizes and kills change nothing: a run that continues from a cursor gets exactly the rows that were not used before.
 
 Packed: an epoch is split into windows of the global order, each planned from lengths alone; seeking a cursor plans one
-window (0.1 s at 8,192 samples), wherever it is. Unpacked: one draw a row.
+window (20 ms at 8,192 samples), wherever it is. Unpacked: one draw a row.
 
 A mandatory group has a sample in every row. Where a window has too few of it, the next records of the group are drawn
 in addition, so its share is raised by what is needed and no more; how many were drawn before a window is part of the
@@ -21,7 +21,7 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -37,6 +37,7 @@ from unigen_ds.data.groups import Blend, check_mandatory
 from unigen_ds.data.held_out import division_of, whole_of
 from unigen_ds.data.order import Draw, GlobalOrder
 from unigen_ds.data.overflow import Overflow
+from unigen_ds.data.packing import Packer
 from unigen_ds.data.rules import RULE_VERSIONS
 from unigen_ds.data.shard_order import ShardWalk
 from unigen_ds.data.streamed_units import StreamedFitted, fitted
@@ -46,16 +47,6 @@ Row = tuple[Draw, ...]
 
 _CHUNK = 1024
 _FORMAT = "stream-1"
-
-
-class Packer(Protocol):
-    """Groups one window of samples into sequences, from lengths alone."""
-
-    window: int
-
-    @property
-    def fingerprint(self) -> str: ...
-    def plan(self, lengths: Sequence[int], tiles: Sequence[int], seq_length: int, key: int) -> list[list[int]]: ...
 
 
 class SequenceStream:
@@ -276,17 +267,19 @@ class SequenceStream:
 
     def window_rows(self, epoch: int, window: int) -> list[Row]:
         """All rows of one window of a packed stream."""
+        plan, columns = self._plan(epoch, window)
+        draws = [Draw(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
+        return [tuple(self._record(draws[i]) for i in group) for group in plan]
+
+    def _plan(self, epoch: int, window: int) -> tuple[list[list[int]], tuple[Array, ...]]:
+        """The plan of a window, and its draws as columns."""
         assert self.packer is not None
         if self.order.mandatory:
-            plan, columns = self._plan_with_mandatory(epoch, window)
-            draws = [Draw(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
-            return [tuple(self._record(draws[i]) for i in group) for group in plan]
+            return self._plan_with_mandatory(epoch, window)
         columns = self.epoch_order(epoch).columns(epoch, *self._window_range(epoch, window))
-        draws = [Draw(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
-        lengths, tiles = (found.tolist() for found in self._lengths_of(*columns[:2]))
+        lengths, tiles = (values.tolist() for values in self._lengths_of(*columns[:2]))
         key = derive_seed(self.order.seed, "window", epoch, window)
-        groups = self.packer.plan(lengths, tiles, self.seq_length, key)
-        return [tuple(self._record(draws[i]) for i in group) for group in groups]
+        return self.packer.plan(lengths, tiles, self.seq_length, key), columns
 
     def _plan_with_mandatory(self, epoch: int, window: int) -> tuple[list[list[int]], tuple[Array, ...]]:
         """The plan of a window, and its draws: as many of each mandatory group in addition as it lacks sequences."""
@@ -345,10 +338,6 @@ class SequenceStream:
         start = window * self.packer.window
         return start, min(start + self.packer.window, self.epoch_order(epoch).epoch_size)
 
-    def _window_lengths(self, epoch: int, window: int) -> tuple[Array, Array]:
-        """(tokens, tiles) of each draw of a window."""
-        return self._lengths_of(*self.epoch_order(epoch).columns(epoch, *self._window_range(epoch, window))[:2])
-
     def _lengths_of(self, sources: Array, records: Array) -> tuple[Array, Array]:
         """(tokens, tiles) of some draws."""
         tokens, tiles = np.empty_like(records), np.empty_like(records)
@@ -364,7 +353,7 @@ class SequenceStream:
                 for w, number in enumerate(self._first_epoch_counts(epoch)):
                     self._window_counts[epoch, w] = number
             else:
-                self._window_counts[epoch, window] = len(self.window_rows(epoch, window))
+                self._window_counts[epoch, window] = len(self._plan(epoch, window)[0])
         return self._window_counts[epoch, window]
 
     def _first_epoch_counts(self, epoch: int) -> list[int]:
@@ -375,16 +364,11 @@ class SequenceStream:
 
         def make() -> dict[str, Any]:
             windows = range(self.num_windows(epoch))
-            counted = getattr(self.packer, "counts", None)  # a packer of a user's own may only plan
+            made = {"counts": np.asarray([len(self._plan(epoch, window)[0]) for window in windows], dtype=np.int64)}
             if self.order.mandatory:
-                counts = [len(self._plan_with_mandatory(epoch, window)[0]) for window in windows]
                 extra = [self._after[epoch, window] for window in windows]
-                return {"counts": np.asarray(counts, dtype=np.int64), "extra": np.asarray(extra, dtype=np.int64)}
-            if counted is not None:
-                counts = counted([self._window_lengths(epoch, w) for w in windows], self.seq_length)
-            else:
-                counts = [len(self.window_rows(epoch, window)) for window in windows]
-            return {"counts": np.asarray(counts, dtype=np.int64)}
+                made["extra"] = np.asarray(extra, dtype=np.int64)
+            return made
 
         found = cached(cache, key, make)
         for window, extra in enumerate(found["extra"].tolist() if self.order.mandatory else ()):

@@ -22,7 +22,6 @@ from torch.nn import functional as F
 
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.data.image_files import on_white
-from unigen_ds.data.resampling import resized
 from unigen_ds.data.transforms import ImageTransform
 
 IMAGE_TOKEN, GLOBAL_TOKEN = "<|image|>", "<|global_image|>"
@@ -78,7 +77,7 @@ class Tiling:
         """The whole picture at its final size: [3, rows * tile_size, columns * tile_size] float32 in [0, 1]."""
         rows, columns = self.grid(*image.size)
         size = (columns * self.tile_size, rows * self.tile_size)
-        made = resized(on_white(image, "RGB"), size)
+        made = on_white(image, "RGB").resize(size, Image.Resampling.BICUBIC)
         return torch.from_numpy(np.array(made, dtype=np.uint8)).permute(2, 0, 1).to(torch.float32).div_(255)
 
     def __call__(self, image: Image.Image) -> Tensor:

@@ -9,9 +9,8 @@ Each record has a checksum of its own, since a wrong id would be learned without
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -111,9 +110,6 @@ class _TokenPlan:
     layout: Layout
     malformed: frozenset[int]
     """Numbers of the records that have no texts."""
-
-    def again(self) -> _TokenPlan:
-        return replace(self, processor=copy.deepcopy(self.processor))
 
     def chunk(self, chunk: Chunk) -> tuple[NDArray[Any], ...]:
         """How many numbers each record has, and the numbers: its checksum, then of each text the length and ids."""

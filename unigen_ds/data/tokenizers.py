@@ -14,7 +14,6 @@ from unigen_ds.core.paths import download_remedy
 from unigen_ds.core.registry import TOKENIZERS, checked
 from unigen_ds.data.special import Special
 from unigen_ds.data.tiles import GLOBAL_TOKEN, IMAGE_TOKEN, TILE_TOKENS
-from unigen_ds.data.word_memo import WordMemo, divides_at_spaces
 
 _SPECIAL = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>")
 _MOST_BYTES = 4
@@ -39,7 +38,6 @@ class _Tokenizer:
         tokenizer.backend_tokenizer.no_truncation()
         tokenizer.backend_tokenizer.no_padding()
         self.special = Special(tokenizer, names)
-        self._words = WordMemo(self._all_ids) if divides_at_spaces(tokenizer.backend_tokenizer) else None
 
     def __len__(self) -> int:
         """Ids there are; the least ``vocab_size`` a model needs."""
@@ -62,10 +60,6 @@ class _Tokenizer:
 
     def encode_texts_unprotected(self, texts: Sequence[str]) -> list[list[int]]:
         """``encode_unprotected`` of each, in one call: several times as fast for short texts."""
-        return self._all_ids(texts) if self._words is None else self._words.encode(texts)
-
-    def _all_ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """Of each text, tokenized as a whole."""
         backend = self._tokenizer.backend_tokenizer
         backend.encode_special_tokens = False  # a call for a text that spells a special token leaves it on
         return [one.ids for one in backend.encode_batch_fast(list(texts), add_special_tokens=False)]

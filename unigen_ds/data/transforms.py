@@ -21,11 +21,7 @@ from torch import Tensor
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.registry import TRANSFORMS, checked
 from unigen_ds.data.image_files import on_white
-from unigen_ds.data.resampling import resized
 
-_BLACK = torch.tensor(-1.0, dtype=torch.float32)
-_ROWS = 128
-"""Patches that are normalised together: about as many as the processor's cache has."""
 _SIZES = 4096
 """Sizes of images that are remembered: most data sets have few, and an index computes one for each image."""
 
@@ -81,16 +77,11 @@ class ImageTransform:
     def resize(self, image: Image.Image) -> Image.Image:
         """The picture in ``mode`` and at its final size. It may be called by several threads."""
         image = on_white(image, self.mode)
-        return resized(image, self.size(*image.size))
-
-    def pixels(self, image: Image.Image) -> NDArray[np.uint8]:
-        """[H, W, C], as ``__call__`` has it before it is normalised."""
-        found = np.asarray(self.resize(image), dtype=np.uint8)
-        return found.reshape(found.shape[0], found.shape[1], self.channels)
+        return image.resize(self.size(*image.size), Image.Resampling.BICUBIC)
 
     def __call__(self, image: Image.Image) -> Tensor:
         """[C, H, W] float32 in [-1, 1]."""
-        return normalised(self.pixels(image))
+        return normalised(np.array(self.resize(image), dtype=np.uint8))
 
 
 @lru_cache(maxsize=_SIZES)
@@ -111,34 +102,10 @@ def _rounded(side: float, stride: int) -> int:
 
 
 def normalised(pixels: NDArray[np.uint8]) -> Tensor:
-    """[H, W, C] bytes -> [C, H, W] float32 in [-1, 1]."""
-    found = torch.from_numpy(pixels.copy()).permute(2, 0, 1)
-    return normalised_(found.to(torch.float32, memory_format=torch.contiguous_format))
-
-
-def normalised_(pixels: Tensor) -> Tensor:
-    """Float pixels of 0 to 255 as -1 to 1. It changes them: fresh memory costs more than the arithmetic."""
-    return torch.add(_BLACK, pixels.div_(255), alpha=2, out=pixels)  # (x / 255 - 0.5) / 0.5 to the bit, in two passes
-
-
-def put_normalised(found: Tensor, pixels: Tensor) -> Tensor:
-    """Into ``found``, [N, ...] float32, the bytes of ``pixels`` as -1 to 1; returns it."""
-    for part, given in zip(found.split(_ROWS), pixels.split(_ROWS), strict=True):
-        normalised_(part.copy_(given))
-    return found
-
-
-def only_resizes(transform: object) -> bool:
-    """Whether ``transform`` is its ``pixels``, normalised: no transform of a user's own with a ``__call__``."""
-    return isinstance(transform, ImageTransform) and type(transform).__call__ is ImageTransform.__call__
-
-
-def pixel_patches(pixels: NDArray[np.uint8], patch_size: int) -> NDArray[np.uint8]:
-    """``patchify`` of [H, W, C] bytes: a quarter of the memory of floats."""
-    height, width, channels = pixels.shape
-    p = patch_size
-    blocks = pixels.reshape(height // p, p, width // p, p, channels)
-    return np.require(blocks.transpose(0, 2, 1, 3, 4).reshape(-1, p * p * channels), requirements="W")
+    """[H, W, C] or [H, W] bytes -> [C, H, W] float32 in [-1, 1]."""
+    channels_last = torch.from_numpy(pixels).reshape(*pixels.shape[:2], -1)
+    floats = channels_last.permute(2, 0, 1).to(torch.float32, memory_format=torch.contiguous_format)
+    return floats.div_(255).sub_(0.5).div_(0.5)
 
 
 @TRANSFORMS.register_module()
@@ -168,7 +135,7 @@ class CenterCrop(ImageTransform):
         image = on_white(image, self.mode)
         (width, height), side = image.size, min(image.size)
         box = ((width - side) / 2, (height - side) / 2, (width + side) / 2, (height + side) / 2)
-        return resized(image, self.size(width, height), box)
+        return image.resize(self.size(width, height), Image.Resampling.BICUBIC, box)
 
 
 @TRANSFORMS.register_module()

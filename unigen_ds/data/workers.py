@@ -8,6 +8,7 @@ raises wherever the main process is: inside of a log line, or of a save.)
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import random
@@ -27,11 +28,12 @@ import numpy as np
 import torch
 from torch._utils import ExceptionWrapper
 
-from unigen_ds.core.errors import TrainingError
-from unigen_ds.data.worker_process import start_worker
+from unigen_ds.core.cores import TOKENIZERS
+from unigen_ds.core.errors import TrainingError, UnigenError
 
 _END_S = 5.0
 """A process whose pipe has ended ends within."""
+_PARENT_CHECK_S = 2.0
 _SIGNALS = {number.value: number.name for number in signal.Signals}
 
 
@@ -45,6 +47,7 @@ class Workers:
         ahead: tasks that each has at a time.
         timeout: seconds to wait for a result; 0: for ever.
         arrived: applied to each result in a thread of this process, as soon as it is there.
+        setting: what a user lowers where the system has killed one.
     """
 
     def __init__(
@@ -56,8 +59,9 @@ class Workers:
         ahead: int,
         timeout: float = 0.0,
         arrived: Callable[[Any], Any] | None = None,
+        setting: str = "train_dataloader.num_workers or prefetch_factor",
     ) -> None:
-        self._timeout, self._most, self._arrived = timeout, number * ahead, arrived
+        self._timeout, self._most, self._arrived, self._setting = timeout, number * ahead, arrived, setting
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
         self._results: deque[Future[Any] | int] = deque()
@@ -84,6 +88,8 @@ class Workers:
         first = self._results.popleft()
         result = self._receive(first) if isinstance(first, int) else first.result()
         self._give()
+        if isinstance(result, UnigenError):
+            raise result
         if isinstance(result, ExceptionWrapper):
             result.reraise()
         return result
@@ -124,7 +130,9 @@ class Workers:
             result = pipe.recv()
         except (EOFError, OSError) as error:
             raise self._lost(error) from None
-        return result if self._arrived is None or isinstance(result, ExceptionWrapper) else self._arrived(result)
+        if self._arrived is None or isinstance(result, (ExceptionWrapper, UnigenError)):
+            return result
+        return self._arrived(result)
 
     def _lost(self, error: Exception) -> Exception:
         """What a user can do where a worker has ended; ``error`` where none has."""
@@ -137,7 +145,7 @@ class Workers:
                 return TrainingError(
                     f"a worker process of the data loader ended: worker {number} (pid {process.pid}), {how}",
                     remedy="the system kills processes when memory (or /dev/shm) is full (see dmesg): lower "
-                    "train_dataloader.num_workers or prefetch_factor; continue with --resume",
+                    f"{self._setting}; continue with --resume",
                 )
         return error
 
@@ -167,7 +175,7 @@ def _as_here() -> Callable[[], None]:
 
 def _work(pipe: Connection, make: Callable[[Any], Any], number: int) -> None:
     """A worker. Threads receive and send, so that neither side waits for the other while both send."""
-    start_worker()
+    _start()
     for seed in (random.seed, torch.manual_seed, np.random.seed):  # no part of this package draws from these
         seed(number)
     tasks: SimpleQueue[Any] = SimpleQueue()
@@ -178,6 +186,8 @@ def _work(pipe: Connection, make: Callable[[Any], Any], number: int) -> None:
         task = tasks.get()
         try:
             made = ForkingPickler.dumps(make(task))
+        except UnigenError as error:  # as it is: the worker's traceback does not help
+            made = ForkingPickler.dumps(error)
         except Exception:
             made = ForkingPickler.dumps(ExceptionWrapper(where=f"in worker process {number} of the data loader"))
         results.put(made)
@@ -189,3 +199,33 @@ def _forever(forward: Callable[[], None]) -> None:
             forward()
     finally:
         os._exit(1)  # the main process has ended
+
+
+def _start() -> None:
+    """One thread a worker; and a signal to the job must not end workers before the run has saved its checkpoint.
+
+    Schedulers and launchers signal every process of a job. The main process decides what a signal means; a worker ends
+    when the main process ends it (or has ended itself, which the loader's own watchdog notices).
+    """
+    gc.freeze()  # what the main process has made is not searched for cycles, which would also copy all of its pages
+    torch.set_num_threads(1)
+    os.environ[TOKENIZERS] = "false"  # whatever a user has set: threads of a tokenizer do not survive a fork
+    for name in ("SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    if hasattr(signal, "sigtimedwait"):
+        parent = os.getppid()
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_end_for, args=(parent,), daemon=True).start()
+
+
+def _end_for(parent: int) -> None:
+    """End on SIGTERM from the main process (the loader ends a worker that hangs so), and from no other process.
+
+    Where the main process has ended (SIGKILL), end at once: a worker may wait for ever to send a batch.
+    """
+    while os.getppid() == parent:
+        received = signal.sigtimedwait({signal.SIGTERM}, _PARENT_CHECK_S)
+        if received is not None and received.si_pid == parent:
+            os._exit(0)
+    os._exit(1)

@@ -37,7 +37,7 @@ def translate_data(draft: Draft) -> None:
         drop(
             draft,
             "train_dataloader.sampler",
-            "the order follows from randomness.seed; packing fills rows: WindowPacking",
+            "the order follows from randomness.seed; packing fills rows: BestFitPacking",
         )
     if isinstance(draft.get("train_dataloader.collate_fn.type"), Reference):
         drop(draft, "train_dataloader.collate_fn", "the model's processor makes a batch")
@@ -65,7 +65,7 @@ def _one_dataset(draft: Draft, given: Any, index: int) -> dict[str, Any] | None:
             _max_length(draft, value)
         elif key == "pack_to_max_length":
             if value:
-                draft.set("train_dataloader.packing", {"type": "WindowPacking"}, of=f"{path}.{key} = {value}")
+                draft.set("train_dataloader.packing", {"type": "BestFitPacking"}, of=f"{path}.{key} = {value}")
         elif key != "type":
             draft.leave(
                 shown(f"{path}.{key}", value),

@@ -19,10 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from unigen_ds.planning.shortcuts import by_shapes_alone
-
 _READ = torch.ops.aten._local_scalar_dense.default
-_DEVICE = torch.ops.prim.device.default
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 _ISFINITE = torch.isfinite
 _INPLACE_RESIZE = torch.UntypedStorage.resize_
@@ -97,8 +94,6 @@ class CountedBytes(TorchDispatchMode):
         super().__exit__(*error)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is _DEVICE and type(args[0]) is FakeTensor:  # more than half of all calls
-            return args[0].fake_device
         if any(issubclass(kind, Tensor) and kind not in PLAIN for kind in types):
             return NotImplemented  # a tensor of tensors (DTensor): its parts come here
         if torch._C._get_dispatch_mode(_FAKE) is not None:  # torch itself asks for shapes
@@ -120,8 +115,7 @@ class CountedBytes(TorchDispatchMode):
                 return _any_value(inputs[0])
             if function is torch.ops.aten.equal.default:  # a model of transformers keeps documents of a row apart
                 return True
-            result = by_shapes_alone(mode, function, args, kwargs, inputs)
-            return function(*args, **kwargs) if result is NotImplemented else result
+            return function(*args, **kwargs)
         from_meta = any(value.is_meta for value in inputs) and str(kwargs.get("device") or "meta") != "meta"
         if from_meta or (not inputs and _makes_floats(args, kwargs)):
             with mode:

@@ -19,8 +19,13 @@ from unigen_ds.core.errors import UnigenError
 K = TypeVar("K", bound=Hashable)
 
 
-def in_processes(tasks: Mapping[K, Callable[[], Any]], *, jobs: int) -> dict[K, tuple[Any, str | None]]:
-    """By task: (its JSON value, None), or (None, the text of its error). ``jobs`` processes run at a time."""
+def in_processes(
+    tasks: Mapping[K, Callable[[], Any]], *, jobs: int, waiting_for: Callable[[], None] = lambda: None
+) -> dict[K, tuple[Any, str | None]]:
+    """By task: (its JSON value, None), or (None, the text of its error). ``jobs`` processes run at a time.
+
+    ``waiting_for`` is called once a second while they run.
+    """
     found: dict[K, tuple[Any, str | None]] = {}
     waiting = [*tasks]
     with selectors.DefaultSelector() as running:
@@ -29,7 +34,8 @@ def in_processes(tasks: Mapping[K, Callable[[], Any]], *, jobs: int) -> dict[K, 
                 name = waiting.pop(0)
                 child, pipe = _forked(tasks[name])
                 running.register(pipe, selectors.EVENT_READ, (name, child))
-            for ended, _ in running.select():
+            waiting_for()
+            for ended, _ in running.select(timeout=1.0):
                 name, child = ended.data
                 running.unregister(ended.fileobj)
                 with open(ended.fd, encoding="utf-8") as stream:

@@ -6,11 +6,15 @@ group, and DeepSpeed changes functions of torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import multiprocessing
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
 
 from unigen_ds.core.config_hints import backend_spec
 from unigen_ds.core.errors import ConfigError
@@ -18,7 +22,7 @@ from unigen_ds.core.optim import settled_precision
 from unigen_ds.core.progress import Geometry
 from unigen_ds.planning.forked import in_processes
 from unigen_ds.planning.largest import Largest, largest_batches
-from unigen_ds.planning.traced import Traced, fake_group, highest, trace
+from unigen_ds.planning.traced import Traced, fake_group, highest, num_phases, trace
 from unigen_ds.runner.build import build_data
 from unigen_ds.runner.inspect import announced
 from unigen_ds.runner.parts import build_engine
@@ -136,17 +140,40 @@ def _trace_ranks(
     """By (engine, rank): what was traced, or why it could not be."""
     ranks = [*ranks]
     each = max(1, jobs // max(1, len(ranks)))
+    ended = multiprocessing.get_context("fork").Value("i", 0)  # of all processes together
+
+    def phase_ended() -> None:
+        with ended:
+            ended.value += 1
+
     tasks = {
-        (name, rank): partial(_traced, engines[name], processor, largest, geometry, rank, jobs=each)
+        (name, rank): partial(
+            _traced, engines[name], processor, largest, geometry, rank, jobs=each, phase_ended=phase_ended
+        )
         for name, rank in ranks
     }
-    found = in_processes(tasks, jobs=jobs)
+    console = Console(stderr=True)
+    with Progress(console=console, auto_refresh=False, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("planning", total=len(ranks) * num_phases(largest.batches))
+        found = in_processes(
+            tasks, jobs=jobs, waiting_for=lambda: bar.update(task, completed=ended.value, refresh=True)
+        )
     return {key: (None if problem else Traced(**value), problem) for key, (value, problem) in found.items()}
 
 
 def _traced(
-    settings: Settings, processor: Any, largest: Largest, geometry: Geometry, rank: int, *, jobs: int
+    settings: Settings,
+    processor: Any,
+    largest: Largest,
+    geometry: Geometry,
+    rank: int,
+    *,
+    jobs: int,
+    phase_ended: Callable[[], None],
 ) -> dict[str, Any]:
     backend, _ = build_engine(settings)
     with fake_group(geometry.dp_size, rank=rank):
-        return asdict(trace(settings, backend, processor, largest.batches, geometry=geometry, jobs=jobs))
+        traced = trace(
+            settings, backend, processor, largest.batches, geometry=geometry, jobs=jobs, phase_ended=phase_ended
+        )
+        return asdict(traced)

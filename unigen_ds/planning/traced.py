@@ -30,7 +30,6 @@ from unigen_ds.hooks.ema import EMAHook
 from unigen_ds.models.lora import adapted, base_tensors, hold_base_in
 from unigen_ds.planning.counted import CountedBytes
 from unigen_ds.planning.forked import in_processes
-from unigen_ds.planning.shortcuts import placements_looked_at_once
 from unigen_ds.runner.build import build_groups, build_model, build_optimizer_config, named_parameters
 from unigen_ds.runner.settings import Settings
 
@@ -88,6 +87,7 @@ def trace(
     geometry: Geometry,
     fake: bool = True,
     jobs: int = 1,
+    phase_ended: Callable[[], None] = lambda: None,
 ) -> Traced:
     """Run the phases. Of several processes the group must be a fake one (``fake_group``).
 
@@ -95,15 +95,16 @@ def trace(
         fake: without memory; False: the same with memory, on one process alone.
         jobs: processes for what follows the first update, which leaves the engine as every later update does: each
             further update, and evaluation with save and resume, begins there. 1: one after the other, in this process.
+        phase_ended: called ``num_phases`` times, by whichever process has come so far.
 
     Raises what the model or engine raises; ``UnigenError`` of its own where one of several processes fails.
     """
     counted = CountedBytes(fake=fake)
     optimizer_cfg = build_optimizer_config(settings, fused=True)
     averages = sum(issubclass(hook.cls, EMAHook) for hook in settings.custom_hooks)
-    with counted, without_compile(), placements_looked_at_once():
+    with counted, without_compile():
         built, sizes = prepare(counted, settings, backend, processor, optimizer_cfg, geometry=geometry)
-        run = _Phases(counted, backend, _moment_kinds(optimizer_cfg), settings.term_weights)
+        run = _Phases(counted, backend, _moment_kinds(optimizer_cfg), settings.term_weights, phase_ended)
         run.load(averages)
         first, *updates = _updates(batches, geometry.accumulative_counts)
         run.update(first)
@@ -125,6 +126,11 @@ def trace(
         )
         del run, parts, shards
     return result
+
+
+def num_phases(batches: Sequence[Batch]) -> int:
+    """Of a trace: loading and its averages, an update more than ``batches``, evaluation, save and resume."""
+    return 2 + (1 + len(batches)) + 3
 
 
 def _forked(parts: Sequence[Callable[[], dict[str, Any]]], *, jobs: int) -> list[dict[str, Any]]:
@@ -170,10 +176,15 @@ class _Phases:
     """The phases after ``prepare``, their peaks, and which tensors the engine holds in host memory."""
 
     def __init__(
-        self, counted: CountedBytes, backend: Backend, kinds: Sequence[str], loss_weights: Mapping[str, float]
+        self,
+        counted: CountedBytes,
+        backend: Backend,
+        kinds: Sequence[str],
+        loss_weights: Mapping[str, float],
+        phase_ended: Callable[[], None],
     ) -> None:
         self._counted, self._backend, self.kinds, self._weights = counted, backend, kinds, loss_weights
-        self._offloads = _offloads(backend)
+        self._offloads, self._phase_ended = _offloads(backend), phase_ended
         self._averages: list[list[Tensor]] = []
         self._peak: dict[str, int] = {}
         self._device: dict[str, int] = {}
@@ -217,6 +228,7 @@ class _Phases:
     def _ended(self, phase: str, *, extra: Iterable[Tensor] = ()) -> None:
         """Note the peak; then the state that exists now is known to be on the host, where the engine offloads it."""
         counted = self._counted
+        self._phase_ended()
         self._peak[phase] = max(counted.peak, self._peak.get(phase, 0))
         if self._offloads:
             held = [shard.data for shard in self._backend.master_shards()]

@@ -30,7 +30,6 @@ from unigen_ds.core.optimizer_state import state_of
 from unigen_ds.core.progress import Duration, Geometry, Ruler, split_global_batch
 from unigen_ds.core.settings import Component
 from unigen_ds.data.datasets import check_readable, forget_mended, source_names
-from unigen_ds.data.fast_packing import FastPacking as FastPacking  # registers it
 from unigen_ds.data.filtered import filtered
 from unigen_ds.data.groups import blend
 from unigen_ds.data.held_out import Division, divided

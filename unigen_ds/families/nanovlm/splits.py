@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -17,7 +17,7 @@ from unigen_ds.data.packed import PackedBuilder
 from unigen_ds.data.samples import Split, Tally
 from unigen_ds.data.splits import augmented, count_image, unreadable
 from unigen_ds.data.tiles import Tiling, TransformTiling, num_tiles, split_tiles
-from unigen_ds.data.transforms import only_resizes, patchify
+from unigen_ds.data.transforms import patchify
 
 
 class TileProcessor(Protocol):
@@ -62,27 +62,11 @@ class TiledSplit(Split):
     def source(self) -> str:
         return self.path
 
-    def ahead(self, processor: TileProcessor) -> tuple[ImageContent, Callable[[], object]] | None:
-        """As of ``Split``: decodes and resizes."""
-        tiling, content = processor.tiling, self.content
-        if content is None or (isinstance(tiling, TransformTiling) and not only_resizes(tiling.transform)):
-            return None
-
-        def work() -> None:
-            content.ready[id(tiling)] = self._resized(processor)
-
-        return content, work
-
-    def _resized(self, processor: TileProcessor) -> tuple[tuple[int, int], Tensor]:
-        """(rows, columns) of tiles, and the whole picture at its final size."""
-        image, tiling = processor.read_image(self.content or self.path), processor.tiling
-        return tiling.grid(*image.size), tiling.pixels(image)
-
     def load(self, processor: TileProcessor, key: tuple[object, ...] | None) -> LoadedTiles:
         tile = processor.tiling.tile_size
         try:
-            ready = None if self.content is None else self.content.ready.pop(id(processor.tiling), None)
-            grid, pixels = self._resized(processor) if ready is None else ready
+            image, tiling = processor.read_image(self.content or self.path), processor.tiling
+            grid, pixels = tiling.grid(*image.size), tiling.pixels(image)
         except UnreadableImage as error:
             raise unreadable(self.path, error.problem) from error
         if num_tiles(grid) != self.num_tiles or tuple(pixels.shape[1:]) != (grid[0] * tile, grid[1] * tile):

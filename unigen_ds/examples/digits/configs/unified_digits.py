@@ -49,7 +49,7 @@ train_dataloader = dict(
     num_workers=1,
     drop_last=True,
     seq_length=seq_length,
-    packing=dict(type="WindowPacking", window=512),
+    packing=dict(type="BestFitPacking", window=512),
     dataset=dict(type="DigitsDataset", root="work_dirs/data/digits", split="train"),
 )
 optim_wrapper = dict(

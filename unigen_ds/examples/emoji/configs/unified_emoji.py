@@ -45,7 +45,7 @@ train_dataloader = dict(
     num_workers=1,
     drop_last=True,
     seq_length=seq_length,
-    packing=dict(type="WindowPacking", window=512),
+    packing=dict(type="BestFitPacking", window=512),
     dataset=[
         dict(type="EmojiDataset", root=root, task="draw", weight=5),
         dict(type="EmojiDataset", root=root, task="edit", weight=4),

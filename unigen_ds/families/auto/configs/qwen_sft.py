@@ -15,7 +15,7 @@ train_dataloader = dict(
     batch_size=batch_size,
     num_workers=4,
     seq_length=seq_length,
-    packing=dict(type="WindowPacking", window=4096),
+    packing=dict(type="BestFitPacking", window=4096),
     dataset=dict(type="UnifiedGenerationDataset", data_path="train.jsonl", index_workers=4),
 )
 val_dataloader = dict(split=0.01)

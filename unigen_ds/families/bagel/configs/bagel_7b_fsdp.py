@@ -23,7 +23,7 @@ train_dataloader = dict(
     batch_size=batch_size,
     num_workers=4,
     seq_length=seq_length,
-    packing=dict(type="FastPacking"),
+    packing=dict(type="BestFitPacking"),
     dataset=dict(type="UnifiedGenerationDataset", data_path="train.jsonl", index_workers=4),
 )
 optim_wrapper = dict(

@@ -39,7 +39,7 @@ train_dataloader = dict(
     batch_size=batch_size,
     num_workers=4,
     seq_length=seq_length,
-    packing=dict(type="WindowPacking", window=8192),
+    packing=dict(type="BestFitPacking", window=8192),
     dataset=dict(type="UnifiedGenerationDataset", data_path="train.jsonl", index_workers=4),
 )
 optim_wrapper = dict(

@@ -23,7 +23,7 @@ train_dataloader = dict(
     batch_size=batch_size,
     num_workers=3,
     seq_length=seq_length,
-    packing=dict(type="WindowPacking", max_tiles=max_sequence_tiles),
+    packing=dict(type="BestFitPacking", max_tiles=max_sequence_tiles),
     dataset=dict(
         type="UnifiedGenerationDataset",
         data_path="train.parquet",
