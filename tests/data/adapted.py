@@ -34,6 +34,22 @@ class WithLengths(Items):
         return [3 + index % 5 for index in range(NUMBER)]
 
 
+class BadItems(Items):
+    """The same, of which each eighth is malformed, in two ways."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        item = super().__getitem__(index)
+        if index % 8 == 3:
+            item["labels"] = item["labels"][1:]
+        if index % 16 == 3:
+            raise OSError("torn")
+        return item
+
+
+class WithBadItems(BadItems, WithLengths):
+    """The same, with lengths, which do not show them."""
+
+
 class Fingerprinted(Items):
     """The same, with a text that changes with its content."""
 

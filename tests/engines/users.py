@@ -368,15 +368,15 @@ class ChangingHook(Hook):
     """
 
     def before_train(self, run: Run) -> None:
-        self._change(run)
+        self._change(run, "before_train")
 
     def after_update(self, run: Run, result: UpdateResult) -> None:
         if run.progress.updates == 1:
-            self._change(run)
+            self._change(run, "after_update")
 
-    def _change(self, run: Run) -> None:
+    def _change(self, run: Run, point: str) -> None:
         check, model = run._parameters.check, run.backend.model  # type: ignore[attr-defined]
-        check(self, "before_train")  # nothing is changed
+        check(self, point)  # nothing is changed
         layer = next(module for module in model.modules() if isinstance(module, nn.Linear))
         weight, found = layer.weight, []
         for change, undo in (
@@ -386,7 +386,7 @@ class ChangingHook(Hook):
         ):
             change()
             try:
-                check(self, "before_train")
+                check(self, point)
             except ConfigError as error:
                 found.append(str(error).split(", after the engine")[0])
             undo()

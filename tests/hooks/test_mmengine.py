@@ -250,14 +250,27 @@ class Changes(mmengine.hooks.Hook):
 @pytest.mark.parametrize(
     ("point", "what", "message"),
     [
-        ("before_run", "adds", r"adds more\.weight \(and 1 more changes\), after the engine was built"),
-        ("before_train", "freezes", r"sets requires_grad=False of .*weight, after the engine was built"),
-        ("before_train_epoch", "replaces", r"replaces .*weight, after"),
-        ("after_train_iter", "freezes", r"sets requires_grad=False of .*weight, after"),
+        (
+            "before_run",
+            "adds",
+            r"Changes\.before_run adds more\.weight \(and 1 more changes\), after the engine was built",
+        ),
+        (
+            "before_train",
+            "freezes",
+            r"Changes\.before_train sets requires_grad=False of .*weight, after the engine was built",
+        ),
+        ("before_train_epoch", "replaces", r"Changes\.before_train_epoch replaces .*weight, after"),
+        (
+            "after_train_iter",
+            "replaces",
+            r"RuntimeInfoHook.after_update \(or a hook before it in this update\) replaces .*",
+        ),
+        ("after_train_iter", "freezes", r"Changes\.after_train_iter sets requires_grad=False of .*weight, after"),
     ],
 )
 def test_a_hook_that_changes_what_is_trained_is_refused(tmp_path: Path, point: str, what: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=rf"mmengine\.Changes\.{point} {message}"):
+    with pytest.raises(ConfigError, match=message):
         run(tmp_path, dict(type=Changes, point=point, what=what))
     assert not list(tmp_path.glob("*.pth")), "no checkpoint of weights that were moved without a gradient"
 

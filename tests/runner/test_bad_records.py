@@ -88,6 +88,34 @@ def test_left_out_by_choice_and_exact_over_a_resume(tmp_path: Path, capsys: pyte
     assert "cannot be trained on (on_record_error=" in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
+def test_items_of_an_own_data_set_that_are_left_out(tmp_path: Path) -> None:
+    """As records of files are: listed in the error, counted, refused above the limit, the same after a resume."""
+    spec = {"type": "tests.data.adapted.WithBadItems", "reads": str(tmp_path / "reads")}
+
+    def adapted(name: str, **changed: Any) -> Any:
+        source = {"type": "DatasetAdapter", "dataset": spec, "on_record_error": "skip"}
+        limit = {"train_dataloader__max_skipped_fraction": 0.2}
+        return config(tmp_path, name, train_dataloader__dataset=source, **{**limit, **changed})
+
+    error = {"type": "DatasetAdapter", "dataset": {**spec, "type": "tests.data.adapted.BadItems"}}
+    with pytest.raises(DataError, match="BadItems: 5 of 40 records cannot be used") as raised:
+        Runner.from_cfg(config(tmp_path, "run", train_dataloader__dataset=error))
+    lines = str(raised.value).splitlines()[1:]
+    assert lines[0].startswith("  index 3, ") and "OSError: torn" in lines[0] and "4, 3 and 4 positions" in lines[1]
+    assert len(lines) == 5
+    with pytest.raises(DataError, match=r"WithBadItems: 5 of 40 records .* Allowed: a share of 0\.1 "):
+        Runner.from_cfg(adapted("run", train_dataloader__max_skipped_fraction=0.1))
+    Runner.from_cfg(adapted("straight")).train()
+    Runner.from_cfg(adapted("run"), max_updates=9).train()
+    Runner.from_cfg(adapted("run", resume=True)).train()
+    straight, run = (list(read_lines(tmp_path / name / "ledger.jsonl")) for name in ("straight", "run"))
+    assert [line.get("digest") for line in straight] == [line.get("digest") for line in run if "digest" in line] != []
+    listed = list(map(json.loads, (tmp_path / "run" / "left_out.jsonl").read_text(encoding="utf-8").splitlines()))
+    assert [line["sample"] for line in listed] == [f"WithBadItems:{i}" for i in range(3, 40, 8)]
+    log = (tmp_path / "run" / "train.log").read_text(encoding="utf-8")
+    assert "WithBadItems: on_record_error='skip' leaves out 5 of 40 records (12.5%): see left_out.jsonl." in log
+
+
 def test_the_choice_changes_no_good_data_and_bad_records_may_be_appended(tmp_path: Path) -> None:
     path = write(tmp_path / "train.jsonl", {}, 40)
     either = [

@@ -24,6 +24,7 @@ from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.hooks.logger import logger_of
 from unigen_ds.runner import Runner
 from unigen_ds.tracking.trackio import TrackioVisBackend
+from unigen_ds.tracking.wandb import WandbVisBackend
 from unigen_ds.tracking.writer import SafeWriter
 
 runs = want("watched")
@@ -180,8 +181,7 @@ def test_results_on_an_axis_of_their_own_and_pictures(tmp_path: Path, data: Path
     ]
     (path,) = (tmp_path / "run").glob("wandb/offline-run-*/*.wandb")
     lines = capfd.readouterr().err.splitlines()
-    last = max(number for number, line in enumerate(lines) if "Saved checkpoint" in line)
-    (end,) = [line for line in lines[last:] if "W&B" in line or line.startswith("wandb:")]
+    (end,) = [line for line in lines if "W&B" in line or line.startswith("wandb:")]
     assert end.endswith(f"W&B: this run is uploaded by `wandb sync {path.parent}`.")
     found = read_wandb(path)
     (late,) = [row for row in found.rows if "lmms_eval/mme" in row]
@@ -338,6 +338,26 @@ def test_a_folder_that_cannot_be_written_disables_the_writer_once(tmp_path: Path
     writer = {"type": "TensorboardVisBackend", "save_dir": str(tmp_path / "file")}
     (said,) = trained(tmp_path / "run", data, writer)
     assert said.startswith("TensorboardVisBackend is disabled, training continues")
+
+
+def test_of_wandbs_own_lines_only_warnings_and_errors_are_shown(tmp_path: Path, capfd, caplog, monkeypatch) -> None:
+    """The lines of an online run, as the installed package prints them, and the one of ours."""
+    wandb = pytest.importorskip("wandb")
+    writer = WandbVisBackend(init_kwargs={"mode": "offline"})
+    writer.open(work_dir=tmp_path, config={}, run_id=None, updates=0)
+    run, online = writer._run, wandb.Settings(mode="online", run_name="a", run_id="b", project="c", entity="d")
+    monkeypatch.setattr(type(run), "url", online.run_url)
+    monkeypatch.setattr(type(run), "offline", False)
+    run._header_run_info()
+    run._footer(settings=online, printer=run._printer)
+    wandb.termwarn("no network")
+    with caplog.at_level("INFO", logger="unigen_ds"):
+        writer.close()
+    assert [line for line in capfd.readouterr().err.splitlines() if line.startswith("wandb:")] == [
+        "wandb: WARNING no network"
+    ]
+    said = [record.getMessage() for record in caplog.records if record.name == "unigen_ds"]
+    assert said == [f"W&B: sends the rest to {online.run_url}"]
 
 
 def test_wandb_refusing_its_arguments_stops_nothing(tmp_path: Path, data: Path) -> None:

@@ -30,9 +30,11 @@ from unigen_ds.core.seeding import derive_seed
 from unigen_ds.data.array_cache import SUFFIX, cached, fingerprint, launch, left_by_others, shared_by_node
 from unigen_ds.data.counts import COLUMNS, Array, Counts, count, record_digest
 from unigen_ds.data.datasets import ScannedDataset
+from unigen_ds.data.planning import UNUSABLE
 from unigen_ds.data.processor import ConversationProcessor
 from unigen_ds.data.samples import Sample, Split, Tally
 from unigen_ds.data.splits import ImageKind, TokenSplit
+from unigen_ds.data.unusable import NUM_LISTED, BadRecord, OnRecordError, as_array, from_array, unusable_error
 
 
 @DATASETS.register_module()
@@ -61,6 +63,9 @@ class DatasetAdapter(ScannedDataset):
         num_used_data: only the first records are used, so many of them; None: all.
         name: first part of a sample id; None: the class's name.
         cache_dir: folder for what was read of a data set with ``fingerprint``, and for plans; None: nothing is kept.
+        on_record_error: ``'error'``: malformed items stop the start, with a list of the first. ``'skip'``: every item
+            is read, also with ``lengths()``; malformed ones are left out, counted, and listed in ``left_out.jsonl``;
+            more than ``max_skipped_fraction`` are refused.
     """
 
     @checked()
@@ -75,7 +80,9 @@ class DatasetAdapter(ScannedDataset):
         num_used_data: Annotated[int, Ge(1)] | None = None,
         name: str | None = None,
         cache_dir: str | Path | None = None,
+        on_record_error: OnRecordError = "error",
     ) -> None:
+        self.on_record_error, self._bad = on_record_error, list[BadRecord]()
         self._given = _as_text(dataset)
         self.dataset = _make(dataset) if isinstance(dataset, Mapping) else dataset
         is_map = hasattr(self.dataset, "__len__") and hasattr(self.dataset, "__getitem__")
@@ -115,7 +122,7 @@ class DatasetAdapter(ScannedDataset):
 
     @property
     def _has_lengths(self) -> bool:
-        return callable(getattr(self.dataset, "lengths", None))
+        return self.on_record_error == "error" and callable(getattr(self.dataset, "lengths", None))
 
     @cached_property
     def _scanned(self) -> tuple[Counts, Array, str]:
@@ -124,7 +131,10 @@ class DatasetAdapter(ScannedDataset):
     def _read_once(self) -> tuple[Counts, Array, str]:
         """``_read_all``, by one process of a node; with ``cache_dir`` by one of all starts."""
         processor = getattr(self.processor, "fingerprint", None)
-        facts = (_ADAPTER, self.name, len(self), self.images, processor, self.unk_id, self._given, self.own_fingerprint)
+        facts = (
+            _ADAPTER, self.name, len(self), self.images, processor, self.unk_id, self._given, self.own_fingerprint,
+            self.on_record_error,
+        )  # fmt: skip
         folder, key = self.cache_folder, fingerprint(facts)
         if folder is None and (self._given is not None or self.own_fingerprint is not None):
             folder, key = shared_by_node(), fingerprint(facts, *launch())
@@ -135,22 +145,41 @@ class DatasetAdapter(ScannedDataset):
 
         def make() -> dict[str, Array]:
             self._typed = 0
+            self._bad.clear()
             counts, records, digest = self._read_all()
+            if self._bad and self.on_record_error == "error":
+                raise unusable_error(self._bad, self.name, len(self))
             if self._typed:
                 logger().info("Data, %s: token_type_ids of %d of %d items are all 0: they are not used.",
                               self.name, self._typed, len(self))  # fmt: skip
             whole = np.frombuffer(bytes.fromhex(digest), dtype="<i8").astype(np.int64)
-            return {**{name: getattr(counts, name) for name in COLUMNS}, "records": records, "digest": whole}
+            return {**{name: getattr(counts, name) for name in COLUMNS}, "records": records, "digest": whole,
+                    UNUSABLE: as_array(self._bad)}  # fmt: skip
 
         found = cached(folder and folder / f"adapter-{key[:16]}{SUFFIX}", key, make)
         digest = np.ascontiguousarray(found["digest"], dtype="<i8").tobytes().hex()
-        counts = Counts(*(found[name] for name in COLUMNS))
+        counts, self._bad = Counts(*(found[name] for name in COLUMNS)), [*from_array(found[UNUSABLE])]
         if not counts.targets.any():
             raise DataError(
                 f"{self.name}: none of its {len(self):,} items has a target: labels are -100, and no image is drawn",
                 allowed="labels aligned with input_ids; the first one is not used",
             )
         return counts, found["records"], digest
+
+    def _sample_or_none(self, index: int) -> Sample:
+        try:
+            return self.sample(index)
+        except DataError as error:
+            self._bad.append(BadRecord(index, self.name, index, None, str(error), True))
+            if self.on_record_error == "error" and len(self._bad) == NUM_LISTED:  # to read the others may take hours
+                raise unusable_error(self._bad, f"{self.name}, of which no more is read", index + 1) from error
+            return Sample(())
+
+    def unusable(self) -> Sequence[BadRecord]:
+        if self.on_record_error == "error":
+            return ()
+        _ = self._scanned
+        return self._bad
 
     def _of_lengths(self) -> tuple[Counts, Array, str]:
         """``_scanned`` of the data set's own ``lengths()``. Every token but the first counts as a target."""

@@ -34,7 +34,7 @@ from unigen_ds.data.sources.huggingface import HuggingFaceSource
 from unigen_ds.data.streamed import StreamedShards, Streaming, stream_shards
 from unigen_ds.data.token_cache import TokenCache
 from unigen_ds.data.turn import Turn
-from unigen_ds.data.unusable import OnRecordError
+from unigen_ds.data.unusable import BadRecord, OnRecordError
 
 _SHOWN = 5
 
@@ -259,12 +259,20 @@ class ScannedDataset:
         """``_scanned`` of every sample."""
         rows, records, digest = [], [], hashlib.blake2b(digest_size=16)
         for index in range(len(self)):
-            sample = self.sample(index)
+            sample = self._sample_or_none(index)
             text = repr(sample).encode()
             rows.append(count(sample, unk_id=self.unk_id))
             records.append(record_digest(text, rows[-1]))
             digest.update(text)
         return Counts.of(rows), np.asarray(records, dtype=np.int64), digest.hexdigest()
+
+    def _sample_or_none(self, index: int) -> Sample:
+        """For a subclass that leaves records out: an empty one for these."""
+        return self.sample(index)
+
+    def unusable(self) -> Sequence[BadRecord]:
+        """Records that are left out: none, unless a subclass finds some."""
+        return ()
 
     def counts(self) -> Counts:
         return self._scanned[0]

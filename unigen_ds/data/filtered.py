@@ -17,7 +17,7 @@ import numpy as np
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.array_cache import SUFFIX, NewArrays, filled, fingerprint
 from unigen_ds.data.counts import COLUMNS, Array
-from unigen_ds.data.datasets import PlannedDataset, UnifiedGenerationDataset
+from unigen_ds.data.datasets import PlannedDataset, ScannedDataset, UnifiedGenerationDataset
 from unigen_ds.data.filters import RATED, CheckedRecord, RecordFilter, decided
 from unigen_ds.data.planning import batches
 from unigen_ds.data.selected import Selected
@@ -76,10 +76,16 @@ class Filtered(Selected):
 
 def filtered(dataset: Any) -> Any:
     """The data set, or what its filters keep of it. Raises ``DataError`` where that is nothing."""
-    origin = _unfiltered(dataset)
-    if origin is None or origin.shards is not None:  # of a streamed one each shard is filtered when it is reached
-        return dataset
-    found = kept_records(dataset, origin)
+    origin = _whole(dataset)
+    if isinstance(origin, ScannedDataset) and (bad := [one for one in origin.unusable() if one.number < len(dataset)]):
+        removed = np.zeros(len(dataset), dtype=np.int64)
+        removed[[one.number for one in bad]] = 1
+        report = removed_by((), removed, removed)
+        found = Filtered(dataset, np.flatnonzero(removed == 0), (), report, removed, bad)
+    elif not isinstance(origin, UnifiedGenerationDataset) or not leaves_out(origin) or origin.shards is not None:
+        return dataset  # of a streamed one each shard is filtered when it is reached
+    else:
+        found = kept_records(dataset, origin)
     if not len(found):
         raise all_removed(found)
     return found
@@ -112,11 +118,11 @@ def filters_of(dataset: Any) -> Filtered | None:
     return dataset
 
 
-def _unfiltered(dataset: Any) -> UnifiedGenerationDataset | None:
-    """The data set itself where it leaves records out."""
+def _whole(dataset: Any) -> Any:
+    """The data set itself, without what leaves records out."""
     while hasattr(dataset, "whole"):
         dataset = dataset.whole
-    return dataset if isinstance(dataset, UnifiedGenerationDataset) and leaves_out(dataset) else None
+    return dataset
 
 
 def leaves_out(dataset: Any) -> bool:

@@ -36,7 +36,7 @@ from unigen_ds.preflight.job import launched_world_size, launcher_results, slurm
 from unigen_ds.preflight.rank_calls import check_collectives
 from unigen_ds.preflight.resources import check_disk, check_memory, check_time, check_workers
 from unigen_ds.preflight.result import Checked, ok, problem, problems_of, unchecked, warning
-from unigen_ds.preflight.usable import usable_settings
+from unigen_ds.preflight.usable import NOWHERE, usable_settings
 from unigen_ds.resume.plan import NOT_RESUMED, ResumePlan, plan_resume
 from unigen_ds.runner.build import build_hooks, build_model, build_processor, check_states
 from unigen_ds.runner.inspect import announced
@@ -87,7 +87,7 @@ def check_config(known: Known) -> Iterator[Checked]:
             known.settings = Settings.from_config(config)
         except ConfigError as error:
             yield from problems_of(error)
-            known.settings, known.changed = usable_settings(known.given)
+            known.settings, known.changed, known.replaced = usable_settings(known.given)
             return
     yield ok(f"{known.asked.config}: every key and value")
 
@@ -238,6 +238,9 @@ def check_start(known: Known) -> Iterator[Checked]:
         seed = settings.randomness.seed
         plan = ResumePlan("fresh")
         settings = known.settings = settings if seed is not None else settings.with_seed(0)
+    if wrong := known.replaced.intersection(("model", "tokenizer", "train_dataloader")):
+        yield from _of_each_source(settings) if "model" not in wrong else ()
+        raise Unknown(f"{', '.join(sorted(wrong))} without problems")
     try:
         if plan.mode == "resume":
             backend = known.need("backend")
@@ -291,6 +294,8 @@ def _of_each_source(settings: Settings) -> Iterator[Checked]:
     components: list[Component] = [*settings.train_dataloader.dataset]
     components += settings.val_dataloader.dataset if settings.val_dataloader else ()
     for component in components:
+        if component.get("data_path") == NOWHERE:
+            continue
         try:
             made = component.build(processor=processor)
             check_readable([made], [made.name])

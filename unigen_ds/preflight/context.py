@@ -59,6 +59,8 @@ class Known:
     """Of a config with mistakes those of the rest."""
     changed: frozenset[str] = frozenset()
     """Sections that are not as the config has them, since something in them is wrong."""
+    replaced: frozenset[str] = frozenset()
+    """Those of them that have nothing, or not all, of what the config should have: data cannot be planned with them."""
     backend: Backend | None = None
     geometry: Geometry | None = None
     loaded: Geometry | None = None

@@ -10,35 +10,38 @@ from typing import Any
 from unigen_ds.core.errors import ConfigError, UnknownKey
 from unigen_ds.runner.settings import Settings, problems_of
 
+NOWHERE = "unreadable"
+"""The path of a data set that stands in for those of the config."""
 _PATH = re.compile(r"[A-Za-z_]\w*(?:\.\w+|\[\d+\])*")
+_SIZES = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1}
+_PARTS = {"llm": {**_SIZES, "num_key_value_heads": 1}, "vit": {**_SIZES, "num_hidden_layers": 1}}
+"""Keys of ``model`` -> sizes on which no data depends."""
 _STAND_INS: dict[str, dict[str, Any]] = {
     "optim_wrapper": {"optimizer": {"type": "AdamW", "lr": 1e-3}},
     "train_cfg": {"max_updates": 1},
     "backend": {"type": "single"},
+    "model": {"type": "DecoderLM", "llm": {"model_type": "llama", "vocab_size": 8, **_PARTS["vit"], **_PARTS["llm"]}},
+    "tokenizer": {"type": "WordTokenizer", "words": ["a"]},
+    "train_dataloader": {"dataset": {"type": "UnifiedGenerationDataset", "data_path": NOWHERE}, "batch_size": 1},
 }
-_LLM = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_key_value_heads": 1}
-"""Of ``model.llm``, of which no data depends on any size."""
-_ALWAYS_OWN = ("model", "train_dataloader", "custom_imports")
-"""Sections without which nothing that depends on a config can be checked."""
+"""Sections without which there are no settings."""
 
 
-def usable_settings(given: Mapping[str, Any]) -> tuple[Settings | None, frozenset[str]]:
+def usable_settings(given: Mapping[str, Any]) -> tuple[Settings | None, frozenset[str], frozenset[str]]:
     """Settings in which each wrong key has its default, and a section that is wrong as a whole is replaced or left out;
-    None: that is impossible. And the names of the sections that are not as ``given``.
+    None: that is impossible. The names of the sections that are not as ``given``, and of those that were replaced.
     """
-    left, changed = copy.deepcopy(dict(given)), set[str]()
-    for remove in (_remove_keys, _remove_keys, _remove_sections):
-        errors = problems_of(left)
-        if not errors:
-            break
-        for error in errors:
+    left, changed, replaced = copy.deepcopy(dict(given)), set[str](), set[str]()
+    for remove in (_remove_keys, _remove_keys, *[_remove_sections] * 4):
+        for error in reversed(problems_of(left)):  # the last of a list first: the others keep their numbers
             if steps := _steps(error):
                 changed.add(steps[0])
-                remove(left, steps, error.problem)
+                if remove(left, steps, error.problem):
+                    replaced.add(steps[0])
     try:
-        return Settings.from_config(left), frozenset(changed)
+        return Settings.from_config(left), frozenset(changed), frozenset(replaced)
     except ConfigError:
-        return None, frozenset(changed)
+        return None, frozenset(changed), frozenset(replaced)
 
 
 def _steps(error: ConfigError) -> list[str]:
@@ -49,8 +52,8 @@ def _steps(error: ConfigError) -> list[str]:
     return next((steps for steps in paths if steps[0] in Settings.model_fields), [])
 
 
-def _remove_keys(config: dict[str, Any], steps: list[str], problem: str) -> None:
-    """The key, or of a section the keys that the problem names."""
+def _remove_keys(config: dict[str, Any], steps: list[str], problem: str) -> bool:
+    """The key, or of a section the keys that the problem names; nothing is replaced."""
     inner: Any = config
     for step in steps[:-1]:
         inner = inner.get(step) if isinstance(inner, dict) else _element(inner, step)
@@ -60,6 +63,7 @@ def _remove_keys(config: dict[str, Any], steps: list[str], problem: str) -> None
         section.pop(key)
     if isinstance(inner, dict) and not named and (len(steps) > 1 or steps[0] not in Settings.model_fields):
         inner.pop(steps[-1], None)
+    return False
 
 
 def _element(inner: Any, step: str) -> Any:
@@ -67,11 +71,21 @@ def _element(inner: Any, step: str) -> Any:
     return inner[int(step)] if is_there else None
 
 
-def _remove_sections(config: dict[str, Any], steps: list[str], problem: str) -> None:
-    section = steps[0]
-    if section in _STAND_INS:
-        config[section] = copy.deepcopy(_STAND_INS[section])
-    elif steps[:2] == ["model", "llm"] and isinstance(config["model"].get("llm"), dict):
-        config["model"]["llm"] |= _LLM
-    elif section not in _ALWAYS_OWN:
+def _remove_sections(config: dict[str, Any], steps: list[str], problem: str) -> bool:
+    """Whether a stand-in is there now, or a data set is missing."""
+    section, part, number = (*steps, "", "")[:3]
+    given = config.get(section)
+    inner = given.get(part) if isinstance(given, dict) else None
+    if section == "model" and part in _PARTS and isinstance(inner, dict) and not _PARTS[part].items() <= inner.items():
+        inner |= _PARTS[part]
+        return False
+    if section == "train_dataloader" and isinstance(inner, list) and len(inner) > 1 and number.isdigit():
+        inner.pop(int(number))
+    elif section in _STAND_INS:
+        own = given if isinstance(given, dict) else {}
+        merged = copy.deepcopy({**own, **_STAND_INS[section]})
+        config[section] = merged if merged != given else copy.deepcopy(_STAND_INS[section])
+    else:
         config.pop(section, None)
+        return False
+    return True

@@ -127,11 +127,15 @@ class WandbVisBackend(Writer):
             **self._init_kwargs,
         }
         if not isinstance(own := arguments.get("settings") or {}, wandb.Settings):
-            arguments["settings"] = {"quiet": True, **own}  # no table of all values at the end
+            # warnings and errors alone: no table of all values at the end, no lines about what every run has
+            wandb.setup(wandb.Settings(show_info=bool(own.get("show_info"))))
+            arguments["settings"] = {"quiet": True, **own}
         if named.parent is not None:  # a run of its own, whatever the config calls the first
             arguments["name"] = replace(named, name=str(arguments["name"])).of_branch
             arguments["id"] = run_id or uuid.uuid4().hex[:12]
         self._run = wandb.init(**arguments)
+        if url := self._url():
+            logger().info("W&B: run %s is at %s", self._run.name, url)
         # Offline, W&B does not know the steps that the run has, and counts from 0: on its server later rows would
         # replace earlier ones (https://github.com/wandb/wandb/pull/11144).
         self._next_step = self.num_sent if self._run.offline and self.num_sent else None
@@ -142,6 +146,10 @@ class WandbVisBackend(Writer):
         for entry in self._define_metric_cfg:
             self._run.define_metric(**entry)
         return str(self._run.id)
+
+    def _url(self) -> str | None:
+        """Of a run that has one: W&B warns where an offline run is asked."""
+        return None if self._run.offline else self._run.url
 
     def write(self, record: Mapping[str, Any], *, update: int) -> None:
         self._log({**with_aliases(record), "update": update})
@@ -165,6 +173,8 @@ class WandbVisBackend(Writer):
 
     def close(self) -> None:
         if self._run is not None:
+            if url := self._url():
+                logger().info("W&B: sends the rest to %s", url)
             self._run.finish()
             if self._run.offline:
                 logger().info("W&B: this run is uploaded by `wandb sync %s`.", Path(self._run.dir).parent)
