@@ -12,7 +12,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from unigen_ds.core.config_hints import backend_spec
+from unigen_ds.core.backend_option import backend_spec
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.optim import settled_precision
 from unigen_ds.core.progress import Geometry
