@@ -24,6 +24,7 @@ _WRAPPERS = (
     "docker",
 )  # fmt: skip
 """Words before a command that starts a training."""
+_LAUNCHERS = ("torchrun", "deepspeed")
 _MODULES = {"torch.distributed.run": "torchrun", "torch.distributed.launch": "torchrun", "accelerate": "accelerate",
             "accelerate.commands.launch": "accelerate"}  # fmt: skip
 """Launchers that ``python -m`` starts, and their names."""
@@ -234,7 +235,7 @@ def start_command(command: Command, config: str) -> str:
     if total.isdecimal() and nodes.isdecimal() and int(nodes):  # accelerate counts those of all nodes
         launch["nproc_per_node"] = str(int(total) // int(nodes))
     words = [f"{name}={shlex.quote(value)}" for name, value in command.environment.items()]
-    launchers = [word for word in command.starts if word in ("torchrun", "deepspeed")]
+    launchers = [word for word in command.starts if word in _LAUNCHERS]
     words += [*launchers[:1]] or ["torchrun" if launch else "python"]
     words += [f"--{name}={shlex.quote(value)}" for name, value in launch.items()]
     return " ".join([*words, "tools/train.py", config])

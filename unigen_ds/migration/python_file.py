@@ -92,12 +92,12 @@ def _value(node: ast.expr, names: dict[str, Any]) -> Any:
         members = [_value(one, names) for one in node.elts]
         return members if isinstance(node, ast.List) else tuple(members)
     if isinstance(node, ast.Dict) and all(isinstance(key, ast.Constant) for key in node.keys):
-        members = zip(node.keys, node.values, strict=True)
-        return {ast.literal_eval(key): _value(value, names) for key, value in members if key}
+        pairs = zip(node.keys, node.values, strict=True)
+        return {ast.literal_eval(key): _value(value, names) for key, value in pairs if key}
     if isinstance(node, ast.Call) and ast.unparse(node.func) == "dict" and not node.args:
-        pairs = {keyword.arg: keyword.value for keyword in node.keywords}
-        if None not in pairs:
-            return {key: _value(value, names) for key, value in pairs.items()}
+        arguments = {keyword.arg: keyword.value for keyword in node.keywords}
+        if None not in arguments:
+            return {key: _value(value, names) for key, value in arguments.items()}
     return Computed(_source(node))
 
 
