@@ -160,7 +160,7 @@ def overrides(model: str, folder: Path, *, data: str) -> dict[str, Any]:
 
 def planned(model: str, folder: Path, *, data: str, world: int, engine: str | None = None) -> dict[str, Any]:
     """One engine, None: the recipe's own, as plain values; ``seconds`` by the clock and of all processes together."""
-    from unigen_ds.core.config import with_backend
+    from unigen_ds.core.backend_option import with_backend
     from unigen_ds.core.errors import ConfigError
     from unigen_ds.core.quantities import size
     from unigen_ds.planning.fits import Reserve, report_values

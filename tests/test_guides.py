@@ -9,8 +9,8 @@ import pytest
 
 from tests.processes import ROOT
 from unigen_ds.backends.deepspeed import DeepSpeedBackend
+from unigen_ds.core.backend_option import with_backend
 from unigen_ds.core.config import parse_override
-from unigen_ds.core.config_hints import with_backend
 from unigen_ds.core.progress import Geometry
 from unigen_ds.data.settings import TrainDataloader
 from unigen_ds.examples.digits import DigitsDataset

@@ -1,12 +1,13 @@
 """Settings of another trainer -> a config: ``python tools/migrate.py GUIDE -- --model_path ...``; installed as
 ``unigen-migrate``.
 
-After ``--``: the command line of the old trainer, its launcher included; or settings, ``NAME=VALUE``; or one file: a
-shell script of exported variables, a YAML file, a config of xtuner or mmengine. Nothing of it is executed, and a Python
-config is read from its syntax tree, so xtuner need not be installed.
+After ``--``: the command line of the old trainer, its launcher included, as words or in quotes; or settings,
+``NAME=VALUE``; or one file: a script of one command and exported variables, a YAML file, a config of xtuner or
+mmengine. Nothing of it is executed. A value of a Python config that only code could compute is ``...`` in the config
+that is written, to be filled in; whatever mmengine's ``Config.dump`` writes is read.
 
-The config is complete and checked. Each value has what it was made of beside it; whatever has no counterpart is a
-comment with the reason, and their number is printed at the end. docs/migrating.md explains every name.
+The config is complete otherwise, and checked. Each value has what it was made of beside it; whatever has no
+counterpart is a comment with the reason, and their number is printed at the end. docs/migrating.md explains every name.
 
 Exit status: 0 written, 1 a file cannot be read, 2 wrong usage, or a value that no config may have.
 """
@@ -45,6 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     if unknown:
         p.error(f"{' '.join(unknown)}: put -- before the old command line: unigen-migrate {arguments.guide} --"
                 f" {' '.join([*arguments.given, *unknown])}")  # fmt: skip
+    from unigen_ds.migration.commands import start_command
     from unigen_ds.migration.guides import migrate  # after parsing: --help does not wait for torch
     from unigen_ds.runner.settings import problems_of
 
@@ -55,12 +57,13 @@ def main(argv: list[str] | None = None) -> int:
         if out is not None and out.exists() and not arguments.force:
             raise ConfigError(f"--out {out} exists", remedy="another name, or --force")
         name = str(out) if out is not None else "CONFIG.py"
-        found = migrate(arguments.guide, arguments.given, problems=problems_of, name=name)
+        draft = migrate(arguments.guide, arguments.given, problems=problems_of)
+        text = draft.text(start=start_command(draft.command, name))
         if out is None:
-            print(found.text, end="")
+            print(text, end="")
         else:
             out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_text(found.text, encoding="utf-8")
+            out.write_text(text, encoding="utf-8")
     except UnigenError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_status
@@ -68,8 +71,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     where = f"Written: {out}. " if out is not None else ""
-    counts = f"Of {found.num_given} settings given, {len(found.left)} could not be carried over"
-    print(f"{where}{counts}; each is a comment at the top of the config. {len(found.notes)} notes.", file=sys.stderr)
+    counts = f"Of {draft.num_settings} settings given, {len(draft.omissions)} could not be carried over"
+    print(f"{where}{counts}; each is a comment at the top of the config. {len(draft.notes)} notes.", file=sys.stderr)
     return 0
 
 

@@ -58,7 +58,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _plan(arguments: argparse.Namespace) -> int:
     from unigen_ds.core import log  # after parsing: --help does not wait for torch
-    from unigen_ds.core.config import parse_override, with_backend
+    from unigen_ds.core.backend_option import with_backend
+    from unigen_ds.core.config import parse_override
     from unigen_ds.core.readable import given_values, given_world_size
     from unigen_ds.planning.fits import Reserve, report_lines, report_values
     from unigen_ds.planning.planned import plan_memory

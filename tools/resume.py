@@ -53,7 +53,8 @@ def parser() -> argparse.ArgumentParser:
 @ends_quietly
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
-    from unigen_ds.core.config import parse_override, with_backend  # after parsing: see train.py
+    from unigen_ds.core.backend_option import with_backend  # after parsing: see train.py
+    from unigen_ds.core.config import parse_override
     from unigen_ds.resume import report
     from unigen_ds.runner.inspect import inspect_resume, write_config
     from unigen_ds.runner.settings import load_config

@@ -177,7 +177,8 @@ def print_dry_run(arguments: argparse.Namespace, *, rank: int) -> int:
 
 def overrides_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """Changes of the config by the command line: ``--cfg-options``, then the named options."""
-    from unigen_ds.core.config import parse_override, with_backend
+    from unigen_ds.core.backend_option import with_backend
+    from unigen_ds.core.config import parse_override
 
     overrides = dict(map(parse_override, arguments.cfg_options))
     if arguments.resume not in (None, AUTO):  # this checkpoint, independent of the config's own

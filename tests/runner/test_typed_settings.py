@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from unigen_ds.core.errors import ConfigError, ResumeBlocked
 from unigen_ds.core.log import NAME
 from unigen_ds.core.progress import Geometry, Ruler
 from unigen_ds.core.registry import FAMILIES, MODELS, PACKERS
+from unigen_ds.core.translation import Change, translate
 from unigen_ds.data.transforms import ImageTransform
 from unigen_ds.families.bagel.family import Bagel
 from unigen_ds.hooks.checkpoint import CheckpointHook
@@ -129,7 +131,8 @@ def test_what_only_constructors_refuse_is_in_the_same_message(plain: dict[str, A
         Settings.from_config(plain)
     lines = str(raised.value).splitlines()
     for line in (
-        "env_cfg.cudnn_benchmark is True", "dataset[0] has no key 'paht'", "Invalid beta parameter at index 1: 1.5",
+        "env_cfg: delete it; env.dist_timeout_s",
+        "dataset[0] has no key 'paht'", "Invalid beta parameter at index 1: 1.5",
         "DeepSpeed config 'zero5' is neither", "model.freeze is ['vit', 'llmm']. Allowed: a list of 'vae', 'vit'",
         "processor.vit_transform: image transform of max_size 8, min_size 64",
         "randomness.deterministic: write env.deterministic",
@@ -165,20 +168,46 @@ def test_runtime_keys_of_xtuner_are_translated(plain: dict[str, Any], tmp_path: 
         plain.pop(key)
     path = as_file(tmp_path, plain, XTUNER + WRAPPER.replace("bfloat16", "float32") + SAMPLER.format(shuffle=True))
     settings = Settings.from_config(load_config(path, {"env.log_level": "INFO"}, whole=True))
+    assert settings.env.log_level == "INFO", "ours counts"
     assert settings.optim_wrapper.precision == "fp32" and settings.env.dist_timeout_s == 60
     assert settings.train_cfg.limits == [(2, "epoch")] and settings.randomness.seed is None
     assert main([str(path), "--max-updates", "1", "--cfg-options", "env.log_level='INFO'"]) == 0
     log = (tmp_path / "run" / "train.log").read_text()
     for line in (
-        "log_level='WARNING' is read as env.log_level='WARNING'", "log_processor=", "default_scope='mmengine'",
+        "log_level='WARNING' is left out: the config has env.log_level='INFO'", "log_processor=",
+        "default_scope='mmengine'",
         "runner_type='FlexibleRunner'", "env_cfg.cudnn_benchmark=False", "env_cfg.mp_cfg=", "env_cfg.dist_cfg.backend=",
         "env_cfg.dist_cfg.timeout=60 is read as env.dist_timeout_s=60", "train_cfg.type='TrainLoop'",
         "train_cfg.by_epoch=True", "default_hooks.param_scheduler=", "default_hooks.sampler_seed=",
-        "optim_wrapper.type='AmpOptimWrapper', optim_wrapper.dtype='float32' is read as optim_wrapper.precision='fp32'",
+        "optim_wrapper.type='AmpOptimWrapper', optim_wrapper.dtype='float32' is left out: the config has",
         "train_dataloader.sampler=", "visualizer.type='Visualizer'",
         "visualizer.name='visualizer'", "visualizer.vis_backends: {'type': 'LocalVisBackend'} is left out",
     ):  # fmt: skip
         assert log.count(f"Config: {line}") == 1, line
+
+
+def test_a_start_translates_a_config_once(
+    plain: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the tool, from a loaded config, and from a mapping."""
+    calls: list[Any] = []
+
+    def count(config: dict[str, Any]) -> list[Change]:
+        calls.append(config)
+        return translate(config)
+
+    monkeypatch.setattr("unigen_ds.runner.settings.translate", count)
+    plain["env_cfg"] = {"cudnn_benchmark": False}
+    path, overrides = as_file(tmp_path, plain), {"train_cfg.by_epoch": True, "work_dir": str(tmp_path / "second")}
+    starts: list[Callable[[], object]] = [
+        lambda: main([str(path), "--max-updates", "1", "--cfg-options", "train_cfg.by_epoch=True"]),
+        lambda: Runner.from_cfg(load_config(path, overrides), max_updates=1),
+        lambda: Runner.from_cfg({**plain, "work_dir": str(tmp_path / "third")}, max_updates=1),
+    ]
+    for start in starts:
+        calls.clear()
+        start()
+        assert len(calls) == 1
 
 
 @pytest.mark.parametrize(
@@ -198,10 +227,9 @@ def test_the_precision_of_an_optim_wrapper(plain: dict[str, Any], wrapper: dict[
 @pytest.mark.parametrize(
     ("section", "values", "words"),
     [
-        ("optim_wrapper", {"dtype": "bfloat16"}, "optim_wrapper.dtype='bfloat16' and optim_wrapper.precision='fp32'"),
-        ("train_cfg", {"by_epoch": False}, "train_cfg.by_epoch=False and no train_cfg.max_iters"),
+        ("optim_wrapper", {"dtype": "int8"}, "optim_wrapper.precision='bf16' or 'fp16'"),
         ("train_dataloader", {"sampler": {"type": "DefaultSampler", "shuffle": False}}, "the order follows from"),
-        ("train_dataloader", {"collate_fn": {"type": "own"}}, "the model's processor does it"),
+        ("train_dataloader", {"collate_fn": {"type": "own"}}, "the model's processor makes a batch"),
         ("train_cfg", {"val_begin": 1}, "EvaluateHook in custom_hooks sets when"),
     ],
 )

@@ -17,13 +17,10 @@ from typing import Any
 
 from mmengine.config import Config, ConfigDict
 
-from unigen_ds.core.config_file import plain_names, read_file, shipped, unread_names
-from unigen_ds.core.config_hints import BACKEND_WORDS as BACKEND_WORDS
-from unigen_ds.core.config_hints import SETTINGS, hint, is_setting
-from unigen_ds.core.config_hints import backend_spec as backend_spec
-from unigen_ds.core.config_hints import with_backend as with_backend
+from unigen_ds.core.config_file import plain_names, present, read_file, shipped, unread_names
 from unigen_ds.core.errors import ConfigError, UnknownKey, close, nearest, suggestion
 from unigen_ds.core.registry import registered_name
+from unigen_ds.core.translation import SETTINGS, hint, is_setting, is_translated
 
 
 class OfFamily(dict[str, Any]):
@@ -56,6 +53,10 @@ def read(name: str | Path) -> Config:
     if config.get("work_dir") is None:
         config["work_dir"] = str(Path("work_dirs") / path.stem)
     return config
+
+
+class LoadedConfig(Config):
+    """What ``load_config`` returns: keys of mmengine are translated in it."""
 
 
 def plain_values(config: Any) -> Any:
@@ -174,16 +175,6 @@ def _put(section: dict[str, Any], path: Sequence[str], value: Any, dotted: str) 
     parent[path[-1]] = value
 
 
-def whole_sections(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Overrides that replace a section, and all others. One that follows an override of its parts stays among these."""
-    names = [*overrides]
-    whole = [
-        name for i, name in enumerate(names)
-        if override_path(name) == [name] and not any(override_path(other)[0] == name for other in names[:i])
-    ]  # fmt: skip
-    return {name: overrides[name] for name in whole}, {k: v for k, v in overrides.items() if k not in whole}
-
-
 def as_in_the_file(config: Config, overrides: Mapping[str, Any]) -> list[ConfigError]:
     """Set each value at its path, as if the file had it: missing sections are made, and any key is accepted."""
     errors: list[ConfigError] = []
@@ -202,9 +193,12 @@ def as_in_the_file(config: Config, overrides: Mapping[str, Any]) -> list[ConfigE
 
 
 def apply_overrides(config: Config, overrides: Mapping[str, Any], schema: Mapping[str, Any]) -> list[ConfigError]:
-    """Set each value at its path. Returns an error for each path that does not exist."""
+    """Set each value at its path. Returns an error for each path that does not exist; a key of mmengine's need not."""
     errors: list[ConfigError] = []
     for dotted, value in overrides.items():
+        if is_translated(override_path(dotted)):
+            errors += as_in_the_file(config, {dotted: value})
+            continue
         try:
             _apply(config, dotted, value, schema)
         except ConfigError as error:
@@ -265,15 +259,17 @@ def _list_index(node: list[Any], key: str, dotted: str) -> int:
     return int(key)
 
 
-def top_problems(config: Any, schema: Mapping[str, Any], *, known: Collection[str] = ()) -> list[ConfigError]:
-    """Names at the top that are no section. In a Python file only those that nothing reads and that mean something.
-
-    A name that begins with an underscore is the user's own; so are those of ``known``.
+def top_problems(
+    config: Iterable[str], schema: Mapping[str, Any], *, file: str | None = None, overrides: Collection[str] = ()
+) -> list[ConfigError]:
+    """Names at the top that are no section. In a Python file only those that nothing reads and that mean something,
+    and those of ``overrides``. A name that begins with an underscore is the user's own.
     """
-    names = [str(key) for key in config if key not in (*schema, *known) and not str(key).startswith("_")]
-    path = Path(getattr(config, "filename", None) or "")
+    names = [str(key) for key in config if key not in schema and not str(key).startswith("_")]
+    path = Path(file or "")
     is_file = bool(names) and path.is_file()
-    plain = {*names} & plain_names(path) if is_file else {*names}
+    stated = {override_path(dotted)[0] for dotted in overrides}
+    plain = {*names} & (plain_names(path) | stated) if is_file else {*names}
     errors: list[ConfigError] = [
         UnknownKey(name, section="", valid=schema, hint=hint(name, schema)) for name in names if name in plain
     ]

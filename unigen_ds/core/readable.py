@@ -8,7 +8,7 @@ from typing import Any
 
 from unigen_ds.core import config as files
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.translate import translate
+from unigen_ds.core.translation import translate
 
 
 def given_values(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,9 +12,10 @@ from typing import Any, TypeVar, cast
 from mmengine.registry import HOOKS as MMENGINE_HOOKS
 from mmengine.registry import Registry
 
-from unigen_ds.core.config_hints import ANYWHERE, backend_hint, backend_spec
+from unigen_ds.core.backend_option import backend_hint, backend_spec
 from unigen_ds.core.errors import ConfigError, UnknownKey, close, nearest, raise_any, valid_names
 from unigen_ds.core.log import logger
+from unigen_ds.core.translation import argument_hint
 from unigen_ds.core.values import argument_hints, described, fits, nested, shown
 
 _Called = TypeVar("_Called", bound=Callable[..., Any])
@@ -220,7 +221,7 @@ def argument_problems(
         for key in arguments:
             if key not in parameters:
                 problem = f"{where} has no key {key!r} ({cls.__name__})"
-                advice = ANYWHERE.get(key) or (None if close(key, valid) else _of_another(registry, cls, key, valid))
+                advice = argument_hint(key) or (None if close(key, valid) else _of_another(registry, cls, key, valid))
                 errors.append(UnknownKey(key, section=where, valid=valid, hint=advice, problem=problem))
     hints = {key: hint for key, hint in argument_hints(cls).items() if key in parameters}
     for key, hint in {**{key: hints[key] for key in arguments if key in hints}, **hints}.items():

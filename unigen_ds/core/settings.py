@@ -23,10 +23,10 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError, core_schema
 from typing_extensions import Self
 
-from unigen_ds.core.config_hints import hint
 from unigen_ds.core.errors import ConfigError, DataError, UnknownKey, raise_any
 from unigen_ds.core.log import logger
 from unigen_ds.core.registry import component_problems, counterpart, find, registered_name
+from unigen_ds.core.translation import hint
 from unigen_ds.core.values import argument_hints, as_tuple, converted, described, nested
 
 

@@ -1,8 +1,8 @@
-"""Command lines, exported variables, shell scripts and YAML -> names and values, in their order. No shell is started.
+"""One command line, or a file of settings -> names and values, in their order. No shell is started.
 
-Understood: ``[NAME=VALUE] torchrun|python|... SCRIPT --name value``, ``export NAME=VALUE``, and all
-that ``shell.py`` reads. Everything else of a script is kept as text, so that it can
-be reported.
+Read are ``[NAME=VALUE] torchrun|python|... SCRIPT --name value``, ``NAME=VALUE`` alone, YAML and JSON files, and a
+script that consists of one command, comments and lines ``export NAME=VALUE``. A script that computes its command
+(variables, loops, several commands) is refused: ``bash -x`` prints the command that it runs.
 """
 
 from __future__ import annotations
@@ -16,51 +16,51 @@ from typing import Any
 
 from unigen_ds.core.config_file import read_file
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.migration.shell import Shell, Simple
 
 _STARTER = re.compile(r"torchrun|python[\d.]*|deepspeed|accelerate|bash|sh|sbatch|srun|xtuner")
 """Commands that start a training."""
-_LAUNCHERS = ("torchrun", "deepspeed")
-_MODULES = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch", "accelerate")
-"""After ``python -m``: a launcher, whose options and script follow."""
-_WRAPPERS = {
-    "nohup", "exec", "env", "command", "sudo", "time", "nice", "ionice", "timeout", "setsid", "stdbuf", "unbuffer",
-    "numactl", "taskset", "conda", "mamba", "micromamba", "uv", "poetry", "pipenv", "singularity", "apptainer",
-    "docker", "then", "do", "else", "{", "!",
-}  # fmt: skip
+_WRAPPERS = (
+    "nohup", "exec", "env", "time", "nice", "timeout", "numactl", "taskset", "conda", "uv", "poetry", "singularity",
+    "docker",
+)  # fmt: skip
 """Words before a command that starts a training."""
-_CONDITIONS = {"if", "elif", "for", "while", "until", "case"}
-_KEYWORDS = {"then", "else", "fi", "do", "done", "esac", "{", "}", "!", "function"}
+_LAUNCHERS = ("torchrun", "deepspeed")
+_MODULES = {"torch.distributed.run": "torchrun", "torch.distributed.launch": "torchrun", "accelerate": "accelerate",
+            "accelerate.commands.launch": "accelerate"}  # fmt: skip
+"""Launchers that ``python -m`` starts, and their names."""
 _OF_ACCELERATE = {"num_machines": "nnodes", "machine_rank": "node_rank", "main_process_ip": "master_addr",
                   "main_process_port": "master_port"}  # fmt: skip
 _OF_PYTHON = re.compile(r"-[BEIOsSuvx]+")
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
+_OPERATOR = re.compile(r"[|&;()]+|\d?[<>].*")
 LAUNCH = ("num_nodes", "nnodes", "node_rank", "nproc_per_node", "master_addr", "master_port")
 """Arguments of a launcher, under torchrun's names and BAGEL's."""
 _ENVIRONMENT = re.compile(
     r"(CUDA|TORCH|NCCL|GLOO|WANDB|HF|PYTORCH|OMP|MKL|TOKENIZERS|PYTHON|DEEPSPEED|SLURM)[A-Z0-9_]*"
 )
 """Variables that libraries read, here as there."""
-_SCRIPTS = (".py", ".sh", ".slurm")
-_SOURCES = (*_SCRIPTS, ".yaml", ".yml", ".json")
+_SHELL = (".sh", ".slurm")
+_SCRIPTS = (".py", *_SHELL)
+MAPPINGS = (".yaml", ".yml", ".json")
 
 
 @dataclass(frozen=True)
-class Given:
-    """One setting as it was given."""
+class Setting:
+    """One setting of the other trainer."""
 
     name: str
     """As the guide has it, without dashes in front."""
     value: Any
     """A text of a command line, a value of a file, or True of a flag without a value."""
-    shown: str
-    """As it was written."""
+    source: str
+    """As the user wrote it."""
 
 
 @dataclass
 class Command:
     """What a command line, a script or a file states."""
 
-    given: list[Given] = field(default_factory=list)
+    settings: list[Setting] = field(default_factory=list)
     launch: dict[str, str] = field(default_factory=dict)
     """Of the launcher: see ``LAUNCH``."""
     environment: dict[str, str] = field(default_factory=dict)
@@ -69,36 +69,41 @@ class Command:
     """Arguments without a name: the YAML of a trainer, a config."""
     starts: list[str] = field(default_factory=list)
     """Words before the first argument: ``torchrun``, ``train.py``."""
-    other: list[tuple[str, str]] = field(default_factory=list)
+    others: list[tuple[str, str]] = field(default_factory=list)
     """Text that is no setting, and why it is none."""
-    helpers: set[str] = field(default_factory=set)
-    """Variables of a script whose values its commands have."""
+
+    def add(self, name: str, value: Any, source: str) -> None:
+        """Add a setting of the launcher, of a library, or of the trainer."""
+        if name.lower() in LAUNCH and isinstance(value, str):
+            self.launch[name.lower()] = value
+        elif _ENVIRONMENT.fullmatch(name) and isinstance(value, str):
+            self.environment[name] = value
+        else:
+            self.settings.append(Setting(name, value, source))
 
 
 def read_command(words: Sequence[str]) -> Command:
-    """From the words of a command line, or of one file: ``.sh``, ``.yaml`` or ``.json``. Files that it names as
-    arguments (``train_fsdp.py config.yaml``) are in ``files``.
+    """Read the words of a command line, a command line in quotes, or one file. Files that it names as arguments
+    (``train_fsdp.py config.yaml``) are in ``files``.
 
-    Raises ``ConfigError`` for a file that cannot be read, or no words.
+    Raises ``ConfigError`` for a file that cannot be read, and for anything but one command that starts a training.
     """
-    if not words:
-        raise ConfigError("nothing is given", allowed="a file, or -- and the command line: -- --learning_rate 1e-5")
-    found, shell = Command(), Shell()
-    if len(words) == 1 and words[0].endswith((".sh", ".slurm")) and " " not in words[0]:
-        _read_commands(shell.script(_script(Path(words[0]))), found)
-    elif len(words) == 1 and words[0].endswith(_SOURCES) and (Path(words[0]).is_file() or " " not in words[0]):
-        found.files.append(words[0])
-    elif len(words) == 1 and " " in words[0]:  # a command line in quotes
-        _read_commands(shell.script(words[0]), found)
-    else:
-        _read_commands(shell.command_line(words), found)
-    found.helpers = shell.used
-    if not (found.given or found.launch or found.environment or found.files or found.starts):
-        raise ConfigError(
-            f"{shlex.join(words)} starts no training, and states no settings",
-            remedy="docs/migrating.md has what replaces each command of the guides",
-        )
-    return found
+    command, first = Command(), words[0]
+    if len(words) == 1 and first.endswith((".py", *MAPPINGS)) and (Path(first).is_file() or " " not in first):
+        return Command(files=[first])
+    if len(words) == 1 and first.endswith(_SHELL) and " " not in first:
+        words = _words_of_text(_script(Path(first)), where=first)
+    elif len(words) == 1 and " " in first:
+        words = _words_of_text(first, where="it")
+    operators = [word for word in words if _OPERATOR.fullmatch(word)]
+    if operators:
+        raise _several(shlex.join(words), f"it has {operators[0]!r}, which is of the shell")
+    rest = [*words[1:]] if words[0] == "export" else [*words]
+    while rest and _ASSIGNMENT.fullmatch(rest[0]):
+        _assign(rest.pop(0), command)
+    if rest:
+        _read_start(rest, command)
+    return command
 
 
 def _script(path: Path) -> str:
@@ -108,155 +113,157 @@ def _script(path: Path) -> str:
         raise ConfigError(f"{path} cannot be read: {error}", allowed="a shell script") from error
 
 
-def _read_commands(commands: Iterable[Simple], found: Command) -> None:
-    """One after the other; ``if``, ``for`` and functions are not interpreted."""
-    for one in commands:
-        if one.unfinished:
-            found.other.append((one.source, f"it is not a whole command: {one.unfinished}"))
-            continue
-        for name, value in one.assigned:
-            _keep(name, value, f"{name}={shlex.quote(value)}", found)
-        if one.words:
-            _read_simple(one, found)
+def _several(name: str, why: str) -> ConfigError:
+    remedy = "give the command itself, with its variables in front: NAME=VALUE ... COMMAND; `bash -x SCRIPT` prints it"
+    return ConfigError(f"{name} is more than one command line: {why}", remedy=remedy)
 
 
-def _read_simple(one: Simple, found: Command) -> None:
-    """The words of one command, without the variables before it."""
-    words = one.words
-    first = next((i for i, word in enumerate(words) if _STARTER.fullmatch(Path(word).name)), None)
-    if first and words[0] in _WRAPPERS:  # nohup, env NAME=VALUE, conda run -n NAME, then
-        for word in words[:first]:
-            name, equals, value = word.partition("=")
-            if equals and name.isidentifier():
-                _keep(name, value, f"{name}={shlex.quote(value)}", found)
-        if kept := [word for word in words[:first] if "=" not in word and word not in _KEYWORDS]:
-            found.other.append((shlex.join(kept), "it is of the shell: put it before the command that you start"))
-        words = words[first:]
-    if not words[0].startswith("-") and not _starts(words[0]):
-        if words[0] in _CONDITIONS:
-            found.other.append((one.source, "it is not interpreted: the commands inside are read one after the other"))
-        elif words[0] not in _KEYWORDS or words[0] in ("[", "[["):
-            found.other.append(
-                (f"{one.source} {one.after}".strip(), "it starts no training: docs/migrating.md has what replaces it")
+def _words_of_text(text: str, *, where: str) -> list[str]:
+    """Return the variables that a script exports, and the words of its only command."""
+    exports: list[str] = []
+    command: list[str] = []
+    for line in text.replace("\\\n", " ").splitlines():
+        lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+        lexer.whitespace_split, lexer.commenters = True, ""
+        try:
+            words = [*lexer]
+        except ValueError as error:
+            raise _several(where, f"{line.strip()!r} has {str(error).lower()}") from error
+        comment = next((i for i, word in enumerate(words) if word.startswith("#")), len(words))
+        words = words[:comment]
+        if unknown := next((word for word in words if "$" in word or "`" in word), None):
+            raise _several(where, f"the shell computes {unknown!r}")
+        variables = words[1:] if words[:1] == ["export"] else words
+        if all(map(_ASSIGNMENT.fullmatch, variables)):
+            exports += variables
+        elif command:
+            raise _several(where, f"{shlex.join(command)!r} is followed by {shlex.join(words)!r}")
+        else:
+            command = words
+    return [*exports, *command]
+
+
+def _assign(word: str, command: Command) -> None:
+    name, _, value = word.partition("=")
+    command.add(name, value, f"{name}={shlex.quote(value)}")
+
+
+def _read_start(words: list[str], command: Command) -> None:
+    """Read a command without the variables before it, or arguments alone."""
+    line = shlex.join(words)
+    start = next((i for i, word in enumerate(words) if _STARTER.fullmatch(Path(word).name)), 0)
+    if start and words[0] in _WRAPPERS:  # nohup, env NAME=VALUE, conda run -n NAME
+        before = words[:start]
+        for word in filter(_ASSIGNMENT.fullmatch, before):
+            _assign(word, command)
+        if wrapper := [word for word in before if not _ASSIGNMENT.fullmatch(word)]:
+            command.others.append((shlex.join(wrapper), "put it before the command that you start"))
+        words = words[start:]
+    first = words[0]
+    if not first.startswith("-"):
+        starts = _STARTER.fullmatch(Path(first).name) or first.endswith((*_SCRIPTS, *MAPPINGS))
+        if not starts or (len(words) > 1 and Path(words[1]).name.startswith("eval")):  # sbatch eval.slurm
+            raise ConfigError(
+                f"{line} starts no training, and states no settings",
+                remedy="docs/migrating.md has what replaces each command of the guides",
             )
-        return
-    if len(words) > 1 and Path(words[1]).name.startswith("eval"):  # sbatch eval.slurm
-        found.other.append((shlex.join(words), "it starts an evaluation: docs/evaluation.md"))
-        return
-    if one.after:
-        found.other.append((one.after.strip(), "it is of the shell: append it to the command that you start"))
-    _read_arguments(words, found)
+        words = _read_launcher(words, command)
+    _read_arguments(words, command)
 
 
-def _starts(word: str) -> bool:
-    return bool(_STARTER.fullmatch(Path(word).name)) or (word.endswith(_SOURCES) and not word.startswith("-"))
-
-
-def _read_arguments(words: list[str], found: Command) -> None:
-    """``torchrun --nproc_per_node=8 train.py config.yaml --name value``."""
-    of_script = words[0].startswith("-")  # nothing is started: arguments alone
+def _read_launcher(words: list[str], command: Command) -> list[str]:
+    """Read what is before the arguments of the trainer, and return these: ``torchrun --nproc_per_node=8 train.py``."""
     while words:
         word, words = words[0], words[1:]
-        if word.startswith("-") and not _is_number(word) and word != "-":
-            name, equals, value = word.lstrip("-").partition("=")
-            values = [value] if equals else []
-            while not equals and words and _is_value(words[0]) and not (values and not of_script):
-                if not of_script and words[0].endswith(_SCRIPTS):
-                    break
-                if values and words[0].startswith("$"):  # a variable of more arguments, which is not known
-                    break
-                values.append(words[0])
-                words = words[1:]
-            key = name.replace("-", "_")
-            shown = word if equals else shlex.join([word, *values])
-            if key == "m" and not of_script:  # python -m MODULE
-                launches = bool(values) and values[0] in _MODULES
-                found.starts += ["torchrun" if launches and "torch" in values[0] else one for one in values]
-                of_script = not launches
-            elif not of_script and _OF_PYTHON.fullmatch(word) and found.starts:
-                found.other.append((word, "it is an option of the interpreter"))
-                words = [*values, *words]
-            elif not of_script and key in _OF_ACCELERATE and values:
-                _keep(_OF_ACCELERATE[key], values[0], shown, found)
-            elif not of_script and key == "num_processes" and values:
-                found.launch["num_processes"] = values[0]
-            else:
-                _keep(key, True if not values else values[0] if len(values) == 1 else values, shown, found)
-        elif word == "...":
-            found.other.append((word, "what else the command has is not stated"))
-        elif of_script or (found.starts and not word.endswith(_SCRIPTS) and word not in ("train", "launch")):
-            found.files.append(word)
+        name, equals, value = word.lstrip("-").partition("=")
+        key = name.replace("-", "_")
+        if not word.startswith("-"):
+            if command.starts and word not in ("train", "launch") and not word.endswith(_SCRIPTS):
+                return [word, *words]
+            command.starts.append(word)
+            if word.endswith(_SCRIPTS) or word == "train":
+                return words
+        elif word == "-m" and words:
+            command.starts.append(_MODULES.get(words[0], words[0]))
+            if words[0] not in _MODULES:
+                return words[1:]
+            words = words[1:]
+        elif _OF_PYTHON.fullmatch(word):
+            command.others.append((word, "it is an option of the interpreter"))
         else:
-            found.starts.append(word)
-            of_script = word.endswith(_SCRIPTS) or word == "train"
+            if not equals and words and _is_value(words[0]) and not words[0].endswith(_SCRIPTS):
+                value, words = words[0], words[1:]
+            if key == "num_processes":
+                command.launch[key] = value
+            else:
+                source = word if equals else f"{word} {shlex.quote(value)}" if value else word
+                command.add(_OF_ACCELERATE.get(key, key), value or True, source)
+    return words
 
 
-def _keep(name: str, value: Any, shown: str, found: Command) -> None:
-    """Of the launcher, or of the trainer."""
-    if name.lower() in LAUNCH and isinstance(value, str):
-        found.launch[name.lower()] = value
-    elif _ENVIRONMENT.fullmatch(name) and isinstance(value, str):
-        found.environment[name] = value
-    else:
-        found.given.append(Given(name, value, shown))
+def _read_arguments(words: list[str], command: Command) -> None:
+    """Read the trainer's own arguments: ``config.yaml --name value --names one two --flag``."""
+    while words:
+        word, words = words[0], words[1:]
+        name, equals, value = word.lstrip("-").partition("=")
+        if word == "...":
+            command.others.append((word, "what else the command has is not stated"))
+        elif not word.startswith("-"):
+            command.files.append(word)
+        else:
+            values = [value] if equals else []
+            while not equals and words and _is_value(words[0]):
+                values, words = [*values, words[0]], words[1:]
+            source = word if equals else shlex.join([word, *values])
+            read = True if not values else values[0] if len(values) == 1 else values
+            command.add(name.replace("-", "_"), read, source)
+
+
+def _is_value(word: str) -> bool:
+    if word.startswith("-"):
+        try:
+            float(word)
+        except ValueError:
+            return False
+    return word != "..."
 
 
 def start_command(command: Command, config: str) -> str:
-    """How the written config is started, as the old one was: with the same processes and variables."""
+    """Return how the written config is started, as the old one was: with the same processes and variables."""
     launch = {{"num_nodes": "nnodes"}.get(name, name): value for name, value in command.launch.items()}
     total, nodes = launch.pop("num_processes", ""), launch.get("nnodes", "1")
     if total.isdecimal() and nodes.isdecimal() and int(nodes):  # accelerate counts those of all nodes
         launch["nproc_per_node"] = str(int(total) // int(nodes))
     words = [f"{name}={shlex.quote(value)}" for name, value in command.environment.items()]
-    started_by = next((word for word in command.starts if word in _LAUNCHERS), "torchrun" if launch else "python")
-    words += [started_by, *(f"--{name}={shlex.quote(value)}" for name, value in launch.items())]
+    launchers = [word for word in command.starts if word in _LAUNCHERS]
+    words += [*launchers[:1]] or ["torchrun" if launch else "python"]
+    words += [f"--{name}={shlex.quote(value)}" for name, value in launch.items()]
     return " ".join([*words, "tools/train.py", config])
 
 
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
-
-
-def _is_value(word: str) -> bool:
-    return word != "..." and (not word.startswith("-") or _is_number(word))
-
-
-def read_mapping(path: Path) -> list[Given]:
-    """The keys of a YAML or JSON file, those of sections too: ``train: {lr: 1}`` is ``lr``. Read by the safe loader."""
+def read_mapping(path: Path) -> list[Setting]:
+    """Read the keys of a YAML or JSON file, those of sections too: ``train: {lr: 1}`` is ``lr``."""
     if not path.is_file():
         raise ConfigError(f"{path} does not exist", remedy="run it in the folder of the old trainer, or give the path")
-    if path.suffix not in (".yaml", ".yml", ".json"):
-        raise ConfigError(f"{path} is no YAML file", allowed=".yaml, .yml or .json")
     return [*_leaves(read_file(path).to_dict())]
 
 
 def read_files(command: Command) -> None:
-    """The keys of the YAML and JSON files that a command names, before what it states itself."""
-    for name in [name for name in command.files if name.endswith((".yaml", ".yml", ".json"))]:
+    """Put the keys of the YAML and JSON files that a command names before what it states itself."""
+    for name in [name for name in command.files if name.endswith(MAPPINGS)]:
         command.files.remove(name)
-        command.given[:0] = read_mapping(Path(name))
+        command.settings[:0] = read_mapping(Path(name))
 
 
-def _leaves(values: Mapping[str, Any], section: str = "") -> Iterator[Given]:
+def _leaves(values: Mapping[str, Any], section: str = "") -> Iterator[Setting]:
     for key, value in values.items():
         whole = f"{section}.{key}" if section else str(key)
         if isinstance(value, Mapping) and value:
             yield from _leaves(value, whole)
         else:
-            yield Given(str(key), value, f"{whole}: {value!r}")
+            yield Setting(str(key), value, f"{whole}: {value!r}")
 
 
-class GivenByName(dict[str, Given]):
-    """Name -> what was given last. ``repeated`` has what was given before."""
-
-    def __init__(self, given: Iterable[Given]) -> None:
-        super().__init__()
-        self.repeated: list[Given] = []
-        for one in given:
-            if one.name in self:
-                self.repeated.append(self[one.name])
-            self[one.name] = one
+def sources(settings: Iterable[Setting | None]) -> str:
+    """Return what the user wrote, for a comment."""
+    return ", ".join(one.source for one in settings if one is not None)

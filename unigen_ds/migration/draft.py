@@ -10,7 +10,8 @@ from typing import Any
 
 from unigen_ds.core.config import plain_values, read
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.migration.commands import Command, Given, GivenByName
+from unigen_ds.migration.commands import Command, Setting
+from unigen_ds.migration.python_file import Computed
 
 _WIDTH = 110
 SECTIONS = (
@@ -20,24 +21,15 @@ SECTIONS = (
     "work_dir", "checkpoint_dir", "launcher", "world_size",
 )  # fmt: skip
 """Keys at the top of a config, in the order in which they are written."""
-_TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off", "none", "")
+Kind = Callable[[Any], Any]
+"""Text -> value. Raises ``Unusable``."""
+Table = Mapping[str, tuple[Kind, tuple[str, ...]]]
+"""Path of a config -> kind, and the other trainer's names of it."""
 
 
 def recipe(name: str) -> dict[str, Any]:
-    """The sections of a shipped config."""
+    """Return the sections of a shipped config."""
     return {key: plain_values(value) for key, value in read(name).items() if key in SECTIONS}
-
-
-def continue_from(draft: Draft, path: str, *, of: Given) -> None:
-    """Set ``resume`` for a checkpoint of this project's or DeepSpeed's that is here, else ``load_from``."""
-    folder = Path(path).expanduser()
-    known = any((folder / name).is_file() for name in ("manifest.json", "latest")) or any(folder.glob("*_states.pt"))
-    draft.set("resume" if known else "load_from", path, of=of)
-    if not known:
-        draft.notes.append(
-            "Only the weights of that checkpoint are read, and the training starts at 0. One of DeepSpeed's or this"
-            f" project's continues in full: resume={path!r} instead."
-        )
 
 
 class Unusable(ValueError):
@@ -54,57 +46,55 @@ def text(value: Any) -> str:
 def number(value: Any) -> float | int:
     """A number; a whole one without a point."""
     try:
-        found = float(value) if not isinstance(value, bool) else float("nan")
+        result = float("nan" if isinstance(value, bool) else value)
     except (TypeError, ValueError):
-        found = float("nan")
-    if found != found:
-        raise Unusable(f"{value!r} is no number" + ("; the variable is set elsewhere" if "$" in str(value) else ""))
-    as_text = str(value).lower()
-    return int(found) if found.is_integer() and "." not in as_text and "e" not in as_text else found
+        result = float("nan")
+    if result != result:
+        raise Unusable(f"{value!r} is no number")
+    digits = str(value).lower()
+    return int(result) if result.is_integer() and "." not in digits and "e" not in digits else result
 
 
 def whole(value: Any) -> int:
     """A whole number."""
-    found = number(value)
-    if not float(found).is_integer():
+    result = number(value)
+    if not float(result).is_integer():
         raise Unusable(f"{value!r} is no whole number")
-    return int(found)
+    return int(result)
 
 
 def boolean(value: Any) -> bool:
     """``"True"``, ``yes``, ``1``, and a flag without a value."""
-    given = str(value).strip().lower()
-    if given not in (*_TRUE, *_FALSE):
+    word = str(value).strip().lower()
+    if word not in ("true", "1", "yes", "on", "false", "0", "no", "off", "none", ""):
         raise Unusable(f"{value!r} is neither True nor False")
-    return given in _TRUE
+    return word in ("true", "1", "yes", "on")
 
 
 class Draft:
-    """The config that is made of ``given``, which ``take`` and ``carry`` remove one by one."""
+    """The config that is made of a command's settings, which ``take`` and ``carry`` remove one by one."""
 
     def __init__(self, values: Mapping[str, Any], command: Command, *, what: str) -> None:
         self.values: dict[str, Any] = dict(values)
         self.what = what
         self.command = command
-        self.given = GivenByName(command.given)
+        self.settings: dict[str, Setting] = {}
         self.comments: dict[str, str] = {}
         """Dotted path -> what it was made of."""
-        self.left: list[tuple[str, str]] = []
-        """What was given and is not in the config, and why."""
+        self.omissions: list[tuple[str, str]] = [*command.others]
+        """What the other trainer had and the config does not have, and why."""
         self.notes: list[str] = []
         """What the reader should know or fill in."""
-        helpers = sum(one.name in command.helpers for one in command.given)
-        self.num_given = len(command.given) - helpers + len(command.other) + len(command.launch) + len(command.files)
-        for one in self.given.repeated:
-            if one.name not in command.helpers:
-                self.leave(one.shown, "it is given again later")
-        for shown, why in command.other:
-            self.leave(shown, why)
+        self.num_settings = len(command.settings) + len(command.others) + len(command.launch) + len(command.files)
+        for setting in command.settings:
+            if setting.name in self.settings:
+                self.omit(self.settings[setting.name].source, "it is given again later")
+            self.settings[setting.name] = setting
 
     # ---- values of the config ---------------------------------------------------------------------------------------
 
     def get(self, path: str) -> Any:
-        """The value at a dotted path; None where there is none."""
+        """Return the value at a dotted path; None where there is none."""
         node: Any = self.values
         for step in path.split("."):
             if isinstance(node, list) and step.isdigit() and int(step) < len(node):
@@ -113,11 +103,11 @@ class Draft:
                 node = node.get(step) if isinstance(node, Mapping) else None
         return node
 
-    def set(self, path: str, value: Any, *, of: Given | str | None = None) -> None:
+    def set(self, path: str, value: Any, *, of: Setting | str | None = None) -> None:
         """Set a value; ``of``: what it is made of. A different value that something else was made of is kept."""
-        shown = of.shown if isinstance(of, Given) else of
-        if shown and path in self.comments and self.get(path) != value:
-            self.leave(shown, f"{path} is already that of {self.comments[path]}")
+        source = of.source if isinstance(of, Setting) else of
+        if source and path in self.comments and self.get(path) != value:
+            self.omit(source, f"{path} is already that of {self.comments[path]}")
             return
         *above, last = path.split(".")
         node: Any = self.values
@@ -129,8 +119,8 @@ class Draft:
                 node[step] = {}
             node = node[step]
         node[int(last) if isinstance(node, list) else last] = value
-        if shown:
-            self.comments[path] = shown
+        if source:
+            self.comments[path] = source
 
     def remove(self, path: str) -> Any:
         """Remove a value. Returns it."""
@@ -140,63 +130,80 @@ class Draft:
             return node.pop(int(last))
         return node.pop(last, None) if isinstance(node, dict) else None
 
-    # ---- what was given ---------------------------------------------------------------------------------------------
+    # ---- settings of the other trainer ------------------------------------------------------------------------------
 
-    def leave(self, shown: str, why: str) -> None:
-        """It is not carried over."""
-        self.left.append((shown, why))
+    def omit(self, source: str, why: str) -> None:
+        """Do not carry it over; a comment states the reason."""
+        self.omissions.append((source, why))
 
-    def take(self, *names: str, kind: Callable[[Any], Any] = text) -> tuple[Any, Given | None]:
-        """(value, what was given) under the first of these names that was given, which is then done; else (None, None).
-        A value that ``kind`` cannot read is left out, with the reason.
+    def drop(self, path: str, why: str) -> None:
+        """Remove a value of the config; a comment states the reason."""
+        value = self.remove(path)
+        if value is not None:
+            self.omit(assignment(path, value), why)
+
+    def take(self, *names: str, kind: Kind = text) -> tuple[Any, Setting | None]:
+        """Remove the first of these settings that there is. Returns (value, setting), or (None, None) without one.
+        A value that ``kind`` cannot read is omitted, with the reason.
         """
         for name in names:
-            one = self.given.pop(name, None)
-            if one is None:
+            setting = self.settings.pop(name, None)
+            if setting is None:
                 continue
             try:
-                return kind(one.value), one
+                return kind(setting.value), setting
             except Unusable as error:
-                self.leave(one.shown, str(error))
+                self.omit(setting.source, str(error))
         return None, None
 
-    def carry(self, path: str, *names: str, kind: Callable[[Any], Any] = text) -> Any:
-        """Set ``path`` to what was given under each of these names. Returns the value there."""
+    def carry(self, path: str, *names: str, kind: Kind = text) -> Any:
+        """Set ``path`` to the value of each of these settings. Returns the value there."""
         for name in names:
-            value, one = self.take(name, kind=kind)
-            if one is not None:
-                self.set(path, value, of=one)
+            value, setting = self.take(name, kind=kind)
+            if setting is not None:
+                self.set(path, value, of=setting)
         return self.get(path)
 
+    def carry_all(self, table: Table) -> None:
+        """Carry each row of a table over."""
+        for path, (kind, names) in table.items():
+            self.carry(path, *names, kind=kind)
+
+    def continue_from(self, path: str, *, of: Setting) -> None:
+        """Set ``resume`` for a checkpoint of this project's or DeepSpeed's that is here, else ``load_from``."""
+        folder = Path(path).expanduser()
+        known = any((folder / name).is_file() for name in ("manifest.json", "latest"))
+        known = known or any(folder.glob("*_states.pt"))
+        self.set("resume" if known else "load_from", path, of=of)
+        if not known:
+            self.notes.append(
+                "Only the weights of that checkpoint are read, and the training starts at 0. One of DeepSpeed's or"
+                f" this project's continues in full: resume={path!r} instead."
+            )
+
     def finish(self, why: Mapping[str, str]) -> None:
-        """Whatever was not taken is not carried over; ``why``: name -> reason."""
-        for one in [*self.given.values()]:
-            del self.given[one.name]
-            if one.name in self.command.helpers:  # its value is where it is used
-                continue
-            self.leave(one.shown, why.get(one.name, "this project has no setting of that name: docs/migrating.md"))
+        """Omit whatever was not taken; ``why``: name -> reason."""
+        for setting in self.settings.values():
+            reason = why.get(setting.name, "this project has no setting of that name: docs/migrating.md")
+            self.omit(setting.source, reason)
         for name in self.command.files:
-            self.leave(name, "it is an argument without a name, whose meaning is not known")
+            self.omit(name, "it is an argument without a name, whose meaning is not known")
 
     # ---- text -------------------------------------------------------------------------------------------------------
 
     def text(self, *, start: str) -> str:
-        """The whole file. ``start``: the command that trains with it."""
-        notes = [
-            f"{_quoted(self.what)}, translated by tools/migrate.py. Train with it:",
-            "",
-            f"    {_quoted(start)}",
-            "",
-        ]
-        notes += _wrapped("Values without a comment were not given: they are those of the guide or of this project.")
+        """Return the whole file. ``start``: the command that trains with it."""
+        notes = [f"{_quoted(self.what)}, translated by tools/migrate.py. Train with it:", "", f"    {_quoted(start)}"]
+        notes += ["", *_wrapped("Values without a comment are those of the guide or of this project.")]
         notes += [line for note in self.notes for line in _wrapped(f"* {_quoted(note)}", following="  ")]
         lines = ['"""' + notes[0], *notes[1:], '"""', ""]
-        if self.left:
-            lines += [f"# NOT CARRIED OVER ({len(self.left)}):"]
-            for shown, why in self.left:
-                lines += _wrapped(f"# {_plain(shown)}", following="#   ")
+        if self.omissions:
+            lines += [f"# NOT CARRIED OVER ({len(self.omissions)}):"]
+            for source, why in self.omissions:
+                lines += _wrapped(f"# {_plain(source)}", following="#   ")
                 lines += _wrapped(f"#     {_plain(why)}", following="#     ")
             lines += [""]
+        self.comments |= {path: value for path, value in leaves(self.values) if isinstance(value, Computed)}
         for key in sorted(self.values, key=lambda key: SECTIONS.index(key) if key in SECTIONS else len(SECTIONS)):
             lines += self._lines(f"{key} = ", self.values[key], key, 0, end="")
         return "\n".join(lines) + "\n"
@@ -210,9 +217,9 @@ class Draft:
             return [line + after]
         if isinstance(value, dict):
             opening, closing = ("dict(", ")") if all(map(_is_name, value)) else ("{", "}")
-            parts = [(f"{key}=" if opening != "{" else f"{key!r}: ", inside, key) for key, inside in value.items()]
+            parts = [(f"{key}=" if opening != "{" else f"{key!r}: ", value[key], key) for key in _class_first(value)]
         else:
-            opening, closing = "[", "]"
+            opening, closing = "[]" if isinstance(value, list) else "()"
             parts = [("", inside, index) for index, inside in enumerate(value)]
         lines = [f"{indent}{name}{opening}{after}"]
         for label, inside, key in parts:
@@ -220,37 +227,63 @@ class Draft:
         return [*lines, f"{indent}{closing}{end}"]
 
 
+def leaves(value: Any, path: str = "") -> Any:
+    """Yield (dotted path, value) of everything that is no section."""
+    sections = (Mapping, list, tuple, Computed)
+    if isinstance(value, Mapping) and value:
+        for key, inside in value.items():
+            yield from leaves(inside, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, (list, tuple)) and any(isinstance(inside, sections) for inside in value):
+        for index, inside in enumerate(value):
+            yield from leaves(inside, f"{path}.{index}")
+    else:
+        yield path, value
+
+
+def assignment(path: str, value: Any) -> str:
+    """Return ``model.llm = dict(type=..., ...)``, shortened."""
+    line = f"{path} = {_literal(value, strict=False)}"
+    return line if len(line) <= 200 else f"{line[:197]}..."
+
+
+def _class_first(section: Mapping[Any, Any]) -> list[Any]:
+    """The keys of a section, ``type`` before all others: ``Config.dump`` sorts them."""
+    return sorted(section, key=lambda key: key != "type")
+
+
 def _is_name(key: Any) -> bool:
     return isinstance(key, str) and key.isidentifier() and not keyword.iskeyword(key)
 
 
-def _literal(value: Any) -> str:
-    """Python that makes the value."""
+def _literal(value: Any, *, strict: bool = True) -> str:
+    """Return Python that makes the value; without ``strict`` its own text where there is none."""
     if isinstance(value, Mapping):
+        pairs = {key: _literal(value[key], strict=strict) for key in _class_first(value)}
         if all(map(_is_name, value)):
-            return f"dict({', '.join(f'{key}={_literal(inside)}' for key, inside in value.items())})"
-        return f"{{{', '.join(f'{key!r}: {_literal(inside)}' for key, inside in value.items())}}}"
-    if isinstance(value, list):
-        return f"[{', '.join(map(_literal, value))}]"
-    if isinstance(value, tuple):
-        return f"({', '.join(map(_literal, value))}{',' if len(value) == 1 else ''})"
+            return f"dict({', '.join(f'{key}={inside}' for key, inside in pairs.items())})"
+        return f"{{{', '.join(f'{key!r}: {inside}' for key, inside in pairs.items())}}}"
+    if isinstance(value, (list, tuple)):
+        members = ", ".join(_literal(inside, strict=strict) for inside in value)
+        return f"[{members}]" if isinstance(value, list) else f"({members}{',' if len(value) == 1 else ''})"
+    if isinstance(value, Computed):
+        return "..." if strict else value
     if isinstance(value, str):
         return repr(str(value))
-    if value is None or isinstance(value, (bool, int)):
+    if isinstance(value, float) and (value != value or abs(value) == float("inf")):
+        return f"float({str(value)!r})"
+    if value is None or isinstance(value, (bool, int, float)) or not strict:
         return repr(value)
-    if isinstance(value, float):
-        return repr(value) if abs(value) != float("inf") and value == value else f"float({str(value)!r})"
     raise ConfigError(f"a value of the config is {value!r}", allowed="texts, numbers, lists and dicts")
 
 
-def _plain(given: str) -> str:
+def _plain(line: str) -> str:
     """One line."""
-    return " ".join(given.split()).encode("utf-8", "backslashreplace").decode().replace("\0", "\\0")
+    return " ".join(line.split()).encode("utf-8", "backslashreplace").decode().replace("\0", "\\0")
 
 
-def _quoted(given: str) -> str:
+def _quoted(line: str) -> str:
     """The same in a docstring."""
-    return _plain(given).replace("\\", "\\\\").replace('"""', "'''")
+    return _plain(line).replace("\\", "\\\\").replace('"""', "'''")
 
 
 def _wrapped(line: str, *, following: str = "") -> list[str]:

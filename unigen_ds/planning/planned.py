@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from unigen_ds.core.config_hints import backend_spec
+from unigen_ds.core.backend_option import backend_spec
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.optim import settled_precision
 from unigen_ds.core.progress import Geometry

@@ -13,7 +13,7 @@ from typing import Any
 
 from unigen_ds.core.config import config_path, override_path, plain_values
 from unigen_ds.core.config_file import bases_of, read_file
-from unigen_ds.core.translate import is_translated, translate
+from unigen_ds.core.translation import is_translated, translate
 from unigen_ds.runner.settings import Settings
 
 _MISSING = object()
@@ -33,7 +33,7 @@ class Layer:
     @classmethod
     def read(cls, path: Path) -> Layer:
         values = plain_values(read_file(path))
-        notes, _ = translate(values)
+        notes = [str(change) for change in translate(values)]
         return cls(path, values, [cls.read(base) for base in bases_of(path)], notes)
 
     def origin(self, leaf: Leaf, value: Any, *, top: bool = True) -> str | None:

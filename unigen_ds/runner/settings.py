@@ -1,8 +1,8 @@
 """The whole tree of settings: built once from a config, and the only form in which a config is passed to lower layers.
 
 ``Settings.from_config`` accepts what ``load_config`` returns, mmengine's ``Config``, or a mapping. Keys of mmengine and
-xtuner with an obvious meaning are translated first (``core/translate.py``), the modules of ``custom_imports`` are
-imported, and all problems are reported in one ``ConfigError``.
+xtuner with an obvious meaning are translated once (``core/translation.py``): by ``load_config``, else here. The modules
+of ``custom_imports`` are imported, and all problems are reported in one ``ConfigError``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from unigen_ds.core.log import notice
 from unigen_ds.core.paths import expand_paths
 from unigen_ds.core.registry import BACKENDS, MODELS, find
 from unigen_ds.core.settings import LISTED, Component, Of, Section, argument_defaults, keys
-from unigen_ds.core.translate import FOREIGN, is_translated, translate
+from unigen_ds.core.translation import translate
 from unigen_ds.core.values import Number
 from unigen_ds.data import packing as _packing  # noqa: F401
 from unigen_ds.data import tokenizers as _tokenizers  # noqa: F401
@@ -365,24 +365,10 @@ def load_config(name: str | Path, overrides: Iterable[str] | Mapping[str, Any] =
 
 
 def _load(name: str | Path, overrides: Iterable[str] | Mapping[str, Any], *, whole: bool) -> Config:
-    config, schema, given = files.read(name), known_keys(), files.overrides_of(overrides)
-    sections, given = files.whole_sections(given)  # before the translation, which reads one section beside another
-    errors = files.apply_overrides(config, {k: v for k, v in sections.items() if k not in FOREIGN}, schema)
-    foreign = {key: value for key, value in sections.items() if key in FOREIGN}
-    for key, value in foreign.items():
-        config[key] = value
-    foreign |= {key: None for key in map(_section, given) if key in FOREIGN}
-    early, given = _read_with_the_file(given)
-    for key, value in early.items():
-        one = {key: value}
-        translated = is_translated(files.override_path(key))
-        errors += files.as_in_the_file(config, one) if translated else files.apply_overrides(config, one, schema)
-    errors += _translate_file(config)
-    kept = {key: config.pop(key) for key in foreign if key in config}
-    errors += files.apply_overrides(config, {**kept, **given}, schema)
-    if given and not errors:
-        errors += _translate_file(config)
-    errors += files.top_problems(config, schema)
+    config, schema, overrides = files.read(name), known_keys(), files.overrides_of(overrides)
+    errors = files.apply_overrides(config, overrides, schema)
+    config = files.LoadedConfig(_translated(files.plain_values(config)), cfg_text=config.text, filename=config.filename)
+    errors += files.top_problems(config, schema, file=config.filename, overrides=overrides)
     known = {key: value for key, value in files.plain_values(config).items() if key in schema}
     importable(config)
     errors += Settings._of_given(known, whole=whole)[1]
@@ -394,50 +380,22 @@ def _load(name: str | Path, overrides: Iterable[str] | Mapping[str, Any], *, who
     return config
 
 
-def _read_with_the_file(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Dotted overrides that are applied before the file is translated, and all others.
-
-    The first are keys of mmengine's, with what the translation reads beside them: all of the same section, and the
-    validation data. The others are keys of ours, which override what the translation makes of the file.
-    """
-    sections = {_section(key) for key in given if is_translated(files.override_path(key))}
-    sections |= {"val_dataloader"} if sections else set()
-    early = {key: value for key, value in given.items() if _section(key) in sections}
-    return early, {key: value for key, value in given.items() if key not in early}
-
-
-def _section(dotted: str) -> str:
-    return files.override_path(dotted)[0]
-
-
-def _translate_file(config: Config) -> list[ConfigError]:
-    """Translate the keys of a config in place."""
-    given = files.plain_values(config)
-    lines, errors = translate(given)
-    changed = lines or {*given} != {*config}  # a section that is None goes without a line
-    for key in [*config] if changed else ():
-        config.pop(key)
-        if key in given:
-            config[key] = given[key]
-    for key in given if changed else ():
-        if key not in config:
-            config[key] = given[key]
-    for line in lines:
-        notice(line)
-    return errors
+def _translated(values: dict[str, Any]) -> dict[str, Any]:
+    """The values, which are changed in place, without keys of mmengine; the log has a line for each."""
+    for change in translate(values):
+        notice(str(change))
+    return values
 
 
 def normalised(config: Any) -> tuple[dict[str, Any], list[ConfigError]]:
     """The sections of a config as plain values, translated, and an error for each unknown name."""
-    given, schema = files.plain_values(config), known_keys()
-    if not isinstance(given, dict):
+    values, schema = files.plain_values(config), known_keys()
+    if not isinstance(values, dict):
         raise ConfigError(f"the config is {config!r}", allowed="what load_config returns, or a mapping")
-    names = {*given}
-    lines, errors = translate(given)
-    for line in lines:
-        notice(line)
-    top = files.top_problems(config, schema, known=names - {*given})
-    return {key: value for key, value in given.items() if key in schema}, [*errors, *top]
+    if not isinstance(config, files.LoadedConfig):
+        _translated(values)
+    problems = files.top_problems(values, schema, file=getattr(config, "filename", None))
+    return {key: value for key, value in values.items() if key in schema}, problems
 
 
 # ---- checks that involve several sections ---------------------------------------------------------------------------

@@ -1,0 +1,45 @@
+"""``--backend single | deepspeed[:zero1|...|FILE.json] | fsdp[:FULL_SHARD|...]`` -> the config's ``backend``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from unigen_ds.core.errors import ConfigError
+
+_SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")
+_ENGINES = {"ddp": "fsdp:NO_SHARD", "fsdp2": "fsdp:FULL_SHARD", "fsdp1": "fsdp:FULL_SHARD", "zero": "deepspeed:zero2"}
+BACKEND_WORDS = "single, deepspeed[:zero1|zero2|zero3|...|FILE.json], fsdp[:FULL_SHARD|...]"
+
+
+def backend_hint(given: Any) -> str | None:
+    """The ``--backend`` that ``zero2`` or ``full_shard`` probably means; None where it may be a user's own."""
+    text = given.strip().lower() if isinstance(given, str) else ""
+    if re.fullmatch(r"zero_?-?[123](_offload)?", text):
+        return "deepspeed:" + re.sub(r"zero_?-?", "zero", text)
+    if text.upper() in _SHARDING:
+        return f"fsdp:{text.upper()}"
+    return _ENGINES.get(text)
+
+
+def backend_spec(text: str) -> dict[str, str]:
+    """``deepspeed:zero1`` -> ``{"type": "deepspeed", "config": "zero1"}``."""
+    kind, _, detail = text.partition(":")
+    if not detail and (meant := backend_hint(kind)):
+        raise ConfigError(f"--backend {text}", allowed=BACKEND_WORDS, remedy=f"did you mean --backend {meant}?")
+    option = {"deepspeed": "config", "fsdp": "sharding_strategy"}.get(kind)
+    return {"type": kind} | ({option: detail} if option and detail else {})
+
+
+def with_backend(overrides: Mapping[str, Any], text: str) -> dict[str, Any]:
+    """Overrides and ``--backend``, which comes first: ``backend.KEY`` of ``overrides`` is a setting of that engine.
+
+    Raises ``ConfigError`` where an override contradicts it.
+    """
+    spec = backend_spec(text)
+    for key in ("backend", *(f"backend.{name}" for name in spec)):
+        wanted: Any = spec if key == "backend" else spec[key.removeprefix("backend.")]
+        if key in overrides and overrides[key] != wanted:
+            raise ConfigError(f"--backend {text} contradicts {key}={overrides[key]!r}", remedy="give one of the two")
+    return {"backend": spec} | {key: value for key, value in overrides.items() if key != "backend"}

@@ -1,0 +1,426 @@
+"""Keys of mmengine and other trainers: one table, ``KEYS``, of what each is here.
+
+``translate`` is applied once in a start, to the plain values of a config after all overrides and before any check. A
+runtime key of mmengine with an obvious meaning becomes a key of this project, or is left out where it changes nothing;
+a line of the log states each. Where a config has both a key of mmengine's and ours, ours counts. A key that would
+change the training stays where it is, and is an unknown key with the table's advice: ``hint``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_ALWAYS: Sequence[Any] = ()
+_NEVER: Sequence[Any] = (object(),)
+_EMPTY: Sequence[Any] = (None, {}, [], "")
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of another trainer."""
+
+    why: str
+    """Why it is not needed here; empty: only ``remedy`` applies."""
+    values: Sequence[Any] = _ALWAYS
+    """It is left out with one of these; ``_ALWAYS``: with any."""
+    remedy: str = ""
+    """What to do about another value; without one: to delete it."""
+
+    def ignores(self, value: Any) -> bool:
+        return self.values is _ALWAYS or value in self.values
+
+    @property
+    def advice(self) -> str:
+        return self.remedy or f"delete it, {self.why}"
+
+
+@dataclass(frozen=True)
+class Change:
+    """What became of one key."""
+
+    source: str
+    """``log_level='INFO'``"""
+    why: str = ""
+    """Why it is left out; empty: it is read as ``meaning``."""
+    path: str = ""
+    """Of the key of ours that it is read as."""
+    meaning: str = ""
+
+    def __str__(self) -> str:
+        return f"Config: {self.source} " + (f"is left out: {self.why}." if self.why else f"is read as {self.meaning}.")
+
+
+_LOOP = "there is one loop, and max_epochs or max_iters sets its length"
+_ORDER = "the order follows from randomness.seed alone"
+_LIVES = "workers live as long as the run"
+_ENV = "delete it; env.dist_timeout_s and env.num_threads, and launcher are what there is of env_cfg"
+_EVALUATION = "delete it, EvaluateHook in custom_hooks sets when and what is evaluated: docs/evaluation.md"
+_TEST = "delete it, and give val_dataloader the data: docs/evaluation.md"
+_PRECISION = "delete it, optim_wrapper.precision is 'fp32', 'bf16' or 'fp16'"
+_RATING = "train_dataloader.dataset.filters, a RatingFilter"
+
+RENAMED = {
+    "lr": "optim_wrapper.optimizer.lr",
+    "learning_rate": "optim_wrapper.optimizer.lr",
+    "betas": "optim_wrapper.optimizer.betas",
+    "weight_decay": "optim_wrapper.optimizer.weight_decay",
+    "custom_keys": "optim_wrapper.paramwise_cfg.custom_keys",
+    "optim_type": "optim_wrapper.optimizer.type",
+    "gradient_accumulation_steps": "optim_wrapper.accumulative_counts",
+    "max_grad_norm": "optim_wrapper.clip_grad.max_norm",
+    "per_device_train_batch_size": "train_dataloader.batch_size",
+    "train_batch_size": "train_dataloader.batch_size",
+    "max_length": "train_dataloader.seq_length",
+    "max_sequence_length": "train_dataloader.seq_length",
+    "dataloader_num_workers": "train_dataloader.num_workers",
+    "data_path": "train_dataloader.dataset.data_path",
+    "train_data_path": "train_dataloader.dataset.data_path",
+    "val_data_path": "val_dataloader.dataset.data_path",
+    "relevance_min_rating": _RATING,
+    "image_correspondence_min_rating": _RATING,
+    "visual_dependency_min_rating": _RATING,
+    "formatting_min_rating": _RATING,
+    "max_images_per_example": "train_dataloader.dataset.filters, an ImageCountFilter with max_tiles",
+    "max_images_per_knapsack": "train_dataloader.packing.max_tiles",
+    "eval_interval": "EvaluateHook.interval, of custom_hooks",
+    "eval_steps": "EvaluateHook.interval, of custom_hooks",
+    "save_best": "EvaluateHook.save_best, of custom_hooks",
+    "metric_for_best_model": "EvaluateHook.save_best, of custom_hooks",
+    "lmms_eval_tasks": "AsyncEvaluateHook.command, of custom_hooks",
+    "val_size": "val_dataloader.split, a share of the records",
+    "num_epochs": "train_cfg.max_epochs",
+    "num_train_epochs": "train_cfg.max_epochs",
+    "total_steps": "train_cfg.max_updates",
+    "warmup_ratio": "param_scheduler",
+    "warmup_steps": "param_scheduler",
+    "save_steps": "default_hooks.checkpoint.interval",
+    "save_every": "default_hooks.checkpoint.interval",
+    "save_total_limit": "default_hooks.checkpoint.max_keep_ckpts",
+    "log_every": "default_hooks.logger.interval",
+    "logging_steps": "default_hooks.logger.interval",
+    "text_loss_weight": "loss_weights.text",
+    "image_loss_weight": "loss_weights.image",
+    "output_dir": "work_dir",
+    "resume_from": "resume='CKPT'",
+    "resume_from_checkpoint": "resume='CKPT'",
+}
+"""Names of settings in other trainers, and the path of each in this one."""
+KEYS: dict[str, Key] = {
+    "log_level": Key("", _NEVER, "write env.log_level"),
+    "log_processor": Key("it changes what is shown, and each line has update, iteration and epoch"),
+    "default_scope": Key("there is one registry for each kind of component"),
+    "runner_type": Key("one Runner trains every config, by epochs and by iterations: see train_cfg"),
+    "strategy": Key("", _NEVER, "backend=dict(type='deepspeed', config='zero2')"),
+    "auto_scale_lr": Key("", _NEVER, "delete it, on_batch_change='linear' or 'sqrt' scales the learning rate"),
+    "env_cfg": Key("nothing is left of it", _EMPTY, _ENV),
+    "env_cfg.mp_cfg": Key("how processes are started changes no number"),
+    "env_cfg.resource_limit": Key("it changes no number"),
+    "env_cfg.dist_cfg": Key("nothing is left of it", _EMPTY, _ENV),
+    "env_cfg.dist_cfg.backend": Key("the device decides it"),
+    "env_cfg.dist_cfg.timeout": Key("", _NEVER, "write env.dist_timeout_s"),
+    "env_cfg.cudnn_benchmark": Key("it is off", (False, None), _ENV),
+    "train_cfg.type": Key(_LOOP),
+    "train_cfg.by_epoch": Key(_LOOP),
+    "optim_wrapper.type": Key("", _NEVER, _PRECISION),
+    "optim_wrapper.dtype": Key("", _NEVER, "optim_wrapper.precision='bf16' or 'fp16'"),
+    "optim_wrapper.clip_grad.error_if_nonfinite": Key("NanGuardHook skips and counts such updates", (False,)),
+    "optim_wrapper.clip_grad.norm_type": Key("the norm is the L2 norm of all gradients", (2,)),
+    "visualizer.type": Key("visualizer.vis_backends are the log writers"),
+    "visualizer.name": Key("visualizer.run_name names the run in trackers"),
+    "default_hooks.param_scheduler": Key("param_scheduler acts by itself"),
+    "default_hooks.sampler_seed": Key(_ORDER),
+    "default_hooks.runtime_info": Key("the logger has all of it"),
+    "default_hooks.checkpoint.save_optimizer": Key("a checkpoint always has the optimizer's state", (True,)),
+    "default_hooks.checkpoint.save_param_scheduler": Key("the learning rate is a function of the progress", (True,)),
+    "default_hooks.checkpoint.save_last": Key("the end of a run is always saved", (True,)),
+    "train_dataloader.sampler": Key(_ORDER, _NEVER),
+    "train_dataloader.shuffle": Key(_ORDER, (True,)),
+    "train_dataloader.collate_fn": Key("the model's processor makes a batch", _NEVER),
+    "train_dataloader.persistent_workers": Key(_LIVES),
+    "val_dataloader.sampler": Key("the values of an evaluation depend on no order", _NEVER),
+    "val_dataloader.shuffle": Key("the values of an evaluation depend on no order", (True, False)),
+    "val_dataloader.collate_fn": Key("the model's processor makes a batch", _NEVER),
+    "val_dataloader.persistent_workers": Key(_LIVES),
+    "val_dataloader.drop_last": Key("every sample is evaluated"),
+    "val_dataloader.packing": Key("an evaluation has one sample in a sequence, so a sample is always the same", _NEVER),
+    "randomness.deterministic": Key("it is off: env.deterministic", (False,), "write env.deterministic"),
+    "randomness.diff_rank_seed": Key("every sample has a seed of its own", (False,)),
+    "val_cfg": Key("there is none", _EMPTY, _EVALUATION),
+    "val_evaluator": Key(
+        "there is none", _EMPTY, "delete it, the metrics of EvaluateHook in custom_hooks replace it: docs/evaluation.md"
+    ),
+    "val_interval": Key("", _NEVER, _EVALUATION),
+    "val_begin": Key("", _NEVER, _EVALUATION),
+    "test_cfg": Key("there is none", _EMPTY, _TEST),
+    "test_dataloader": Key("there is none", _EMPTY, _TEST),
+    "test_evaluator": Key("there is none", _EMPTY, _TEST),
+    "world_size": Key(
+        "", _NEVER, "write world_size at the top of the config: it is compared with the number that the launcher starts"
+    ),
+    "max_steps": Key(
+        "", _NEVER, "train_cfg.max_updates counts optimizer steps, train_cfg.max_iters forward and backward passes"
+    ),
+    **{name: Key("", _NEVER, f"write {path}") for name, path in RENAMED.items()},
+}
+"""Path of a key, or its name at any path -> what it is here."""
+FOREIGN = frozenset((
+    "log_level", "log_processor", "default_scope", "runner_type", "env_cfg",
+    "val_cfg", "val_evaluator", "test_cfg", "test_dataloader", "test_evaluator",
+))  # fmt: skip
+"""Sections of mmengine's that this project does not have."""
+_READ = ("train_cfg.val_interval", "default_hooks.checkpoint.save_best", "default_hooks.checkpoint.rule")
+"""Keys that are read beside those of the table."""
+SETTINGS = (
+    "batch_size", "accumulative_counts", "max_epochs", "max_iters", "max_updates", "max_tokens", "save_steps",
+    "save_total_limit", "lr", "betas", "weight_decay", "max_norm", "warmup_ratio", "seq_length", "max_length",
+    "dataloader_num_workers", "data_path", "precision", "optim_type", "log_every",
+)  # fmt: skip
+"""Names that xtuner's configs give their helper variables. At the top of a file they have an effect only where the file
+itself reads them."""
+
+
+# ---- advice ---------------------------------------------------------------------------------------------------------
+
+
+def hint(path: str, schema: Mapping[str, Any]) -> str | None:
+    """What to do about an unknown key: another trainer's name, or a key that belongs to another section."""
+    name = path.rpartition(".")[2]
+    key = KEYS.get(path) or KEYS.get(name)
+    if key is not None and RENAMED.get(name) != path:
+        return key.advice
+    known = dict(reversed([*_paths(schema)])).get(name)
+    return f"write {known}" if known and known != path else None
+
+
+def argument_hint(name: str) -> str | None:
+    """The same of an argument of a component, which may have any name that a section of the config has."""
+    key = KEYS.get(name)
+    return key.advice if key is not None and name not in RENAMED else None
+
+
+def is_setting(name: str, schema: Mapping[str, Any]) -> bool:
+    """Whether a name at the top of a file is a setting of a section, or what another trainer calls one."""
+    return name in SETTINGS or hint(name, schema) is not None
+
+
+def _paths(schema: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(last name, whole path) of every key of a schema below its top."""
+    for key, inner in schema.items():
+        if key == "val_dataloader":
+            continue
+        if prefix:
+            yield key, f"{prefix}.{key}"
+        if isinstance(inner, Mapping):
+            yield from _paths(inner, f"{prefix}.{key}" if prefix else key)
+
+
+def is_translated(path: Sequence[str]) -> bool:
+    """Whether ``translate`` reads that key, or one that contains it, with some value."""
+    dotted = [".".join(path[: k + 1]) for k in range(len(path))]
+    return path[0] in FOREIGN or any(("." in key and key in KEYS) or key in _READ for key in dotted)
+
+
+# ---- the translation ------------------------------------------------------------------------------------------------
+
+
+def translate(config: dict[str, Any]) -> list[Change]:
+    """Change the plain values of a config in place. Returns what became of each key of mmengine's."""
+    work = _Translation(config)
+    work.read("log_level", "env.log_level", lambda v: v.upper() if str(v).upper() in _LEVELS else None)
+    work.read("env_cfg.dist_cfg.timeout", "env.dist_timeout_s", lambda v: v if isinstance(v, (int, float)) else None)
+    work.precision()
+    work.samplers()
+    work.local_writer()
+    work.no_validation()
+    if isinstance(loop := work.get("val_cfg"), Mapping) and {*loop} <= {"type", "fp16"}:
+        work.drop("val_cfg", "EvaluateHook evaluates, in the precision of the training")
+    work.interval()
+    work.best()
+    for path in sorted(KEYS, key=lambda path: -path.count(".")):  # a section after what is in it
+        node, last = work.above(path)
+        if last in node and (path in FOREIGN or "." in path) and KEYS[path].ignores(node[last]):
+            work.drop(path, KEYS[path].why)
+    return work.changes
+
+
+_PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}
+_OF_WRAPPERS = {"AmpOptimWrapper": "fp16", "OptimWrapper": "fp32"}  # fp16: as torch's autocast chooses on CUDA
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+
+
+class _Translation:
+    """One config, and what was done about it."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config
+        self.changes: list[Change] = []
+
+    def above(self, dotted: str) -> tuple[dict[str, Any], str]:
+        """The mapping that holds a key, or an empty one, and the key's last name."""
+        *above, last = dotted.split(".")
+        node: Any = self.config
+        for key in above:
+            node = node.get(key) if isinstance(node, Mapping) else None
+        return (node if isinstance(node, dict) else {}), last
+
+    def get(self, dotted: str) -> Any:
+        node, last = self.above(dotted)
+        return node.get(last)
+
+    def drop(self, dotted: str, why: str) -> None:
+        """Remove a key, with a line unless it is None or empty."""
+        node, last = self.above(dotted)
+        if last in node:
+            value = node.pop(last)
+            if value not in _EMPTY:
+                self.changes.append(Change(f"{dotted}={_short(value)}", why))
+
+    def replace(self, path: str, value: Any, *sources: str) -> None:
+        """Remove keys of mmengine's that are there, and set one of ours. A value that is there already counts."""
+        section, key = path.split(".")
+        node = self.config.get(section) or {}
+        if not isinstance(node, dict):
+            return
+        self.config[section] = node
+        source = ", ".join(f"{one}={_short(self.get(one))}" for one in sources if self.get(one) is not None)
+        for one in sources:
+            above, last = self.above(one)
+            above.pop(last, None)
+        if node.get(key) is not None:
+            self.changes.append(Change(source, f"the config has {path}={node[key]!r}"))
+        else:
+            node[key] = value
+            self.changes.append(Change(source, path=path, meaning=f"{path}={value!r}"))
+
+    def read(self, source: str, path: str, meaning: Callable[[Any], Any]) -> None:
+        """Replace a key by one of ours; where ``meaning`` is None the value has none, and stays."""
+        value = self.get(source)
+        if value is not None and (ours := meaning(value)) is not None:
+            self.replace(path, ours, source)
+
+    def precision(self) -> None:
+        """``optim_wrapper.type`` and ``dtype`` -> ``precision``."""
+        sources = ("optim_wrapper.type", "optim_wrapper.dtype")
+        kind, dtype = map(self.get, sources)
+        name = _name(kind)
+        if (kind is None and dtype is None) or not (kind is None or name.endswith("OptimWrapper")):
+            return
+        precision = _OF_WRAPPERS.get(name) if dtype is None else _PRECISIONS.get(str(dtype).removeprefix("torch."))
+        if precision is not None:
+            self.replace("optim_wrapper.precision", precision, *sources)
+        elif dtype is None:
+            self.drop("optim_wrapper.type", "optim_wrapper.precision sets the precision")
+
+    def samplers(self) -> None:
+        """mmengine's shuffled order is what there is, and its ways to make a batch are not needed."""
+        for section in ("train_dataloader", "val_dataloader"):
+            sampler, collate = self.get(f"{section}.sampler"), self.get(f"{section}.collate_fn")
+            if isinstance(sampler, Mapping) and {*sampler} <= {"type", "shuffle", "seed", "round_up"}:
+                known = _name(sampler.get("type", "DefaultSampler")) in ("DefaultSampler", "InfiniteSampler")
+                shuffles = sampler.get("shuffle", True) is True and sampler.get("seed") is None
+                if known and (shuffles or section == "val_dataloader"):
+                    self.drop(f"{section}.sampler", KEYS[f"{section}.sampler"].why)
+            if _name(collate.get("type") if isinstance(collate, Mapping) else collate) in _COLLATES:
+                self.drop(f"{section}.collate_fn", KEYS[f"{section}.collate_fn"].why)
+
+    def local_writer(self) -> None:
+        """mmengine's writer into the work dir."""
+        node, last = self.above("visualizer.vis_backends")
+        writers = node.get(last)
+        for writer in [*writers] if isinstance(writers, (list, tuple)) else []:
+            if isinstance(writer, Mapping) and _name(writer.get("type")) == "LocalVisBackend":
+                node[last] = [other for other in node[last] if other is not writer]
+                self.changes.append(
+                    Change(f"visualizer.vis_backends: {_short(writer)}", "metrics.jsonl has every value")
+                )
+
+    def no_validation(self) -> None:
+        """An empty text in place of validation data, as scripts pass it, means none."""
+        loader = self.get("val_dataloader")
+        if loader != "" and not (isinstance(loader, Mapping) and _names_no_data(loader)):
+            return
+        self.config["val_dataloader"] = None
+        self.changes.append(Change("val_dataloader", "it names no data, so there is no validation"))
+        hooks = self._hooks()
+        kept = [hook for hook in hooks if not _evaluates(hook)]
+        if len(kept) < len(hooks):
+            self.config["custom_hooks"] = kept
+            self.changes.append(Change("EvaluateHook", "there is no validation"))
+
+    def interval(self) -> None:
+        """``train_cfg.val_interval`` -> ``EvaluateHook``."""
+        interval = self.get("train_cfg.val_interval")
+        if not isinstance(interval, int) or isinstance(interval, bool) or interval < 1:
+            return
+        hooks = self._hooks()
+        if self.config.get("val_dataloader") is None:
+            self.drop("train_cfg.val_interval", "there is no val_dataloader")
+        elif any(map(_evaluates, hooks)):
+            self.drop("train_cfg.val_interval", "custom_hooks has an EvaluateHook")
+        else:
+            del self.config["train_cfg"]["val_interval"]
+            by_epoch = self.get("train_cfg.max_epochs") is not None
+            hook = {"type": "EvaluateHook", "interval": interval, "by_epoch": by_epoch}
+            self._set_hooks(f"train_cfg.val_interval={interval}", [*hooks, hook], f"{hook!r} in custom_hooks")
+
+    def best(self) -> None:
+        """``save_best`` and ``rule`` of mmengine's ``CheckpointHook`` -> those of ``EvaluateHook``."""
+        node, _ = self.above("default_hooks.checkpoint.save_best")
+        best, rule = node.get("save_best"), node.get("rule")
+        if not isinstance(best, str) or not isinstance(rule, str | None):
+            return
+        hooks = self._hooks()
+        number = next((k for k, hook in enumerate(hooks) if _evaluates(hook)), len(hooks))
+        hook = dict(hooks[number]) if number < len(hooks) else {"type": "EvaluateHook"}
+        without = "there is no val_dataloader" if self.config.get("val_dataloader") is None else ""
+        if not without and hook.get("save_best") is not None:
+            without = f"EvaluateHook.save_best is {hook['save_best']!r}"
+        if without:
+            for key in ("save_best", "rule"):
+                self.drop(f"default_hooks.checkpoint.{key}", without)
+            return
+        for key in ("save_best", "rule"):
+            node.pop(key, None)
+        name = "loss" if best == "auto" else best.removeprefix("val/")
+        more = {"save_best": f"val/{name}", **({"rule": rule} if rule else {})}
+        arguments = ", ".join(f"{key}={value!r}" for key, value in more.items())
+        hooks = [*hooks[:number], {**more, **hook}, *hooks[number + 1 :]]
+        source = f"default_hooks.checkpoint.save_best={best!r}"
+        self._set_hooks(source, hooks, f"EvaluateHook({arguments}) in custom_hooks")
+
+    def _set_hooks(self, source: str, hooks: list[Any], meaning: str) -> None:
+        self.config["custom_hooks"] = hooks
+        self.changes.append(Change(source, path="custom_hooks", meaning=meaning))
+
+    def _hooks(self) -> list[Any]:
+        """``custom_hooks``, which may be one hook alone."""
+        hooks = self.config.get("custom_hooks") or []
+        return [*hooks] if isinstance(hooks, (list, tuple)) else [hooks]
+
+
+_COLLATES = ("default_collate", "pseudo_collate")
+
+
+def _names_no_data(loader: Mapping[str, Any]) -> bool:
+    """Whether a data set, or the file of the only one, is an empty text."""
+    if "dataset" not in loader or loader.get("split") is not None:
+        return False
+    data = loader["dataset"]
+    only = data[0] if isinstance(data, (list, tuple)) and len(data) == 1 else data
+    return only in ("", None) or (isinstance(only, Mapping) and only.get("data_path", "given") in ("", None))
+
+
+def _evaluates(hook: Any) -> bool:
+    return isinstance(hook, Mapping) and _name(hook.get("type")) == "EvaluateHook"
+
+
+def _name(kind: Any) -> str:
+    """Of a class, or of its name with its module."""
+    return str(getattr(kind, "__name__", kind)).rpartition(".")[2]
+
+
+def _short(value: Any) -> str:
+    text = repr(value) if not isinstance(value, type) else value.__name__
+    return text if len(text) <= 60 else f"{text[:57]}..."
