@@ -87,7 +87,7 @@ class KeepAnswers(Hook):
         if flow is not None:
             options["flow"] = flow_for(run.backend.model, flow)
         given = {"wanted": "text", "seed": data.seed, "batch_size": data.batch_size, **options}
-        found = answers(run.backend, data.processor, data.datasets, data.names, **given)
+        found = answers(run.backend, data, **given)
         self.found[run.progress.updates] = list(found.mine)
         if options.get("wanted") != "image":
             self.mean[run.progress.updates] = cross_entropy(run)

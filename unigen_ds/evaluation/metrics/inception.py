@@ -8,6 +8,7 @@ the network in torchvision, as in the graph: average pools do not count padding,
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file as load_safetensors
@@ -20,7 +21,7 @@ from unigen_ds.core.errors import CheckpointError, ConfigError
 SIZE = 299
 
 
-_Conv = tuple[str, int, int, int] | tuple[str, int, int, int, int]
+_Conv = tuple[Any, ...]
 """A convolution of a branch: name, channels, height, width, stride. Without a stride it keeps the size; a stride has no
 padding. Two names are two convolutions of the same input, the second transposed, whose outputs are joined."""
 
