@@ -312,15 +312,13 @@ def numbers_of(values: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in _leaves(values) if _is_number(value)}
 
 
+def _is_number(value: Any) -> bool:
+    return type(value) is float or (type(value) is int and value.bit_length() < 1024)  # a larger one is no float
+
+
 def _leaves(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in values.items():
         if isinstance(value, dict):
             yield from _leaves(value, f"{above}{name}/")
         else:
             yield f"{above}{name}", value
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value.bit_length() < 1024  # a larger one is no float
-    return isinstance(value, float)

@@ -82,7 +82,7 @@ class SampleLosses:
         for term in terms.sums:
             each, (sample, weight) = terms.each[term].detach().double().cpu(), targets[term]
             labels, names = groups.get(term, (sample, ()))
-            parts = {(term,): torch.ones_like(sample, dtype=torch.bool)}
+            parts: dict[Key, Tensor] = {(term,): torch.ones_like(sample, dtype=torch.bool)}
             parts |= {(term, name): labels == number for number, name in enumerate(names)}
             for key, chosen in parts.items():
                 sums, numbers = (_sums(sample[chosen], one[chosen], len(rows)) for one in (each, weight))

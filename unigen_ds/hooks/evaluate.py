@@ -276,8 +276,8 @@ def _metrics_of(
     Raises ``ConfigError`` with all that is wrong, and for what is not installed.
     """
     several = [specs] if isinstance(specs, str) else specs
-    components = [{"type": spec} if isinstance(spec, str) else dict(spec) for spec in several]
-    intervals = [component.pop("interval", interval) for component in components]
+    components: list[dict[str, Any]] = [{"type": spec} if isinstance(spec, str) else dict(spec) for spec in several]
+    intervals: list[float | None] = [component.pop("interval", interval) for component in components]
     problems = [component_problems(METRICS, one, where=f"metrics[{k}]") for k, one in enumerate(components)]
     raise_any(list(chain.from_iterable(problems)))
     for k, own in enumerate(intervals):

@@ -208,10 +208,11 @@ class PreviewHook(Hook):
     def _generated(self, run: Run) -> list[_Made] | None:
         """All of them on rank 0, None elsewhere. Collective."""
         ema = ema_of(run) if self._use_ema else None
+        asked: list[PreviewPrompt | Question] = [*self._prompts, *self._questions]
         mine = generate_all(
             run.backend,
             run.processor,
-            list(enumerate([*self._prompts, *self._questions])),
+            list(enumerate(asked)),
             lambda inferencer, request: self._make(inferencer, *request),
             weights=lambda: ema.swapped(run) if ema else nullcontext(),
         )
