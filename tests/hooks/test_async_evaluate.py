@@ -149,26 +149,23 @@ def test_a_local_process_evaluates_while_the_training_continues(tmp_path, script
     assert not list((tmp_path / "run" / "eval_results" / "run").glob("*.job"))
 
 
-def process_of(folder: Path, command: str, **arguments: Any) -> str:
-    """Train in a process of its own; returns what it printed."""
+def process(folder: Path, command: str, **arguments: Any) -> list[str]:
+    """The command that trains in a process of its own."""
     config(folder, command, **arguments).dump(str(folder / "whole.py"))
     program = "import sys, tests.hooks.test_async_evaluate\nfrom tools.train import main\nsys.exit(main(sys.argv[1:]))"
-    training = processes.run(
-        [sys.executable, "-c", program, str(folder / "whole.py")], cwd=ROOT, env=ENVIRONMENT, text=True
-    )
-    assert training.returncode == 0, training.stderr
-    return training.stderr
+    return [sys.executable, "-c", program, str(folder / "whole.py")]
 
 
 @pytest.fixture
 def slow(tmp_path: Path) -> str:
-    """The command of a program that writes when it begins and ends into ``seen.txt``, and needs a second."""
+    """The command of a program that writes when it begins and ends into ``seen.txt``, and ends when ``go`` is there."""
     (tmp_path / "slow.py").write_text(
         "import os, sys, time\nlog = open(sys.argv[3], 'a')\nprint('begins', sys.argv[2], file=log, flush=True)\n"
-        "time.sleep(1)\nassert os.path.exists(sys.argv[2])\nprint('ends', sys.argv[2], file=log, flush=True)\n"
+        "while not os.path.exists(sys.argv[4]):\n    time.sleep(0.02)\n"
+        "assert os.path.exists(sys.argv[2])\nprint('ends', sys.argv[2], file=log, flush=True)\n"
         "open(sys.argv[1], 'w').write('{\"results\": {\"a\": 1}}')\n"
     )
-    return f"{sys.executable} {tmp_path / 'slow.py'} {{out}} {{checkpoint}} {tmp_path / 'seen.txt'}"
+    return f"{sys.executable} {tmp_path / 'slow.py'} {{out}} {{checkpoint}} {tmp_path / 'seen.txt'} {tmp_path / 'go'}"
 
 
 def seen(folder: Path) -> list[str]:
@@ -178,10 +175,13 @@ def seen(folder: Path) -> list[str]:
 def test_what_waits_when_the_training_has_ended_is_evaluated(tmp_path, slow):
     """One at a time, by a process of its own; checkpoints are kept until then, and the next start logs all results."""
     folder = tmp_path / "run" / "eval_results" / "run"
-    text = process_of(tmp_path, slow, updates=6)
+    training = processes.run(process(tmp_path, slow, updates=6), cwd=ROOT, env=ENVIRONMENT, text=True)
+    assert training.returncode == 0, training.stderr
+    text = training.stderr
     assert "Evaluations without a result yet: update 2, 4, 6. Process " in text and "one at a time" in text
     assert "checkpoints are kept" in text and "tools/report.py" in text and not logged(tmp_path)
     assert sorted(path.name for path in (tmp_path / "run").glob("*.pth")) == ["iter_2.pth", "iter_4.pth", "iter_6.pth"]
+    (tmp_path / "go").touch()
     until((folder / "step_6.json").exists)
     assert seen(tmp_path) == ["begins", "ends"] * 3, "one at a time"
     assert not (folder / "worker.log").read_text()
@@ -192,18 +192,22 @@ def test_what_waits_when_the_training_has_ended_is_evaluated(tmp_path, slow):
 def test_the_next_start_joins_a_worker_that_still_runs(tmp_path, slow):
     """Each checkpoint is evaluated once, one at a time."""
     run(tmp_path, slow, updates=6)
+    until((tmp_path / "seen.txt").exists)
+    (tmp_path / "go").touch()
     run(tmp_path, slow, updates=7, resume=True, wait_at_end=True)
     assert [update for update, _ in logged(tmp_path)] == [2, 4, 6] and seen(tmp_path) == ["begins", "ends"] * 3
-    assert "Waiting for 3 evaluations" in log(tmp_path) or "Waiting for 2 evaluations" in log(tmp_path)
 
 
 def test_a_stopped_run_starts_nothing_more_until_its_next_start(tmp_path, slow):
     body = config(tmp_path, slow, updates=6)
     body["custom_hooks"].append({"type": "StopHook"})
-    Runner.from_cfg(body).train()
+    runner = Runner.from_cfg(body)
+    runner.train()
     assert "update 4 waits for the next start of this run" in log(tmp_path) or "update 2, 4 waits" in log(tmp_path)
-    time.sleep(2.5)
-    assert "iter_4.pth" not in (tmp_path / "seen.txt").read_text() if (tmp_path / "seen.txt").exists() else True
+    (tmp_path / "go").touch()
+    hook = next(hook for hook in runner.hooks if hook.name == "async_evaluate")
+    assert hook._folder.worker.wait(30) == 0
+    assert not (tmp_path / "seen.txt").exists() or "iter_4.pth" not in (tmp_path / "seen.txt").read_text()
     run(tmp_path, slow, updates=6, resume=True, wait_at_end=True)
     assert [update for update, _ in logged(tmp_path)] == [2, 4, 6]
 
@@ -229,10 +233,7 @@ def test_a_waiting_one_keeps_its_checkpoint(tmp_path, script):
 
 def test_results_that_arrive_while_the_training_is_dead(tmp_path, script):
     """The training is killed by SIGKILL while an evaluation runs; the next start logs it at its update, once."""
-    body = config(tmp_path, f"{script} 1.5", updates=400)
-    body.dump(str(tmp_path / "whole.py"))
-    command = [sys.executable, "-c", "import sys, tests.hooks.test_async_evaluate\nfrom tools.train import main\n"
-               "sys.exit(main(sys.argv[1:]))", str(tmp_path / "whole.py")]  # fmt: skip
+    command = process(tmp_path, f"{script} 1.5", updates=400)
     folder = tmp_path / "run" / "eval_results" / "run"
     training = processes.popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     until((folder / "step_2.log").exists, 60)
@@ -364,9 +365,12 @@ def test_the_next_start_names_how_a_process_ended(tmp_path):
         ("true {checkpoint} {out} 2>&1", "has '2>&1', which"),
         ("cd x && true {checkpoint} {out}", "has '&&', which"),
         ("cd x; true {checkpoint} {out}", "has 'x;', which"),
+        ("", "is empty"),
+        ("a 'b", "No closing quotation"),
+        ("a {chekpoint}", r"\{chekpoint\}.*Allowed: \{checkpoint\}"),
     ],
 )
-def test_a_command_without_a_result_is_refused_at_the_start(tmp_path, command, problem):
+def test_a_command_that_cannot_work_is_refused_at_the_start(tmp_path, command, problem):
     with pytest.raises(ConfigError, match=problem):
         run(tmp_path, command, updates=1)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
@@ -453,15 +457,6 @@ def test_no_shell_reads_a_command(tmp_path):
     for allowed in ("sh -c 'a > b; c'", "sbatch --wrap='a && b > c'", "run '<image>' a|b", r"find \;"):
         arguments_of(f"{allowed} {{checkpoint}} {{out}}", where="c")
     assert filled(("sbatch", "--wrap=cat {checkpoint}"), values)[1] == f"--wrap=cat '{evil}'"
-
-
-@pytest.mark.parametrize(
-    "command, problem",
-    [("", "is empty"), ("a 'b", "No closing quotation"), ("a {chekpoint}", r"\{chekpoint\}.*Allowed: \{checkpoint\}")],
-)
-def test_commands_that_cannot_work_are_refused(command, problem):
-    with pytest.raises(ConfigError, match=problem):
-        arguments_of(command, where="AsyncEvaluateHook.command")
 
 
 def test_numbers_of_a_result(tmp_path):
