@@ -34,7 +34,7 @@ TRACKIO = ["trackio>=0.40"]  # its releases need pillow<13, so it is not in "tes
 QUANTIZE = ["bitsandbytes>=0.49"]
 RAPIDOCR = "rapidocr-onnxruntime; python_version < '3.13'"  # there is no release for a newer Python
 LORA = ["peft>=0.21"]
-METRICS = ["nltk", "pycocoevalcap", RAPIDOCR, "rouge-score", "sacrebleu", "torchmetrics"]
+METRICS = ["pycocoevalcap", RAPIDOCR, "rouge-score", "sacrebleu", "torchmetrics"]
 BROWSER = ["playwright"]
 DIFFUSERS = ["diffusers>=0.35"]
 BENCH = ["accelerate", "datasets", "lightning"]

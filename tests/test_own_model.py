@@ -30,7 +30,7 @@ from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.metrics import read_lines
 from unigen_ds.core.registry import REGISTRIES
-from unigen_ds.hooks.scores import FOLDER
+from unigen_ds.hooks.evaluate import FOLDER
 from unigen_ds.runner import Runner
 from unigen_ds.runner.settings import load_config
 from unigen_ds.runner.trained import open_model

@@ -10,8 +10,8 @@ import numpy as np
 from tests.engines.cases import FAILS_AT
 from unigen_ds.core import dist
 from unigen_ds.core.registry import DATASETS, HOOKS, METRICS, build
-from unigen_ds.evaluation.generation import answers
-from unigen_ds.evaluation.metrics.exact_match import ExactMatch
+from unigen_ds.evaluation.generation import Records, answers
+from unigen_ds.evaluation.metrics.short_answers import ExactMatch
 from unigen_ds.families.bagel.flow_settings import FlowSettings
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.hooks.preview import PreviewHook
@@ -55,13 +55,13 @@ class AnswersHook(Hook):
         if run.progress.updates != self.at_update:
             return
         spec = {"type": "UnifiedGenerationDataset", "data_path": self.data_path}
-        data = [build(DATASETS, spec, where="test", processor=run.processor)]
+        dataset = build(DATASETS, spec, where="test", processor=run.processor)
         found: dict[str, Any] = {}
         for wanted in self.kinds:
             more = {"flow": FlowSettings(num_timesteps=3)} if wanted == "image" else {}
             made = answers(
-                run.backend, run.processor, data, ["mixed"], wanted=wanted, seed=1, max_samples=7, batch_size=2,
-                max_new_tokens=6, **more,
+                run.backend, Records([dataset], ["mixed"], run.processor), wanted=wanted, seed=1, max_samples=7,
+                batch_size=2, max_new_tokens=6, **more,
             )  # fmt: skip
             rows = [[a.key, _plain(a.prediction), _plain(a.reference), a.prompt] for a in made.mine]
             found[wanted] = {"rows": rows, "asked": made.asked, "left_out": dict(made.left_out)}

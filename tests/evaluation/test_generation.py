@@ -12,7 +12,7 @@ from PIL import Image
 from unigen_ds.core import dist
 from unigen_ds.data.samples import Sample
 from unigen_ds.data.splits import ImageSplit, TextSplit, TokenSplit
-from unigen_ds.evaluation.generation import NO_ANSWER, TOO_LONG, UNREADABLE, ask, question_of
+from unigen_ds.evaluation.generation import NO_ANSWER, TOO_LONG, UNREADABLE, Records, ask, question_of
 from unigen_ds.evaluation.sheet import Cell, contact_sheet
 from unigen_ds.inference.together import AnotherRankFailed, TrainedModel
 
@@ -44,7 +44,7 @@ def test_without_an_answer_or_a_prompt_there_is_no_question(splits: Any) -> None
     assert question_of(Sample((ASKED, REPLY), plain=True), "text", key="a:0") is None
 
 
-class Records(list):
+class Samples(list):
     """A data set of samples."""
 
     def sample(self, index: int, *, pass_number: int = 0) -> Sample:
@@ -54,11 +54,12 @@ class Records(list):
 def test_sources_in_turns_and_what_is_left_out_is_counted() -> None:
     good, bad = Sample((ASKED, REPLY)), Sample((ImageSplit("c.png", "vit", (1, 1), error="broken"), REPLY))
     long = Sample((TextSplit(tuple(range(30)), loss=False), REPLY))
-    data = [Records([good, bad, good, good]), Records([Sample((ASKED,)), good, long])]
     processor = SimpleNamespace(tokenizer=SimpleNamespace(bos_id=0, eos_id=EOS))
-    found, left_out = ask(data, ["a", "b"], processor, wanted="text", max_samples=None, limit=20)
+    sources: Any = [Samples([good, bad, good, good]), Samples([Sample((ASKED,)), good, long])]
+    data = Records(sources, ["a", "b"], processor)
+    found, left_out = ask(data, wanted="text", max_samples=None, limit=20)
     assert found == [(0, 0), (1, 1), (0, 2), (0, 3)] and left_out == {NO_ANSWER: 1, UNREADABLE: 1, TOO_LONG: 1}
-    assert ask(data, ["a", "b"], processor, wanted="text", max_samples=2)[0] == [(0, 0), (1, 1)]
+    assert ask(data, wanted="text", max_samples=2)[0] == [(0, 0), (1, 1)]
 
 
 class Engine:

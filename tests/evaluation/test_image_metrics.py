@@ -22,13 +22,11 @@ from tests.evaluation import tiny_models
 from tests.evaluation.tiny_models import Convolution, noise, plain
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.evaluation.metrics import Metric, build_metrics, gathered
-from unigen_ds.evaluation.metrics.bertscore import BERTScore
-from unigen_ds.evaluation.metrics.clip_score import CLIPScore
-from unigen_ds.evaluation.metrics.consistency import MultimodalConsistency
-from unigen_ds.evaluation.metrics.fid import FID, frechet_distance, frechet_distance_of_samples
+from unigen_ds.evaluation.metrics.clip_score import CLIPScore, MultimodalConsistency
+from unigen_ds.evaluation.metrics.fid import FID, KID, frechet_distance, frechet_distance_of_samples
 from unigen_ds.evaluation.metrics.images import as_tensor
 from unigen_ds.evaluation.metrics.inception import Inception
-from unigen_ds.evaluation.metrics.kid import KID
+from unigen_ds.evaluation.metrics.text import BERTScore
 from unigen_ds.evaluation.metrics.text_rendering import TextRendering
 
 MADE, REAL = noise(40, seed=1), noise(40, seed=2, bright=200)

@@ -136,18 +136,3 @@ class Convolution(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         return torch.tanh(self.layer(images.float() / 64 - 2)).mean((2, 3))
-
-
-class FakeWordNet:
-    """A reader of WordNet with one set of synonyms, as nltk's ``meteor_score`` uses it."""
-
-    class _Synset:
-        def __init__(self, names: list[str]) -> None:
-            self._names = names
-
-        def lemmas(self) -> list[Any]:
-            return [type("Lemma", (), {"name": lambda self, text=text: text})() for text in self._names]
-
-    def synsets(self, word: str) -> list[Any]:
-        synonyms = ["cat", "kitten"]  # whose stems are the words themselves: nltk looks for stems
-        return [self._Synset(synonyms)] if word in synonyms else []

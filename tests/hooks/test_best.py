@@ -21,7 +21,7 @@ from unigen_ds.checkpoint.manifest import FILE_NAME
 from unigen_ds.core.errors import ConfigError, SaveError
 from unigen_ds.core.files import file_digest
 from unigen_ds.core.registry import HOOKS
-from unigen_ds.evaluation.metrics.exact_match import ExactMatch
+from unigen_ds.evaluation.metrics.short_answers import ExactMatch
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.hooks.best import BestCheckpoint, rule_of
 from unigen_ds.runner import Runner

@@ -16,7 +16,7 @@ from tools.evaluate import main
 from unigen_ds.core.errors import ConfigError, ResumeBlocked
 from unigen_ds.core.registry import METRICS, MODELS
 from unigen_ds.evaluation.metrics import gathered
-from unigen_ds.evaluation.metrics.bleu import BLEU
+from unigen_ds.evaluation.metrics.text import BLEU
 from unigen_ds.hooks.evaluate import EvaluateHook
 from unigen_ds.runner import Runner
 from unigen_ds.runner.settings import Settings

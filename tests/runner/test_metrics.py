@@ -31,8 +31,8 @@ from unigen_ds.data.collate import collate
 from unigen_ds.data.order import Draw
 from unigen_ds.evaluation.generation import Answer, answers
 from unigen_ds.evaluation.metrics import base
-from unigen_ds.evaluation.metrics.exact_match import ExactMatch
 from unigen_ds.evaluation.metrics.fid import frechet_distance_of_samples
+from unigen_ds.evaluation.metrics.short_answers import ExactMatch
 from unigen_ds.evaluation.provenance import read_results
 from unigen_ds.evaluation.report.reading import read_work_dir
 from unigen_ds.families.bagel.flow_settings import flow_for
@@ -87,7 +87,7 @@ class KeepAnswers(Hook):
         if flow is not None:
             options["flow"] = flow_for(run.backend.model, flow)
         given = {"wanted": "text", "seed": data.seed, "batch_size": data.batch_size, **options}
-        found = answers(run.backend, data.processor, data.datasets, data.names, **given)
+        found = answers(run.backend, data, **given)
         self.found[run.progress.updates] = list(found.mine)
         if options.get("wanted") != "image":
             self.mean[run.progress.updates] = cross_entropy(run)

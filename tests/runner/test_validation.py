@@ -341,7 +341,7 @@ def test_the_cache_of_the_device_is_released_if_wanted(tmp_path: Path, monkeypat
     """Before and after each evaluation; the device is a stand-in."""
     released: list[str] = []
     device = SimpleNamespace(is_available=lambda: True, empty_cache=lambda: released.append("all"))
-    monkeypatch.setattr("unigen_ds.hooks.evaluate.torch", SimpleNamespace(cuda=device))
+    monkeypatch.setattr("unigen_ds.hooks.evaluate.torch", SimpleNamespace(cuda=device, manual_seed=torch.manual_seed))
     text_run(tmp_path, val_dataloader=SPLIT).train()
     assert released == []
     text_run(tmp_path / "wanted", val_dataloader=SPLIT, custom_hooks=[{**EVERY, "empty_cache": True}]).train()

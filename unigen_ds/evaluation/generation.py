@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -28,6 +28,7 @@ from unigen_ds.data.image_files import UnreadableImage
 from unigen_ds.data.samples import IGNORED, Loaded, Sample, Split
 from unigen_ds.data.splits import ImageSplit, TextSplit, TokenSplit
 from unigen_ds.data.turn import Turn
+from unigen_ds.data.validation_data import ValidationData
 from unigen_ds.evaluation.validation import evaluating
 from unigen_ds.families.base import Family, family_of
 from unigen_ds.inference.generated import BOTH, Generated, Kind, Request, to_picture
@@ -48,6 +49,16 @@ class GenerationError(TrainingError):
     """Nothing could be generated. Raised on all ranks alike; training can continue."""
 
     everywhere = True
+
+
+@dataclass(frozen=True)
+class Records:
+    """What a model is asked; ``ValidationData`` has these, too."""
+
+    datasets: Sequence[PlannedDataset]
+    names: Sequence[str]
+    """Of the sources, for sample ids."""
+    processor: Any
 
 
 @dataclass(frozen=True)
@@ -134,22 +145,6 @@ class Answers:
     left_out: Mapping[str, int]
     """Why records have no answer here -> how many of the ``asked`` and of those before them."""
 
-    @property
-    def predictions(self) -> list[Prediction]:
-        return [answer.prediction for answer in self.mine]
-
-    @property
-    def references(self) -> list[str | Image.Image | None]:
-        return [answer.reference for answer in self.mine]
-
-    @property
-    def prompts(self) -> list[str]:
-        return [answer.prompt for answer in self.mine]
-
-    @property
-    def keys(self) -> list[str]:
-        return [answer.key for answer in self.mine]
-
 
 def question_of(sample: Sample, wanted: Kind, *, key: str, end_ids: Collection[int] = ()) -> Question | None:
     """The last answer of that kind in a record, and all before it; None: there is none, or nothing is before it.
@@ -171,8 +166,9 @@ def question_of(sample: Sample, wanted: Kind, *, key: str, end_ids: Collection[i
         start, stop = _last_targets(target.labels)
         stop = next((i for i in range(start, stop) if target.labels[i] in end_ids), stop)
         begin, reference = target.ids[: start + 1], target.labels[start:stop]
-    shown = before or len(begin) > 1
-    return Question(key, wanted, before, target, begin, reference) if shown and not sample.plain else None
+    if sample.plain or not (before or len(begin) > 1):
+        return None
+    return Question(key, wanted, before, target, begin, reference)
 
 
 def _question_of_both(sample: Sample, key: str) -> Question | None:
@@ -221,23 +217,20 @@ def _last_targets(labels: Sequence[int]) -> tuple[int, int]:
 def trained_family(backend: Backend) -> tuple[Family, type]:
     """Family and class of the model that is being trained. Raises ``ConfigError`` where no family has it."""
     engine: Any = backend.model
-    kind = type(engine)
-    family = family_of(kind)
-    if family is None and isinstance(getattr(engine, "module", None), torch.nn.Module):
-        kind = type(engine.module)
-        family = family_of(kind)
-    if family is None:
-        raise ConfigError(f"no family has a {kind.__name__}", remedy="register one in FAMILIES (docs/extending.md)")
-    return family, kind
+    for model in (engine, getattr(engine, "module", None)):
+        family = family_of(type(model))
+        if family is not None:
+            return family, type(model)
+    kind = type(engine.module if isinstance(getattr(engine, "module", None), torch.nn.Module) else engine)
+    raise ConfigError(f"no family has a {kind.__name__}", remedy="register one in FAMILIES (docs/extending.md)")
 
 
 def inferencer_of(backend: Backend, processor: Any) -> tuple[TrainedModel, Any]:
     """The family's inferencer of the model that is being trained. Raises ``ConfigError`` where the family has none."""
-    family, _ = trained_family(backend)
     model = TrainedModel(backend)
-    made = family.inferencer(model, processor)
-    model.idle = getattr(made, "idle", None)
-    return model, made
+    inferencer = trained_family(backend)[0].inferencer(model, processor)
+    model.idle = getattr(inferencer, "idle", None)
+    return model, inferencer
 
 
 def check_answers(inferencer: Any, wanted: Kind) -> None:
@@ -288,9 +281,7 @@ def generate_all(
 
 def answers(
     backend: Backend,
-    processor: Any,
-    datasets: Sequence[PlannedDataset],
-    names: Sequence[str],
+    data: Records | ValidationData,
     *,
     wanted: Kind,
     seed: int,
@@ -305,8 +296,7 @@ def answers(
 
     Args:
         backend: prepared; the model has the family's inferencer, and that ``answers`` and ``complete``.
-        datasets: the sources; their records are asked in turns, one of each source.
-        names: of the sources, for sample ids.
+        data: the sources; their records are asked in turns, one of each source.
         wanted: ``text``, ``image``, or both in one answer (``BOTH``).
         seed: of every random number, together with the sample's id.
         max_samples: so many records at most that have such an answer; None: all.
@@ -318,72 +308,64 @@ def answers(
 
     Raises ``ConfigError`` where the family cannot do this, and ``GenerationError``.
     """
-    check_answers(inferencer_of(backend, processor)[1], wanted)
+    check_answers(inferencer_of(backend, data.processor)[1], wanted)
     limit = getattr(backend.model, "max_document_tokens", None)
-    asked, left_out = dist.on_main(
-        lambda: ask(datasets, names, processor, wanted=wanted, max_samples=max_samples, limit=limit)
-    )
+    asked, left_out = dist.on_main(lambda: ask(data, wanted=wanted, max_samples=max_samples, limit=limit))
     groups = [asked[i : i + batch_size] for i in range(0, len(asked), batch_size)]
+    options = {"max_new_tokens": max_new_tokens, "sampling": sampling, **({} if flow is None else {"flow": flow})}
 
-    def make(inferencer: Any, group: Sequence[tuple[int, int]]) -> list[Answer | None]:
-        return _answered(
-            inferencer, processor, [question_at(datasets, names, processor, wanted, *each) for each in group], seed,
-            max_new_tokens=max_new_tokens, sampling=sampling, **({"flow": flow} if flow is not None else {}),
-        )  # fmt: skip
+    def make(inferencer: Any, group: Sequence[tuple[int, int]]) -> list[Answer]:
+        questions = [question_at(data, wanted, *each) for each in group]
+        return _answered(inferencer, data.processor, questions, seed, **options)
 
-    made = generate_all(backend, processor, groups, make, weights=weights)
-    found = [answer for number in sorted(made) for answer in made[number]]
-    mine = [answer for answer in found if answer is not None]
-    [unreadable] = dist.sum_floats([float(len(found) - len(mine))])
+    made = generate_all(backend, data.processor, groups, make, weights=weights)
+    mine = [answer for number in sorted(made) for answer in made[number]]
+    [unreadable] = dist.sum_floats([float(sum(len(groups[number]) - len(made[number]) for number in made))])
     left_out[UNREADABLE] += int(unreadable)
     return Answers(mine, len(asked) - int(unreadable), {why: n for why, n in left_out.items() if n})
 
 
 def ask(
-    datasets: Sequence[PlannedDataset],
-    names: Sequence[str],
-    processor: Any,
-    *,
-    wanted: Kind,
-    max_samples: int | None,
-    limit: int | None = None,
+    data: Records | ValidationData, *, wanted: Kind, max_samples: int | None, limit: int | None = None
 ) -> tuple[list[tuple[int, int]], Counter[str]]:
     """(source, record) of the first records with such an answer, and why others before them have none: the same on all
     ranks. ``limit``: tokens of a document at most.
     """
-    found: list[tuple[int, int]] = []
+    asked: list[tuple[int, int]] = []
     left_out: Counter[str] = Counter()
-    for index in range(max((len(dataset) for dataset in datasets), default=0)):
-        for source, dataset in enumerate(datasets):
+    for index in range(max((len(dataset) for dataset in data.datasets), default=0)):
+        for source, dataset in enumerate(data.datasets):
             if index >= len(dataset):
                 continue
-            if max_samples is not None and len(found) >= max_samples:
-                return found, left_out
-            question = question_at(datasets, names, processor, wanted, source, index)
-            if question is None:
-                left_out[NO_ANSWER] += 1
-            elif any(
-                split is not None and split.error for split in (*question.before, question.target, question.drawn)
-            ):
-                left_out[UNREADABLE] += 1
-            elif limit is not None and sum(s.num_tokens for s in question.before) + max(len(question.begin), 1) > limit:
-                left_out[TOO_LONG] += 1
+            if max_samples is not None and len(asked) >= max_samples:
+                return asked, left_out
+            why = _why_not(question_at(data, wanted, source, index), limit)
+            if why is None:
+                asked.append((source, index))
             else:
-                found.append((source, index))
-    return found, left_out
+                left_out[why] += 1
+    return asked, left_out
 
 
-def question_at(
-    datasets: Sequence[PlannedDataset], names: Sequence[str], processor: Any, wanted: Kind, source: int, index: int
-) -> Question | None:
+def _why_not(question: Question | None, limit: int | None) -> str | None:
+    """Why a record cannot be asked; None: it can."""
+    if question is None:
+        return NO_ANSWER
+    if any(split is not None and split.error for split in (*question.before, question.target, question.drawn)):
+        return UNREADABLE
+    length = sum(split.num_tokens for split in question.before) + max(len(question.begin), 1)
+    return TOO_LONG if limit is not None and length > limit else None
+
+
+def question_at(data: Records | ValidationData, wanted: Kind, source: int, index: int) -> Question | None:
     """That record's question, as ``question_of``."""
-    tokenizer = getattr(processor, "tokenizer", None)
+    dataset, tokenizer = data.datasets[source], getattr(data.processor, "tokenizer", None)
     end_ids: Any = getattr(tokenizer, "end_ids", (getattr(tokenizer, "eos_id", None),))
-    numbers = getattr(datasets[source], "numbers", None)  # a part of a file: ids have the numbers of the whole
-    key = f"{names[source]}:{index if numbers is None else int(numbers[index])}"
-    question = question_of(datasets[source].sample(index), wanted, key=key, end_ids=end_ids)
+    numbers = getattr(dataset, "numbers", None)  # a part of a file: ids have the numbers of the whole
+    key = f"{data.names[source]}:{index if numbers is None else int(numbers[index])}"
+    question = question_of(dataset.sample(index), wanted, key=key, end_ids=end_ids)
     if question is not None and isinstance(question.target, TextSplit):
-        return Question(**{**vars(question), "begin": (tokenizer.bos_id,)})  # type: ignore[union-attr]
+        return replace(question, begin=(tokenizer.bos_id,))  # type: ignore[union-attr]
     return question
 
 
@@ -401,27 +383,23 @@ def own_prompt(dataset: PlannedDataset, index: int) -> str | None:
 
 def _answered(
     inferencer: Any, processor: Any, questions: Sequence[Question | None], seed: int, **options: Any
-) -> list[Answer | None]:
-    """None for each record whose images cannot be decoded."""
-    requests: dict[int, Request] = {}
-    references: dict[int, str | Image.Image | None] = {}
-    for number, question in enumerate(questions):
+) -> list[Answer]:
+    """Without records whose images cannot be decoded."""
+    readable: list[tuple[Question, Request, str | Image.Image | None]] = []
+    for question in questions:
         assert question is not None, "the data changed while it was read"
         try:
-            references[number] = question.reference(processor)
-            requests[number] = question.request(processor, seed=seed)
+            reference = question.reference(processor)
+            readable.append((question, question.request(processor, seed=seed), reference))
         except UnreadableImage:
             continue
-    found: list[Answer | None] = [None] * len(questions)
-    if not requests:
-        return found
-    made: Sequence[Generated] = inferencer.complete([*requests.values()], **options)
-    for number, result in zip(requests, made, strict=True):
-        question = questions[number]
-        assert question is not None
-        made_of: dict[Kind, Prediction] = {"text": result.text}
-        if result.images:
-            made_of |= {"image": result.images[0], BOTH: (result.text, result.images[0])}
-        prediction = made_of[question.wanted]
-        found[number] = Answer(question.key, prediction, references[number], question.prompt(processor))
-    return found
+    if not readable:
+        return []
+    results: Sequence[Generated] = inferencer.complete([request for _, request, _ in readable], **options)
+    answered = []
+    for (question, _, reference), result in zip(readable, results, strict=True):
+        prediction: Prediction = result.text if question.wanted == "text" else result.images[0]
+        if question.wanted == BOTH:
+            prediction = (result.text, result.images[0])
+        answered.append(Answer(question.key, prediction, reference, question.prompt(processor)))
+    return answered

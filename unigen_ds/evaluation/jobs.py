@@ -1,16 +1,16 @@
-"""Evaluations by other processes, while a training continues: their commands, their records and their results.
+"""Evaluations of checkpoints by other processes, while a training continues: commands, records and results, as files.
 
-One folder for each run, whose id is in ``run_id.txt``: ``step_<n>.json`` is the result for the checkpoint of update n,
-``step_<n>.log`` what the command printed, and ``step_<n>.job`` the record of an evaluation that has no result yet.
-Records are on disk, so a training that was killed finds its evaluations again. A command is a list of arguments; no
-shell reads it.
+One folder for each run, whose id is in ``run_id.txt``: ``step_<n>.job`` is the record of an evaluation of update n that
+is not logged yet, ``step_<n>.log`` what its command prints, ``step_<n>.status`` its exit status, ``step_<n>.json`` its
+result. The training writes and deletes records. A worker, a process of its own that outlives the training, runs what
+they ask for, one after the other, and ends when nothing waits; it ends a command whose record is deleted. So nobody
+needs the number of a process, and a training that was killed finds its evaluations again. No shell reads a command.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import os
 import re
@@ -18,36 +18,41 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.files import PID_SPACE, write_text_atomic
+from unigen_ds.core.files import write_text_atomic
 from unigen_ds.core.locks import held
 
-FIELDS = ("checkpoint", "step", "out")
-"""What a command may contain in braces: a checkpoint's directory, its update, the file for the result."""
 NEEDED = ("checkpoint", "out")
-"""Without these there is nothing to evaluate, or no result."""
+"""What a command must contain in braces: a checkpoint's directory, and the file for the result."""
+FIELDS = ("checkpoint", "step", "out")
+"""What it may contain: ``step`` is the checkpoint's update."""
 _FIELD = re.compile(r"\{(\w+)\}")
 _WORD = re.compile(r"""(?:[^\s'"\\]|\\.|'[^']*'|"(?:\\.|[^"\\])*")+""")
 """A word of a command line, with its quotes."""
 _OPERATOR = re.compile(r"(?:\d*[<>]|&>).*|\|\|?|&&?|;.*|.*[^\\];")
 """A word in which a shell would see a redirection, or the end of a command."""
 _INTERPRETER = re.compile(r"python[\d.]*|sh|bash")
+_FLAGS = ("-u", "-B", "-E", "-I", "-O", "-s")
+"""Of Python, before the name of a script."""
 _SHELL_TEXT = ("--wrap", "-c")
 """Options whose value is read by a shell: ``sbatch --wrap``, ``bash -c``."""
 RESULT = re.compile(r"step_(\d+)\.json")
 _SUBMITTED = re.compile(r"(?:Submitted batch job )?(\d+)(?:;\S+)?(?: on cluster \S+)?")
-_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
-_LAUNCHER_BEGINNINGS = ("TORCHELASTIC_", "GROUP_", "ROLE_", "SLURM_", "PMI_", "OMPI_")
-OWNER = "run_id.txt"
-_STORE_STATUS = '"$@"; status=$?; echo $status > "$0"; exit $status'
-"""Runs the arguments after the first as they are, and leaves their status in the first, whoever is there to see it."""
+_LAUNCHER = re.compile(
+    r"RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|NODE_RANK|MASTER_ADDR|MASTER_PORT"
+    r"|(TORCHELASTIC|GROUP|ROLE|PMI|OMPI)_.*|SLURM_(?!CONF$).*"
+)
+"""Variables with which a command would try to join the training's processes."""
+_WORKER = "import sys; folder, *sys.path = sys.argv[1:]; from {module} import work; work(folder)"
+_RUNNING, _ENDED_UNSEEN, _NOT_STARTED = "running", -1, 127
+_POLL_SECONDS = 0.1
 _SHOWN_LINES = 5
 
 
@@ -62,14 +67,6 @@ class Job:
     command: tuple[str, ...]
     created: float
     """Seconds since 1970, as of ``time.time()``."""
-    pid_space: str = PID_SPACE
-    """Where its process can be seen."""
-    pid: int | None = None
-    """Of the local process; None: it waits for its turn."""
-    pid_start: str | None = None
-    """When the process started, in the kernel's ticks: another process may get the same number later."""
-    batch_job: str | None = None
-    """SLURM's number, where ``sbatch`` has accepted it."""
 
     @property
     def is_batch(self) -> bool:
@@ -83,16 +80,17 @@ class Job:
 
 
 def arguments_of(command: str | Sequence[str], *, where: str) -> tuple[str, ...]:
-    """The command as a list of arguments. Raises ``ConfigError`` where it cannot be split, has an unknown field, or is
-    written for a shell.
+    """The command as a list of arguments. Raises ``ConfigError`` where it cannot be split, has an unknown field, lacks
+    one without which no result can come, or is written for a shell.
     """
     try:
-        found = tuple(shlex.split(command) if isinstance(command, str) else command)
+        arguments = tuple(shlex.split(command) if isinstance(command, str) else command)
     except ValueError as error:
         allowed = "a command as typed, or a list of texts"
         raise ConfigError(f"{where} is {command!r}: {error}", allowed=allowed) from error
-    unknown = sorted({name for part in found for name in _FIELD.findall(part)} - set(FIELDS))
-    if not found or unknown:
+    fields = {name for argument in arguments for name in _FIELD.findall(argument)}
+    unknown = sorted(fields - {*FIELDS})
+    if not arguments or unknown:
         problem = f"{where} has {', '.join(f'{{{name}}}' for name in unknown)}" if unknown else f"{where} is empty"
         raise ConfigError(problem, allowed=", ".join(f"{{{name}}}" for name in FIELDS))
     words = _WORD.findall(command) if isinstance(command, str) else ()
@@ -103,19 +101,14 @@ def arguments_of(command: str | Sequence[str], *, where: str) -> tuple[str, ...]
             allowed="a program with its arguments; what it prints is in step_<n>.log beside its result",
             remedy="sh -c '...' around the command as it is, or quotes around what is an argument",
         )
-    return found
-
-
-def check_needed(command: Sequence[str], *, where: str) -> None:
-    """Raise ``ConfigError`` where a command does not name what to evaluate, or where its result is to be."""
-    given = {name for part in command for name in _FIELD.findall(part)}
-    missing = [f"{{{name}}}" for name in NEEDED if name not in given]
+    missing = [f"{{{name}}}" for name in NEEDED if name not in fields]
     if missing:
         raise ConfigError(
-            f"{where} has no {' and no '.join(missing)}, so no result can come: {shlex.join(command)}",
+            f"{where} has no {' and no '.join(missing)}, so no result can come: {shlex.join(arguments)}",
             allowed="{checkpoint} (its directory) and {out} (the file for the result), also for sbatch, whose script"
             " gets them as arguments; {step} (the update)",
         )
+    return arguments
 
 
 def check_program(command: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -125,31 +118,13 @@ def check_program(command: Sequence[str], environment: Mapping[str, str]) -> Non
             f"there is no program {command[0]!r} (PATH and the present folder {Path.cwd()} were looked at)",
             remedy="install it, or write its path out",
         )
-    script = script_of(command)
-    if script is not None and not Path(script).is_file():
+    script = next((argument for argument in command[1:] if argument not in _FLAGS), "-")
+    is_script = _INTERPRETER.fullmatch(os.path.basename(command[0])) and not script.startswith(("-", "{"))
+    if is_script and not Path(script).is_file():
         raise ConfigError(
             f"there is no file {script!r}, which {shlex.join(command)} runs",
             remedy=f"a relative path begins at {Path.cwd()}, where the training was started",
         )
-
-
-def script_of(command: Sequence[str]) -> str | None:
-    """The file that ``python FILE ...`` (or ``sh``, ``bash``) runs; None: another command, or it is not known."""
-    if _INTERPRETER.fullmatch(os.path.basename(command[0])) is None:
-        return None
-    rest = iter(command[1:])
-    for argument in rest:
-        if not argument.startswith("-"):
-            return None if _FIELD.search(argument) else argument
-        if (
-            not os.path.basename(command[0]).startswith("python")
-            or argument[1:2] in ("-", "")
-            or set("cm") & {*argument}
-        ):
-            return None
-        if argument in ("-W", "-X"):
-            next(rest, None)
-    return None
 
 
 def filled(command: Sequence[str], values: Mapping[str, str]) -> tuple[str, ...]:
@@ -167,45 +142,43 @@ class JobFolder:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self.worker: subprocess.Popen[bytes] | None = None
-        """The process that starts what waits when the training has ended (``job_queue``), if this one started it."""
-
-    @property
-    def worker_file(self) -> Path:
-        """Names the process that may start waiting jobs after the training; absent: there is none."""
-        return self.folder / "queue.worker"
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """No other process starts a job of this folder inside the context."""
-        with held(self.folder / "queue.lock"):
-            yield
+        """That this process started last."""
 
     def claim(self, run_id: str) -> bool:
         """Whether the folder is that of this run: from now on, where it was no run's."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        owner = self.folder / OWNER
-        with self.alone():
+        owner = self.folder / "run_id.txt"
+        with held(self.folder / "run_id.lock"):
             if not owner.exists():
                 write_text_atomic(owner, f"{run_id}\n")
         return owner.read_text(encoding="utf-8").strip() == run_id
 
-    def result_file(self, update: int) -> Path:
-        return self.folder / f"step_{update}.json"
+    def file(self, update: int, kind: str) -> Path:
+        """``kind``: ``job``, ``log``, ``status`` or ``json``, the result."""
+        return self.folder / f"step_{update}.{kind}"
 
-    def log_file(self, update: int) -> Path:
-        return self.folder / f"step_{update}.log"
-
-    def status_file(self, update: int) -> Path:
-        return self.folder / f"step_{update}.status"
+    @property
+    def stop_file(self) -> Path:
+        """While it is there, no worker starts another evaluation."""
+        return self.folder / "stop"
 
     def last_lines(self, update: int) -> str:
         """What the command printed last, in one line of text."""
+        lines = [line.strip() for line in self._printed(update)[-_SHOWN_LINES:] if line.strip()]
+        return " | ".join(lines) or "nothing was printed"
+
+    def batch_job(self, job: Job) -> str | None:
+        """The number that ``sbatch`` printed; None: it accepted nothing, or the command is another one."""
+        if not job.is_batch or self.status(job) not in (0, _ENDED_UNSEEN):
+            return None
+        matches = (_SUBMITTED.fullmatch(line.strip()) for line in self._printed(job.update))
+        return next((match[1] for match in matches if match), None)
+
+    def _printed(self, update: int) -> list[str]:
         with contextlib.suppress(OSError):
-            lines = self.log_file(update).read_text(encoding="utf-8", errors="replace").splitlines()
-            return " | ".join(line.strip() for line in lines[-_SHOWN_LINES:] if line.strip()) or "nothing was printed"
-        return "it is not there"
+            return self.file(update, "log").read_text(encoding="utf-8", errors="replace").splitlines()
+        return []
 
     def results(self) -> list[tuple[int, Path]]:
         """Updates and files of all results that are there, in order."""
@@ -218,92 +191,92 @@ class JobFolder:
             try:
                 state = json.loads(path.read_text(encoding="utf-8"))
                 yield Job(**{**state, "command": tuple(map(str, state["command"])), "update": int(state["update"])})
+            except FileNotFoundError:  # deleted a moment ago
+                continue
             except (ValueError, KeyError, TypeError) as error:
                 yield f"{path} is no record of an evaluation ({type(error).__name__}: {error}): it is not used"
 
-    def keep(self, job: Job) -> Job:
-        """Write the record."""
+    def add(self, job: Job) -> None:
+        """Write the record of an evaluation that waits."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_text_atomic(self._record(job.update), json.dumps(dataclasses.asdict(job), indent=1) + "\n")
-        return job
+        self.file(job.update, "status").unlink(missing_ok=True)
+        write_text_atomic(self.file(job.update, "job"), json.dumps(dataclasses.asdict(job), indent=1) + "\n")
 
-    def forget(self, job: Job) -> None:
-        """Delete the record; the status stays beside the result."""
-        self._record(job.update).unlink(missing_ok=True)
+    def remove(self, job: Job) -> None:
+        """Delete the record: a worker ends the command if it still runs."""
+        self.file(job.update, "job").unlink(missing_ok=True)
 
-    def _record(self, update: int) -> Path:
-        return self.folder / f"step_{update}.job"
+    def cancel(self, job: Job) -> None:
+        """The same, and ``scancel`` ends a batch job."""
+        batch_job = self.batch_job(job)
+        self.remove(job)
+        if batch_job is not None:
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                subprocess.run(("scancel", batch_job), stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
 
-    def start(self, job: Job, environment: Mapping[str, str]) -> Job:
-        """Start its command in a session of its own: no signal to the training reaches it. Returns it with its number.
-
-        It does not see the launcher's variables, or it would try to join the training's processes.
+    def status(self, job: Job) -> int | str | None:
+        """Exit status of the command, below 0 where a signal ended it or nobody saw its end; ``running``; None: it
+        waits.
         """
-        check_program(job.command, environment)
-        self.status_file(job.update).unlink(missing_ok=True)
-        with self.log_file(job.update).open("wb") as log:
-            with contextlib.suppress(OSError):  # the process inherits it, and has it until it ends
-                fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            process = subprocess.Popen(
-                ("/bin/sh", "-c", _STORE_STATUS, self.status_file(job.update).absolute(), *job.command),
+        try:
+            text = self.file(job.update, "status").read_text(encoding="utf-8").strip()
+        except OSError:
+            return None
+        return text if text == _RUNNING else int(text)
+
+    def start_worker(self, environment: Mapping[str, str]) -> int:
+        """Start one, which begins when no other works in this folder; returns its number. It imports no torch, and no
+        signal to the training reaches it.
+        """
+        variables = {name: value for name, value in os.environ.items() if not _LAUNCHER.fullmatch(name)}
+        with (self.folder / "worker.log").open("ab") as log:
+            self.worker = subprocess.Popen(
+                (sys.executable, "-c", _WORKER.format(module=__name__), str(self.folder.absolute()), *sys.path),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**outside_launcher(), **environment},
+                env={**variables, **environment},
                 start_new_session=True,
             )
-        self._processes[process.pid] = process
-        return self.keep(replace(job, pid=process.pid, pid_start=_start_of(process.pid), pid_space=PID_SPACE))
+        return self.worker.pid
 
-    def status(self, job: Job) -> int | None:
-        """Exit status of its process; None while it runs; below 0 where it was ended by a signal, or nobody knows."""
-        if job.pid in self._processes:
-            return self._processes[job.pid].poll()
-        with contextlib.suppress(OSError, ValueError):
-            return int(self.status_file(job.update).read_text(encoding="utf-8"))
-        if job.pid_space != PID_SPACE:  # its process cannot be seen from here, but the lock of its log
+    def run(self, job: Job) -> None:
+        """Run its command to the end, or until its record is deleted. By a worker."""
+        status = self.file(job.update, "status")
+        write_text_atomic(status, _RUNNING)
+        with self.file(job.update, "log").open("wb") as log:
+            options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
             try:
-                with self.log_file(job.update).open("rb") as log:
-                    fcntl.flock(log, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                return -1
-            except OSError:
-                return None
-        started = "" if job.pid is None else _start_of(job.pid)
-        return None if started and started == job.pid_start else -1
-
-    def cancel(self, job: Job) -> None:
-        """End its process, or have ``scancel`` end its batch job, if it is still there."""
-        with contextlib.suppress(OSError):
-            if job.batch_job is not None:
-                subprocess.run(("scancel", job.batch_job), stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
-            elif job.pid is not None and self.status(job) is None and job.pid_space == PID_SPACE:
-                os.killpg(job.pid, signal.SIGTERM)
-
-    def submitted(self, job: Job) -> str | None:
-        """The number that ``sbatch`` printed."""
-        with contextlib.suppress(OSError):
-            for line in self.log_file(job.update).read_text(encoding="utf-8", errors="replace").splitlines():
-                if match := _SUBMITTED.fullmatch(line.strip()):
-                    return match[1]
-        return None
+                process = subprocess.Popen(job.command, start_new_session=True, **options)
+            except OSError as error:
+                log.write(f"it cannot be started: {error}\n".encode())
+                log.flush()
+                write_text_atomic(status, str(_NOT_STARTED))
+                return
+        try:
+            while process.poll() is None and job in self.records():
+                time.sleep(_POLL_SECONDS)
+        finally:  # also where this worker is ended by a signal
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)
+        code = process.wait()
+        if job in self.records():  # not of another evaluation of this update, which waits
+            write_text_atomic(status, str(code))
 
 
-def outside_launcher() -> dict[str, str]:
-    """The environment without the launcher's variables."""
-    return {name: value for name, value in os.environ.items() if not _of_launcher(name)}
-
-
-def _of_launcher(name: str) -> bool:
-    return name in _LAUNCHER or (name.startswith(_LAUNCHER_BEGINNINGS) and name != "SLURM_CONF")
-
-
-def _start_of(pid: int) -> str:
-    """When a process started, in the kernel's ticks; empty where there is none, or it is dead and not yet reaped."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] == "Z" else fields[19]
+def work(folder: str) -> None:
+    """Run what waits in a folder, oldest first, until nothing does; what a worker that was killed left has ended."""
+    jobs = JobFolder(Path(folder))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    with held(jobs.folder / "worker.lock"):
+        for job in jobs.records():
+            if isinstance(job, Job) and jobs.status(job) == _RUNNING:
+                write_text_atomic(jobs.file(job.update, "status"), str(_ENDED_UNSEEN))
+        while not jobs.stop_file.exists():
+            waiting = [job for job in jobs.records() if isinstance(job, Job) and jobs.status(job) is None]
+            if not waiting:
+                return
+            jobs.run(min(waiting, key=lambda job: job.update))
 
 
 def read_result(path: Path, *, update: int) -> tuple[dict[str, float], int]:
@@ -314,18 +287,18 @@ def read_result(path: Path, *, update: int) -> tuple[dict[str, float], int]:
     Raises ``ValueError`` with what is wrong.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"it is no JSON ({error})") from error
-    found = found if isinstance(found, dict) else {}
-    values: Any = found.get("results")
+    content = content if isinstance(content, dict) else {}
+    values: Any = content.get("results")
     if isinstance(values, list) and all(
         isinstance(part, dict) and isinstance(part.get("values"), dict) for part in values
     ):
         values = {name: value for part in values for name, value in part["values"].items()}
     if not isinstance(values, dict):
         raise ValueError('it has no object under "results"')
-    step = found.get("global_step", update)
+    step = content.get("global_step", update)
     if step != update:
         raise ValueError(f'its "global_step" is {step!r}')
     numbers = numbers_of(values)
@@ -339,21 +312,13 @@ def numbers_of(values: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in _leaves(values) if _is_number(value)}
 
 
+def _is_number(value: Any) -> bool:
+    return type(value) is float or (type(value) is int and value.bit_length() < 1024)  # a larger one is no float
+
+
 def _leaves(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in values.items():
         if isinstance(value, dict):
             yield from _leaves(value, f"{above}{name}/")
         else:
             yield f"{above}{name}", value
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value.bit_length() < 1024  # a larger one is no float
-    return isinstance(value, float)
-
-
-def new_job(update: int, commit: int, checkpoint: Path, command: Sequence[str], out: Path) -> Job:
-    """A job that waits."""
-    values = {"checkpoint": str(checkpoint.absolute()), "step": str(update), "out": str(out.absolute())}
-    return Job(update, commit, str(checkpoint), filled(command, values), time.time())

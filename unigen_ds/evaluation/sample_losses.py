@@ -1,8 +1,8 @@
-"""What each sample adds to ``val/loss`` and its parts, so that a comparison of two checkpoints has an interval.
+"""What each sample adds to ``val/loss`` and its parts, for the interval of a comparison and for perplexity.
 
-In: the batches of an evaluation, one sample a sequence, and what the model returned for them. Out: the values of
-bootstrap samples, as ``Metric.resampled`` draws them. A few numbers are kept for each sample, and nothing is computed
-again. A model whose ``LossTerms.each`` lacks a term has no such values; the reason is recorded.
+In: the batches of an evaluation, one sample a sequence, and what the model returned for them. A few numbers are kept
+for each sample, and nothing is computed again. A model whose ``LossTerms.each`` lacks a term has no such values; the
+reason is recorded.
 """
 
 from __future__ import annotations
@@ -16,16 +16,50 @@ from torch import Tensor
 
 from unigen_ds.core import dist
 from unigen_ds.core.batch import Batch, LossTerms
+from unigen_ds.core.errors import DataError
 from unigen_ds.evaluation.comparison import NO_DRAWS
 from unigen_ds.evaluation.metrics.base import draws
 from unigen_ds.evaluation.validation import Key, Validation
 
+TEXT = "text"
+"""The loss term of texts, of which perplexity is computed."""
 _NUMBERS = re.compile(r"(:\d+){2,3}$")
 """Of a sample id after its source: record, pass, and the piece of a record that is split."""
 COUNT, SEED = 1000, 0
 """Of the bootstrap draws."""
 _Row = tuple[str, dict[Key, tuple[float, float]]]
 """A sample's id; sum of the losses and number of the targets by term, source and group."""
+
+
+class TextLosses:
+    """A ``Watch`` of ``Validation.losses``: the losses of each text, without the weights of ``ce_reweight``."""
+
+    def __init__(self) -> None:
+        self._texts: list[tuple[float, int, str]] = []
+        self._missing = ""
+
+    def __call__(self, batch: Batch, terms: LossTerms) -> None:
+        """Add a batch with one sample a sequence; ``batch`` on the CPU."""
+        targets = _samples_of_targets(batch).get(TEXT)
+        if targets is None or TEXT not in terms.each:
+            self._missing = f"{type(batch).__name__} and the model's LossTerms.each have no loss of each text target"
+            return
+        sample, weight = targets
+        losses = terms.each[TEXT].detach().double().cpu() / weight
+        sums = _sums(sample, losses, len(batch.sample_ids))
+        numbers = sample.bincount(minlength=len(batch.sample_ids)).tolist()
+        self._texts += [one for one in zip(sums, numbers, batch.sample_ids, strict=True) if one[1]]
+
+    def columns(self) -> tuple[Sequence[float], Sequence[int], Sequence[str]]:
+        """Sums, numbers of targets and sample ids of this rank's texts, as ``Perplexity.update`` has them.
+
+        Raises ``DataError`` where the model does not return what is needed.
+        """
+        if self._missing:
+            remedy = "return them in eval mode (docs/evaluation.md), or leave out Perplexity"
+            raise DataError(self._missing, remedy=remedy)
+        sums, numbers, keys = zip(*self._texts, strict=True) if self._texts else ((), (), ())
+        return sums, numbers, keys
 
 
 class SampleLosses:
@@ -38,49 +72,41 @@ class SampleLosses:
 
     def __call__(self, batch: Batch, terms: LossTerms) -> None:
         """Add a batch with one sample a sequence; ``batch`` on the CPU."""
-        samples = _samples_of_targets(batch)
-        without = [term for term in terms.sums if term not in samples or term not in terms.each]
+        targets = _samples_of_targets(batch)
+        without = ", ".join(term for term in terms.sums if term not in targets or term not in terms.each)
         if without:
-            of = ", ".join(without)
-            self.missing = f"of {of} there is no value of each target (LossTerms.each, Batch.target_positions)"
+            self.missing = f"of {without} there is no value of each target (LossTerms.each, Batch.target_positions)"
             return
         groups = self._validation.groups(batch)
-        found: list[dict[Key, tuple[float, float]]] = [{} for _ in batch.sample_ids]
+        rows: list[dict[Key, tuple[float, float]]] = [{} for _ in batch.sample_ids]
         for term in terms.sums:
-            each, (sample, weight) = terms.each[term].detach().double().cpu(), samples[term]
-            parts: list[tuple[Key, Tensor]] = [((term,), torch.ones_like(sample, dtype=torch.bool))]
-            if term in groups:
-                labels, names = groups[term]
-                parts += [((term, name), labels == number) for number, name in enumerate(names)]
-            for key, chosen in parts:
-                sums, numbers = (
-                    torch.zeros(len(found), dtype=torch.float64).index_add_(0, sample[chosen], one[chosen])
-                    for one in (each, weight)
-                )
-                for row, total, number in zip(found, sums.tolist(), numbers.tolist(), strict=True):
+            each, (sample, weight) = terms.each[term].detach().double().cpu(), targets[term]
+            labels, names = groups.get(term, (sample, ()))
+            parts: dict[Key, Tensor] = {(term,): torch.ones_like(sample, dtype=torch.bool)}
+            parts |= {(term, name): labels == number for number, name in enumerate(names)}
+            for key, chosen in parts.items():
+                sums, numbers = (_sums(sample[chosen], one[chosen], len(rows)) for one in (each, weight))
+                for row, total, number in zip(rows, sums, numbers, strict=True):
                     if number:
                         row[key] = (total, number)
-        for sample_id, row in zip(batch.sample_ids, found, strict=True):
+        for sample_id, row in zip(batch.sample_ids, rows, strict=True):
             source = _NUMBERS.sub("", sample_id)
-            by_source: dict[Key, tuple[float, float]] = {
-                (*key, source): value for key, value in row.items() if len(key) == 1
-            }
-            self._rows.append((sample_id, {**row, **by_source}))
+            self._rows.append((sample_id, row | {(*key, source): value for key, value in row.items() if len(key) == 1}))
 
     def resampled(self, *, count: int = COUNT) -> tuple[dict[str, list[float]], str]:
-        """Name -> the values of ``count`` draws over the samples of all ranks; and how they were drawn, or why there
-        are none. The same on all ranks. Collective.
+        """Name -> the values of ``count`` draws over the samples of all ranks, as ``Metric.resampled`` draws them; and
+        how they were drawn, or why there are none. The same on all ranks. Collective.
         """
         gathered = dist.gather_to_main((self._rows, self.missing))
 
-        def made() -> tuple[dict[str, list[float]], str]:
+        def values() -> tuple[dict[str, list[float]], str]:
             missing = next((why for _, why in gathered or () if why), "")
             if missing:
                 return {}, f"{NO_DRAWS}{missing}"
             rows = sorted((row for part, _ in gathered or () for row in part), key=lambda row: row[0])
             return _drawn(self._validation, rows, count), f"{count} draws, seed {SEED}"
 
-        return dist.on_main(made)
+        return dist.on_main(values)
 
 
 def _samples_of_targets(batch: Batch) -> Mapping[str, tuple[Tensor, Tensor]]:
@@ -92,14 +118,20 @@ def _samples_of_targets(batch: Batch) -> Mapping[str, tuple[Tensor, Tensor]]:
     }
 
 
+def _sums(sample: Tensor, values: Tensor, number: int) -> list[float]:
+    """Of the values of each of ``number`` samples."""
+    sums: list[float] = torch.zeros(number, dtype=torch.float64).index_add_(0, sample, values).tolist()
+    return sums
+
+
 def _drawn(validation: Validation, rows: Sequence[_Row], count: int) -> dict[str, list[float]]:
     keys = sorted({key for _, row in rows for key in row})
     table = np.array([[row.get(key, (0.0, 0.0)) for key in keys] for _, row in rows]).reshape(len(rows), -1)
-    found: dict[str, list[float]] = {}
+    replicates: dict[str, list[float]] = {}
     for number, chosen in enumerate(draws(len(rows), count=count, seed=SEED) if rows else ()):
         totals = (np.bincount(chosen, minlength=len(rows)) @ table).reshape(len(keys), 2)
         sums, numbers = ({key: float(total[k]) for key, total in zip(keys, totals, strict=True)} for k in (0, 1))
         values = validation.values(sums, numbers)
-        for name in {*found, *values}:  # a draw may have no target of a part
-            found.setdefault(name, [np.nan] * number).append(values.get(name, np.nan))
-    return found
+        for name in {*replicates, *values}:  # a draw may have no target of a part
+            replicates.setdefault(name, [np.nan] * number).append(values.get(name, np.nan))
+    return replicates

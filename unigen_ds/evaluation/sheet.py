@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from PIL import Image, ImageDraw, ImageFont
 
-_SIDE, _GAP, _TEXT_SIZE, _LINES = 224, 10, 14, 6
+_SIDE, _GAP, _TEXT_SIZE, _LINE, _LINES = 224, 10, 14, 18, 6
 _PAPER, _INK, _FRAME, _WRONG = "white", "black", "lightgray", "red"
 _Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
@@ -34,44 +34,38 @@ def contact_sheet(
     widest = max([1, *(len(cell.pictures) for cell in cells)])
     columns = columns or max(1, math.ceil(math.sqrt(len(cells) / widest)))
     font = ImageFont.load_default(_TEXT_SIZE)
-    line, width = _TEXT_SIZE + 4, widest * (side + _GAP) + _GAP
-    rows = [
-        [_drawn(cell, font, width - 2 * _GAP, side) for cell in cells[i : i + columns]]
-        for i in range(0, len(cells), columns)
-    ]
-    heights = [max(_height(pictures, texts, line) for pictures, texts in row) for row in rows]
-    head = line + _GAP if title else 0
-    sheet = Image.new("RGB", (columns * width, head + sum(heights)), _PAPER)
-    pen, top = ImageDraw.Draw(sheet), head
+    width = widest * (side + _GAP) + _GAP
+    drawn = [_drawn(cell, font, width, side) for cell in cells]
+    rows = [range(i, min(i + columns, len(cells))) for i in range(0, len(cells), columns)]
+    heights = [max(drawn[n].height for n in row) for row in rows]
+    top = _LINE + _GAP if title else 0
+    sheet = Image.new("RGB", (columns * width, top + sum(heights)), _PAPER)
+    pen = ImageDraw.Draw(sheet)
     pen.text((_GAP, _GAP // 2), title, fill=_INK, font=font)
-    frames = iter([_WRONG if cell.wrong else _FRAME for cell in cells])
     for row, height in zip(rows, heights, strict=True):
-        for column, (pictures, texts) in enumerate(row):
+        for column, n in enumerate(row):
             left = column * width
-            pen.rectangle((left, top, left + width - 1, top + height - 1), outline=next(frames))
-            for i, picture in enumerate(pictures):
-                sheet.paste(picture, (left + _GAP + i * (side + _GAP), top + _GAP))
-            below = top + _height(pictures, (), line)
-            for i, text in enumerate(texts):
-                pen.text((left + _GAP, below + i * line), text, fill=_INK, font=font)
+            sheet.paste(drawn[n], (left, top))
+            frame = (left, top, left + width - 1, top + height - 1)
+            pen.rectangle(frame, outline=_WRONG if cells[n].wrong else _FRAME)
         top += height
     return sheet
 
 
-_Drawn = tuple[list[Image.Image], list[str]]
+def _drawn(cell: Cell, font: _Font, width: int, side: int) -> Image.Image:
+    """A cell with what is free around its parts, without its frame."""
+    pictures, lines = [_scaled(picture, side) for picture in cell.pictures], _lines(cell.text, font, width - 2 * _GAP)
+    below = _GAP + max((picture.height + _GAP // 2 for picture in pictures), default=0)
+    image = Image.new("RGB", (width, below + (len(lines) * _LINE + _GAP if lines else 0)), _PAPER)
+    for i, picture in enumerate(pictures):
+        image.paste(picture, (_GAP + i * (side + _GAP), _GAP))
+    pen = ImageDraw.Draw(image)
+    for i, text in enumerate(lines):
+        pen.text((_GAP, below + i * _LINE), text, fill=_INK, font=font)
+    return image
 
 
-def _drawn(cell: Cell, font: _Font, width: int, side: int) -> _Drawn:
-    return [_shown(picture, side) for picture in cell.pictures], _lines(cell.text, font, width)
-
-
-def _height(pictures: Sequence[Image.Image], texts: Sequence[str], line: int) -> int:
-    """Of a cell, with what is free around its parts."""
-    tallest = max((picture.height + _GAP // 2 for picture in pictures), default=0)
-    return _GAP + tallest + (len(texts) * line + _GAP if texts else 0)
-
-
-def _shown(picture: Image.Image, side: int) -> Image.Image:
+def _scaled(picture: Image.Image, side: int) -> Image.Image:
     """At most ``side`` pixels; enlarged by whole pixels."""
     scale = side / max(picture.size)
     size = [max(1, round(length * (math.floor(scale) if scale >= 1 else scale))) for length in picture.size]

@@ -40,7 +40,7 @@ class Validation:
     groups: Callable[[Batch], Groups] = field(default=lambda batch: {})
 
     def losses(
-        self, backend: Backend, *, max_batches: int | None = None, watch: Watch | None = None
+        self, backend: Backend, *, max_batches: int | None = None, watching: Sequence[Watch] = ()
     ) -> dict[str, float]:
         """Collective.
 
@@ -48,9 +48,16 @@ class Validation:
         ``val/loss/<term>``: the mean over its targets; ``val/loss/<term>/<source>`` and ``val/loss/<term>/<group>``:
         over those of a source or a group. A mean without targets is left out. The same on all ranks.
 
-        ``max_batches``: as of ``ValidationData.batches``. ``watch``: sees this rank's batches; not collective.
+        ``max_batches``: as of ``ValidationData.batches``. ``watching``: see this rank's batches; not collective.
         """
-        return self.values(*_totals(self, backend, max_batches, watch))
+        totals = _Totals()
+        with evaluating(backend):
+            for one in self.data.batches(max_batches, dp_rank=backend.dp_rank, dp_size=backend.dp_size):
+                terms = backend.model(one.batch.to(backend.device))
+                for watch in watching:
+                    watch(one.batch, terms)
+                totals.add(one.batch, terms, one.source, self.groups(one.batch) if terms.each else {})
+        return self.values(*totals.over_ranks())
 
     def values(self, sums: Mapping[Key, float], counts: Mapping[Key, float]) -> dict[str, float]:
         """The names of ``losses`` from sums of losses and numbers of targets."""
@@ -61,55 +68,47 @@ class Validation:
         return (total if terms else {}) | named
 
 
-_Part = tuple[Key, Tensor, float]
-_Totals = tuple[Mapping[Key, float], Mapping[Key, float]]
+class _Totals:
+    """Sums of losses and numbers of targets by (term,), (term, source) and (term, group)."""
 
+    def __init__(self) -> None:
+        self._sums: dict[Key, Tensor] = {}
+        self._counts: defaultdict[Key, float] = defaultdict(float)  # weights of targets may be fractional
+        self._skipped: list[str] = []
 
-def _totals(validation: Validation, backend: Backend, max_batches: int | None, watch: Watch | None) -> _Totals:
-    """Sums of losses and numbers of targets by (term,), (term, source) and (term, group), over all ranks."""
-    sums: dict[Key, Tensor] = {}
-    counts: defaultdict[Key, float] = defaultdict(float)  # weights of targets may be fractional
-    skipped: list[str] = []
-    with evaluating(backend):
-        for one in validation.data.batches(max_batches, dp_rank=backend.dp_rank, dp_size=backend.dp_size):
-            terms = backend.model(one.batch.to(backend.device))
-            if watch is not None:
-                watch(one.batch, terms)
-            skipped += [f"{entry['sample']}: {entry['why']}" for entry in one.batch.skipped]
-            groups = validation.groups(one.batch) if terms.each else {}
-            numbers = one.batch.target_counts()
-            for term, total in terms.sums.items():
-                value, number = total.detach().double(), numbers.get(term, 0.0)
-                parts: list[_Part] = [((term,), value, number), ((term, one.source), value, number)]
-                if term in groups and term in terms.each:
-                    parts += _by_group(term, terms.each[term].detach().double(), *groups[term])
-                for key, part, targets in parts:
-                    sums[key] = sums[key] + part if key in sums else part
-                    counts[key] += targets
-    return _over_ranks({key: float(value) for key, value in sums.items()}, counts, skipped)
+    def add(self, batch: Batch, terms: LossTerms, source: str, groups: Groups) -> None:
+        self._skipped += [f"{entry['sample']}: {entry['why']}" for entry in batch.skipped]
+        numbers = batch.target_counts()
+        for term, total in terms.sums.items():
+            value, number = total.detach().double(), numbers.get(term, 0.0)
+            self._add((term,), value, number)
+            self._add((term, source), value, number)
+            if term in groups and term in terms.each:
+                each, (labels, names) = terms.each[term].detach().double(), groups[term]
+                values = each.new_zeros(len(names)).index_add_(0, labels.to(each.device), each)
+                counts = torch.bincount(labels, minlength=len(names)).tolist()
+                for name, part, count in zip(names, values, counts, strict=True):
+                    self._add((term, name), part, count)
 
+    def _add(self, key: Key, value: Tensor, number: float) -> None:
+        self._sums[key] = self._sums[key] + value if key in self._sums else value
+        self._counts[key] += number
 
-def _by_group(term: str, each: Tensor, labels: Tensor, names: Sequence[str]) -> Iterator[_Part]:
-    """The sum and the number of the targets of each group."""
-    values = each.new_zeros(len(names)).index_add_(0, labels.to(each.device), each)
-    numbers = torch.bincount(labels, minlength=len(names)).tolist()
-    yield from (((term, name), value, number) for name, value, number in zip(names, values, numbers, strict=True))
-
-
-def _over_ranks(sums: Mapping[Key, float], counts: Mapping[Key, float], skipped: Sequence[str]) -> _Totals:
-    """Added in the order of the ranks, so that the result is the same on all. Collective."""
-    all_sums: defaultdict[Key, float] = defaultdict(float)
-    all_counts: defaultdict[Key, float] = defaultdict(float)
-    problems: list[str] = []
-    for rank_sums, rank_counts, rank_skipped in dist.gather_objects((dict(sums), dict(counts), list(skipped))):
-        for total, part in ((all_sums, rank_sums), (all_counts, rank_counts)):
-            for key, value in part.items():
-                total[key] += value
-        problems += rank_skipped
-    if problems and dist.is_main():
-        logger().warning("%d validation samples could not be read and are left out of val/loss. The first: %s",
-                         len(problems), problems[0])  # fmt: skip
-    return all_sums, all_counts
+    def over_ranks(self) -> tuple[Mapping[Key, float], Mapping[Key, float]]:
+        """Added in the order of the ranks, so that the result is the same on all. Collective."""
+        own = ({key: float(value) for key, value in self._sums.items()}, dict(self._counts), self._skipped)
+        sums: defaultdict[Key, float] = defaultdict(float)
+        counts: defaultdict[Key, float] = defaultdict(float)
+        problems: list[str] = []
+        for rank_sums, rank_counts, rank_skipped in dist.gather_objects(own):
+            for total, part in ((sums, rank_sums), (counts, rank_counts)):
+                for key, value in part.items():
+                    total[key] += value
+            problems += rank_skipped
+        if problems and dist.is_main():
+            logger().warning("%d validation samples could not be read and are left out of val/loss. The first: %s",
+                             len(problems), problems[0])  # fmt: skip
+        return sums, counts
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,17 +15,25 @@ from annotated_types import Ge, Gt
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core import dist
 from unigen_ds.core.clock import EVALUATION
-from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.errors import ConfigError, raise_any, suggestion
+from unigen_ds.core.files import make_directory
 from unigen_ds.core.log import logger
-from unigen_ds.core.progress import Duration
-from unigen_ds.core.registry import HOOKS
+from unigen_ds.core.progress import Duration, Progress
+from unigen_ds.core.registry import HOOKS, METRICS, component_problems
+from unigen_ds.core.seeding import kept_generators
+from unigen_ds.evaluation import scoring
 from unigen_ds.evaluation.generation import trained_family
+from unigen_ds.evaluation.metrics import Metric, build_metrics
+from unigen_ds.evaluation.provenance import write_results
 from unigen_ds.evaluation.validation import Validation
+from unigen_ds.hooks.abandoned import set_aside
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.hooks.best import BestCheckpoint, rule_of
 from unigen_ds.hooks.ema import ema_of
-from unigen_ds.hooks.result_names import PREFIX, ResultNames
-from unigen_ds.hooks.scores import Scores
+
+FOLDER = "evaluations"
+"""Of the work dir: ``<update>.json`` has the metrics of an update with their provenance."""
+PREFIX = "val/"
 
 
 @HOOKS.register_module()
@@ -86,45 +95,80 @@ class EvaluateHook(Hook):
             raise ConfigError("EvaluateHook.max_samples and generation have no effect without metrics")
         self.interval, self.unit = interval, unit or ("epoch" if by_epoch else "iteration")
         self.at_start, self.max_batches, self.use_ema = at_start, max_batches, use_ema
-        self.empty_cache = empty_cache
-        self._scores = Scores(
-            metrics, interval=metric_interval, unit=self.unit, max_samples=max_samples, generation=generation
-        )
+        self.empty_cache, self.max_samples = empty_cache, max_samples
+        self._answering = scoring.Answering.of(generation or {}, where="EvaluateHook.generation")
+        self._metrics, self._intervals = _metrics_of(metrics, interval=metric_interval, unit=self.unit)
         self.best = None
         if save_best is not None:
             name = "val/loss" if save_best == "auto" else save_best
-            self._check_rule(name, rule)
+            try:
+                rule_of(name, rule)
+            except ConfigError:  # the cause may be an unknown name
+                self._check_name(name, ("<term>",), where="EvaluateHook.save_best")
+                raise
             self.best = BestCheckpoint(name, rule=rule, weights_only=best_weights_only, ema=use_ema)
         self._every: Duration | None = None
+        self._metric_every: dict[str, Duration] = {}
+        self._computed: dict[str, Progress] = {}
+        """When each metric with an interval was computed last."""
+        self._logged: set[str] = set()
         self._evaluated: tuple[int, Mapping[str, float]] | None = None
-
-    def _check_rule(self, name: str, rule: str | None) -> None:
-        """Raises ``ConfigError``: for an unknown name where the rule cannot be inferred from it, which is the cause."""
-        try:
-            rule_of(name, rule)
-        except ConfigError:
-            ResultNames(("<term>",), self._scores.names).check(name, where="EvaluateHook.save_best")
-            raise
+        self.complete = True
+        """Whether the last evaluation has all metrics, so that a name that it lacks does not exist."""
 
     def before_run(self, run: Run) -> None:
+        """Raises ``ConfigError`` where the model or the data cannot give what a metric scores. Collective."""
         if self.use_ema and ema_of(run) is None:
             raise ConfigError("EvaluateHook.use_ema is True and there is no EMAHook", remedy="add one to custom_hooks")
         self._every = run.ruler.duration(self.interval, self.unit) if self.interval > 0 else None
-        self._scores.before_run(run)
+        self._metric_every = {
+            metric.name: run.ruler.duration(interval, self.unit)
+            for metric, interval in zip(self._metrics, self._intervals, strict=True)
+            if interval is not None
+        }
+        where = "EvaluateHook.metrics"
+        scoring.check(self._metrics, run.backend, _validation(run), where=where, answering=self._answering)
         if self.best is not None:
-            self.result_names(run).check(self.best.metric, where="EvaluateHook.save_best")
+            self.check_name(run, self.best.metric, where="EvaluateHook.save_best")
             self.best.before_run(run, provenance=self.provenance(run, self.best.metric))
 
-    def result_names(self, run: Run) -> ResultNames:
-        """What its evaluations of this run can have. Other hooks ask before their own ``before_run``."""
-        return ResultNames(tuple(trained_family(run.backend)[0].terms), self._scores.names)
+    def check_name(self, run: Run, name: str, *, where: str, prefix: str = PREFIX) -> None:
+        """Raise ``ConfigError`` where no evaluation of this run can have a value of that name.
+
+        Other hooks ask before their own ``before_run``. ``prefix``: what all names begin with.
+        """
+        self._check_name(name, tuple(trained_family(run.backend)[0].terms), where=where, prefix=prefix)
+
+    def _check_name(self, name: str, terms: Sequence[str], *, where: str, prefix: str = PREFIX) -> None:
+        """Known are ``val/loss``, the loss terms and what the values of each metric begin with. Which sources and
+        groups of a term have targets is known only after an evaluation, so names below a term are accepted here.
+        """
+        metrics = [metric.name for metric in self._metrics]
+        known = [f"{prefix}{one}" for one in ("loss", *(f"loss/{term}" for term in terms), *metrics)]
+        own = name.removeprefix(prefix)
+        first, *rest = own.split("/")
+        of_loss = first == "loss" and (not rest or rest[0] in terms)
+        if name.startswith(prefix) and (of_loss or own.startswith(tuple(metrics))):
+            return
+        near = f"did you mean '{prefix}{name}'?" if f"{prefix}{name}" in known else suggestion(name, known)
+        raise ConfigError(
+            f"{where} is {name!r}, which no evaluation of this run has",
+            allowed=", ".join(known),
+            remedy=_metric_of(own) or near,
+        )
 
     def provenance(self, run: Run, name: str) -> Mapping[str, str]:
-        """Where its values ``name`` come from; the same in all evaluations of this run. Collective."""
-        return self._scores.provenance(run, name, max_batches=self.max_batches, use_ema=self.use_ema)
+        """Where its values ``name`` come from; the same in all evaluations of this run and on all ranks. Collective."""
+        weights = "EMA" if self.use_ema else "trained"
+        return dist.on_main(lambda: scoring.provenance_of(
+            name, _validation(run), self._metrics, max_batches=self.max_batches, max_samples=self.max_samples,
+            answering=self._answering, made_by={"precision": _precision(run), "weights": weights},
+        ))  # fmt: skip
 
     def after_load_checkpoint(self, run: Run, manifest: Mapping[str, Any]) -> None:
-        self._scores.after_load_checkpoint(run)
+        """Results of updates that the run has gone back from are not among the others."""
+        if dist.is_main():
+            set_aside(run.work_dir / FOLDER, after=run.progress.updates)
         if self.best is not None:
             self.best.after_load_checkpoint(run, manifest)
 
@@ -154,7 +198,9 @@ class EvaluateHook(Hook):
             self._empty_cache()
         self._evaluated = (run.progress.updates, values)
         if dist.is_main():
-            logger().info("Evaluation: %d samples in %.1f s.", self._num_samples(run), time.perf_counter() - begun)
+            data = _validation(run).data
+            limit = len(data) if self.max_batches is None else self.max_batches * data.batch_size
+            logger().info("Evaluation: %d samples in %.1f s.", min(len(data), limit), time.perf_counter() - begun)
         if self.best is not None and run.progress.updates:
             self.best.offer(run, values, complete=self.complete)
         for hook in run.hooks:
@@ -162,18 +208,28 @@ class EvaluateHook(Hook):
         return values
 
     def _values(self, run: Run) -> Mapping[str, float]:
+        """Losses and the metrics that are due. Collective; the same on all ranks."""
         ema = ema_of(run) if self.use_ema else None
+        due = [metric for metric in self._metrics if self._is_due(metric, run)]
         with ema.swapped(run) if ema is not None else nullcontext():
-            return self._scores.evaluate(run, max_batches=self.max_batches, use_ema=self.use_ema)
+            evaluation = scoring.evaluate(
+                run.backend, _validation(run), due,
+                checkpoint=f"{run.work_dir} (update {run.progress.updates}){' EMA' if self.use_ema else ''}",
+                max_batches=self.max_batches, max_samples=self.max_samples, answering=self._answering, resamples=0,
+                made_by={"precision": _precision(run)}, logged=self._logged,
+            )  # fmt: skip
+        self._computed |= {metric.name: run.progress for metric in due if metric.name in self._metric_every}
+        self.complete = len(due) == len(self._metrics) and not evaluation.failed
+        if evaluation.metrics and dist.is_main():
+            _store(run, evaluation)
+        return evaluation.values
 
-    @property
-    def complete(self) -> bool:
-        """Whether the last evaluation has all metrics, so that a name that it lacks does not exist."""
-        return self._scores.complete
-
-    def _num_samples(self, run: Run) -> int:
-        data = _validation(run).data
-        return len(data) if self.max_batches is None else min(len(data), self.max_batches * data.batch_size)
+    def _is_due(self, metric: Metric, run: Run) -> bool:
+        """At its interval, at the end of the training, and before it."""
+        every = self._metric_every.get(metric.name)
+        if every is None or run.finished or run.progress.updates == 0:
+            return True
+        return every.every(run.progress, self._computed.get(metric.name, Progress()))
 
     def _empty_cache(self) -> None:
         if self.empty_cache and torch.cuda.is_available():
@@ -195,20 +251,65 @@ class EvaluateHook(Hook):
         return self.best is not None and self.best.keeps(manifest)
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self._scores.state_dict(), **({} if self.best is None else self.best.state_dict())}
+        computed = {name: progress.state_dict() for name, progress in self._computed.items()}
+        return {**({"computed": computed} if computed else {}), **({} if self.best is None else self.best.state_dict())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._scores.load_state_dict(state)
+        self._computed = {name: Progress.from_state_dict(one) for name, one in state.get("computed", {}).items()}
         if self.best is not None:
             self.best.load_state_dict(state)
 
 
 def check_result(run: Run, name: str, *, where: str, prefix: str = PREFIX) -> EvaluateHook | None:
     """The run's ``EvaluateHook``. Raises ``ConfigError`` where it can have no value of that name."""
-    found = next((hook for hook in run.hooks if isinstance(hook, EvaluateHook)), None)
-    if found is not None:
-        found.result_names(run).check(name, where=where, prefix=prefix)
-    return found
+    hook = next((hook for hook in run.hooks if isinstance(hook, EvaluateHook)), None)
+    if hook is not None:
+        hook.check_name(run, name, where=where, prefix=prefix)
+    return hook
+
+
+def _metrics_of(
+    specs: str | Sequence[str | Mapping[str, Any]], *, interval: float | None, unit: str
+) -> tuple[list[Metric], list[float | None]]:
+    """Metrics and their intervals; the key ``interval`` of a component is not an argument of the metric.
+
+    Raises ``ConfigError`` with all that is wrong, and for what is not installed.
+    """
+    several = [specs] if isinstance(specs, str) else specs
+    components: list[dict[str, Any]] = [{"type": spec} if isinstance(spec, str) else dict(spec) for spec in several]
+    intervals: list[float | None] = [component.pop("interval", interval) for component in components]
+    problems = [component_problems(METRICS, one, where=f"metrics[{k}]") for k, one in enumerate(components)]
+    raise_any(list(chain.from_iterable(problems)))
+    for k, own in enumerate(intervals):
+        if own is not None and (isinstance(own, bool) or not isinstance(own, (int, float)) or own <= 0):
+            problem = f"EvaluateHook.metrics[{k}].interval is {own!r}"
+            raise ConfigError(problem, allowed=f"a number of {unit}s above 0")
+    with kept_generators():
+        torch.manual_seed(0)  # a part that is not loaded from a file is the same on every rank and at every start
+        return build_metrics(components, where="EvaluateHook.metrics"), intervals
+
+
+def _metric_of(name: str) -> str | None:
+    """How to get a value that a metric would have, which is not computed."""
+    for kind, cls in METRICS.module_dict.items():
+        own = getattr(cls, "name", "")
+        if name.startswith(kind.lower()) or (isinstance(own, str) and own and name.startswith(own)):
+            return f"EvaluateHook(metrics=[dict(type={kind!r})]) computes it"
+    return None
+
+
+def _store(run: Run, evaluation: scoring.Evaluation) -> None:
+    path = run.work_dir / FOLDER / f"{run.progress.updates}.json"
+    try:
+        make_directory(path.parent)
+        write_results(path, evaluation.results)
+    except OSError as error:
+        logger().warning("The metrics of update %d are not stored with their provenance: %s",
+                         run.progress.updates, error)  # fmt: skip
+
+
+def _precision(run: Run) -> str:
+    return str(run.backend.topology().get("precision"))
 
 
 def _validation(run: Run) -> Validation:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -22,11 +22,12 @@ from unigen_ds.core.files import write_atomic, write_text_atomic
 from unigen_ds.core.log import logger
 from unigen_ds.core.progress import Duration
 from unigen_ds.core.registry import DATASETS, HOOKS, build, check_arguments
-from unigen_ds.data.datasets import PlannedDataset, source_names
+from unigen_ds.data.datasets import source_names
 from unigen_ds.data.splits import TokenSplit
 from unigen_ds.evaluation.generation import (
     GenerationError,
     Question,
+    Records,
     ask,
     check_answers,
     generate_all,
@@ -151,8 +152,8 @@ class PreviewHook(Hook):
         self._every = run.ruler.duration(self._interval, self._unit)
         inferencer = inferencer_of(run.backend, run.processor)[1]
         family = trained_family(run.backend)[0]
-        given = self._flow if family.drawing is not None else {}  # else a line states that it has no effect
-        self._drawing = family.drawing_settings(inferencer.model, given, where="PreviewHook.flow")
+        flow = self._flow if family.drawing is not None else {}  # else a line states that it has no effect
+        self._drawing = family.drawing_settings(inferencer.model, flow, where="PreviewHook.flow")
         self._check_images(inferencer)
         if self._num_held_out:
             check_answers(inferencer, "text")
@@ -207,23 +208,18 @@ class PreviewHook(Hook):
     def _generated(self, run: Run) -> list[_Made] | None:
         """All of them on rank 0, None elsewhere. Collective."""
         ema = ema_of(run) if self._use_ema else None
-
-        def weights() -> AbstractContextManager[None]:
-            return ema.swapped(run) if ema else nullcontext()
-
         asked: list[PreviewPrompt | Question] = [*self._prompts, *self._questions]
         mine = generate_all(
             run.backend,
             run.processor,
             list(enumerate(asked)),
             lambda inferencer, request: self._make(inferencer, *request),
-            weights=weights,
+            weights=lambda: ema.swapped(run) if ema else nullcontext(),
         )
         gathered = dist.gather_to_main(mine)
-        if gathered is None:
-            return None
-        found = {number: made for part in gathered for number, made in part.items()}
-        return [found[number] for number in sorted(found)]
+        return (
+            None if gathered is None else [made for _, made in sorted(kv for part in gathered for kv in part.items())]
+        )
 
     def _make(self, inferencer: Any, number: int, request: PreviewPrompt | Question) -> _Made:
         seed = self._seed + number
@@ -240,12 +236,11 @@ class PreviewHook(Hook):
         return made
 
     def _follow(self, inferencer: Any, request: PreviewPrompt, made: _Made) -> None:
-        processor, draws = inferencer.processor, "image" in getattr(inferencer, "answers", ())
+        processor = inferencer.processor
         made.prompt, made.images = request.text, request.paths
         options: dict[str, Any] = request.shown
-        if draws:
-            how = {"flow": self._drawing, "size": self._size}
-            options |= {"understand": True} if request.understand else how
+        if "image" in getattr(inferencer, "answers", ()):
+            options |= {"understand": True} if request.understand else {"flow": self._drawing, "size": self._size}
         options |= {key: value for key, value in vars(self._sampling).items() if value != vars(Sampling())[key]}
         made.pictures += [processor.read_image(path) for path in request.paths]
         result = inferencer.unified_generate(request.prompt, max_length=self._max_new_tokens, seed=made.seed, **options)
@@ -270,36 +265,34 @@ class PreviewHook(Hook):
             made.reference, made.reference_shown = question.target.source, True
 
     def _held_out_questions(self, run: Run, inferencer: Any) -> list[Question]:
-        datasets, names = self._held_out_data(run)
+        data = self._held_out_data(run)
         limit = getattr(run.backend.model, "max_document_tokens", None)
-        found: list[Question] = []
+        questions: list[Question] = []
         for wanted in inferencer.answers:
-            more = {"max_samples": self._num_held_out, "limit": limit}
-            numbers, _ = ask(datasets, names, run.processor, wanted=wanted, **more)
-            for source, index in numbers:
-                question = question_at(datasets, names, run.processor, wanted, source, index)
+            for source, index in ask(data, wanted=wanted, max_samples=self._num_held_out, limit=limit)[0]:
+                question = question_at(data, wanted, source, index)
                 assert question is not None, "the data changed while it was read"
                 if isinstance(question.target, TokenSplit):  # a chat template is around the record's texts
-                    question = replace(question, own_prompt=own_prompt(datasets[source], index))
-                found.append(question)
-        if not found:
+                    question = replace(question, own_prompt=own_prompt(data.datasets[source], index))
+                questions.append(question)
+        if not questions:
             raise ConfigError(
                 "PreviewHook.num_held_out: no held-out record has an answer with a prompt before it",
                 remedy="prompts or images instead",
             )
-        return found
+        return questions
 
-    def _held_out_data(self, run: Run) -> tuple[Sequence[PlannedDataset], Sequence[str]]:
+    def _held_out_data(self, run: Run) -> Records:
         if self._held_out is not None:
-            made = [build(DATASETS, self._held_out, where="PreviewHook.held_out", processor=run.processor)]
-            return made, source_names(made)
+            datasets = [build(DATASETS, self._held_out, where="PreviewHook.held_out", processor=run.processor)]
+            return Records(datasets, source_names(datasets), run.processor)
         validation = getattr(run, "validation", None)
         if validation is None:
             raise ConfigError(
                 "PreviewHook.num_held_out needs validation data, and the config has no val_dataloader",
                 remedy="val_dataloader=..., or PreviewHook(held_out=dict(type=..., data_path=...))",
             )
-        return validation.data.datasets, validation.data.names
+        return Records(validation.data.datasets, validation.data.names, run.processor)
 
     def _show(self, run: Run, made: Sequence[_Made]) -> None:
         """On rank 0."""
@@ -316,22 +309,21 @@ class PreviewHook(Hook):
         logger_of(run).image(run, "preview", sheet, update=update)
 
 
-def _prompts(given: Any) -> list[PreviewPrompt]:
+def _prompts(value: Any) -> list[PreviewPrompt]:
     """Raises ``ConfigError`` and ``DataError``."""
-    if not isinstance(given, str):
-        return [_prompt(one, f"PreviewHook.prompts[{i}]") for i, one in enumerate(given)]
-    if Path(given).suffix not in (".txt", ".jsonl"):
-        raise ConfigError(f"PreviewHook.prompts is {given!r}", allowed="a list of prompts, or a .txt or .jsonl file")
-    return [
-        PreviewPrompt(**vars(one)) for one in files_of_prompts.read_prompts(Path(given), where="PreviewHook.prompts")
-    ]
+    if not isinstance(value, str):
+        return [_prompt(one, f"PreviewHook.prompts[{i}]") for i, one in enumerate(value)]
+    if Path(value).suffix not in (".txt", ".jsonl"):
+        raise ConfigError(f"PreviewHook.prompts is {value!r}", allowed="a list of prompts, or a .txt or .jsonl file")
+    prompts = files_of_prompts.read_prompts(Path(value), where="PreviewHook.prompts")
+    return [PreviewPrompt(**vars(one)) for one in prompts]
 
 
-def _prompt(given: Any, where: str) -> PreviewPrompt:
-    if isinstance(given, str):
-        return PreviewPrompt(given)
-    check_arguments(PreviewPrompt, given, where=where)
+def _prompt(value: Any, where: str) -> PreviewPrompt:
+    if isinstance(value, str):
+        return PreviewPrompt(value)
+    check_arguments(PreviewPrompt, value, where=where)
     try:
-        return PreviewPrompt(**{**given, "parts": files_of_prompts.checked_parts(given.get("parts", ()))})
+        return PreviewPrompt(**{**value, "parts": files_of_prompts.checked_parts(value.get("parts", ()))})
     except ValueError as error:
         raise ConfigError(f"{where}.{error}", allowed='a list of texts and of dict(image="a.png")') from error

@@ -30,8 +30,7 @@ from unigen_ds.core.shards import EMA
 from unigen_ds.data.overflow import check_overflow
 from unigen_ds.data.rules import check_rules
 from unigen_ds.evaluation.metrics import build_metrics
-from unigen_ds.evaluation.provenance import Result
-from unigen_ds.evaluation.scoring import Answering, check
+from unigen_ds.evaluation.scoring import Answering, Evaluation, check
 from unigen_ds.evaluation.scoring import evaluate as score
 from unigen_ds.evaluation.validation import Validation
 from unigen_ds.families.directories import published_format
@@ -235,17 +234,7 @@ def _with_path(data: str, *loaders: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "UnifiedGenerationDataset", "data_path": data}
 
 
-@dataclass(frozen=True)
-class EvaluatedModel:
-    """The same on all ranks."""
-
-    results: Sequence[Result]
-    """``val/loss`` and its parts, then each metric that has a value."""
-    failed: Mapping[str, str]
-    """Name of each other metric -> why it has none."""
-
-
-def evaluate(given: EvaluationSubject) -> EvaluatedModel:
+def evaluate(given: EvaluationSubject) -> Evaluation:
     """Losses and metrics on the validation data. Collective. A metric that fails loses no other value.
 
     Raises what ``open_model`` raises, and ``ConfigError`` or ``DataError`` where the data or a metric cannot be used.
@@ -259,11 +248,10 @@ def evaluate(given: EvaluationSubject) -> EvaluatedModel:
     metrics = build_metrics(given.metrics)
     engine, validation = given.open()
     check(metrics, engine, validation, answering=answering)
-    found = score(
+    return score(
         engine, validation, metrics, checkpoint=given.name, max_batches=given.max_batches,
         max_samples=given.max_samples, answering=answering, made_by={"precision": engine.precision},
     )  # fmt: skip
-    return EvaluatedModel([found.loss_result(), *found.results], found.failed)
 
 
 def _hook_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:

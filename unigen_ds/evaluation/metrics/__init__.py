@@ -1,4 +1,4 @@
-"""Metrics, one in each file. The package registers them in ``METRICS``; their libraries load at first use."""
+"""Metrics of texts and pictures. The package registers them in ``METRICS``; their libraries load at first use."""
 
 from __future__ import annotations
 
@@ -8,22 +8,8 @@ from typing import Any
 
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.registry import METRICS, build
-from unigen_ds.evaluation.metrics import (  # noqa: F401 - each registers its class
-    bertscore,
-    bleu,
-    clip_score,
-    consistency,
-    exact_match,
-    fid,
-    kid,
-    meteor,
-    perplexity,
-    rouge,
-    text_rendering,
-    vqa_accuracy,
-)
-from unigen_ds.evaluation.metrics.base import Metric
-from unigen_ds.evaluation.metrics.collect import evaluated, gathered
+from unigen_ds.evaluation.metrics import clip_score, fid, short_answers, text, text_rendering  # noqa: F401 - register
+from unigen_ds.evaluation.metrics.base import Metric, evaluated, gathered
 
 __all__ = ["Metric", "build_metrics", "evaluated", "gathered"]
 

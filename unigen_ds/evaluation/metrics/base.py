@@ -18,28 +18,29 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image
-from torch import Tensor
 
+from unigen_ds.core import dist
 from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.evaluation.provenance import Result
 
-State = Mapping[str, Any]
-"""Name -> tensor (a sum over samples) or list (an entry for each sample, in the order of the list ``keys``)."""
+State = Mapping[str, list[Any]]
+"""``keys``, ``rows`` and ``digests`` (of the references), an entry for each sample."""
 EXTRA = "pip install 'unigen_ds[metrics]'"
 NOT_USED = "none"
 """In a provenance: this metric has no such thing."""
 
 
 class Metric:
-    """Scores predictions against references. A metric of your own overrides ``rows`` and ``values``.
+    """Scores predictions against references. A metric of your own overrides ``rows`` and, where a value is not the mean
+    of one number for each sample, ``values``.
 
     The life cycle; every rank does the same, only numbers of samples may differ::
 
         metric.check()                                       # before the run: is everything installed?
         for batch in share_of_this_rank:
             metric.update(predictions, references, keys)     # not collective
-        collect.gathered(metric)                             # collective: the same values on every rank
+        gathered(metric)                                     # collective: the same values on every rank
         metric.reset()
 
     ``rows`` is called on every rank, ``table`` and ``values`` on rank 0 alone.
@@ -78,10 +79,9 @@ class Metric:
 
         Raises ``DataError`` for different numbers, and for what is neither text nor image as the metric needs it.
         """
-        numbers = {"predictions": len(predictions), "references": len(references), "keys": len(keys)}
-        if len(set(numbers.values())) > 1:
-            shown = ", ".join(f"{number} {what}" for what, number in numbers.items())
-            raise DataError(f"{self.name} got {shown}", allowed="one reference and one key for each prediction")
+        if not len(predictions) == len(references) == len(keys):
+            numbers = f"{len(predictions)} predictions, {len(references)} references, {len(keys)} keys"
+            raise DataError(f"{self.name} got {numbers}", allowed="one reference and one key for each prediction")
         if not keys:
             return
         self._rows += self.rows(predictions, references, keys)
@@ -98,9 +98,8 @@ class Metric:
         return {"keys": list(self._keys), "rows": list(self._rows), "digests": list(self._digests)}
 
     def merge(self, states: Sequence[State]) -> State:
-        """The state over all ranks: sums of tensors; lists joined and ordered by key. Raises ``DataError``.
-
-        A key that occurs twice is an error: the sample would count twice.
+        """The state over all ranks, ordered by key. Raises ``DataError`` for a key that occurs twice: the sample would
+        count twice.
         """
         keys = [key for state in states for key in state["keys"]]
         twice = [key for key, number in Counter(keys).items() if number > 1]
@@ -110,14 +109,8 @@ class Metric:
                 allowed="every key once, over all processes",
             )
         order = sorted(range(len(keys)), key=keys.__getitem__)
-        merged: dict[str, Any] = {}
-        for name, first in states[0].items():
-            if isinstance(first, Tensor):
-                merged[name] = torch.stack([state[name] for state in states]).sum(0)
-            else:
-                joined = [entry for state in states for entry in state[name]]
-                merged[name] = [joined[n] for n in order]
-        return merged
+        joined = {name: [entry for state in states for entry in state[name]] for name in self.state()}
+        return {name: [entries[n] for n in order] for name, entries in joined.items()}
 
     def compute(self, merged: State) -> dict[str, float]:
         """The values over all samples. Rank 0. Raises ``DataError`` where there is no sample."""
@@ -143,7 +136,7 @@ class Metric:
 
     def values(self, table: np.ndarray) -> dict[str, float]:
         """Name -> value from a table. Rank 0, and for resampling many times."""
-        raise NotImplementedError
+        return {self.name: float(table.mean())}
 
     @property
     def provenance(self) -> dict[str, str]:
@@ -152,17 +145,73 @@ class Metric:
         ``metric``, ``version``, ``settings`` (JSON), ``resize``, ``precision``, ``seed`` and ``model`` (name and hash
         of the model that scores) always exist; where a metric has no such thing, they are ``none``.
         """
-        version = (
-            f"{self.library} {installed(self.library)}" if self.library else f"unigen_ds definition {self.definition}"
-        )
-        standard = dict.fromkeys(("resize", "seed", "model"), NOT_USED)
-        settings = json.dumps(self.settings, sort_keys=True, default=str)
-        base = {"metric": self.name, "version": version, "settings": settings, "precision": "float64"}
-        return {**base, **standard, **self.details()}
+        own = f"unigen_ds definition {self.definition}"
+        return {
+            "metric": self.name,
+            "version": f"{self.library} {installed(self.library)}" if self.library else own,
+            "settings": json.dumps(self.settings, sort_keys=True, default=str),
+            "precision": "float64",
+            **dict.fromkeys(("resize", "seed", "model"), NOT_USED),
+            **self.details(),
+        }
 
     def details(self) -> dict[str, str]:
         """What this metric adds to the provenance, or replaces in it."""
         return {}
+
+
+class TextMetric(Metric):
+    """Of texts, each sample with a row of its own."""
+
+    def rows(self, predictions: Sequence[Any], references: Sequence[Any], keys: Sequence[str]) -> Sequence[Any]:
+        return [self.row(one, several) for one, several in text_pairs(predictions, references, keys)]
+
+    def row(self, prediction: str, references: Sequence[str]) -> Sequence[float]:
+        """The numbers of one sample."""
+        raise NotImplementedError
+
+
+def gathered(metric: Metric) -> Mapping[str, float]:
+    """The values over all ranks, equal on every rank. Raises ``DataError`` on all ranks alike. Collective."""
+    states = dist.gather_to_main(metric.state())
+    return dist.on_main(lambda: metric.compute(metric.merge(states or ())))
+
+
+def evaluated(
+    metric: Metric,
+    *,
+    checkpoint: str,
+    made_by: Mapping[str, str] | None = None,
+    resamples: int | None = None,
+    seed: int = 0,
+) -> Result:
+    """The values over all ranks with their provenance and their bootstrap values, equal on every rank. Collective.
+
+    Args:
+        metric: with the samples of this rank.
+        checkpoint: what made the predictions; the only part of a provenance that may differ in a comparison.
+        made_by: how they were made, where it can differ (sampling seed, temperature, EMA): ``generation/<name>``.
+        resamples: bootstrap values for the interval of a comparison; None: as many as the metric has by default.
+        seed: of the resampling.
+    """
+    states = dist.gather_to_main(metric.state())
+    count = metric.resamples if resamples is None else resamples
+
+    def result() -> Result:
+        merged = metric.merge(states or ())
+        values = metric.compute(merged)
+        scored = (f"{key} {digest}" for key, digest in zip(merged["keys"], merged["digests"], strict=True))
+        provenance = {
+            **metric.provenance,
+            "num_samples": str(len(merged["keys"])),
+            "samples": blake2b("\n".join(scored).encode(), digest_size=8).hexdigest(),
+            "checkpoint": checkpoint,
+            "resampling": f"{count} draws, seed {seed}",
+            **{f"generation/{name}": str(value) for name, value in (made_by or {}).items()},
+        }
+        return Result(values, provenance, metric.resampled(merged, count=count, seed=seed) if count else {})
+
+    return dist.on_main(result)
 
 
 def draws(num_samples: int, *, count: int, seed: int) -> list[np.ndarray]:
@@ -195,10 +244,9 @@ def text(value: Any, *, what: str, key: str) -> str:
 
 def texts(value: Any, *, what: str, key: str) -> list[str]:
     """One text or several as a list. Raises ``DataError`` for anything else, and for none."""
-    several = [value] if isinstance(value, str) else value
-    if not isinstance(several, (list, tuple)) or not several:
-        shown = "empty" if isinstance(several, (list, tuple)) else type(value).__name__
-        raise DataError(f"sample {key!r}: {what} is {shown}", allowed="a text, or a list of at least one")
+    several = value if isinstance(value, (list, tuple)) else [value]
+    if not several:
+        raise DataError(f"sample {key!r}: {what} is empty", allowed="a text, or a list of at least one")
     return [text(one, what=what, key=key) for one in several]
 
 

@@ -8,7 +8,7 @@ the network in torchvision, as in the graph: average pools do not count padding,
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from safetensors.torch import load_file as load_safetensors
@@ -21,23 +21,19 @@ from unigen_ds.core.errors import CheckpointError, ConfigError
 SIZE = 299
 
 
-class _Conv(NamedTuple):
-    """A convolution of a branch. ``stride`` 1 keeps the size, 2 has no padding; several names: a fork, joined again."""
-
-    names: str
-    channels: int
-    kernel: tuple[int, int]
-    stride: int = 1
+_Conv = tuple[Any, ...]
+"""A convolution of a branch: name, channels, height, width, stride. Without a stride it keeps the size; a stride has no
+padding. Two names are two convolutions of the same input, the second transposed, whose outputs are joined."""
 
 
 class _Unit(nn.Module):
     """Convolution, normalization, ReLU."""
 
-    def __init__(self, inputs: int, conv: _Conv, kernel: tuple[int, int], *, same: bool) -> None:
+    def __init__(self, inputs: int, channels: int, kernel: tuple[int, int], *, stride: int = 1, same: bool) -> None:
         super().__init__()
-        padding = (kernel[0] // 2, kernel[1] // 2) if same and conv.stride == 1 else 0
-        self.conv = nn.Conv2d(inputs, conv.channels, kernel, stride=conv.stride, padding=padding, bias=False)
-        self.bn = nn.BatchNorm2d(conv.channels, eps=0.001)
+        padding = (kernel[0] // 2, kernel[1] // 2) if same else 0
+        self.conv = nn.Conv2d(inputs, channels, kernel, stride=stride, padding=padding, bias=False)
+        self.bn = nn.BatchNorm2d(channels, eps=0.001)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(self.bn(self.conv(x)))
@@ -46,23 +42,23 @@ class _Unit(nn.Module):
 class _Block(nn.Module):
     """Branches side by side, joined: chains of convolutions and, last, a pool with a convolution or without one."""
 
-    def __init__(self, inputs: int, branches: list[list[_Conv]], *, pool: str) -> None:
+    def __init__(self, inputs: int, pool: str, *branches: list[_Conv]) -> None:
         super().__init__()
-        self._branches, self._pool = branches, pool
+        self._pool, self._branches = pool, [[names.split() for names, *_ in branch] for branch in branches]
         for branch in branches:
             channels = inputs
-            for conv in branch:
-                kernels = (conv.kernel, conv.kernel[::-1])
-                for name, kernel in zip(conv.names.split(), kernels, strict=False):
-                    self.add_module(name, _Unit(channels, conv, kernel, same=True))
-                channels = conv.channels
+            for names, outputs, height, width, *stride in branch:
+                for name, kernel in zip(names.split(), ((height, width), (width, height)), strict=False):
+                    unit = _Unit(channels, outputs, kernel, stride=stride[0] if stride else 1, same=not stride)
+                    self.add_module(name, unit)
+                channels = outputs
 
     def forward(self, x: Tensor) -> Tensor:
         joined = []
         for branch in self._branches:
-            out = self._pooled(x) if branch[0].names == "branch_pool" else x
-            for conv in branch:
-                out = torch.cat([self.get_submodule(name)(out) for name in conv.names.split()], 1)
+            out = self._pooled(x) if branch[0] == ["branch_pool"] else x
+            for names in branch:
+                out = torch.cat([self.get_submodule(name)(out) for name in names], 1)
             joined.append(out)
         if self._pool == "reduce":
             joined.append(F.max_pool2d(x, 3, stride=2))
@@ -75,68 +71,56 @@ class _Block(nn.Module):
 
 
 def _block_a(inputs: int, pool_channels: int) -> _Block:
-    double = [("1", 64, 1), ("2", 96, 3), ("3", 96, 3)]
     return _Block(
         inputs,
-        [
-            [_Conv("branch1x1", 64, (1, 1))],
-            [_Conv("branch5x5_1", 48, (1, 1)), _Conv("branch5x5_2", 64, (5, 5))],
-            [_Conv(f"branch3x3dbl_{n}", channels, (size, size)) for n, channels, size in double],
-            [_Conv("branch_pool", pool_channels, (1, 1))],
-        ],
-        pool="average",
+        "average",
+        [("branch1x1", 64, 1, 1)],
+        [("branch5x5_1", 48, 1, 1), ("branch5x5_2", 64, 5, 5)],
+        [("branch3x3dbl_1", 64, 1, 1), ("branch3x3dbl_2", 96, 3, 3), ("branch3x3dbl_3", 96, 3, 3)],
+        [("branch_pool", pool_channels, 1, 1)],
     )
 
 
 def _block_b(inputs: int) -> _Block:
-    double = [_Conv("branch3x3dbl_1", 64, (1, 1)), _Conv("branch3x3dbl_2", 96, (3, 3))]
     return _Block(
         inputs,
-        [[_Conv("branch3x3", 384, (3, 3), 2)], [*double, _Conv("branch3x3dbl_3", 96, (3, 3), 2)]],
-        pool="reduce",
+        "reduce",
+        [("branch3x3", 384, 3, 3, 2)],
+        [("branch3x3dbl_1", 64, 1, 1), ("branch3x3dbl_2", 96, 3, 3), ("branch3x3dbl_3", 96, 3, 3, 2)],
     )
 
 
 def _block_c(inputs: int, c: int) -> _Block:
-    double = [(c, (1, 1)), (c, (7, 1)), (c, (1, 7)), (c, (7, 1)), (192, (1, 7))]
+    double = ((c, 1, 1), (c, 7, 1), (c, 1, 7), (c, 7, 1), (192, 1, 7))
     return _Block(
         inputs,
-        [
-            [_Conv("branch1x1", 192, (1, 1))],
-            [_Conv("branch7x7_1", c, (1, 1)), _Conv("branch7x7_2", c, (1, 7)), _Conv("branch7x7_3", 192, (7, 1))],
-            [_Conv(f"branch7x7dbl_{n}", *one) for n, one in enumerate(double, start=1)],
-            [_Conv("branch_pool", 192, (1, 1))],
-        ],
-        pool="average",
+        "average",
+        [("branch1x1", 192, 1, 1)],
+        [("branch7x7_1", c, 1, 1), ("branch7x7_2", c, 1, 7), ("branch7x7_3", 192, 7, 1)],
+        [(f"branch7x7dbl_{n}", *sizes) for n, sizes in enumerate(double, start=1)],
+        [("branch_pool", 192, 1, 1)],
     )
 
 
 def _block_d(inputs: int) -> _Block:
-    seven = [_Conv(f"branch7x7x3_{n}", 192, kernel) for n, kernel in enumerate([(1, 1), (1, 7), (7, 1)], start=1)]
+    seven = ((192, 1, 1), (192, 1, 7), (192, 7, 1), (192, 3, 3, 2))
     return _Block(
         inputs,
-        [
-            [_Conv("branch3x3_1", 192, (1, 1)), _Conv("branch3x3_2", 320, (3, 3), 2)],
-            [*seven, _Conv("branch7x7x3_4", 192, (3, 3), 2)],
-        ],
-        pool="reduce",
+        "reduce",
+        [("branch3x3_1", 192, 1, 1), ("branch3x3_2", 320, 3, 3, 2)],
+        [(f"branch7x7x3_{n}", *sizes) for n, sizes in enumerate(seven, start=1)],
     )
 
 
 def _block_e(inputs: int, pool: str) -> _Block:
+    double: list[_Conv] = [("branch3x3dbl_1", 448, 1, 1), ("branch3x3dbl_2", 384, 3, 3)]
     return _Block(
         inputs,
-        [
-            [_Conv("branch1x1", 320, (1, 1))],
-            [_Conv("branch3x3_1", 384, (1, 1)), _Conv("branch3x3_2a branch3x3_2b", 384, (1, 3))],
-            [
-                _Conv("branch3x3dbl_1", 448, (1, 1)),
-                _Conv("branch3x3dbl_2", 384, (3, 3)),
-                _Conv("branch3x3dbl_3a branch3x3dbl_3b", 384, (1, 3)),
-            ],
-            [_Conv("branch_pool", 192, (1, 1))],
-        ],
-        pool=pool,
+        pool,
+        [("branch1x1", 320, 1, 1)],
+        [("branch3x3_1", 384, 1, 1), ("branch3x3_2a branch3x3_2b", 384, 1, 3)],
+        [*double, ("branch3x3dbl_3a branch3x3dbl_3b", 384, 1, 3)],
+        [("branch_pool", 192, 1, 1)],
     )
 
 
@@ -147,7 +131,7 @@ class Inception(nn.Module):
         super().__init__()
 
         def unit(inputs: int, channels: int, size: int, *, stride: int = 1, same: bool = False) -> _Unit:
-            return _Unit(inputs, _Conv("", channels, (size, size), stride), (size, size), same=same)
+            return _Unit(inputs, channels, (size, size), stride=stride, same=same)
 
         self.Conv2d_1a_3x3 = unit(3, 32, 3, stride=2)
         self.Conv2d_2a_3x3 = unit(32, 32, 3)
@@ -178,13 +162,13 @@ def inception(path: Path) -> Inception:
     with torch.random.fork_rng(devices=[]):
         network = Inception().eval()
     expected = {k: v for k, v in network.state_dict().items() if not k.endswith("num_batches_tracked")}
-    found = {k: stored[k] for k in expected if isinstance(stored, dict) and isinstance(stored.get(k), Tensor)}
-    wrong = [name for name in expected if name not in found or found[name].shape != expected[name].shape]
+    tensors = {k: stored[k] for k in expected if isinstance(stored, dict) and isinstance(stored.get(k), Tensor)}
+    wrong = [name for name in expected if name not in tensors or tensors[name].shape != expected[name].shape]
     if wrong:
         raise ConfigError(
             f"{path} is not FID's Inception network: {len(wrong)} of {len(expected)} tensors are missing or have"
             f" another shape, first {wrong[0]}",
             allowed="the file weights-inception-2015-12-05-6726825d.pth of torch-fidelity, or pytorch-fid's",
         )
-    network.load_state_dict(found, strict=False)
+    network.load_state_dict(tensors, strict=False)
     return network.requires_grad_(False)

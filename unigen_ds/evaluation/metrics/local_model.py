@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from hashlib import blake2b
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.files import file_digest
@@ -52,14 +53,19 @@ class LocalModel:
         """The folder's."""
         return self.folder.resolve().name
 
-    @cached_property
-    def model_hash(self) -> str:
-        """Of the config, the weights, the tokenizer and the processor."""
+    def details(self) -> dict[str, str]:
+        """For the provenance: the name, and a hash of the config, the weights, the tokenizer and the processor."""
         self.check()
-        digest = blake2b(digest_size=16)
-        for path in sorted(path for path in self.folder.iterdir() if path.suffix in _READ and path.is_file()):
-            digest.update(f"{path.name} {file_digest(path)}\n".encode())
-        return digest.hexdigest()
+        files = [path for path in self.folder.iterdir() if path.suffix in _READ and path.is_file()]
+        return {"model": f"{self.name} {hash_of_files(files)}", "precision": "model float32, mean float64"}
+
+    def resize(self) -> str:
+        """How its processor resizes pictures, in words; Pillow's resizing is antialiased."""
+        images = self.image_processor
+        size, crop = (dict(getattr(images, name, None) or {}) for name in ("size", "crop_size"))
+        filter_name = Image.Resampling(int(getattr(images, "resample", 3))).name.lower()
+        cropped = f", crop {crop}" if getattr(images, "do_center_crop", False) else ""
+        return f"{filter_name}, antialiased, {size}{cropped}"
 
     @cached_property
     def model(self) -> Any:
@@ -74,6 +80,11 @@ class LocalModel:
     def processor(self) -> Any:
         """Of texts and images, or of images alone."""
         return self._load("AutoProcessor")
+
+    @property
+    def image_processor(self) -> Any:
+        """Of images alone."""
+        return getattr(self.processor, "image_processor", None) or self.processor
 
     @property
     def device(self) -> torch.device:
@@ -91,10 +102,18 @@ class LocalModel:
             raise ConfigError(f"{self._where}: {kind} cannot read {self.folder}: {error}") from error
 
 
-def default_device(given: str | None) -> torch.device:
-    """``given``, or this process's CUDA device where there is one."""
-    if given is not None:
-        return torch.device(given)
+def hash_of_files(files: Iterable[Path]) -> str:
+    """Of their names and contents."""
+    digest = blake2b(digest_size=16)
+    for path in sorted(files):
+        digest.update(f"{path.name} {file_digest(path)}\n".encode())
+    return digest.hexdigest()
+
+
+def default_device(name: str | None) -> torch.device:
+    """The device of that name; None: this process's CUDA device, or the CPU."""
+    if name is not None:
+        return torch.device(name)
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 

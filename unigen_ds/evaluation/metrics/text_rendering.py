@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from unigen_ds.core.files import file_digest
 from unigen_ds.core.registry import METRICS
 from unigen_ds.evaluation.metrics.base import Metric, package, text
 from unigen_ds.evaluation.metrics.images import pictures
+from unigen_ds.evaluation.metrics.local_model import hash_of_files
 
 
 @METRICS.register_module()
@@ -38,16 +37,16 @@ class TextRendering(Metric):
         self._reader: Any = None
 
     def rows(self, predictions: Sequence[Any], references: Sequence[Any], keys: Sequence[str]) -> Sequence[Any]:
-        images = pictures(predictions, keys, what="the prediction")
-        wanted = [text(one, what="the text to show", key=key) for one, key in zip(references, keys, strict=True)]
         distance = package("torchmetrics.functional.text").edit_distance
-        found = []
-        for image, shown in zip(images, map(self._plain, wanted), strict=True):
-            read = self._plain(self.read(image))
-            longer = max(len(read), len(shown))
-            edits = int(distance([read], [shown], reduction="sum")) if read and shown else longer
-            found.append([float(read == shown), 1.0 - edits / longer if longer else 1.0])
-        return found
+        rows = []
+        for image, reference, key in zip(
+            pictures(predictions, keys, what="the prediction"), references, keys, strict=True
+        ):
+            wanted, read = self._plain(text(reference, what="the text to show", key=key)), self._plain(self.read(image))
+            longer = max(len(read), len(wanted))
+            edits = int(distance([read], [wanted], reduction="sum")) if read and wanted else longer
+            rows.append([float(read == wanted), 1.0 - edits / longer if longer else 1.0])
+        return rows
 
     def read(self, image: Any) -> str:
         """The text of a picture, its lines joined by spaces."""
@@ -62,10 +61,8 @@ class TextRendering(Metric):
 
     def details(self) -> dict[str, str]:
         folder = Path(package("rapidocr_onnxruntime").__path__[0]) / "models"
-        digest = blake2b(digest_size=16)
-        for path in sorted(folder.glob("*.onnx")):
-            digest.update(f"{path.name} {file_digest(path)}\n".encode())
-        return {"model": f"PP-OCRv4 {digest.hexdigest()}", "precision": "model float32, mean float64"}
+        model = f"PP-OCRv4 {hash_of_files(folder.glob('*.onnx'))}"
+        return {"model": model, "precision": "model float32, mean float64"}
 
     def _plain(self, value: str) -> str:
         plain = " ".join(value.split())

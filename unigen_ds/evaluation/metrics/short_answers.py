@@ -1,19 +1,44 @@
-"""The accuracy of VQA: how many people answered as the model did."""
+"""Metrics of short answers: exact match, and VQA accuracy, which is how many people answered as the model did."""
 
 from __future__ import annotations
 
 import re
+import string
 from collections.abc import Sequence
-from typing import Any
-
-import numpy as np
+from typing import Literal
 
 from unigen_ds.core.registry import METRICS
-from unigen_ds.evaluation.metrics.base import Metric, text_pairs
+from unigen_ds.evaluation.metrics.base import TextMetric
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+
+
+@METRICS.register_module()
+class ExactMatch(TextMetric):
+    """The share of predictions that equal a reference, 0 to 1.
+
+    Args:
+        normalize: ``none`` compares the texts as they are; ``squad`` first removes case, punctuation, English articles
+            and repeated spaces, as the official script of SQuAD does (Rajpurkar et al., EMNLP 2016).
+    """
+
+    name = "exact_match"
+
+    def __init__(self, *, normalize: Literal["none", "squad"] = "none") -> None:
+        super().__init__(normalize=normalize)
+        self._normal = _squad if normalize == "squad" else str
+
+    def row(self, prediction: str, references: Sequence[str]) -> Sequence[float]:
+        return [float(self._normal(prediction) in map(self._normal, references))]
+
+
+def _squad(text: str) -> str:
+    plain = text.lower().translate(str.maketrans("", "", string.punctuation))
+    return " ".join(_ARTICLES.sub(" ", plain).split())
+
 
 _NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 _NUMBER = {"none": "0", **{word: str(n) for n, word in enumerate(_NUMBERS)}}
-_ARTICLES = frozenset(("a", "an", "the"))
 _PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'
 _PERIOD = re.compile(r"(?!<=\d)\.(?!\d)")
 _THOUSANDS = re.compile(r"(?<=\d),+(?=\d)")
@@ -43,7 +68,7 @@ _CONTRACTIONS = {
 
 
 @METRICS.register_module()
-class VQAAccuracy(Metric):
+class VQAAccuracy(TextMetric):
     """Accuracy of answers to questions about images, 0 to 1 (Antol et al., "VQA", ICCV 2015).
 
     An answer that n people have counts min(n / 3, 1), as the mean over all ways to leave one person out. Answers are
@@ -56,20 +81,17 @@ class VQAAccuracy(Metric):
     def __init__(self) -> None:
         super().__init__()
 
-    def rows(self, predictions: Sequence[Any], references: Sequence[Any], keys: Sequence[str]) -> Sequence[Any]:
-        return [[vqa_accuracy(one, several)] for one, several in text_pairs(predictions, references, keys)]
-
-    def values(self, table: np.ndarray) -> dict[str, float]:
-        return {self.name: float(table.mean())}
+    def row(self, prediction: str, references: Sequence[str]) -> Sequence[float]:
+        return [vqa_accuracy(prediction, references)]
 
 
-def vqa_accuracy(answer: str, given: Sequence[str]) -> float:
+def vqa_accuracy(answer: str, people: Sequence[str]) -> float:
     """Of one answer against those of several people.
 
     With n equal ones of k: leaving out an equal one (n of k ways) leaves n - 1, any other leaves n.
     """
     own = normalized(answer)
-    number, of = sum(normalized(one) == own for one in given), len(given)
+    number, of = sum(normalized(one) == own for one in people), len(people)
     if of == 1:
         return float(number)
     return (number * min((number - 1) / 3, 1.0) + (of - number) * min(number / 3, 1.0)) / of
@@ -79,9 +101,9 @@ def normalized(answer: str) -> str:
     """An answer as the evaluation server compares it (the processor of EvalAI, published with Pythia and lmms-eval)."""
     text = answer.lower().replace(",", "").replace("?", "").replace("'s", " 's").strip()
     text = text.replace("\n", " ").replace("\t", " ").strip()
-    found = text
+    plain = text
     for mark in _PUNCTUATION:
         touches_space = f"{mark} " in text or f" {mark}" in text or _THOUSANDS.search(text) is not None
-        found = found.replace(mark, "" if touches_space else " ")
-    words = [_NUMBER.get(word, word) for word in _PERIOD.sub("", found).lower().split()]
-    return " ".join(_CONTRACTIONS.get(word, word) for word in words if word not in _ARTICLES)
+        plain = plain.replace(mark, "" if touches_space else " ")
+    words = [_NUMBER.get(word, word) for word in _PERIOD.sub("", plain).lower().split()]
+    return " ".join(_CONTRACTIONS.get(word, word) for word in words if word not in ("a", "an", "the"))
