@@ -17,7 +17,7 @@ from typing import Any
 
 from mmengine.config import Config, ConfigDict
 
-from unigen_ds.core.config_file import plain_names, present, read_file, shipped, unread_names
+from unigen_ds.core.config_file import plain_names, read_file, shipped, unread_names
 from unigen_ds.core.errors import ConfigError, UnknownKey, close, nearest, suggestion
 from unigen_ds.core.registry import registered_name
 from unigen_ds.core.translation import SETTINGS, hint, is_setting, is_translated
