@@ -179,19 +179,6 @@ def test_sums_of_what_is_kept(tmp_path: Path, given: str) -> None:
         assert fitted.kept_sums["tokens"] < int(data.counts().tokens.sum())
 
 
-def test_an_index_of_an_earlier_version_is_named(tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logging.getLogger("unigen_ds"), "propagate", True)
-    path = write_jsonl(tmp_path / "old.jsonl", mixed_records(tmp_path, 4))
-    (tmp_path / FOLDER).mkdir()
-    (tmp_path / FOLDER / "old.jsonl-0123456789abcdef.npz").write_bytes(b"PK")
-    with caplog.at_level(logging.INFO):
-        Index.build(path, make_processor())
-    assert "old.jsonl-0123456789abcdef.npz is of an earlier version and is built again" in caplog.text
-    caplog.clear()
-    Index.build(path, make_processor())
-    assert "earlier version" not in caplog.text
-
-
 def test_a_full_disk_costs_the_cache_alone(tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger("unigen_ds"), "propagate", True)
     path = write_jsonl(tmp_path / "t.jsonl", mixed_records(tmp_path, 8))

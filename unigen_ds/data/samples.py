@@ -208,8 +208,8 @@ class TextTokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """Ids of a text that a user wrote: ordinary text, whatever it spells.
 
-        A tokenizer whose texts can spell a special token also has ``spells_special(text) -> bool`` and
-        ``encode_unprotected(text)``, as ``tokenizers.py``.
+        A tokenizer whose texts can spell a special token also has ``spells_special(text) -> bool``, as
+        ``tokenizers.py``.
         """
         ...
 

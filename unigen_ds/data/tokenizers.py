@@ -55,7 +55,7 @@ class _Tokenizer:
         return [self.special.encode(text) if text in spelled else next(rest) for text in texts]
 
     def encode_unprotected(self, text: str) -> list[int]:
-        """Version 0 of the rule ``special_tokens``: what is spelled becomes the token."""
+        """Ids of a text of a template: what is spelled becomes the token."""
         return self.encode_texts_unprotected([text])[0]
 
     def encode_texts_unprotected(self, texts: Sequence[str]) -> list[list[int]]:
