@@ -164,10 +164,7 @@ class LoggerHook(Hook):
         )
         logger().info("%s at update %d: %s", event, update, _shown(event, values))
         for writer in self._writers:
-            if axis == "update":
-                writer.write(values, update=update, event=event, at=now)
-            else:
-                writer.write_on(axis, values, update=update, event=event, at=now)
+            writer.write(values, update=update, event=event, at=now, axis=axis)
 
     def image(self, run: Run, name: str, picture: Image, *, update: int) -> None:
         """Show a picture in the writers that can. May be called on every rank, with that of rank 0. Not collective."""
@@ -194,14 +191,12 @@ class LoggerHook(Hook):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state.get("version") not in (1, VERSION):
-            raise ConfigError(f"state of LoggerHook has version {state.get('version')!r}", allowed=f"1, {VERSION}")
+        if state.get("version") != VERSION:
+            raise ConfigError(f"state of LoggerHook has version {state.get('version')!r}", allowed=str(VERSION))
         for writer in self._writers:
             writer.run_id = state["run_ids"].get(writer.name)
-            writer.adopts = state["version"] == 1
-        if state["version"] > 1:
-            self._watch.load_state_dict(state["grad_norms"])
-            self._epoch.load_state_dict(state["epoch"])
+        self._watch.load_state_dict(state["grad_norms"])
+        self._epoch.load_state_dict(state["epoch"])
 
     def _log(self, run: Run, result: UpdateResult, of_epoch: Mapping[str, float] | None = None) -> None:
         """Collective. Reads the device: the only code outside the optimizer step that waits for it."""
