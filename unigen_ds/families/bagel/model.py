@@ -51,7 +51,6 @@ from unigen_ds.models.vae import encode_by_size, hold_as_buffers
 from unigen_ds.models.vision import VisionModel
 from unigen_ds.models.weights import PretrainedModel, contradictions
 
-FREEZABLE = ("vae", "vit", "llm", "connector")
 _INIT_STD = 0.02
 
 
@@ -247,7 +246,7 @@ class UnifiedModel(PretrainedModel):
         if source is not None and copy_init_moe:
             source = with_copied_experts(source, self.state_dict(keep_vars=True))
         self.start_from(source, contradicted=contradictions(given, found))
-        self._freeze(freeze)
+        self.freeze((*freeze, "vae"))
         quantize_frozen(self.parts(), quantize or {})
         self.language_model.model.activation_checkpointing = activation_checkpointing
         self.vit_model.vision_model.activation_checkpointing = activation_checkpointing
@@ -297,16 +296,7 @@ class UnifiedModel(PretrainedModel):
             tensor.zero_()  # drawn nevertheless, so that the other parameters keep their values for a seed
 
     def parts(self) -> dict[str, nn.Module]:
-        """What ``freeze`` and ``quantize`` name."""
-        modules = (self.vae, self.vit_model, self.language_model, self.connector)
-        return dict(zip(FREEZABLE, modules, strict=True))
-
-    def _freeze(self, parts: Sequence[str]) -> None:
-        modules = self.parts()
-        for part in (*parts, "vae"):
-            if part not in modules:
-                raise ConfigError(f"model.freeze names {part!r}", allowed=", ".join(FREEZABLE))
-            modules[part].requires_grad_(False)
+        return {"vae": self.vae, "vit": self.vit_model, "llm": self.language_model, "connector": self.connector}
 
     def forward(self, batch: PackedBatch) -> LossTerms:
         """Sums of the loss terms over the targets of one micro-batch."""
