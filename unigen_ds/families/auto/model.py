@@ -25,6 +25,7 @@ from typing_extensions import Self
 from unigen_ds.backends.memory import allocate
 from unigen_ds.core.batch import LossTerms, to_device
 from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.hub import folder_of
 from unigen_ds.core.log import logger
 from unigen_ds.core.modules import persistent_buffers
 from unigen_ds.core.registry import MODELS, checked
@@ -32,9 +33,9 @@ from unigen_ds.core.shards import BUFFER, MASTER
 from unigen_ds.families.auto.attention import documents, has_sdpa, use_documents
 from unigen_ds.families.auto.batch import ModelBatch, Rows, text_batch
 from unigen_ds.families.auto.cost import Cost
-from unigen_ds.families.auto.loading import build, model_folder, plain_config, read_config, read_weights
+from unigen_ds.families.auto.loading import build, plain_config, read_config, read_weights
 from unigen_ds.models.losses import loss_terms, text_losses
-from unigen_ds.models.weights import PretrainedModel, contradictions, match
+from unigen_ds.models.weights import PretrainedModel, check_here, contradictions, match
 
 _CHECKED_IDS = ((5, 3, 9, 4, 7), (8, 2, 6))
 """Two short documents, where no processor has others."""
@@ -95,7 +96,9 @@ class TransformersModel(PretrainedModel):
                 remedy="model.pretrained='DIR' or a name on the hub",
             )
         meta = torch.empty(0).is_meta
-        folder = model_folder(pretrained) if pretrained else None
+        folder = folder_of(pretrained, where="model.pretrained") if pretrained else None
+        if folder is not None:
+            check_here(folder)
         settings = read_config(folder, config or {})
         causal = build(self.auto, settings, attention=attention, whole=folder is None and not meta)
         # not registered: its modules are registered here, so that parameters have transformers' names

@@ -28,8 +28,13 @@ from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.registry import AUTOENCODERS, MODELS, build, checked
 from unigen_ds.core.settings import Of
 from unigen_ds.families.bagel.exported import read_exported
-from unigen_ds.families.bagel.published import VIT_SELECT_LAYER, model_sizes, read_pretrained, with_copied_experts
-from unigen_ds.families.bagel.settings import UnifiedSizes
+from unigen_ds.families.bagel.published import (
+    VIT_SELECT_LAYER,
+    UnifiedSizes,
+    model_sizes,
+    read_pretrained,
+    with_copied_experts,
+)
 from unigen_ds.models import flow
 from unigen_ds.models.attention import Attend, plan_attention
 from unigen_ds.models.flops import attention_flops, encode_flops, linear_flops, trains
