@@ -381,7 +381,7 @@ def test_a_larger_vocabulary_must_be_asked_for(folder: Path) -> None:
 def test_what_cannot_work_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="neither pretrained nor"):
         CausalLM()
-    with pytest.raises(ConfigError, match="there is no such folder"):
+    with pytest.raises(ConfigError, match="there is no such file or folder"):
         CausalLM(pretrained=str(tmp_path / "none"))
     with pytest.raises(ConfigError, match=r"'llava' is no model of transformers' AutoModelForCausalLM"):
         CausalLM(pretrained=str(folder / "llava"))

@@ -118,7 +118,9 @@ def test_an_offline_wandb_run_of_the_real_runner_holds_what_metrics_jsonl_holds(
     resumed = list(range(WATCHED_SAVED_AT + 1, WATCHED_UPDATES + 1))
     assert updates == [list(range(1, KILL_AT)), resumed]
     first, second = ([row["update"] for row in found.rows] for found in offline)
-    assert first == updates[0][: len(first)] and len(first) > 0, "a kill takes what W&B has not yet written"
+    assert first == updates[0][: len(first)] and len(first) >= WATCHED_SAVED_AT, (
+        "a kill takes rows after the checkpoint"
+    )
     assert second == list(range(KILL_AT, WATCHED_UPDATES + 1)), "the other engine has the same losses: sent once"
     for found, lines in zip(offline, (written[0], written[1][-len(second) :]), strict=True):
         for row, line in zip(found.rows, lines, strict=False):
@@ -136,6 +138,18 @@ def test_one_wandb_run_id_across_a_kill_and_a_resume(watched: Path, offline: lis
     assert [found.run.run_id for found in offline] == 2 * [state["run_ids"]["WandbVisBackend"]]
     assert not any("parent_run" in found.config for found in offline)
     assert "is disabled" not in (watched / "train.log").read_text(encoding="utf-8")
+
+
+def test_a_checkpoint_waits_until_wandb_has_written(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    writer = SafeWriter(WandbVisBackend(init_kwargs={"mode": "offline"}))
+    writer.open(work_dir=tmp_path, config={}, updates=0, name="name", identity={})
+    for update in (1, 2):
+        writer.write({"loss": 1.0}, update=update)
+        writer.sync()
+        (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+        assert [row["update"] for row in read_wandb(path).rows] == [*range(1, update + 1)]
+    writer.close()
 
 
 def test_wandb_gets_the_arguments_and_the_whole_config(offline: list[OfflineRun]) -> None:

@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.errors import CheckpointError, ConfigError
+from unigen_ds.core.json_values import stored_object
 from unigen_ds.core.registry import FAMILIES, MODELS, TRANSFORMS, build, check_arguments, find
 from unigen_ds.core.settings import one_or_many
 from unigen_ds.data.augment import CHANGES
@@ -226,6 +227,14 @@ def _transforms(given: Mapping[str, Any]) -> dict[str, Any]:
         if augment := one_or_many(given.get(key)):
             made[key] = [build(TRANSFORMS, spec, where=f"processor.{key}[{i}]") for i, spec in enumerate(augment)]
     return made
+
+
+def stated(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a directory; {} where there is none, or a damaged one."""
+    try:
+        return stored_object(path)
+    except CheckpointError:
+        return {}
 
 
 def families() -> list[Family]:

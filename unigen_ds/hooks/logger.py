@@ -164,10 +164,7 @@ class LoggerHook(Hook):
         )
         logger().info("%s at update %d: %s", event, update, _shown(event, values))
         for writer in self._writers:
-            if axis == "update":
-                writer.write(values, update=update, event=event, at=now)
-            else:
-                writer.write_on(axis, values, update=update, event=event, at=now)
+            writer.write(values, update=update, event=event, at=now, axis=axis)
 
     def image(self, run: Run, name: str, picture: Image, *, update: int) -> None:
         """Show a picture in the writers that can. May be called on every rank, with that of rank 0. Not collective."""

@@ -25,11 +25,6 @@ def image_losses(velocity: Tensor, target: Tensor) -> Tensor:
     return (velocity.float() - target.float()).square().mean(-1)
 
 
-def image_loss_sum(velocity: Tensor, target: Tensor) -> Tensor:
-    """``image_losses``, summed over the ``M`` patches."""
-    return image_losses(velocity, target).sum()
-
-
 def loss_terms(each: Mapping[str, Tensor], *, training: bool) -> LossTerms:
     """Sums of the values of each target, [number of targets] by term; and the values, in a training detached."""
     values = {name: losses.detach() for name, losses in each.items()} if training else each

@@ -309,6 +309,15 @@ class PretrainedModel(nn.Module):
         """Fill ``tensor``, the whole of the parameter ``name``, with its initial values."""
         raise NotImplementedError
 
+    def parts(self) -> dict[str, nn.Module]:
+        """What ``freeze`` and ``quantize`` of the section ``model`` name."""
+        raise NotImplementedError
+
+    def freeze(self, names: Iterable[str]) -> None:
+        """No gradient for these ``parts``: they stay bit-identical."""
+        for name in names:
+            self.parts()[name].requires_grad_(False)
+
     @torch.no_grad()
     def start_from(self, source: Pretrained | None, *, contradicted: Sequence[str] = ()) -> None:
         """Called at the end of the constructor: initial values, and over them what the files hold.

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from unigen_ds.core.files import make_directory
 from unigen_ds.core.metrics import JsonLines
 from unigen_ds.core.registry import WRITERS
-from unigen_ds.tracking.writer import RunName, Writer, own_file
+from unigen_ds.tracking.writer import Writer, own_file
 
 
 @WRITERS.register_module()
@@ -34,10 +33,8 @@ class JsonlVisBackend(Writer):
         return {"save_dir": self._save_dir}
 
     def open(self, *, work_dir: Path, config: Mapping[str, Any], run_id: str | None, updates: int) -> str | None:
-        named, folder = self.run_name or RunName(work_dir.name, work_dir.name), Path(self._save_dir)
-        name = run_id or own_file(folder, named.name, suffix=".jsonl")
-        path = folder / f"{name}.jsonl"
-        make_directory(path.parent)
+        name = run_id or own_file(Path(self._save_dir), self.run_name.name, suffix=".jsonl")
+        path = Path(self._save_dir) / f"{name}.jsonl"
         self._lines = JsonLines(path)
         if path.exists() and path.stat().st_size:
             self._lines.append({"event": "resume", "updates": updates})

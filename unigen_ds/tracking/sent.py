@@ -1,40 +1,36 @@
 """What a tracker has been sent: ``<work_dir>/tracking/<writer>.jsonl``. It decides where a resume continues.
 
-A tracker cannot take a line back. So each line is recorded before it is sent, with the run that gets it and the numbers
-that a repeated update must show again. After a resume, a line that the run has is not sent again. Where config, data,
-split of the batch, number of processes or engine was changed and a repeated number differs by more than rounding, a new
-run begins at the resumed update, whose parent is the old one, and gets everything since then.
+A tracker cannot take a line back: trackio not at all, and W&B's ``resume_from`` is refused offline, on servers of one's
+own, and for a run that was killed (https://github.com/wandb/wandb/issues/10438, wandb 0.31). So each line is recorded
+before it is sent, and after a resume a line that the run has is not sent again. Where config, data, split of the batch,
+number of processes or engine was changed and a repeated number differs by more than rounding, a new run begins after
+the last update that agrees; the old one is its parent.
 
 ::
 
     {"event": "run", "id": "a1", "parent": null, "start": 0, "name": ..., "kept_in": {...}, "identity": "..."}
     {"run": "a1", "update": 10, "at": 10, "key": "", "values": {"loss": 2.5, ...}}
-    {"event": "lost", "run": "a1", "lines": [[10, ""]]}    the tracker has not got them: void, as if never sent
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from unigen_ds.core.files import make_directory
 from unigen_ds.core.json_values import json_values
-from unigen_ds.core.log import logger
 from unigen_ds.core.metrics import JsonLines, finite, parse_lines
 
 ROUNDING, ROUNDING_CUDA = 1e-5, 1e-3
 """Largest relative difference of a repeated number that is none: engines, and kernels of a GPU, add in any order."""
-UNEXPECTED = 0.02
-"""Relative difference of a repeated number from which on it is reported, although nothing was changed."""
 _COMPARED = ("loss", "lr", "applied", "sequences", "samples", "tokens", "val/loss")
 """First letters of what a repeated update must show again: times, rates and memory differ each time, norms of gradients
 and scores of validation more than losses."""
-Outcome = Literal["new", "held", "differs"]
 
 
 @dataclass(frozen=True)
@@ -51,12 +47,8 @@ class Line:
     @classmethod
     def of(cls, record: Mapping[str, Any], *, update: int, event: str, at: int | None) -> Line:
         key = f"{event} {hashlib.blake2b(repr(sorted(record)).encode(), digest_size=6).hexdigest()}" if event else ""
-        compared = {name: value for name, value in record.items() if _is_compared(name)}
+        compared = {k: v for k, v in record.items() if k.startswith(_COMPARED) and "_per_second" not in k}
         return cls(update, update if at is None else at, key, json_values(compared, finite))
-
-
-def _is_compared(name: str) -> bool:
-    return name.startswith(_COMPARED) and "_per_second" not in name
 
 
 @dataclass(frozen=True)
@@ -77,18 +69,18 @@ class Sent:
 
     Args:
         path: its file.
-        purged: the writer itself hides lines after the resumed update: only late results are held back.
+        purges: the writer itself hides lines after the resumed update: only late results are held back.
         rounding: largest relative difference of numbers that count as equal.
     """
 
-    def __init__(self, path: Path, *, purged: bool, rounding: float = ROUNDING) -> None:
-        self._path, self._purged, self._rounding = path, purged, rounding
-        self._lines: JsonLines | None = None
+    def __init__(self, path: Path, *, purges: bool, rounding: float = ROUNDING) -> None:
+        self._path, self._purges, self._rounding = path, purges, rounding
+        self._lines = JsonLines(path)
         self._branch = Branch(None, None, 0, "")
+        self._identity = ""
         self._repeated: dict[tuple[int, str], Mapping[str, Any]] = {}
-        self._held: list[tuple[Line, Callable[[Any], None]]] = []
-        self._changed, self._reported = False, False
-        self._last, self._settled = 0, False
+        self._agreed = self._last = 0
+        """While ``_agreed`` is the lower one, lines are compared: up to it they are equal, up to ``_last`` repeated."""
 
     def resume(
         self,
@@ -102,146 +94,97 @@ class Sent:
     ) -> Branch:
         """Where a start at ``updates`` continues, ``run_id`` being that of its checkpoint. ``id`` None: a new run.
 
-        Without a record the checkpoint's run is the parent, of another work dir.
+        Without a record, in another work dir, the checkpoint's run is the parent.
         """
-        branches, lines = self._read()
-        digest = hashlib.blake2b(json.dumps(json_values(identity), sort_keys=True).encode(), digest_size=8).hexdigest()
-        chain = _chain(branches)
-        fresh = Branch(None, None, 0, name, group, dict(kept_in), digest)
+        records, _ = parse_lines(self._path)
+        chain = _chain(records)
+        content = json.dumps(json_values(identity), sort_keys=True)
+        self._identity = hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
+        self._branch = Branch(None, run_id, updates, name, group, dict(kept_in), self._identity)
+        self._agreed = self._last = updates
         if not chain:
-            self._branch = replace(fresh, parent=run_id, start=updates)
-        elif dict(chain[0].kept_in) != dict(kept_in):
-            self._branch = replace(fresh, start=updates)
+            return self._branch
+        if chain[0].kept_in != kept_in:
+            self._branch = replace(self._branch, parent=None)
         elif run_id is not None and run_id != _owner(chain, updates).id:
-            self._branch = replace(fresh, name=chain[-1].name, group=chain[-1].group, parent=run_id, start=updates)
+            self._branch = replace(self._branch, name=chain[-1].name, group=chain[-1].group)
         else:
-            self._branch = replace(chain[0], identity=digest)
-            self._changed = chain[0].identity != digest
+            self._branch = chain[0]
             self._repeated = {
                 (line["update"], line["key"]): line["values"]
-                for line in lines
-                if line["at"] > updates and line["run"] == _owner(chain, line["update"]).id
+                for line in records
+                if "key" in line
+                and line["at"] > updates
+                and line["run"] == _owner(chain, line["update"]).id
+                and not (self._purges and line["update"] > updates)
             }
-        if self._purged:  # late results alone; the first one is kept
-            self._repeated = {key: values for key, values in self._repeated.items() if key[0] <= updates}
-        self._last = max([update for update, _ in self._repeated if update > updates], default=updates)
-        self._settled = self._last == updates
+            if self._branch.identity != self._identity:
+                self._last = max([updates, *(update for update, key in self._repeated if not key)])
         return self._branch
 
-    def last_run(self) -> tuple[str | None, int]:
-        """Id of the run that lines went to last, and how many starts it had."""
-        branches = self._read()[0]
-        run_id = branches[-1].id if branches else None
-        return run_id, sum(branch.id == run_id for branch in branches)
-
-    def lose(self, run_id: str, kept: Mapping[int, int]) -> list[Line]:
-        """Make void what a run was sent and has not got: of each update the lines after the first ``kept`` ones."""
-        left, lost = dict(kept), []
-        for record in self._read()[1]:
-            if record["run"] != run_id:
-                continue
-            left[record["update"]] = left.get(record["update"], 0) - 1
-            if left[record["update"]] < 0:
-                lost.append(Line(**{name: record[name] for name in ("update", "at", "key", "values")}))
-        if lost:
-            self._append({"event": "lost", "run": run_id, "lines": [[line.update, line.key] for line in lost]})
-        return lost
-
     def num_sent(self, run_id: str | None) -> int:
-        """Lines that a run was sent, those that it has not got included."""
-        return sum(record.get("run") == run_id and "update" in record for record in parse_lines(self._path)[0])
+        """Lines that a run was sent."""
+        return sum("key" in record and record["run"] == run_id for record in parse_lines(self._path)[0])
 
     def opened(self, run_id: str | None) -> None:
         """The writer has opened the run: it is the one that lines go to from now on."""
-        self._branch = replace(self._branch, id=run_id)
+        identity = self._branch.identity if self._agreed < self._last else self._identity
+        self._branch = replace(self._branch, id=run_id, identity=identity)
         self._append({"event": "run", **asdict(self._branch)})
 
-    def compare(self, line: Line, show: Callable[[Any], None]) -> Outcome:
-        """Whether the run has ``line``. While lines may still repeat, each is kept with ``show`` for a new run."""
-        if not self._settled and line.update > self._last:  # every update that may repeat has been seen again
-            if self._changed and any(not key for _, key in self._repeated):  # not all: those cannot be compared
-                self._held.append((line, show))
-                return "differs"
-            self._settled = True
-            self._held.clear()
-        known = self._repeated.pop((line.update, line.key), None)
-        if not self._settled:
-            self._held.append((line, show))
-            if known is not None and self._differs(known, line):
-                return "differs"
-        return "new" if known is None else "held"
+    def differs(self, line: Line) -> bool:
+        """Whether ``line`` shows that this start has other numbers than the run already has, because of a change."""
+        if self._agreed >= self._last:
+            return False
+        known = self._repeated.get((line.update, line.key))
+        if known is not None:
+            names = {*known, *line.values}
+            if not all(_close(known.get(name), line.values.get(name), self._rounding) for name in names):
+                return True
+        if not line.key:
+            if line.update > self._last:  # not every update has come again: those cannot be compared
+                return True
+            self._agreed = line.update
+            if self._agreed == self._last:
+                self.opened(self._branch.id)
+        return False
 
-    def _differs(self, known: Mapping[str, Any], line: Line) -> bool:
-        """Whether a repeated line has other numbers because of a change. Without one, much else is reported once."""
-        bound = self._rounding if self._changed else UNEXPECTED
-        other = next((n for n in (*known, *line.values) if not _close(known.get(n), line.values.get(n), bound)), None)
-        if other is not None and not self._changed and not self._reported:
-            self._reported = True
-            logger().warning(
-                "Repeated update %d has %s %s, and had %s before the resume, although config, data and engine are "
-                "unchanged. Trackers keep the first value.",
-                line.update, other, line.values.get(other), known.get(other),
-            )  # fmt: skip
-        return other is not None and self._changed
+    def branch(self) -> Branch:
+        """A new run after the last update that agrees."""
+        parent = _owner(_chain(parse_lines(self._path)[0]), self._agreed).id
+        self._repeated, self._last = {}, self._agreed
+        self._branch = replace(self._branch, id=None, parent=parent, start=self._agreed)
+        return self._branch
 
-    def branch(self, updates: int) -> tuple[list[tuple[Line, Callable[[Any], None]]], Branch]:
-        """A new run from ``updates`` on, and the lines that were held back."""
-        held, self._held, self._repeated, self._settled = self._held, [], {}, True
-        owner = _owner(_chain(self._read()[0]), updates)
-        self._branch = replace(self._branch, id=None, parent=owner.id, start=updates)
-        return held, self._branch
-
-    def record(self, line: Line) -> None:
-        """``line`` is about to be sent."""
+    def add(self, line: Line) -> bool:
+        """Record that ``line`` is about to be sent; False where the run has it."""
+        if self._repeated.pop((line.update, line.key), None) is not None:
+            return False
         self._append({"run": self._branch.id, **asdict(line)})
+        return True
 
     def sync(self) -> None:
-        if self._lines is not None:
-            self._lines.sync()
+        """Have the record on disk. Raises ``OSError``."""
+        self._lines.sync()
 
     def close(self) -> None:
-        if self._lines is not None:
-            self._lines.close()
-            self._lines = None
+        self._lines.close()
 
     def _append(self, record: Mapping[str, Any]) -> None:
-        if self._lines is None:
-            make_directory(self._path.parent)
-            self._lines = JsonLines(self._path)
+        make_directory(self._path.parent)
         with suppress(OSError):  # a full disk: the line is kept in memory and written later; a save reports it
             self._lines.append(record)
 
-    def _read(self) -> tuple[list[Branch], list[dict[str, Any]]]:
-        """Every run, in the order of the starts, and every line. A torn line is passed over: it was not sent."""
-        branches: list[Branch] = []
-        lines: list[dict[str, Any]] = []
-        texts = self._path.read_text(encoding="utf-8", errors="replace").splitlines() if self._path.exists() else ()
-        for text in texts:
-            try:
-                record = json.loads(text)
-            except json.JSONDecodeError:
-                continue
-            event = record.pop("event", None)
-            if event == "run":
-                branches.append(Branch(**record))
-            elif event == "lost":
-                void = {(record["run"], update, key) for update, key in record["lines"]}
-                lines = [line for line in lines if (line["run"], line["update"], line["key"]) not in void]
-            else:
-                lines.append(record)
-        return branches, lines
 
-
-def _chain(branches: list[Branch]) -> list[Branch]:
+def _chain(records: list[dict[str, Any]]) -> list[Branch]:
     """The last run, its parent, and so on to the first; each as it was last opened."""
-    by_id = {branch.id: branch for branch in branches}
+    runs = [{k: v for k, v in record.items() if k != "event"} for record in records if record.get("event") == "run"]
+    by_id = {run["id"]: Branch(**run) for run in runs}
     chain: list[Branch] = []
-    current = branches[-1].id if branches else None
-    while current in by_id and by_id[current] not in chain:
-        chain.append(by_id[current])
-        current = by_id[current].parent
-        if current is None:
-            break
+    current = by_id.get(runs[-1]["id"]) if runs else None
+    while current is not None and current not in chain:
+        chain.append(current)
+        current = by_id.get(current.parent) if current.parent is not None else None
     return chain
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unigen_ds.core.registry import WRITERS
-from unigen_ds.tracking.writer import RunName, Writer, numbers, own_file
+from unigen_ds.tracking.writer import Writer, numbers, own_file
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -38,20 +38,12 @@ class TensorboardVisBackend(Writer):
     def open(self, *, work_dir: Path, config: Mapping[str, Any], run_id: str | None, updates: int) -> str | None:
         from torch.utils.tensorboard import SummaryWriter
 
-        folder, run_id = self._folder(work_dir, run_id)
+        folder = Path(self._save_dir) if self._save_dir else work_dir / "tensorboard"
+        if not folder.resolve().is_relative_to(work_dir.resolve()):
+            run_id = run_id or own_file(folder, self.run_name.name, suffix="")
+            folder /= run_id
         self._writer = SummaryWriter(str(folder), purge_step=updates + 1)  # at a first start, too: it may be repeated
         return run_id
-
-    def _folder(self, work_dir: Path, run_id: str | None) -> tuple[Path, str | None]:
-        """That of the event files; and its name below ``save_dir``, None where the run has ``save_dir`` itself."""
-        if not self._save_dir:
-            return work_dir / "tensorboard", None
-        folder = Path(self._save_dir)
-        named = self.run_name or RunName(work_dir.name, work_dir.name)
-        if folder.resolve().is_relative_to(work_dir.resolve()):
-            return folder, None
-        run_id = run_id or own_file(folder, named.name, suffix="")
-        return folder / run_id, run_id
 
     def write(self, record: Mapping[str, Any], *, update: int) -> None:
         for name, value in numbers(record).items():

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unigen_ds.core.registry import WRITERS
-from unigen_ds.tracking.writer import RunName, Writer, plain_config, with_aliases
+from unigen_ds.tracking.writer import Writer, plain_config, with_aliases
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -46,18 +47,15 @@ class TrackioVisBackend(Writer):
     def open(self, *, work_dir: Path, config: Mapping[str, Any], run_id: str | None, updates: int) -> str | None:
         import trackio
 
-        named = self.run_name or RunName(work_dir.name, work_dir.name)
-        if self._name is not None:
-            named = RunName(self._name, named.group, named.parent, named.since)
-        lineage = {} if named.parent is None else {"parent_run": named.parent, "parent_update": named.since}
+        run_name = self.run_name if self._name is None else replace(self.run_name, name=self._name)
         self._run = trackio.init(
             # a run is found again by its name, so that of a new run is like no other's
-            name=run_id or f"{named.of_branch} {uuid.uuid4().hex[:6]}",
-            config={**plain_config(config), **lineage},
+            name=run_id or f"{run_name.of_branch} {uuid.uuid4().hex[:6]}",
+            config={**plain_config(config), **run_name.lineage},
             resume="never" if run_id is None else "allow",
             **{
                 "project": self._project or work_dir.name,
-                "group": self._group or named.group,
+                "group": self._group or run_name.group,
                 "embed": False,
                 **self._init_kwargs,
             },

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import netrc
 import os
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,15 +15,17 @@ from urllib.parse import urlsplit
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.log import logger
 from unigen_ds.core.registry import WRITERS
-from unigen_ds.tracking.wandb_file import offline_rows
 from unigen_ds.tracking.writer import ALIASES as ALIASES
-from unigen_ds.tracking.writer import RunName, Writer, plain_config, with_aliases
+from unigen_ds.tracking.writer import Writer, plain_config, with_aliases
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 _WITHOUT_LOGIN = ("offline", "disabled", "dryrun")
 """Modes of W&B that need no key."""
+_FLUSH, _FLUSH_SECONDS = "x_transaction_log_flush_interval", 0.1
+"""Setting of W&B: seconds after which a row is in the file of an offline run. A kill loses what is not, by default the
+rows of 15 seconds."""
 
 
 def _host() -> str:
@@ -52,12 +55,10 @@ def _has_key() -> bool:
 class WandbVisBackend(Writer):
     """One W&B run per training run: a resume continues it and sends nothing that it has.
 
-    What W&B had not yet written of an offline run when it was killed is sent again.
-    Where a repeated update has other numbers (another config, data or engine), a new run of the same group begins at
-    the resumed update; ``parent_run`` of its config names the old one, which gets the tag ``abandoned after update N``.
-    The horizontal axis of everything is
-    ``update``, not W&B's own step, so an evaluation that ends late is still shown at its own update.
-    ``WANDB_MODE=disabled`` switches it off.
+    Where a repeated update has other numbers (another config, data or engine), a new run of the same group begins after
+    the last update that agrees; ``parent_run`` of its config names the old one, which gets the tag ``abandoned after
+    update N``. The horizontal axis of everything is ``update``, not W&B's own step, so an evaluation that ends late is
+    still shown at its own update. ``WANDB_MODE=disabled`` switches it off.
 
     Args:
         save_dir: folder of local files; None: the work dir.
@@ -108,39 +109,33 @@ class WandbVisBackend(Writer):
             )
         ]
 
-    def kept_lines(self, *, work_dir: Path, run_id: str, starts: int) -> Mapping[int, int] | None:
-        return offline_rows(Path(self._folder(work_dir)), run_id, starts=starts)
-
-    def _folder(self, work_dir: Path) -> str:
-        return str(self._init_kwargs.get("dir") or self._save_dir or work_dir)
-
     def open(self, *, work_dir: Path, config: Mapping[str, Any], run_id: str | None, updates: int) -> str | None:
         import wandb
 
-        named = self.run_name or RunName(work_dir.name, work_dir.name)
+        own_id = run_id or uuid.uuid4().hex[:12]
         arguments = {
-            "id": run_id or uuid.uuid4().hex[:12],
+            "id": own_id,
             "resume": "allow",
-            "name": named.name,
-            "group": named.group,
-            "dir": self._folder(work_dir),
+            "name": self.run_name.name,
+            "group": self.run_name.group,
+            "dir": self._save_dir or str(work_dir),
             **self._init_kwargs,
         }
         if not isinstance(own := arguments.get("settings") or {}, wandb.Settings):
             # warnings and errors alone: no table of all values at the end, no lines about what every run has
             wandb.setup(wandb.Settings(show_info=bool(own.get("show_info"))))
-            arguments["settings"] = {"quiet": True, **own}
-        if named.parent is not None:  # a run of its own, whatever the config calls the first
-            arguments["name"] = replace(named, name=str(arguments["name"])).of_branch
-            arguments["id"] = run_id or uuid.uuid4().hex[:12]
+            flush = {_FLUSH: _FLUSH_SECONDS} if hasattr(wandb.Settings(), _FLUSH) else {}  # older ones flush each row
+            arguments["settings"] = {"quiet": True, **flush, **own}
+        if self.run_name.parent is not None:  # a run of its own, whatever the config calls the first
+            arguments["name"] = replace(self.run_name, name=str(arguments["name"])).of_branch
+            arguments["id"] = own_id
         self._run = wandb.init(**arguments)
         if url := self._url():
             logger().info("W&B: run %s is at %s", self._run.name, url)
         # Offline, W&B does not know the steps that the run has, and counts from 0: on its server later rows would
         # replace earlier ones (https://github.com/wandb/wandb/pull/11144).
         self._next_step = self.num_sent if self._run.offline and self.num_sent else None
-        lineage = {} if named.parent is None else {"parent_run": named.parent, "parent_update": named.since}
-        self._run.config.update({**plain_config(config), **lineage}, allow_val_change=True)
+        self._run.config.update({**plain_config(config), **self.run_name.lineage}, allow_val_change=True)
         self._run.define_metric("update")
         self._run.define_metric("*", step_metric="update")
         for entry in self._define_metric_cfg:
@@ -170,6 +165,10 @@ class WandbVisBackend(Writer):
 
     def abandon(self, note: str) -> None:
         self._run.tags = (*(self._run.tags or ()), note)
+
+    def sync(self) -> None:
+        if self._run is not None and self._run.offline:  # W&B has no call that waits for its file
+            time.sleep(2 * _FLUSH_SECONDS)
 
     def close(self) -> None:
         if self._run is not None:

@@ -8,7 +8,7 @@ No line is shown twice, and none of an abandoned branch: ``SafeWriter`` records 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,9 +20,8 @@ from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.files import make_directory
 from unigen_ds.core.json_values import by_name, json_values
 from unigen_ds.core.log import logger
-from unigen_ds.core.metrics import METRICS_FILE, read_lines
 from unigen_ds.core.versions import installed
-from unigen_ds.tracking.sent import ROUNDING, Line, Sent
+from unigen_ds.tracking.sent import ROUNDING, Branch, Line, Sent
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -52,6 +51,11 @@ class RunName:
         """The name, and from which update on where there is a parent."""
         return self.name if self.parent is None else f"{self.name} from update {self.since}"
 
+    @property
+    def lineage(self) -> dict[str, Any]:
+        """The parent, as the config of a run has it."""
+        return {} if self.parent is None else {"parent_run": self.parent, "parent_update": self.since}
+
 
 class Writer:
     """Base of all writers. ``SafeWriter`` calls it, and catches what it raises. Rank 0 only.
@@ -63,10 +67,9 @@ class Writer:
     """What to install with ``pip install`` when its package is missing."""
     purges = False
     """Whether ``open`` removes or hides what was written after ``updates``: a resume then writes it again."""
-    run_name: RunName | None = None
+    run_name = RunName("", "")
     """Set before each ``open``."""
-
-    num_sent: int = 0
+    num_sent = 0
     """Lines that the run was sent before, set before each ``open``."""
 
     def kept_in(self) -> Mapping[str, Any]:
@@ -80,12 +83,6 @@ class Writer:
         missing = [name for name in names if installed(name) is None]
         name = type(self).__name__
         return [ConfigError(f"{name} needs {each}", remedy=f"pip install {self.package}") for each in missing]
-
-    def kept_lines(self, *, work_dir: Path, run_id: str, starts: int) -> Mapping[int, int] | None:
-        """Number of lines by update that the run ``run_id`` has of those it was sent in ``starts`` starts; None: all,
-        or it is not known. Called before ``open``.
-        """
-        return None
 
     def open(self, *, work_dir: Path, config: Mapping[str, Any], run_id: str | None, updates: int) -> str | None:
         """Start. ``run_id`` is what an earlier start of this run returned; ``updates`` the progress."""
@@ -108,6 +105,9 @@ class Writer:
     def abandon(self, note: str) -> None:
         """Mark the open run: it is not continued after the update that ``note`` names. ``close`` follows."""
 
+    def sync(self) -> None:
+        """Have what was logged where a kill leaves it; called before each checkpoint counts."""
+
     def close(self) -> None:
         """Flush and end."""
 
@@ -127,8 +127,7 @@ class SafeWriter:
         """Of the run that is written to; before ``open`` that of the checkpoint."""
         self._sent: Sent | None = None
         self._axes: set[str] = set()
-        self._opened: dict[str, Any] = {}
-        self._name = RunName("", "")
+        self._arguments: dict[str, Any] = {}
 
     def open(
         self,
@@ -147,80 +146,43 @@ class SafeWriter:
         """
 
         def start(writer: Any) -> None:
-            self._opened = {"work_dir": work_dir, "config": config, "updates": updates}
+            path = work_dir / "tracking" / f"{self.name}.jsonl"
+            sent = self._sent = Sent(path, purges=getattr(writer, "purges", False), rounding=rounding)
+            self._arguments = {"work_dir": work_dir, "config": config, "updates": updates}
             kept_in = dict(writer.kept_in()) if hasattr(writer, "kept_in") else {}
-            self._sent = Sent(
-                work_dir / "tracking" / f"{self.name}.jsonl", purged=getattr(writer, "purges", False), rounding=rounding
+            group = work_dir.name
+            self._open(
+                sent,
+                sent.resume(self.run_id, updates=updates, name=name, group=group, kept_in=kept_in, identity=identity),
             )
-            lost = self._find_lost(writer, work_dir)
-            branch = self._sent.resume(
-                self.run_id,
-                updates=updates,
-                name=name,
-                group=work_dir.name,
-                kept_in=kept_in,
-                identity=identity,
-            )
-            self._name = RunName(branch.name, branch.group, branch.parent, branch.start)
-            self._open_run(branch.id)
-            self._send_again(writer, lost)
 
         self._guarded(start)
 
-    def _find_lost(self, writer: Any, work_dir: Path) -> list[Line]:
-        """What the last run was sent and has not got: a tracker may write later than it is called."""
-        assert self._sent is not None
-        run_id, starts = self._sent.last_run()
-        if run_id is None or not hasattr(writer, "kept_lines"):
-            return []
-        kept = writer.kept_lines(work_dir=work_dir, run_id=run_id, starts=starts)
-        return [] if kept is None else self._sent.lose(run_id, kept)
-
-    def _send_again(self, writer: Any, lost: list[Line]) -> None:
-        """Lost lines up to the present update, from ``metrics.jsonl``; later updates are made again."""
-        if not lost:
-            return
-        assert self._sent is not None
-        work_dir, updates = self._opened["work_dir"], self._opened["updates"]
-        if self._name.since < updates:  # else the run that lacks them ends at the present update
-            again = {(line.update, line.key): (line, found, event) for line, found, event in _logged(work_dir)}
-            restored = [again[key] for one in lost if (key := (one.update, one.key)) in again and one.update <= updates]
-        else:
-            restored = []
-        for line, found, event in restored:
-            self._sent.record(line)
-            _write(writer, found, update=line.update, event=event)
-        later = sum(line.update > updates for line in lost)
-        logger().info(
-            "%s: the last start ended before %d lines were written. %d of them are sent again now from %s, %d come"
-            " again with their updates, and %d (pictures, late results) are missing in run %s.",
-            self.name, len(lost), len(restored), METRICS_FILE, later, len(lost) - len(restored) - later, self.run_id,
-        )  # fmt: skip
-
-    def _open_run(self, run_id: str | None) -> None:
-        assert self._sent is not None
-        self._writer.run_name = self._name
-        self._writer.num_sent = self._sent.num_sent(run_id)
+    def _open(self, sent: Sent, branch: Branch) -> None:
+        self._writer.run_name = RunName(branch.name, branch.group, branch.parent, branch.start)
+        self._writer.num_sent = sent.num_sent(branch.id)
         self._axes.clear()
-        self.run_id = self._writer.open(run_id=run_id, **self._opened)
-        self._sent.opened(self.run_id)
+        self.run_id = self._writer.open(run_id=branch.id, **self._arguments)
+        sent.opened(self.run_id)
 
-    def write(self, record: Mapping[str, Any], *, update: int, event: str = "", at: int | None = None) -> None:
-        """Write one record, unless the run has it. ``event``: "" for the line of an update; ``at``: progress."""
-        self._send(
-            Line.of(record, update=update, event=event, at=at),
-            lambda writer: _write(writer, record, update=update, event=event),
-        )
+    def write(
+        self, record: Mapping[str, Any], *, update: int, event: str = "", at: int | None = None, axis: str = "update"
+    ) -> None:
+        """Write one record, unless the run has it.
 
-    def write_on(self, axis: str, record: Mapping[str, Any], *, update: int, event: str, at: int) -> None:
-        """The same on an axis of its own: ``record`` gets ``axis`` as one more number."""
-        numbered = {**record, axis: update}
+        ``event``: "" for the line of an update; ``at``: progress; ``axis``: another one than ``update`` becomes one
+        more number of the record.
+        """
+        numbers = record if axis == "update" else {**record, axis: update}
 
         def show(writer: Any) -> None:
-            if axis not in self._axes and hasattr(writer, "axis"):
+            if axis != "update" and axis not in self._axes and hasattr(writer, "axis"):
                 writer.axis(axis, tuple(record))
                 self._axes.add(axis)
-            _write(writer, numbered, update=update, event=event)
+            if event and hasattr(writer, "write_event"):
+                writer.write_event(numbers, update=update, event=event)
+            else:
+                writer.write(numbers, update=update)
 
         self._send(Line.of(record, update=update, event=event, at=at), show)
 
@@ -230,39 +192,34 @@ class SafeWriter:
             self._send(line, lambda writer: writer.image(name, picture, update=update))
 
     def _send(self, line: Line, show: Callable[[Any], None]) -> None:
+        sent = self._sent
+
         def send(writer: Any) -> None:
-            assert self._sent is not None
-            outcome = self._sent.compare(line, show)
-            if outcome == "differs":
-                for held, show_held in self._branch():
-                    self._sent.record(held)
-                    show_held(writer)
-            elif outcome == "new":
-                self._sent.record(line)  # first, so that a kill between the two leaves no line that is sent again
+            assert sent is not None
+            if sent.differs(line):
+                self._begin_branch(sent)
+            if sent.add(line):  # first, so that a kill between the two leaves no line that is sent again
                 show(writer)
 
-        if self._writer is not None and self._sent is not None:
+        if sent is not None:
             self._guarded(send)
 
-    def _branch(self) -> list[tuple[Line, Callable[[Any], None]]]:
-        """Continue in a new run from the resumed update, with what was held back since; returns that."""
-        assert self._sent is not None
-        updates, old = self._opened["updates"], self.run_id
+    def _begin_branch(self, sent: Sent) -> None:
+        """Continue in a new run after the last update that agrees with the old one."""
+        branch, old = sent.branch(), self.run_id
         if hasattr(self._writer, "abandon"):
-            self._writer.abandon(f"abandoned after update {updates}")
+            self._writer.abandon(f"abandoned after update {branch.start}")
         self._writer.close()
-        held, branch = self._sent.branch(updates)
-        self._name = RunName(self._name.name, self._name.group, branch.parent, updates)
-        self._open_run(None)
+        self._open(sent, branch)
         logger().info(
             "%s: updates after %d have other values than those that run %s already has; they are in the new run %s.",
-            self.name, updates, old, self.run_id,
+            self.name, branch.start, old, self.run_id,
         )  # fmt: skip
-        return held
 
     def sync(self) -> None:
-        """Have the record of what was sent on disk. Raises ``OSError``."""
+        """Have what was sent, and the record of it, on disk. Raises ``OSError`` for the record."""
         if self._sent is not None:
+            self._guarded(lambda writer: writer.sync() if hasattr(writer, "sync") else None)
             self._sent.sync()
 
     def close(self) -> None:
@@ -286,31 +243,14 @@ class SafeWriter:
             self._writer = None
 
 
-def _write(writer: Any, record: Mapping[str, Any], *, update: int, event: str) -> None:
-    """A line of an update, or of an ``event``, which a class without the base has no method for."""
-    if event and hasattr(writer, "write_event"):
-        writer.write_event(record, update=update, event=event)
-    else:
-        writer.write(record, update=update)
-
-
-def _logged(work_dir: Path) -> Iterator[tuple[Line, dict[str, Any], str]]:
-    """Lines of ``metrics.jsonl`` that count, as they are sent; without those that may have an axis of their own."""
-    for found in read_lines(work_dir / METRICS_FILE):
-        event, update = found.get("event", ""), found["update"]
-        if event in ("", "evaluation", "training_stats") and "at" not in found:
-            values = {name: value for name, value in found.items() if not event or name not in ("event", "update")}
-            yield Line.of(values, update=update, event=event, at=None), values, event
-
-
 def own_file(folder: Path, name: str, *, suffix: str) -> str:
     """Create an empty file ``<folder>/<name><suffix>``, or with ``suffix`` "" a folder, that no run has yet; its name
     without the suffix. Where another run has the name, a number is appended, with a warning.
     """
+    make_directory(folder)
     for number in range(1, 10_000):
-        found = name if number == 1 else f"{name}-{number}"
-        path = folder / f"{found}{suffix}"
-        make_directory(path.parent)
+        own = name if number == 1 else f"{name}-{number}"
+        path = folder / f"{own}{suffix}"
         try:
             if suffix:
                 path.touch(exist_ok=False)
@@ -323,14 +263,14 @@ def own_file(folder: Path, name: str, *, suffix: str) -> str:
                 "%s belongs to another run: the lines of this one are in %s. Choose another visualizer.run_name"
                 " for a name of its own.", folder / f"{name}{suffix}", path,
             )  # fmt: skip
-        return found
+        return own
     raise FileExistsError(f"{folder} has 9999 runs with the name {name}")
 
 
 def plain_config(config: Any) -> dict[str, Any]:
     """A config as JSON values, nested as it is, so that trackers show its sections as groups."""
-    found: dict[str, Any] = json_values(config.to_dict() if isinstance(config, Config) else config, by_name)
-    return found
+    plain: dict[str, Any] = json_values(config.to_dict() if isinstance(config, Config) else config, by_name)
+    return plain
 
 
 def numbers(record: Mapping[str, Any]) -> dict[str, float]:
@@ -340,5 +280,5 @@ def numbers(record: Mapping[str, Any]) -> dict[str, float]:
 
 def with_aliases(record: Mapping[str, Any]) -> dict[str, float]:
     """``numbers``, and the same values under the names of other trainers (``ALIASES``)."""
-    found = numbers(record)
-    return {**found, **{alias: found[name] for name, alias in ALIASES.items() if name in found}}
+    plain = numbers(record)
+    return {**plain, **{alias: plain[name] for name, alias in ALIASES.items() if name in plain}}

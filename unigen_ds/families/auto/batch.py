@@ -3,7 +3,7 @@
 Every token is a text token, also those that an image's features replace. Where a micro-batch has no image, a document
 of a plain one without targets is added: so the vision tower takes part in every micro-batch, as ZeRO and FSDP need.
 
-Shape suffixes: T tokens of the micro-batch.
+Shape suffixes: T tokens of the micro-batch, D documents, L tokens of the longest.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import Self
 
-from unigen_ds.core.batch import PackedBatch
+from unigen_ds.core.batch import PackedBatch, to_device
 from unigen_ds.data.image_files import ImageContent, UnreadableImage
 from unigen_ds.data.packed import PackedBuilder
 from unigen_ds.data.samples import Loaded, Split, Tally
@@ -166,3 +166,47 @@ def joined(inputs: Sequence[Inputs], *, by_sample: bool) -> dict[str, Tensor]:
             filled.append(F.pad(part, [n for size in reversed(missing) for n in (0, size)]) if any(missing) else part)
         found[name] = torch.cat(filled, along)
     return found
+
+
+class Rows:
+    """Documents as rows ``[D, L]``, filled up at their ends, for a model with one document in a row."""
+
+    def __init__(self, slots: Tensor, shape: tuple[int, int], lengths: Tensor) -> None:
+        self.slots, self.shape, self.lengths = slots, shape, lengths
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device) -> Rows:
+        sizes, longest = torch.tensor(lengths), max(lengths)
+        row = torch.arange(len(lengths)).repeat_interleave(sizes)
+        column = torch.arange(len(row)) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+        return cls(to_device(row * longest + column, device), (len(lengths), longest), to_device(sizes, device))
+
+    def filled(self, values: Tensor, fill: int) -> Tensor:
+        """``[T]`` -> ``[D, L]``."""
+        whole = torch.full((self.shape[0] * self.shape[1],), fill, dtype=values.dtype, device=values.device)
+        return whole.index_copy(0, self.slots, values).view(self.shape)
+
+    @property
+    def positions(self) -> Tensor:
+        return torch.arange(self.shape[1], device=self.slots.device).expand(self.shape)
+
+    @property
+    def mask(self) -> Tensor:
+        """1 at tokens of documents."""
+        return (self.positions < self.lengths[:, None]).long()
+
+
+def text_batch(documents: Sequence[Sequence[int]]) -> ModelBatch:
+    """Documents of text ids, without targets."""
+    lengths = tuple(map(len, documents))
+    none, floats = torch.empty(0, dtype=torch.int64), torch.empty(0)
+    number = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    ids = torch.tensor([i for document in documents for i in document])
+    return ModelBatch(
+        document_ids=number, split_ids=number, split_modes=none, position_ids=positions, text_ids=ids,
+        text_index=torch.arange(len(ids)), text_target_ids=none, text_target_index=none,
+        text_target_weight=floats, vit_patches=floats, vit_index=none, vit_position_ids=none, vit_lengths=(),
+        vae_images=floats, vae_noise=floats, latent_shapes=(), latent_index=none, latent_position_ids=none,
+        timesteps=floats, flow_noise=floats, image_target_index=none, document_lengths=lengths,
+    )  # fmt: skip

@@ -9,15 +9,14 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from unigen_ds.core.errors import CheckpointError, ConfigError
+from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.files import copy_files, new_directory
-from unigen_ds.core.json_values import stored_object
 from unigen_ds.core.registry import FAMILIES
 from unigen_ds.families.auto.inference import ModelInferencer
 from unigen_ds.families.auto.loading import build, read_config, read_weights
 from unigen_ds.families.auto.model import CausalLM, ImageTextToText, TransformersModel
 from unigen_ds.families.auto.processor import ModelProcessor
-from unigen_ds.families.base import ConversationFamily, Family, PublishedFormat
+from unigen_ds.families.base import ConversationFamily, Family, PublishedFormat, stated
 from unigen_ds.models.weights import Pretrained
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
@@ -31,10 +30,7 @@ class AutoDirectory(PublishedFormat):
 
     def recognises(self, folder: Path) -> bool:
         """By the class that ``config.json`` names, else by its kind of model."""
-        try:
-            stored = stored_object(folder / "config.json")
-        except CheckpointError:
-            return False
+        stored = stated(folder / "config.json")
         return "model_type" in stored and _auto_of(stored) == self.model.auto
 
     def config(self, folder: Path) -> dict[str, Any]:

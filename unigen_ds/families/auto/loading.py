@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from unigen_ds.core.errors import CheckpointError, ConfigError, UnknownKey
-from unigen_ds.core.hub import folder_of
 from unigen_ds.core.json_values import stored_object
 from unigen_ds.core.log import logger
 from unigen_ds.core.settings import plain
@@ -29,18 +28,6 @@ from unigen_ds.models.weights import Pretrained, Stored, stored_tensors
 _VOCABULARY = r"(embed_tokens|lm_head|wte|embed_in|embed_out)\.weight$"
 _NOT_THE_MODELS = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "architectures", "use_cache")
 """Keys of a config that change no number, in the config and in its parts."""
-
-
-def model_folder(path: str, *, where: str = "model.pretrained") -> Path:
-    """The folder of a model; one of the hub is downloaded into its cache. Raises ``ConfigError``."""
-    folder = folder_of(path, where=where)
-    if not folder.is_dir():
-        raise ConfigError(
-            f"{where} is {path!r}, and there is no such folder",
-            allowed="a folder with config.json and *.safetensors, or a name on the hub: organisation/name",
-            remedy=f"check the path; a relative one begins at {Path.cwd()}",
-        )
-    return folder
 
 
 def read_config(folder: Path | None, given: Mapping[str, Any]) -> Any:

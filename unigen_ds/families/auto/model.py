@@ -12,6 +12,7 @@ Shape suffixes: T tokens of the micro-batch, D documents, L tokens of the longes
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -24,18 +25,17 @@ from typing_extensions import Self
 from unigen_ds.backends.memory import allocate
 from unigen_ds.core.batch import LossTerms, to_device
 from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.hub import folder_of
 from unigen_ds.core.log import logger
 from unigen_ds.core.modules import persistent_buffers
 from unigen_ds.core.registry import MODELS, checked
 from unigen_ds.core.shards import BUFFER, MASTER
 from unigen_ds.families.auto.attention import documents, has_sdpa, use_documents
-from unigen_ds.families.auto.batch import ModelBatch
+from unigen_ds.families.auto.batch import ModelBatch, Rows, text_batch
 from unigen_ds.families.auto.cost import Cost
-from unigen_ds.families.auto.freezing import freeze_by_name
-from unigen_ds.families.auto.loading import build, model_folder, plain_config, read_config, read_weights
-from unigen_ds.families.auto.rows import Rows, text_batch
+from unigen_ds.families.auto.loading import build, plain_config, read_config, read_weights
 from unigen_ds.models.losses import loss_terms, text_losses
-from unigen_ds.models.weights import PretrainedModel, contradictions, match
+from unigen_ds.models.weights import PretrainedModel, check_here, contradictions, match
 
 _CHECKED_IDS = ((5, 3, 9, 4, 7), (8, 2, 6))
 """Two short documents, where no processor has others."""
@@ -96,7 +96,9 @@ class TransformersModel(PretrainedModel):
                 remedy="model.pretrained='DIR' or a name on the hub",
             )
         meta = torch.empty(0).is_meta
-        folder = model_folder(pretrained) if pretrained else None
+        folder = folder_of(pretrained, where="model.pretrained") if pretrained else None
+        if folder is not None:
+            check_here(folder)
         settings = read_config(folder, config or {})
         causal = build(self.auto, settings, attention=attention, whole=folder is None and not meta)
         # not registered: its modules are registered here, so that parameters have transformers' names
@@ -122,7 +124,7 @@ class TransformersModel(PretrainedModel):
             if not meta:
                 self._fill()
         self._cost = Cost(causal, self.shard_units())
-        freeze_by_name(self, freeze)
+        _freeze_by_name(self, freeze)
         if activation_checkpointing:
             recompute_layers(causal)
         if compile:
@@ -419,6 +421,28 @@ class ImageTextToText(TransformersModel):
 
 
 _OWN = "another model, or a family of your own (docs/extending.md)"
+
+
+def _freeze_by_name(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Parameters that a pattern matches anywhere in their names get no gradient; of tied ones any name counts.
+
+    Raises ``ConfigError`` for a pattern that cannot be read or matches nothing, and where nothing remains.
+    """
+    named = [*model.named_parameters(remove_duplicate=False)]
+    for number, pattern in enumerate(patterns):
+        where = f"model.freeze[{number}]"
+        try:
+            compiled = re.compile(pattern)
+        except re.error as error:
+            raise ConfigError(f"{where} {pattern!r} is no regular expression: {error}") from error
+        found = [parameter for name, parameter in named if compiled.search(name)]
+        if not found:
+            parts = dict.fromkeys(".".join(name.split(".")[:2]) for name, _ in named)
+            raise ConfigError(f"{where} {pattern!r} matches no parameter", allowed=f"a part of {', '.join(parts)}")
+        for parameter in found:
+            parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for _, parameter in named):
+        raise ConfigError(f"model.freeze {[*patterns]} leaves nothing to train")
 
 
 def recompute_layers(model: Any) -> None:

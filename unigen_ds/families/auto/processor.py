@@ -9,21 +9,22 @@ with the end token. Planning reads image headers alone.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.registry import checked
-from unigen_ds.data.chat import RenderedChat, encode_chats, next_token_labels
+from unigen_ds.data.chat import RenderedChat
 from unigen_ds.data.image_files import ImageHeader
-from unigen_ds.data.processor import ConversationProcessor, is_document
-from unigen_ds.data.samples import Sample, Split
+from unigen_ds.data.processor import is_document
+from unigen_ds.data.samples import Split
 from unigen_ds.data.splits import TokenSplit
 from unigen_ds.data.tokenizers import ModelTokenizer
 from unigen_ds.data.turn import Turn, same_message
 from unigen_ds.families.auto.batch import ModelBatch, ModelBuilder, PictureSplit
 from unigen_ds.families.auto.pictures import Pictures
+from unigen_ds.families.chat import Chat, ChatProcessor
 
 _UNREADABLE = (32, 32)
 """Size of an image whose header cannot be read; its sample is left out."""
@@ -43,19 +44,7 @@ class _Placed:
         return self.header.size or _UNREADABLE
 
 
-@dataclass(frozen=True)
-class _Chat:
-    """A record whose text is rendered, and not tokenized yet."""
-
-    turns: Sequence[Turn]
-    rendered: RenderedChat
-    signs: Mapping[str, str]
-    """Of ``Special.shield``; empty where no text spells a special token."""
-    images: Sequence[_Placed]
-    spelled: bool
-
-
-class ModelProcessor(ConversationProcessor):
+class ModelProcessor(ChatProcessor):
     """A model's own view of a conversation.
 
     Args:
@@ -66,8 +55,6 @@ class ModelProcessor(ConversationProcessor):
     """
 
     tokenizer: ModelTokenizer
-    on_white = False
-    tokenizes_texts = False
 
     @checked("processor")
     def __init__(
@@ -110,35 +97,14 @@ class ModelProcessor(ConversationProcessor):
             made.append(builder.batch(2, (), ()))
         return made[0], made[1]
 
-    def plan(
-        self, turns: Sequence[Turn], where: object = "", *, keep_images: bool = False, reply: bool = False
-    ) -> Sample:
-        """The splits of a conversation. ``where`` begins errors; with ``reply`` the next message is the assistant's."""
-        return next(self.plan_many([(turns, where)], keep_images=keep_images, reply=reply))
-
-    def plan_many(
-        self,
-        records: Iterable[tuple[Sequence[Turn], object]],
-        *,
-        keep_images: bool = False,
-        reply: bool = False,
-    ) -> Iterator[Sample]:
-        """``plan`` of each (turns, where); their texts are tokenized together."""
-        chats = [self._rendered(turns, where, keep_images, reply) for turns, where in records]
-        encoded = encode_chats(self.tokenizer, [(chat.rendered.text, chat.signs) for chat in chats])
-        for chat, (ids, starts) in zip(chats, encoded, strict=True):
-            labels = next_token_labels(ids, chat.rendered.from_assistant(starts))
-            splits = tuple(self._splits(ids, starts, labels, chat.images))
-            yield Sample(splits, plain=is_document(chat.turns), spells_special=chat.spelled)
-
-    def _rendered(self, turns: Sequence[Turn], where: object, keep_images: bool, reply: bool) -> _Chat:
+    def render(self, turns: Sequence[Turn], where: object, *, keep_images: bool, reply: bool) -> Chat:
         texts, signs = [turn.value for turn in turns if turn.kind == "text"], dict[str, str]()
         spelled = any(map(self.spells_special, texts))
         if spelled:
             texts, signs = self.tokenizer.special.shield(texts)
         if is_document(turns) and not reply:
             rendered = self._document("\n".join(texts))
-            return _Chat(turns, rendered, signs, (), spelled)
+            return Chat(turns, where, rendered, signs, (), spelled)
         if not self.tokenizer.chat.chat_template:
             raise ConfigError(
                 f"tokenizer {self.tokenizer.name!r} has no chat template", remedy="give tokenizer.chat_template"
@@ -159,7 +125,7 @@ class ModelProcessor(ConversationProcessor):
         except Exception as error:  # a template raises what it likes
             raise DataError(f"{where}: the model's chat template refuses the conversation: {error}") from error
         rendered, images = self._with_images(rendered, paths, where, keep_images)
-        return _Chat(turns, rendered, signs, images, spelled)
+        return Chat(turns, where, rendered, signs, images, spelled)
 
     def _check(self, turns: Sequence[Turn], where: object) -> None:
         for turn in turns:
@@ -215,29 +181,28 @@ class ModelProcessor(ConversationProcessor):
             text += own + piece
         return RenderedChat(text, tuple(moved)), images
 
-    def _splits(
-        self, ids: Sequence[int], starts: Sequence[int], labels: Sequence[int], images: Sequence[_Placed]
-    ) -> Iterator[Split]:
-        """The ids split at images: a token is the image's where it begins inside of the image's text."""
+    def image_splits(
+        self, chat: Chat, ids: Sequence[int], starts: Sequence[int], labels: Sequence[int]
+    ) -> Iterator[tuple[int, int, Split]]:
+        """A token is an image's where it begins inside of the image's text."""
         done = 0
-        for image in images:
+        for image in chat.images:
             first = next((i for i in range(done, len(ids)) if starts[i] >= image.start), len(ids))
-            last = next((i for i in range(first, len(ids)) if starts[i] >= image.stop), len(ids))
-            if done < first:
-                yield TokenSplit(tuple(ids[done:first]), tuple(labels[done:first]))
+            done = last = next((i for i in range(first, len(ids)) if starts[i] >= image.stop), len(ids))
             header = image.header
-            yield PictureSplit(
-                image.path,
-                tuple(ids[first:last]),
-                tuple(labels[first:last]),
-                image.size,
-                header.error,
-                self.touches(header),
-                content=header.content,
+            yield (
+                first,
+                last,
+                PictureSplit(
+                    image.path,
+                    tuple(ids[first:last]),
+                    tuple(labels[first:last]),
+                    image.size,
+                    header.error,
+                    self.touches(header),
+                    content=header.content,
+                ),
             )
-            done = last
-        if done < len(ids):
-            yield TokenSplit(tuple(ids[done:]), tuple(labels[done:]))
 
 
 def _unlearned(turns: Sequence[Turn]) -> list[int]:

@@ -28,8 +28,13 @@ from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.registry import AUTOENCODERS, MODELS, build, checked
 from unigen_ds.core.settings import Of
 from unigen_ds.families.bagel.exported import read_exported
-from unigen_ds.families.bagel.published import VIT_SELECT_LAYER, model_sizes, read_pretrained, with_copied_experts
-from unigen_ds.families.bagel.settings import UnifiedSizes
+from unigen_ds.families.bagel.published import (
+    VIT_SELECT_LAYER,
+    UnifiedSizes,
+    model_sizes,
+    read_pretrained,
+    with_copied_experts,
+)
 from unigen_ds.models import flow
 from unigen_ds.models.attention import Attend, plan_attention
 from unigen_ds.models.flops import attention_flops, encode_flops, linear_flops, trains
@@ -51,7 +56,6 @@ from unigen_ds.models.vae import encode_by_size, hold_as_buffers
 from unigen_ds.models.vision import VisionModel
 from unigen_ds.models.weights import PretrainedModel, contradictions
 
-FREEZABLE = ("vae", "vit", "llm", "connector")
 _INIT_STD = 0.02
 
 
@@ -247,7 +251,7 @@ class UnifiedModel(PretrainedModel):
         if source is not None and copy_init_moe:
             source = with_copied_experts(source, self.state_dict(keep_vars=True))
         self.start_from(source, contradicted=contradictions(given, found))
-        self._freeze(freeze)
+        self.freeze((*freeze, "vae"))
         quantize_frozen(self.parts(), quantize or {})
         self.language_model.model.activation_checkpointing = activation_checkpointing
         self.vit_model.vision_model.activation_checkpointing = activation_checkpointing
@@ -297,16 +301,7 @@ class UnifiedModel(PretrainedModel):
             tensor.zero_()  # drawn nevertheless, so that the other parameters keep their values for a seed
 
     def parts(self) -> dict[str, nn.Module]:
-        """What ``freeze`` and ``quantize`` name."""
-        modules = (self.vae, self.vit_model, self.language_model, self.connector)
-        return dict(zip(FREEZABLE, modules, strict=True))
-
-    def _freeze(self, parts: Sequence[str]) -> None:
-        modules = self.parts()
-        for part in (*parts, "vae"):
-            if part not in modules:
-                raise ConfigError(f"model.freeze names {part!r}", allowed=", ".join(FREEZABLE))
-            modules[part].requires_grad_(False)
+        return {"vae": self.vae, "vit": self.vit_model, "llm": self.language_model, "connector": self.connector}
 
     def forward(self, batch: PackedBatch) -> LossTerms:
         """Sums of the loss terms over the targets of one micro-batch."""

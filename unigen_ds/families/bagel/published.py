@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import Field, model_validator
+from typing_extensions import Self
 
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.files import copy_files, new_directory
@@ -25,10 +27,10 @@ from unigen_ds.core.fitting import first_names
 from unigen_ds.core.json_values import stored_object
 from unigen_ds.core.log import logger
 from unigen_ds.core.outputs import save_safetensors
+from unigen_ds.core.values import Number
 from unigen_ds.families.bagel.exported import EXPORTED, read_exported, write_exported
-from unigen_ds.families.bagel.settings import UnifiedSizes
 from unigen_ds.models.quantized import plain_state_dict
-from unigen_ds.models.settings import VisionSizes
+from unigen_ds.models.settings import LanguageSizes, VisionSizes
 from unigen_ds.models.weights import (
     Pretrained,
     Stored,
@@ -54,6 +56,25 @@ _VIT_KEYS = (
 VIT_SELECT_LAYER = -2
 """BAGEL reads the second to last layer of its vision tower; its vit_config.json counts the missing last layer, too."""
 _DEFAULTS = {"latent_patch_size": 2, "max_latent_size": 64}
+
+
+class UnifiedSizes(LanguageSizes):
+    """``model.llm`` of a ``UnifiedModel``, under Qwen2's names."""
+
+    vocab_size: int | None = Field(
+        default=None, ge=1, description="rows of the embedding; None: the tokenizer's, which is also the least"
+    )
+    rms_norm_eps: Number = Field(default=1e-6, gt=0, description="epsilon of the norms")
+    rope_theta: Number = Field(default=1_000_000.0, gt=0, description="base of the rotary positions")
+    dropout: Number = Field(default=0.0, ge=0, lt=1, description="on both residual branches of each layer")
+
+    @model_validator(mode="after")
+    def _positions_fit(self) -> Self:
+        if self.hidden_size % 4:
+            raise ConfigError(
+                f"model.llm.hidden_size is {self.hidden_size}", allowed="a multiple of 4, for positions in images"
+            )
+        return self
 
 
 def is_published(directory: Path) -> bool:

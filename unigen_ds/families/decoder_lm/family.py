@@ -12,10 +12,11 @@ from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.registry import FAMILIES
 from unigen_ds.data.processor import Processor
 from unigen_ds.families.bagel.processor import UnifiedProcessor
-from unigen_ds.families.base import ConversationFamily, PublishedFormat
+from unigen_ds.families.base import ConversationFamily, PublishedFormat, stated
 from unigen_ds.families.decoder_lm.inference import TextInferencer
 from unigen_ds.families.decoder_lm.model import DecoderLM
-from unigen_ds.families.decoder_lm.published import is_decoder, write_directory
+from unigen_ds.families.decoder_lm.published import write_directory
+from unigen_ds.families.decoder_lm.settings import MODEL_TYPES
 from unigen_ds.models.weights import read_json
 
 _OF_IMAGES = ("vit_transform", "vae_transform", "augment", "vit_augment", "vit_dropout", "vae_dropout")
@@ -28,7 +29,7 @@ class TransformersDirectory(PublishedFormat):
     name = "a directory of transformers"
 
     def recognises(self, folder: Path) -> bool:
-        return is_decoder(folder)
+        return stated(folder / "config.json").get("model_type") in MODEL_TYPES
 
     def config(self, folder: Path) -> dict[str, Any]:
         """Begin and end are the tokens that its config names."""

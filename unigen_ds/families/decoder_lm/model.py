@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from unigen_ds.core.batch import LossTerms, PackedBatch
-from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.core.errors import DataError
 from unigen_ds.core.registry import MODELS, checked
 from unigen_ds.families.decoder_lm.published import plain_config, read_pretrained, transformers_config
 from unigen_ds.families.decoder_lm.settings import DecoderSizes
@@ -30,7 +30,6 @@ from unigen_ds.models.flops import attention_flops, linear_flops, trains
 from unigen_ds.models.losses import loss_terms, text_losses
 from unigen_ds.models.weights import PretrainedModel, contradictions
 
-FREEZABLE = ("embed", "layers", "head")
 _ATTENTION = "unigen_documents"
 """Our attention's name in transformers' registry. As it has no entry among the masks, none is ever built."""
 
@@ -74,7 +73,7 @@ class DecoderLM(PretrainedModel):
         self.model.rotary_emb = _rotary(self.model.rotary_emb)
         contradicted = contradictions({"llm": llm or {}}, {"llm": source.sizes}) if source else ()
         self.start_from(source, contradicted=contradicted)
-        self._freeze(freeze)
+        self.freeze(freeze)
         for layer in self.model.layers:
             if dropout:
                 for branch in (layer.self_attn.o_proj, layer.mlp.down_proj):
@@ -100,12 +99,8 @@ class DecoderLM(PretrainedModel):
         else:
             tensor.fill_(0.0 if name.endswith("bias") else 1.0)
 
-    def _freeze(self, parts: Sequence[str]) -> None:
-        modules = {"embed": self.model.embed_tokens, "layers": self.model.layers, "head": self.lm_head}
-        for part in parts:
-            if part not in modules:
-                raise ConfigError(f"model.freeze names {part!r}", allowed=", ".join(FREEZABLE))
-            modules[part].requires_grad_(False)
+    def parts(self) -> dict[str, nn.Module]:
+        return {"embed": self.model.embed_tokens, "layers": self.model.layers, "head": self.lm_head}
 
     @property
     def max_document_tokens(self) -> int:

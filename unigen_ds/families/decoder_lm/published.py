@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 
-from unigen_ds.core.errors import CheckpointError, ConfigError
+from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.files import copy_files, new_directory
-from unigen_ds.core.json_values import stored_object
 from unigen_ds.families.decoder_lm.settings import MODEL_TYPES, DecoderSizes
 from unigen_ds.models.settings import check_heads
 from unigen_ds.models.weights import Pretrained, read_json, stored_tensors
@@ -27,14 +26,6 @@ _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _NOT_THE_MODELS = {"use_cache", "pretraining_tp", "bos_token_id", "eos_token_id", "pad_token_id"}
 """Keys of a config that no layer reads; the tokens are the tokenizer's."""
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
-
-
-def is_decoder(directory: Path) -> bool:
-    """Whether it is transformers' directory of a model that ``DecoderLM`` supports."""
-    try:
-        return stored_object(directory / "config.json").get("model_type") in MODEL_TYPES
-    except CheckpointError:
-        return False
 
 
 def read_pretrained(directory: Path) -> Pretrained:

@@ -14,12 +14,18 @@ from unigen_ds.core.files import copy_files, new_directory
 from unigen_ds.core.json_values import stored_object
 from unigen_ds.core.registry import FAMILIES
 from unigen_ds.data.tiles import GLOBAL_TOKEN, IMAGE_TOKEN, MAX_TILES_PER_SIDE, TILE_TOKENS, Tiling, tile_token
-from unigen_ds.families.base import ConversationFamily, PublishedFormat
-from unigen_ds.families.nanovlm.directory import CONFIG, WEIGHTS, is_nanovlm
+from unigen_ds.families.base import ConversationFamily, PublishedFormat, stated
 from unigen_ds.families.nanovlm.inference import ChatInferencer
 from unigen_ds.families.nanovlm.model import VLM
 from unigen_ds.families.nanovlm.processor import VLMProcessor
-from unigen_ds.families.nanovlm.published import nanovlm_sizes, save_nanovlm, stored_weights, vlm_arguments
+from unigen_ds.families.nanovlm.published import (
+    CONFIG,
+    WEIGHTS,
+    nanovlm_sizes,
+    save_nanovlm,
+    stored_weights,
+    vlm_arguments,
+)
 from unigen_ds.models.weights import Pretrained
 
 _CHAT = ("lm_tokenizer", "lm_chat_template", "max_img_size")
@@ -34,7 +40,7 @@ class NanoVLMDirectory(PublishedFormat):
     parts = (WEIGHTS,)
 
     def recognises(self, folder: Path) -> bool:
-        return is_nanovlm(folder)
+        return "mp_pixel_shuffle_factor" in stated(folder / CONFIG) and (folder / WEIGHTS).is_file()
 
     def config(self, folder: Path) -> dict[str, Any]:
         """Its tokenizer is the one beside it, or else the one that it names."""
@@ -61,7 +67,7 @@ class NanoVLMDirectory(PublishedFormat):
         return stored_weights(folder)
 
     def sizes(self, folder: Path) -> dict[str, Any]:
-        return vlm_arguments(stored_object(folder / CONFIG)) if is_nanovlm(folder) else {}
+        return vlm_arguments(stored_object(folder / CONFIG)) if self.recognises(folder) else {}
 
     def write(
         self, model: Any, processor: Any, out: Path, *, source: Path | None, dtype: torch.dtype, max_shard_size: str

@@ -18,25 +18,65 @@ from typing import Annotated, Any, Literal
 
 import torch
 from annotated_types import Ge
+from pydantic import Field
 from torch import Tensor, nn
 
 from unigen_ds.core.batch import LossTerms, PackedBatch
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.registry import MODELS, checked
+from unigen_ds.core.values import Number
 from unigen_ds.families.nanovlm.published import EXTRA_TOKENS, read_pretrained
-from unigen_ds.families.nanovlm.settings import LlamaSizes, SiglipSizes
 from unigen_ds.models.attention import Attend
 from unigen_ds.models.flops import attention_flops, linear_flops, trains
 from unigen_ds.models.llama import LlamaLM
 from unigen_ds.models.losses import loss_terms, text_losses
 from unigen_ds.models.quantized import quantize_frozen
-from unigen_ds.models.settings import Quantize
+from unigen_ds.models.settings import LanguageSizes, Quantize, VisionSizes
 from unigen_ds.models.vision import VisionTransformer
 from unigen_ds.models.weights import Pretrained, PretrainedModel, contradictions
 
-FREEZABLE = ("vit", "llm", "connector")
 _INIT_STD = 0.02
 SMOLLM2_VOCABULARY = 49152 + EXTRA_TOKENS
+
+
+class LlamaSizes(LanguageSizes):
+    """Under Llama's names; what is left out is SmolLM2-360M's."""
+
+    hidden_size: int = Field(default=960, ge=1, description="width; a multiple of `num_attention_heads`")
+    intermediate_size: int = Field(default=2560, ge=1, description="inner width of the feed-forward part of a layer")
+    num_hidden_layers: int = Field(default=32, ge=0, description="number of layers")
+    num_attention_heads: int = Field(default=15, ge=1, description="attention heads of a layer")
+    num_key_value_heads: int = Field(
+        default=5, ge=1, description="heads of keys and values; a divisor of `num_attention_heads`"
+    )
+    vocab_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="rows of the embedding; None: the tokenizer's where `model.llm` is given, which is also the least,"
+        " else 49218",
+    )
+    rms_norm_eps: Number = Field(default=1e-5, gt=0, description="epsilon of the norms")
+    rope_theta: Number = Field(default=100_000.0, gt=0, description="base of the rotary positions")
+    max_position_embeddings: int = Field(
+        default=8192, ge=1, description="number of positions; those of a longer document are squeezed into it"
+    )
+    tie_word_embeddings: bool = Field(default=True, description="one table for the embedding and the output head")
+
+
+class SiglipSizes(VisionSizes):
+    """Under SigLIP's names; what is left out is SigLIP2-base-patch16-512's."""
+
+    hidden_size: int = Field(default=768, ge=1, description="width; a multiple of `num_attention_heads`")
+    intermediate_size: int = Field(default=3072, ge=1, description="inner width of the feed-forward part of a layer")
+    num_hidden_layers: int = Field(default=12, ge=0, description="number of layers")
+    num_attention_heads: int = Field(default=12, ge=1, description="attention heads of a layer")
+    image_size: int = Field(
+        default=512,
+        ge=1,
+        description="side of a tile in pixels: an image is split into tiles; a multiple of"
+        " `patch_size * pixel_shuffle_factor`",
+    )
+    patch_size: int = Field(default=16, ge=1, description="side of a patch in pixels")
 
 
 class PixelShuffleConnector(nn.Module):
@@ -101,7 +141,7 @@ class VLM(PretrainedModel):
         )
         self.language_model = LlamaLM(self.llm_config)
         self.start_from(source, contradicted=contradictions(given, source.sizes) if source else ())
-        self._freeze(freeze)
+        self.freeze(freeze)
         quantize_frozen(self.parts(), quantize or {})
         self.language_model.model.activation_checkpointing = activation_checkpointing
         self.vision_model.activation_checkpointing = activation_checkpointing
@@ -131,15 +171,7 @@ class VLM(PretrainedModel):
             tensor.fill_(0.0 if name.endswith("bias") else 1.0)
 
     def parts(self) -> dict[str, nn.Module]:
-        """What ``freeze`` and ``quantize`` name."""
         return {"vit": self.vision_model, "llm": self.language_model, "connector": self.connector}
-
-    def _freeze(self, parts: Sequence[str]) -> None:
-        modules = self.parts()
-        for part in parts:
-            if part not in modules:
-                raise ConfigError(f"model.freeze names {part!r}", allowed=", ".join(FREEZABLE))
-            modules[part].requires_grad_(False)
 
     def forward(self, batch: PackedBatch) -> LossTerms:
         """The sum of the cross-entropy over the text targets of one micro-batch."""

@@ -7,7 +7,7 @@ does. Everything is causal, every token has a rotary position of its own. Planni
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -15,15 +15,15 @@ from torch import Tensor
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.registry import checked
 from unigen_ds.data.augment import Augment
-from unigen_ds.data.chat import RenderedChat, encode_chats, next_token_labels
+from unigen_ds.data.chat import RenderedChat
 from unigen_ds.data.image_files import ImageHeader
-from unigen_ds.data.processor import ConversationProcessor, is_document
-from unigen_ds.data.samples import Sample, Split
-from unigen_ds.data.splits import ImageKind, ImageSplit, TokenSplit
+from unigen_ds.data.samples import Split
+from unigen_ds.data.splits import ImageKind, ImageSplit
 from unigen_ds.data.tiles import Tiling, TransformTiling, image_string, num_tiles
 from unigen_ds.data.tokenizers import ChatTokenizer
 from unigen_ds.data.transforms import ImageTransform
 from unigen_ds.data.turn import Turn, same_message
+from unigen_ds.families.chat import Chat, ChatProcessor
 from unigen_ds.families.nanovlm.splits import TiledSplit
 
 
@@ -39,20 +39,7 @@ _PlannedImage = tuple[str, int, ImageHeader]
 """Path, tiles and header."""
 
 
-@dataclass(frozen=True)
-class _Chat:
-    """A record whose text is rendered, and not tokenized yet."""
-
-    turns: Sequence[Turn]
-    where: object
-    rendered: RenderedChat
-    signs: Mapping[str, str]
-    """Of ``Special.shield``; empty where no text spells a special token."""
-    images: Sequence[_PlannedImage]
-    spelled: bool
-
-
-class VLMProcessor(ConversationProcessor):
+class VLMProcessor(ChatProcessor):
     """The model's view of a conversation.
 
     Args:
@@ -75,8 +62,6 @@ class VLMProcessor(ConversationProcessor):
     """
 
     tokenizer: ChatTokenizer
-    on_white = False
-    tokenizes_texts = False
 
     @checked("processor")
     def __init__(
@@ -130,31 +115,7 @@ class VLMProcessor(ConversationProcessor):
             remedy="records with paths of images (UnifiedGenerationDataset, IterableShards), or a UnifiedModel",
         )
 
-    def plan(
-        self, turns: Sequence[Turn], where: object = "", *, keep_images: bool = False, reply: bool = False
-    ) -> Sample:
-        """The splits of a conversation. ``where`` begins errors; with ``reply`` the next message is the assistant's.
-
-        An image whose header cannot be read does not raise: its split carries the reason and one tile.
-        """
-        return next(self.plan_many([(turns, where)], keep_images=keep_images, reply=reply))
-
-    def plan_many(
-        self,
-        records: Iterable[tuple[Sequence[Turn], object]],
-        *,
-        keep_images: bool = False,
-        reply: bool = False,
-    ) -> Iterator[Sample]:
-        """``plan`` of each (turns, where); their texts are tokenized together."""
-        chats = [self._rendered(turns, where, keep_images, reply) for turns, where in records]
-        encoded = encode_chats(self.tokenizer, [(chat.rendered.text, chat.signs) for chat in chats])
-        for chat, (ids, starts) in zip(chats, encoded, strict=True):
-            labels = next_token_labels(ids, chat.rendered.from_assistant(starts))
-            splits = tuple(self._tiled_splits(ids, labels, chat.images, chat.where))
-            yield Sample(splits, plain=is_document(chat.turns), spells_special=chat.spelled)
-
-    def _rendered(self, turns: Sequence[Turn], where: object, keep_images: bool, reply: bool) -> _Chat:
+    def render(self, turns: Sequence[Turn], where: object, *, keep_images: bool, reply: bool) -> Chat:
         messages, images, found = [], list[_PlannedImage](), _messages(turns, where)
         texts, signs = ["\n".join(message.texts) for message in found], dict[str, str]()
         spelled = any(map(self.spells_special, texts))
@@ -170,27 +131,22 @@ class VLMProcessor(ConversationProcessor):
             messages.append({"role": message.role, "content": content})
         unlearned = [number for number, message in enumerate(found) if not message.learned]
         rendered = RenderedChat.of(self.tokenizer.chat, messages, reply=reply, unlearned=unlearned)
-        return _Chat(turns, where, rendered, signs, images, spelled)
+        return Chat(turns, where, rendered, signs, images, spelled)
 
-    def _tiled_splits(
-        self, ids: Sequence[int], labels: Sequence[int], images: Sequence[_PlannedImage], where: object
-    ) -> Iterator[Split]:
-        """The ids split at images: each from its first tile's own token to its last image token."""
+    def image_splits(
+        self, chat: Chat, ids: Sequence[int], starts: Sequence[int], labels: Sequence[int]
+    ) -> Iterator[tuple[int, int, Split]]:
+        """Each from its first tile's own token to its last image token."""
         image_id = self.tokenizer.image_id
         indices = [index for index, token in enumerate(ids) if token == image_id]
-        if len(indices) != self.tokens_per_tile * sum(number for _, number, _ in images):
-            raise DataError(f"{where}: the chat template drops or repeats text of a message")
-        done, used = 0, 0
-        for path, number, header in images:
+        if len(indices) != self.tokens_per_tile * sum(number for _, number, _ in chat.images):
+            raise DataError(f"{chat.where}: the chat template drops or repeats text of a message")
+        used = 0
+        for path, number, header in chat.images:
             first, last = indices[used] - 1, indices[used + number * self.tokens_per_tile - 1] + 1
-            if done < first:
-                yield TokenSplit(tuple(ids[done:first]), tuple(labels[done:first]))
-            own = tuple(ids[first:last])
-            touched = self.touches(header)
-            yield TiledSplit(path, own, image_id, number, header.error, touched, content=header.content)
-            done, used = last, used + number * self.tokens_per_tile
-        if done < len(ids):
-            yield TokenSplit(tuple(ids[done:]), tuple(labels[done:]))
+            used += number * self.tokens_per_tile
+            own, touched = tuple(ids[first:last]), self.touches(header)
+            yield first, last, TiledSplit(path, own, image_id, number, header.error, touched, content=header.content)
 
 
 def _messages(turns: Sequence[Turn], where: object) -> list[_Message]:

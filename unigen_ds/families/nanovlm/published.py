@@ -20,7 +20,6 @@ from torch import Tensor
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.files import write_atomic, write_text_atomic
 from unigen_ds.core.outputs import save_safetensors
-from unigen_ds.families.nanovlm.directory import CONFIG, WEIGHTS
 from unigen_ds.models.quantized import plain_state_dict
 from unigen_ds.models.weights import (
     Pretrained,
@@ -32,6 +31,7 @@ from unigen_ds.models.weights import (
     vision_tensors,
 )
 
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
 _PREFIXES = (
     ("vision_encoder.patch_embedding.conv.", "vision_model.embeddings.patch_embedding."),
     ("vision_encoder.patch_embedding.position_embedding", "vision_model.embeddings.position_embedding.weight"),
