@@ -13,8 +13,8 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from rich.console import Console
-from rich.progress import Progress
+from rich.console import Console as RichOutput
+from rich.progress import Progress as RichBar
 
 from unigen_ds.core.backend_option import backend_spec
 from unigen_ds.core.errors import ConfigError
@@ -152,8 +152,8 @@ def _trace_ranks(
         )
         for name, rank in ranks
     }
-    console = Console(stderr=True)
-    with Progress(console=console, auto_refresh=False, transient=True, disable=not console.is_terminal) as bar:
+    console = RichOutput(stderr=True)
+    with RichBar(console=console, auto_refresh=False, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("planning", total=len(ranks) * num_phases(largest.batches))
         found = in_processes(
             tasks, jobs=jobs, waiting_for=lambda: bar.update(task, completed=ended.value, refresh=True)
