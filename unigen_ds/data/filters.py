@@ -244,9 +244,9 @@ class ImageCountFilter(RecordFilter):
     """Records with so many images.
 
     Args:
-        max_images: images at most.
+        max_images: images at most, as nanoVLM's ``max_images_per_example`` counts them.
         max_tiles: images that a vision tower or the VAE encodes as conditions at most; of a ``VLM`` its tiles, each
-            global one included. nanoVLM's ``max_images_per_example``.
+            global one included.
     """
 
     @checked()

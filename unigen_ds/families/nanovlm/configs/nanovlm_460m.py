@@ -1,9 +1,11 @@
 """nanoVLM's own trio, SigLIP2-base-512 and SmolLM2-360M, with its hyper-parameters, on its rows or any conversations.
 
 On 8 GPUs an update is 128 sequences of 4,096 tokens. An image of up to 512 pixels is one tile, 64 tokens; a larger one
-has up to 17, at 2,048 pixels. Records of more than 4 tiles are left out and counted, and a sequence has 18 at most: for
-large images raise both, or ``processor.max_image_size=512``, with which each image is one tile. 2 % of the records are
-for validation. From a published directory: ``model.pretrained=DIR``.
+has up to 17, at 2,048 pixels. Records of more than 4 tiles are left out and counted, and a sequence has 18 at most. The
+numbers are nanoVLM's, which counts images: its ``len(sample["images"])`` is that of a list with one tensor of all tiles
+for each image. For large images raise both, or set ``processor.max_image_size=512``, with which each image is one tile;
+``ImageCountFilter(max_images=4)`` instead of ``max_tiles`` counts as nanoVLM does. 2 % of the records are for
+validation. From a published directory: ``model.pretrained=DIR``.
 
     torchrun --nproc-per-node 8 tools/train.py nanovlm_460m --cfg-options train_dataloader.dataset.data_path=my.parquet
 """
