@@ -60,7 +60,10 @@ setup(
     python_requires=">=3.10",
     packages=[*find_packages(include=["unigen_ds", "unigen_ds.*"]), "unigen_ds.ds_configs", "unigen_ds_tools"],
     package_dir={"unigen_ds.ds_configs": "ds_configs", "unigen_ds_tools": "tools"},
-    package_data={"": ["configs/*.py", "configs/*.yaml", "*.css", "*.js"], "unigen_ds.ds_configs": ["*.json"]},
+    package_data={
+        "": ["configs/*.py", "configs/*.yaml", "*.css", "*.js", "templates/*.j2"],
+        "unigen_ds.ds_configs": ["*.json"],
+    },
     ext_modules=[BICUBIC],
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
     install_requires=[
@@ -69,6 +72,8 @@ setup(
         "filelock>=4.1",
         "safetensors",
         "huggingface_hub",
+        "jinja2>=3.1",
+        "markupsafe",
         "mmengine",
         "wandb",
         "pillow",
