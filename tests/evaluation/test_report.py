@@ -97,6 +97,17 @@ class Page(HTMLParser):
         if "td" in self.open or "th" in self.open:
             self.tables[self.ids[-1]][-1][-1][-1] += data
 
+    def loads_nothing(self) -> set[str | None]:
+        """The targets of its links: all are on the page, and no element loads a file or runs a script."""
+        for tag, attributes in self.attributes:
+            assert tag not in ("link", "iframe", "object", "base")
+            for name in ("src", "href", "srcset", "action"):
+                assert (attributes.get(name) or "#").startswith(("#", "data:image/")), (tag, attributes)
+            assert not [name for name in attributes if name.startswith("on")]
+        targets = {a["href"] for tag, a in self.attributes if tag == "a"}
+        assert targets <= {f"#{a['id']}" for _, a in self.attributes if "id" in a}
+        return targets
+
     def classes(self, tag: str) -> list[str]:
         return [attributes.get("class") or "" for name, attributes in self.attributes if name == tag]
 
@@ -134,6 +145,27 @@ def copied(source: Path, target: Path) -> Path:
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+NO_REPORT = """
+import sys
+from pathlib import Path
+from tests.tiny import tiny_config
+import unigen_ds.examples.digits.report_hook
+from unigen_ds.runner import Runner
+
+hooks = [dict(type="EvaluateHook", interval=1, unit="update", max_batches=1)]
+config = tiny_config(Path(sys.argv[1]), Path(sys.argv[2]), custom_hooks=hooks)
+config["val_dataloader"] = {key: config["train_dataloader"][key] for key in ("batch_size", "seq_length", "dataset")}
+Runner.from_cfg(config, max_updates=1).train()
+sys.exit(", ".join(name for name in sys.modules if name.startswith("unigen_ds.evaluation.report")) or None)
+"""
+
+
+def test_a_training_imports_no_module_of_the_report(runs: Runs, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", NO_REPORT, str(tmp_path / "run"), str(runs.other.parent / "digits")]
+    done = run(command, cwd=ROOT, env=ENVIRONMENT, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 # ---- what the run records -------------------------------------------------------------------------------------------
@@ -194,13 +226,7 @@ def test_the_page_is_complete_and_needs_no_network(runs: Runs, capsys: pytest.Ca
     page = Page((runs.killed / "report.html").read_text(encoding="utf-8"))
     assert set(page.texts) >= {"time", "curves", "validation", "previews", "checkpoints", "resumes", "skipped", "log",
                                "environment", "config"}  # fmt: skip
-    for tag, attributes in page.attributes:
-        assert tag not in ("link", "iframe", "object", "base")
-        for name in ("src", "href", "srcset", "action"):
-            assert (attributes.get(name) or "#").startswith(("#", "data:image/png;base64,")), (tag, attributes)
-        assert not [name for name in attributes if name.startswith("on")]
-    targets = {a["href"] for tag, a in page.attributes if tag == "a"}
-    assert targets <= {f"#{a['id']}" for _, a in page.attributes if "id" in a} and len(targets) == 10
+    assert len(page.loads_nothing()) == 10
     style = (runs.killed / "report.html").read_text(encoding="utf-8").partition("<style>")[2].partition("</style>")[0]
     assert "url(" not in style and "@import" not in style and "prefers-color-scheme:dark" in style
 

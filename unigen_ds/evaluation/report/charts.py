@@ -45,6 +45,10 @@ class Series:
     smooth: bool = True
     """Whether a long curve is drawn smoothed, over its values."""
 
+    @property
+    def css(self) -> str:
+        return f"s{self.colour % NUM_COLOURS}" + (" dash" if self.colour >= NUM_COLOURS else "")
+
 
 @dataclass(frozen=True)
 class Mark:
@@ -119,7 +123,9 @@ def chart(
         title=title,
         spoken=f"{title}: {drawn[0].name} from {number_text(first)} to {number_text(last)}",
         notes=[note for note in notes if note],
-        legend=[(_line_style(one), one.name) for one in drawn] if named or len(drawn) > 1 else None,
+        legend=[("faint" if one.style == "faint" else one.css, one.name) for one in drawn]
+        if named or len(drawn) > 1
+        else None,
         grid=frame.grid,
         y_labels=frame.labels(_tick),
         x_labels=_x_labels(frame.left, frame.right),
@@ -180,11 +186,10 @@ def _paths(one: Series, frame: Frame) -> list[tuple[str, str]]:
         text = "".join(f"{'L' if i else 'M'}{frame.x(x):.1f} {frame.y(y):.1f}" for i, (x, y) in enumerate(points))
         return text + ("h0" if len(points) == 1 else ""), css  # h0: a dot
 
-    css = f"s{one.colour % NUM_COLOURS}" + (" dash" if one.colour >= NUM_COLOURS else "")
     if one.smooth and one.style != "faint" and len(one.points) >= _SMOOTHED_FROM:
-        values = path(reduced(one.points), f"{css} raw")
-        return [values, path(reduced(smoothed(one.points)), f"{css} {one.style}".strip())]
-    return [path(reduced(one.points), f"{css} {one.style}".strip())]
+        values = path(reduced(one.points), f"{one.css} raw")
+        return [values, path(reduced(smoothed(one.points)), f"{one.css} {one.style}".strip())]
+    return [path(reduced(one.points), f"{one.css} {one.style}".strip())]
 
 
 def smoothed(points: Points) -> list[tuple[float, float]]:
@@ -264,12 +269,6 @@ def _flags(marks: Sequence[Mark], frame: Frame) -> list[tuple[str, Mark]]:
             flags.append((f"{position:.2f}", mark))
             before = position
     return flags
-
-
-def _line_style(one: Series) -> str:
-    if one.style == "faint":
-        return "faint faint"
-    return f"s{one.colour % NUM_COLOURS}" + (" dash" if one.colour >= NUM_COLOURS else "")
 
 
 def _short(value: float) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from unigen_ds.evaluation.metric_lines import Line, number
+from unigen_ds.evaluation.metric_lines import Line, interpolated, known_sequences, number
 from unigen_ds.evaluation.report.charts import Figure, Mark, Series, chart
 from unigen_ds.evaluation.report.goodput import changes
 from unigen_ds.evaluation.report.reading import WorkDir
@@ -150,7 +150,8 @@ def overlay(runs: Mapping[str, WorkDir]) -> list[Figure]:
     def values(run: WorkDir, key: str) -> list[tuple[float, float]]:
         if key != "val/loss":
             return points(run.updates, key, x="sequences")
-        pairs = [(run.sequences_at(e.update), e.values.get(key)) for e in run.evaluations if e.update is not None]
+        known, evaluated = known_sequences(run.updates), [one for one in run.evaluations if one.update is not None]
+        pairs = [(interpolated(known, one.update), one.values.get(key)) for one in evaluated]
         return sorted((x, y) for x, y in pairs if x is not None and y is not None)
 
     figures = []

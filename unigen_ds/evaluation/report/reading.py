@@ -10,7 +10,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,7 @@ from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.metrics import LEDGER_FILE, METRICS_FILE, SKIPPED_FILE, TIMELINE_FILE, in_effect, parse_lines
 from unigen_ds.evaluation.metric_lines import (
     Line,
-    interpolated,
     is_count,
-    known_sequences,
     lines_of_updates,
     number,
     well_formed,
@@ -103,14 +100,6 @@ class WorkDir:
     def last(self) -> Line:
         """The last line of an update; empty where there is none."""
         return self.updates[-1] if self.updates else {}
-
-    def sequences_at(self, update: float) -> float | None:
-        """Sequences consumed after an update, interpolated between logged ones; None where that is not known."""
-        return interpolated(self._known, update)
-
-    @cached_property
-    def _known(self) -> list[tuple[float, float]]:
-        return known_sequences(self.updates)
 
 
 def _is_run(path: Path) -> bool:
