@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unigen_ds.evaluation.report.texts import grouped, number_text, plural
+from unigen_ds.evaluation.report.value_formats import grouped, number_text, plural
 
 WIDTH, HEIGHT = 1000, 300
 NUM_COLOURS = 8

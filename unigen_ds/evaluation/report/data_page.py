@@ -21,7 +21,7 @@ from unigen_ds.data.stream import SequenceStream
 from unigen_ds.evaluation.report.charts import histogram
 from unigen_ds.evaluation.report.document import write_document
 from unigen_ds.evaluation.report.sequences import sequences_of
-from unigen_ds.evaluation.report.texts import grouped, number_text, percent
+from unigen_ds.evaluation.report.value_formats import grouped, number_text, percent
 
 KINDS = ("text", "image", "other")
 _BALANCE = ("text_tokens", "image_tokens", "text_targets", "image_targets", "other_targets")

@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.files import temporary_beside, write_text_atomic
-from unigen_ds.evaluation.report import texts
+from unigen_ds.evaluation.report.value_formats import FILTERS, has_long_word, printable
 
 
 class TableCell(NamedTuple):
@@ -34,14 +34,10 @@ def _environment() -> Environment:
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=lambda value: value if isinstance(value, Markup) else texts.printable(value),
+        finalize=lambda value: value if isinstance(value, Markup) else printable(value),
     )
-    environment.filters |= {
-        "count": texts.grouped, "number": texts.number_text, "percent": texts.percent, "plural": texts.plural,
-        "script_json": _script_json, "seconds": texts.seconds_text, "time_of": texts.time_of,
-        "value": texts.value_text,
-    }  # fmt: skip
-    environment.tests["long"] = texts.has_long_word
+    environment.filters |= {**FILTERS, "script_json": _script_json}
+    environment.tests["long"] = has_long_word
     return environment
 
 

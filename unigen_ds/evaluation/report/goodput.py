@@ -16,7 +16,7 @@ from typing import Any
 
 from unigen_ds.evaluation.metric_lines import number
 from unigen_ds.evaluation.report.reading import RunStart
-from unigen_ds.evaluation.report.texts import time_of
+from unigen_ds.evaluation.report.value_formats import time_of
 
 PARTS = {
     "training": "training",

@@ -13,7 +13,7 @@ from unigen_ds.evaluation.report.panels import overlay
 from unigen_ds.evaluation.report.reading import WorkDir, read_work_dir, run_names
 from unigen_ds.evaluation.report.results import flat
 from unigen_ds.evaluation.report.sections import view_of
-from unigen_ds.evaluation.report.texts import plural, value_text
+from unigen_ds.evaluation.report.value_formats import plural, value_text
 
 MAX_PICTURES = 16 * 2**20
 """Bytes of all pictures of a page."""

@@ -9,7 +9,7 @@ from unigen_ds.evaluation.metric_lines import Line, interpolated, known_sequence
 from unigen_ds.evaluation.report.charts import Figure, Mark, Series, chart
 from unigen_ds.evaluation.report.goodput import changes
 from unigen_ds.evaluation.report.reading import WorkDir
-from unigen_ds.evaluation.report.texts import value_text
+from unigen_ds.evaluation.report.value_formats import value_text
 
 _MAIN = {"loss", "grad_norm", "tokens_per_second", "memory", "memory_reserved"}
 _NOT_CURVES = {"update", "iteration", "epoch", "sequences", "samples", "tokens", "applied"}
@@ -147,16 +147,17 @@ def overlay(runs: Mapping[str, WorkDir]) -> list[Figure]:
         "tokens_per_second": "Tokens per second",
     }
 
-    def values(run: WorkDir, key: str) -> list[tuple[float, float]]:
+    def points_of(run: WorkDir, key: str) -> list[tuple[float, float]]:
         if key != "val/loss":
             return points(run.updates, key, x="sequences")
-        known, evaluated = known_sequences(run.updates), [one for one in run.evaluations if one.update is not None]
-        pairs = [(interpolated(known, one.update), one.values.get(key)) for one in evaluated]
+        known = known_sequences(run.updates)
+        values = [(one.update, one.values.get(key)) for one in run.evaluations]
+        pairs = [(interpolated(known, update), value) for update, value in values if update is not None]
         return sorted((x, y) for x, y in pairs if x is not None and y is not None)
 
     figures = []
     for key, title in titles.items():
         more: dict[str, Any] = {"log": False if key == "lr" else None, "compact": key != "loss", "named": True}
-        drawn = [Series(name, values(run, key), i, smooth=key != "lr") for i, (name, run) in enumerate(runs.items())]
+        drawn = [Series(name, points_of(run, key), i, smooth=key != "lr") for i, (name, run) in enumerate(runs.items())]
         figures.append(chart(title, drawn, x_label="sequences", **more))
     return _present(figures)

@@ -11,7 +11,7 @@ from typing import TypeVar
 from PIL import Image
 
 from unigen_ds.evaluation.report.reading import WorkDir
-from unigen_ds.evaluation.report.texts import grouped, plural
+from unigen_ds.evaluation.report.value_formats import grouped, plural
 
 WIDEST = 900
 """Pixels; wider pictures are reduced, and their caption states it."""

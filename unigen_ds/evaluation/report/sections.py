@@ -15,7 +15,7 @@ from unigen_ds.evaluation.report.panels import curves, validation_curves
 from unigen_ds.evaluation.report.pictures import previews_of
 from unigen_ds.evaluation.report.reading import RunStart, WorkDir
 from unigen_ds.evaluation.report.results import flat
-from unigen_ds.evaluation.report.texts import grouped, number_text, percent, seconds_text, value_text
+from unigen_ds.evaluation.report.value_formats import grouped, number_text, percent, seconds_text, value_text
 
 _MOST_ROWS = 100
 _STATES = {"ok": "good", "warn": "warn", "block": "bad"}

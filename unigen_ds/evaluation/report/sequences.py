@@ -19,7 +19,7 @@ from unigen_ds.data.shown import ShownImage, ShownSample, ShownToken, shown
 from unigen_ds.data.statistics import tokens_of
 from unigen_ds.data.stream import SequenceStream
 from unigen_ds.evaluation.report.pictures import data_uri
-from unigen_ds.evaluation.report.texts import grouped, percent, plural
+from unigen_ds.evaluation.report.value_formats import grouped, percent, plural
 
 MAX_TOKENS = 65_536
 """Text tokens of a page."""

@@ -74,3 +74,15 @@ def time_of(value: object) -> datetime | None:
         return datetime.fromisoformat(str(value)).astimezone(timezone.utc)
     except (ValueError, OverflowError):
         return None
+
+
+FILTERS = {
+    "count": grouped,
+    "number": number_text,
+    "percent": percent,
+    "plural": plural,
+    "seconds": seconds_text,
+    "time_of": time_of,
+    "value": value_text,
+}
+"""Name in the templates -> function."""
