@@ -42,8 +42,8 @@ def test_the_wheel_holds_every_file(wheel: Path) -> None:
         names = set(archive.namelist())
     expected = {p.relative_to(ROOT).as_posix() for p in (ROOT / "unigen_ds").rglob("*.py")}
     expected |= {f"unigen_ds/ds_configs/{p.name}" for p in (ROOT / "ds_configs").glob("*.json")}
-    expected |= {p.relative_to(ROOT).as_posix() for p in (ROOT / "unigen_ds").rglob("*.css")}
-    expected |= {p.relative_to(ROOT).as_posix() for p in (ROOT / "unigen_ds").rglob("*.js")}
+    for ending in ("css", "js", "j2"):
+        expected |= {p.relative_to(ROOT).as_posix() for p in (ROOT / "unigen_ds").rglob(f"*.{ending}")}
     expected |= {f"unigen_ds_tools/{p.name}" for p in (ROOT / "tools").glob("*.py")}
     assert expected <= names, sorted(expected - names)
     assert not [name for name in names if name.startswith(("tests/", "tools/", "ds_configs/"))]

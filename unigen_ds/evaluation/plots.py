@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from unigen_ds.core.errors import DataError
-from unigen_ds.evaluation.report.lines import Line, interpolated, known_sequences, read_updates, read_values
+from unigen_ds.evaluation.metric_lines import Line, interpolated, known_sequences, read_updates, read_values
 
 VALIDATION = "val/loss"
 

@@ -18,23 +18,15 @@ from unigen_ds.data.left_out import Reason, reasons
 from unigen_ds.data.loader import MicroBatch
 from unigen_ds.data.statistics import describe, epoch_balance, first_rows, mandatory_line, titles, tokens_of
 from unigen_ds.data.stream import SequenceStream
-from unigen_ds.evaluation.report.charts import bar
-from unigen_ds.evaluation.report.document import document, write_document
-from unigen_ds.evaluation.report.histogram import histogram
-from unigen_ds.evaluation.report.markup import Html, details, grouped, number_text, percent, plural, table, tag
-from unigen_ds.evaluation.report.sections import missing
-from unigen_ds.evaluation.report.sequences import sequences_part
+from unigen_ds.evaluation.report.charts import histogram
+from unigen_ds.evaluation.report.document import write_document
+from unigen_ds.evaluation.report.sequences import sequences_of
+from unigen_ds.evaluation.report.value_formats import grouped, number_text, percent
 
 KINDS = ("text", "image", "other")
-_PARTS = (
-    ("sources", "Sources"),
-    ("lengths", "Lengths"),
-    ("balance", "Text and images"),
-    ("packing", "Packing"),
-    ("left-out", "Left out"),
-    ("unknown", "Unknown tokens"),
-    ("sequences", "First sequences"),
-)
+_BALANCE = ("text_tokens", "image_tokens", "text_targets", "image_targets", "other_targets")
+Report = Mapping[str, Any]
+Balance = Mapping[str, Mapping[str, float]]
 
 
 @dataclass(frozen=True)
@@ -53,75 +45,63 @@ class DataPage:
 
 def write_data_page(page: DataPage, out: Path) -> Path:
     """Raises ``ConfigError`` where ``out`` cannot be written."""
-    return write_document(out, render_data(page))
-
-
-def render_data(page: DataPage) -> str:
-    """The page as text."""
     stream, report = page.stream, describe(page.stream)
-    balance, left = epoch_balance(stream), reasons(stream)
-    found = {
-        "sources": _sources(report, balance),
-        "lengths": _lengths(stream, report),
-        "balance": _balance(balance, titles(stream)),
-        "packing": _packing(stream, report),
-        "left-out": _left_out(left, page.skipped_sources),
-        "unknown": _unknown(report, page.processor, titles(stream)),
-        "sequences": sequences_part(stream, page.batches, page.processor),
-    }
-    header = tag(
-        "header",
-        tag("h1", f"Training data of {page.title}"),
-        tag("p", f"{plural(len(stream.names), 'source')}, fingerprint ", tag("code", stream.fingerprint[:16]),
-            class_="soft"),
-        tag("div", *(tag("span", text, class_="chip") for text in _chips(stream, report)), class_="chips"),
-        _tiles(report, balance, left),
-        tag("nav", *(tag("a", title, href=f"#{name}") for name, title in _PARTS), aria_label="Parts"),
-    )  # fmt: skip
-    sections = [tag("section", tag("h2", title), *found[name], id=name) for name, title in _PARTS]
-    source = f"the training data of {page.title}"
-    return document(f"{page.title} – training data", header, sections, source, styles=("data.css",))
-
-
-def _chips(stream: SequenceStream, report: Mapping[str, Any]) -> list[str]:
-    packing = (
-        "not packed" if stream.packer is None else f"{type(stream.packer).__name__}, window {stream.packer.window:,}"
+    balance, left, names = epoch_balance(stream), reasons(stream), titles(page.stream)
+    return write_document(
+        out,
+        "data.html.j2",
+        title=page.title,
+        source=f"the training data of {page.title}",
+        stream=stream,
+        report=report,
+        chips=_chips(stream),
+        totals=_totals(report, balance, left),
+        sources=_sources(report),
+        measured=[(name, one["streamed"]) for name, one in report["sources"].items() if _in_part(one)],
+        groups=_groups(report),
+        lengths=_lengths(stream, report),
+        balance=_balance(balance, names),
+        estimated=any(name != title for name, title in names.items()),
+        packing=_packing(stream),
+        left_out=_left_out(left),
+        skipped_sources=page.skipped_sources,
+        unknown=_unknown(report, page.processor, names),
+        **sequences_of(stream, page.batches, page.processor),
     )
-    chips = [f"seq_length {stream.seq_length:,}", packing, f"seed {stream.order.seed}"]
+
+
+def _chips(stream: SequenceStream) -> list[str]:
+    packer = stream.packer
+    chips = [
+        f"seq_length {stream.seq_length:,}",
+        "not packed" if packer is None else f"{type(packer).__name__}, window {packer.window:,}",
+        f"seed {stream.order.seed}",
+    ]
     if stream.sample_length != stream.seq_length:
         chips.append(f"max_sample_tokens {stream.sample_length:,}")
-    if stream.order.weights is not None:
-        chips.append("weighted mixture")
-    return chips
+    return chips + ["weighted mixture"] * (stream.order.weights is not None)
 
 
-def _tiles(report: Mapping[str, Any], balance: Mapping[str, Mapping[str, float]], left: Sequence[Reason]) -> Html:
+def _totals(report: Report, balance: Balance, left: Sequence[Reason]) -> dict[str, Any]:
     """The numbers that a reader looks for first."""
-    total = {key: sum(one[key] for one in balance.values()) for key in next(iter(balance.values()))}
+    total = _sum(balance)
     tokens = total["text_tokens"] + total["image_tokens"]
-    unused = sum(one.number for one in left if not one.used and one.unit == "records")
-    drawn = sum(map(_drawn, report["sources"].values()))
-    part = any(map(_in_part, report["sources"].values()))
-    found = [
-        ("Records" + " measured" * part, grouped(report["records"]),
-         f"{'about ' * part}{grouped(drawn)} drawn an epoch"),
-        ("Sequences", grouped(report["sequences_per_epoch"]), f"{report['samples_per_sequence']:.2f} samples in each"),
-        ("Utilisation", percent(report["utilisation"]), "of seq_length"),
-        ("Tokens", _short(tokens), f"an epoch, {percent(total['image_tokens'] / max(tokens, 1))} of images"),
-        ("Text targets", _short(total["text_targets"]), "an epoch"),
-        ("Image targets", _short(total["image_targets"]), "an epoch"),
-        ("Left out", grouped(unused), "records"),
-    ]  # fmt: skip
-    if total["other_targets"]:
-        found.insert(6, ("Other targets", _short(total["other_targets"]), "an epoch"))
-    return tag("div", *(
-        tag("div", tag("span", name, class_="k"), tag("b", value), tag("span", note), class_="tile")
-        for name, value, note in found
-    ), class_="tiles")  # fmt: skip
+    kinds = _kinds(total)
+    return {
+        "tokens": _short(tokens),
+        "images": total["image_tokens"] / max(tokens, 1),
+        "targets": {kind: _short(total[f"{kind}_targets"]) for kind in kinds},
+        "left_out": sum(one.number for one in left if not one.used and one.unit == "records"),
+        "drawn": sum(int(one["draws_per_epoch"]) for one in report["sources"].values()),
+    }
 
 
-def _drawn(source: Mapping[str, Any]) -> int:
-    return int(source["draws_per_epoch"])
+def _kinds(total: Mapping[str, float]) -> Sequence[str]:
+    return KINDS if total["other_targets"] else KINDS[:2]
+
+
+def _sum(balance: Balance) -> dict[str, float]:
+    return {key: sum(one[key] for one in balance.values()) for key in next(iter(balance.values()))}
 
 
 def _in_part(source: Mapping[str, Any]) -> bool:
@@ -129,191 +109,99 @@ def _in_part(source: Mapping[str, Any]) -> bool:
     return "streamed" in source and not source["streamed"]["exact"]
 
 
-def _sources(report: Mapping[str, Any], balance: Mapping[str, Mapping[str, float]]) -> list[Any]:
-    total = sum(map(_drawn, report["sources"].values()))
+def _sources(report: Report) -> list[tuple[Any, ...]]:
+    total = sum(int(one["draws_per_epoch"]) for one in report["sources"].values())
     rows = []
-    for name, source in report["sources"].items():
-        lengths, records = source["lengths"], source["records"]
+    for name, one in report["sources"].items():
+        records, drawn, lengths = one["records"], int(one["draws_per_epoch"]), one["lengths"]
+        weight = "–" if one["weight"] is None else f"{one['weight']:g}"
         rows.append((
-            tag("b", name), grouped(records), percent(source["records_with_images"] / max(records, 1)),
-            grouped(_drawn(source)), percent(_drawn(source) / max(total, 1)),
-            "–" if source["weight"] is None else f"{source['weight']:g}",
-            number_text(lengths["p50"]), number_text(lengths["p95"]), number_text(lengths["max"]),
+            name, records, one["records_with_images"] / max(records, 1), drawn, drawn / max(total, 1), weight,
+            lengths["p50"], lengths["p95"], lengths["max"],
         ))  # fmt: skip
-    heads = (
-        "Source",
-        "Records",
-        "With images",
-        "Drawn an epoch",
-        "Share",
-        "Weight",
-        "Tokens, median",
-        "95 %",
-        "Longest",
-    )
-    parts: list[Any] = [table(heads, rows, numbers=range(1, len(heads)))]
-    for name, streamed in ((name, one["streamed"]) for name, one in report["sources"].items() if _in_part(one)):
-        measured = streamed["measured"]
-        text = (
-            f"{name} is streamed: what this page shows of its records (lengths, balance, left out, unknown tokens) is"
-            f" of the {grouped(measured['records'])} of shard {', '.join(measured['shards'])},"
-            f" {len(measured['shards'])} of {grouped(streamed['shards'])} shards. What an epoch has of it is estimated"
-            " from them; packing and sequences are those of the run."
-        )
-        parts.append(tag("div", text, class_="missing"))
-    if groups := report.get("groups"):
-        shown = [
-            (tag("b", name), "yes" if group["mandatory"] else "no", grouped(group["draws_per_epoch"]),
-             percent(group["share"]), percent(group["share_by_weight"]))
-            for name, group in groups.items()
-        ]  # fmt: skip
-        of_groups = ("Group", "Mandatory", "Drawn an epoch", "Share", "Share by its weight")
-        parts += [tag("h3", "Groups"), table(of_groups, shown, numbers=range(2, 5))]
-        parts += [missing(f"{name}: {mandatory_line(one)}.") for name, one in groups.items() if one["mandatory"]]
-    return parts
+    return rows
 
 
-def _lengths(stream: SequenceStream, report: Mapping[str, Any]) -> list[Any]:
-    named = zip(titles(stream).values(), stream.datasets, strict=True)
-    groups = {title: dataset.lengths()[0] for title, dataset in named}
-    longer = sum(source["overflow"]["longer"] for source in report["sources"].values())
-    limit, name = (
-        stream.sample_length,
-        "seq_length" if stream.sample_length == stream.seq_length else "max_sample_tokens",
-    )
-    note = "All records fit." if not longer else f"{plural(longer, 'record is', 'records are')} longer than the limit."
-    numbers = " · ".join(f"{key} {number_text(value)}" for key, value in report["lengths"].items())
-    return [
-        tag(
-            "p", "Tokens of each record, whole, before anything is split, truncated or left out. ", note, class_="note"
-        ),
-        histogram("Tokens of a record", groups, unit="tokens", count="records", limit=(name, limit)),
-        tag("p", numbers, class_="note numbers"),
-    ]
+def _groups(report: Report) -> dict[str, Any]:
+    groups = report.get("groups") or {}
+    return {
+        "rows": [
+            (name, one["mandatory"], one["draws_per_epoch"], one["share"], one["share_by_weight"])
+            for name, one in groups.items()
+        ],
+        "mandatory": [f"{name}: {mandatory_line(one)}." for name, one in groups.items() if one["mandatory"]],
+    }
 
 
-def _balance(balance: Mapping[str, Mapping[str, float]], titles: Mapping[str, str]) -> list[Any]:
-    rows, cells = [], []
-    balance = {titles[name]: one for name, one in balance.items()}
-    shown = dict(balance)
-    if len(balance) > 1:
-        shown = {
-            "all sources": {key: sum(one[key] for one in balance.values()) for key in next(iter(balance.values()))},
-            **balance,
-        }
-    for name, one in shown.items():
-        tokens, targets = _kinds(one, "tokens"), _kinds(one, "targets")
-        rows.append(tag(
-            "div",
-            tag("div", tag("b", name), tag("span", f"{_whole(one['samples'])} samples an epoch"), class_="who"),
-            _stacked(name, "tokens", tokens), _stacked(name, "loss targets", targets),
-            class_="balance",
-        ))  # fmt: skip
-        cells.append((tag("b", name), *(_whole(one[key]) for key in
-                      ("text_tokens", "image_tokens", "text_targets", "image_targets", "other_targets"))))  # fmt: skip
-    heads = ("Source", "Text tokens", "Image tokens", "Text targets", "Image targets", "Other targets")
-    note = (
-        "Of one epoch, as far as it is trained on. Text is learned token by token, an image by its latent patches; what"
-        " is only read has no target."
-    ) + " Estimated, where a source is streamed, from the shard that is named." * any(a != b for a, b in titles.items())
-    keys = [
-        tag("li", tag("b", name), class_=f"k-{name}")
-        for name in KINDS[: 2 + any(o["other_targets"] for o in shown.values())]
-    ]
-    return [
-        tag("p", note, class_="note"), tag("ul", *keys, class_="keys kinds"), *rows,
-        details("The numbers", table(heads, cells, numbers=range(1, 6))),
+def _lengths(stream: SequenceStream, report: Report) -> dict[str, Any]:
+    sources = zip(titles(stream).values(), stream.datasets, strict=True)
+    groups = {title: dataset.lengths()[0] for title, dataset in sources}
+    name = "seq_length" if stream.sample_length == stream.seq_length else "max_sample_tokens"
+    limit = (name, stream.sample_length)
+    return {
+        "longer": sum(one["overflow"]["longer"] for one in report["sources"].values()),
+        "figure": histogram("Tokens of a record", groups, unit="tokens", count="records", limit=limit),
+        "numbers": " · ".join(f"{key} {number_text(value)}" for key, value in report["lengths"].items()),
+    }
+
+
+def _balance(balance: Balance, names: Mapping[str, str]) -> dict[str, Any]:
+    """For each source, and all of them: bars of tokens and of targets by kind, and the numbers."""
+    sources = {names[name]: one for name, one in balance.items()}
+    if len(sources) > 1:
+        sources = {"all sources": _sum(balance), **sources}
+    bars = [
+        (name, one["samples"], [_stacked(name, what, one, key) for what, key in
+                                (("tokens", "tokens"), ("loss targets", "targets"))])
+        for name, one in sources.items()
     ]  # fmt: skip
+    return {
+        "bars": bars,
+        "rows": [(name, *(one[key] for key in _BALANCE)) for name, one in sources.items()],
+        "kinds": _kinds(_sum(balance)),
+    }
 
 
-def _kinds(one: Mapping[str, float], what: str) -> dict[str, float]:
-    return {kind: one.get(f"{kind}_{what}", 0.0) for kind in KINDS}
-
-
-def _stacked(name: str, what: str, parts: Mapping[str, float]) -> Html:
+def _stacked(name: str, what: str, one: Mapping[str, float], key: str) -> dict[str, Any]:
+    parts = {kind: value for kind in KINDS if (value := one.get(f"{kind}_{key}", 0.0))}
     total = sum(parts.values())
-    texts = [f"{kind} {percent(value / total)}" for kind, value in parts.items() if value] if total else ["none"]
-    shares = [(f"k-{kind}", f"{kind}: {_whole(value)}", value / total) for kind, value in parts.items() if value]
-    return tag("div", tag("span", f"{what}: ", ", ".join(texts), class_="soft"),
-               bar(shares, spoken=f"{name}, {what}: {', '.join(texts)}"))  # fmt: skip
+    texts = ", ".join(f"{kind} {percent(value / total)}" for kind, value in parts.items()) or "none"
+    shares = [(f"k-{kind}", f"{kind}: {grouped(value)}", value / total) for kind, value in parts.items()]
+    return {"text": f"{what}: {texts}", "bar": shares, "spoken": f"{name}, {what}: {texts}"}
 
 
-def _packing(stream: SequenceStream, report: Mapping[str, Any]) -> list[Any]:
+def _packing(stream: SequenceStream) -> dict[str, Any]:
     rows = first_rows(stream)
-    filled = np.asarray([sum(row) for row in tokens_of(stream, rows)])
+    tokens = np.asarray([sum(row) for row in tokens_of(stream, rows)])
     samples = np.asarray([len(row) for row in rows])
-    how = (
-        f"Packed within windows of {stream.packer.window:,} samples"
-        if stream.packer is not None
-        else "Not packed: a sample is a sequence"
-    )
-    text = (
-        f"{how}. {plural(len(rows), 'sequence')} of the first windows: {percent(report['utilisation'])} of their"
-        f" {grouped(stream.seq_length)} tokens are used, {report['samples_per_sequence']:.2f} samples in each."
-    )
-    figures = [
-        histogram("Tokens of a sequence", {"": filled}, unit="tokens", count="sequences",
-                  limit=("seq_length", stream.seq_length)),
-        histogram("Samples of a sequence", {"": samples}, unit="samples", count="sequences"),
-    ]  # fmt: skip
-    return [tag("p", text, class_="note"), tag("div", *(tag("div", one) for one in figures), class_="grid2")]
+    limit = ("seq_length", stream.seq_length)
+    return {
+        "number": len(rows),
+        "figures": [
+            histogram("Tokens of a sequence", {"": tokens}, unit="tokens", count="sequences", limit=limit),
+            histogram("Samples of a sequence", {"": samples}, unit="samples", count="sequences"),
+        ],
+    }
 
 
-def _left_out(left: Sequence[Reason], skipped_sources: int) -> list[Any]:
-    parts: list[Any] = []
-    if skipped_sources:
-        number = plural(skipped_sources, "data set")
-        text = f"{number} of the config cannot be opened: left out of the data (on_error='skip')."
-        parts.append(tag("div", text, class_="missing"))
-    for used, title, none in (
-        (False, "Not trained on", "Every record is trained on."),
-        (True, "Trained on, and worth a look", "There is nothing else to report of the records."),
-    ):
-        chosen = [one for one in left if one.used == used]
-        parts.append(tag("h3", title))
-        if not chosen:
-            parts.append(missing(none))
-            continue
-        rows = [
-            (
-                tag("b", one.source),
-                one.reason,
-                grouped(one.number),
-                percent(one.number / max(one.records, 1)),
-                _examples(one),
-            )
-            for one in chosen
-        ]
-        parts.append(table(("Source", "Reason", "Number", "Share", "The first ones"), rows, numbers=(2, 3)))
-    return parts
+def _left_out(left: Sequence[Reason]) -> dict[bool, list[tuple[Any, ...]]]:
+    """Rows of the reasons whose records the run does not use, and of those whose records it uses."""
+    rows: dict[bool, list[tuple[Any, ...]]] = {False: [], True: []}
+    for one in left:
+        rows[one.used].append((one.source, one.reason, one.number, one.number / max(one.records, 1), one.examples))
+    return rows
 
 
-def _examples(one: Reason) -> Html | str:
-    if not one.examples:
-        return "–"
-    return tag("ul", *(tag("li", tag("code", e.id), f" {e.text}") for e in one.examples), class_="examples")
-
-
-def _unknown(report: Mapping[str, Any], processor: Any, titles: Mapping[str, str]) -> list[Any]:
+def _unknown(report: Report, processor: Any, names: Mapping[str, str]) -> list[tuple[Any, ...]] | None:
+    """None: the tokenizer has no unknown token."""
     if getattr(getattr(processor, "tokenizer", None), "unk_id", None) is None:
-        return [missing("The tokenizer has no unknown token: every text has ids of its own.")]
-    rows = [
-        (tag("b", titles[name]), grouped(one["unknown_tokens"]), _share(one["unknown_token_share"]))
-        for name, one in report["sources"].items()
-    ]
-    note = "Text tokens of words that the tokenizer does not have; all of them look the same to the model."
-    return [
-        tag("p", note, class_="note"),
-        table(("Source", "Unknown tokens", "Share of its text tokens"), rows, numbers=(1, 2)),
-    ]
-
-
-def _share(value: float) -> str:
-    return percent(value) if not value or value >= 0.001 else f"{100 * value:.2g} %"
-
-
-def _whole(value: float) -> str:
-    return grouped(round(value))
+        return None
+    rows = []
+    for name, one in report["sources"].items():
+        share = one["unknown_token_share"]
+        text = percent(share) if not share or share >= 0.001 else f"{100 * share:.2g} %"
+        rows.append((names[name], one["unknown_tokens"], text))
+    return rows
 
 
 def _short(value: float) -> str:
@@ -321,4 +209,4 @@ def _short(value: float) -> str:
     for size, ending in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if value >= size:
             return f"{value / (1e3 if ending == 'k' else size):.4g} {ending}"
-    return _whole(value)
+    return grouped(value)

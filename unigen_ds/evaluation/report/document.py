@@ -1,46 +1,56 @@
-"""A complete HTML document: style and script are inside of it, nothing is loaded from elsewhere."""
+"""A page from its template: one HTML file with style and script inside of it; nothing is loaded from elsewhere."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
 from datetime import datetime, timezone
+from functools import cache
 from pathlib import Path
+from typing import Any, NamedTuple
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.files import temporary_beside, write_text_atomic
-from unigen_ds.evaluation.report.markup import Html, join, tag
+from unigen_ds.evaluation.report.value_formats import FILTERS, has_long_word, printable
 
 
-def document(title: str, header: Html, main: Sequence[object], source: str, *, styles: Sequence[str] = ()) -> str:
-    """The page as text. ``source``: what it was made of, for its last line; ``styles``: further files of this folder.
+class TableCell(NamedTuple):
+    """A value of a table that is displayed in another way than its column: the kinds are in ``macros.html.j2``."""
 
-    A part of ``main`` may be anything that ``markup.join`` accepts.
-    """
-    now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M")
-    page = tag(
-        "html",
-        tag(
-            "head",
-            tag("meta", charset="utf-8"),
-            tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-            tag("meta", name="color-scheme", content="light dark"),
-            tag("title", title),
-            tag("style", Html("".join(map(_asset, ("style.css", *styles))))),
-        ),
-        tag(
-            "body",
-            header,
-            tag("main", join(main)),
-            tag("footer", f"Written by unigen_ds on {now} UTC from {source}"),
-            tag("script", Html(_asset("script.js"))),
-        ),
-        lang="en",
+    text: str
+    kind: str = ""
+    note: str = ""
+
+
+@cache
+def _environment() -> Environment:
+    """Everything that a template prints is escaped, and a name that it does not have is an error."""
+    folder = Path(__file__).parent
+    environment = Environment(
+        loader=FileSystemLoader([folder / "templates", folder]),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: value if isinstance(value, Markup) else printable(value),
     )
-    return f"<!doctype html>\n{page}\n"
+    environment.filters |= {**FILTERS, "script_json": _script_json}
+    environment.tests["long"] = has_long_word
+    return environment
 
 
-def write_document(out: Path, text: str) -> Path:
-    """Raises ``ConfigError`` where ``out`` cannot be written."""
+def _script_json(value: Any) -> Markup:
+    """A value for ``<script type="application/json">``: no text of it can end the element."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
+
+
+def write_document(out: Path, template: str, **values: Any) -> Path:
+    """Write a page. Raises ``ConfigError`` where ``out`` cannot be written."""
+    now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M")
+    text = _environment().get_template(template).render(**values, now=now)
     try:
         write_text_atomic(out, text)
     except OSError as error:
@@ -61,7 +71,3 @@ def check_writable(out: Path) -> None:
         trial.unlink()
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error.strerror}", allowed=allowed) from error
-
-
-def _asset(name: str) -> str:
-    return Path(__file__).with_name(name).read_text(encoding="utf-8")

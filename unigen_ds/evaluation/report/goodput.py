@@ -4,22 +4,30 @@
 the run from their start to their end (rank 0's). Time between two starts is not part of it. Work that a later resume
 repeats is lost as a whole, its data and saves included. Google's ML Goodput Measurement has the same definition.
 
-In: the starts of a run with their lines of ``timeline.jsonl``. For starts without them the averages of
-``metrics.jsonl`` are used, which have neither start-up nor saves: ``estimated``.
+In: the starts of a run with their lines of ``timeline.jsonl``. What a killed start did after the last of them is
+estimated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any
 
-from unigen_ds.evaluation.report.lines import is_update, number
+from unigen_ds.evaluation.metric_lines import number
 from unigen_ds.evaluation.report.reading import RunStart
+from unigen_ds.evaluation.report.value_formats import time_of
 
-PARTS = ("training", "data", "saves", "evaluation", "start_up", "repeated")
-_EVALUATION = ("hook:evaluate", "hook:preview", "hook:async_evaluate")
+PARTS = {
+    "training": "training",
+    "data": "waiting for data",
+    "saves": "saves",
+    "evaluation": "evaluation and own hooks",
+    "start_up": "start-up",
+    "repeated": "repeated work",
+}
+"""Field of ``Spent`` -> what a reader calls it."""
+_SAVES = "hook:checkpoint"
 _OF_TRAINING = {
     f"hook:{name}"
     for name in ("timer", "nan_guard", "skipped", "ema", "ledger", "logger", "signals", "continuity", "timeline")
@@ -41,7 +49,7 @@ class Spent:
     repeated: float = 0.0
     """Everything done after the update at which a later start continued."""
     estimated: bool = False
-    """Whether a part was computed from averages, or is not known."""
+    """Whether a part is estimated, or is not known."""
 
     @property
     def total(self) -> float:
@@ -59,33 +67,26 @@ class Spent:
 
 def spent_by_start(starts: Sequence[RunStart]) -> list[Spent]:
     """One for each start. An update counts in the last start that made it."""
-    found = []
-    for index, start in enumerate(starts):
-        kept = min([later.update for later in starts[index + 1 :]], default=start.reached)
-        found.append(_recorded(start, kept) if start.record is not None else _estimated(start, kept))
-    return found
+    kept = [min([later.update for later in starts[i:]], default=start.reached) for i, start in enumerate(starts, 1)]
+    return [_spent(start, updates) for start, updates in zip(starts, kept, strict=True)]
+
+
+def total_spent(starts: Sequence[RunStart]) -> Spent:
+    return sum(spent_by_start(starts), Spent())
 
 
 def idle_before(starts: Sequence[RunStart], spent: Sequence[Spent]) -> list[float | None]:
     """Seconds between the end of the start before and each start; None where that is not known."""
-    found: list[float | None] = []
-    for index, start in enumerate(starts):
-        now, before = _began(start), _began(starts[index - 1]) if index else None
+    began = [time_of(start.record.get("time")) for start in starts]
+    seconds: list[float | None] = [None] * len(starts[:1])
+    for index in range(1, len(starts)):
+        now, before, previous = began[index], began[index - 1], spent[index - 1]
         if now is None or before is None:
-            found.append(None)
-            continue
-        previous = spent[index - 1]
-        ended = before + previous.total - previous.start_up
-        found.append(max(0.0, now - spent[index].start_up - ended))
-    return found
-
-
-def _began(start: RunStart) -> float | None:
-    """When its training began, in seconds since 1970."""
-    try:
-        return datetime.fromisoformat(str((start.record or {}).get("time"))).timestamp()
-    except (ValueError, OverflowError, OSError):
-        return None
+            seconds.append(None)
+        else:
+            worked = previous.total - previous.start_up + spent[index].start_up
+            seconds.append(max(0.0, (now - before).total_seconds() - worked))
+    return seconds
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,8 @@ class _Point:
     sections: Mapping[str, float]
 
 
-def _recorded(start: RunStart, kept: int) -> Spent:
-    """From the lines of the timeline. A kill leaves updates after the last line: they count with the average."""
+def _spent(start: RunStart, kept: int) -> Spent:
+    """Of the updates up to ``kept``. A kill leaves updates after the last line: they count with the average."""
     points = [_Point(start.update, 0.0, {})]
     for line in start.times:
         sections = line.get("sections")
@@ -108,11 +109,9 @@ def _recorded(start: RunStart, kept: int) -> Spent:
     total = last.seconds + missing * per_update
     counted = _at(points, min(kept, last.update)) if kept < last.update else last
     seconds = counted.seconds + max(0, min(kept, start.reached) - last.update) * per_update
-    data = counted.sections.get("data", 0.0)
-    saves = counted.sections.get("hook:checkpoint", 0.0)
-    known = {*_OF_TRAINING, "hook:checkpoint"}
-    hooks = sum(v for k, v in counted.sections.items() if k in _EVALUATION or (k[:5] == "hook:" and k not in known))
-    start_up = number((start.record or {}).get("start_up"))
+    data, saves = (counted.sections.get(name, 0.0) for name in ("data", _SAVES))
+    hooks = sum(v for k, v in counted.sections.items() if k[:5] == "hook:" and k not in {*_OF_TRAINING, _SAVES})
+    start_up = number(start.record.get("start_up"))
     return Spent(
         training=max(0.0, seconds - data - saves - hooks),
         data=data,
@@ -132,64 +131,41 @@ def _at(points: Sequence[_Point], update: float) -> _Point:
     for first, second in zip(points, points[1:], strict=False):
         if first.update < update < second.update:
             share = (update - first.update) / (second.update - first.update)
-            names = {*first.sections, *second.sections}
-            sections = {n: _between(first.sections.get(n, 0.0), second.sections.get(n, 0.0), share) for n in names}
-            return _Point(update, _between(first.seconds, second.seconds, share), sections)
+
+            def between(before: float, after: float, share: float = share) -> float:
+                return before + (after - before) * share
+
+            a, b = first.sections, second.sections
+            sections = {name: between(a.get(name, 0.0), b.get(name, 0.0)) for name in {*a, *b}}
+            return _Point(update, between(first.seconds, second.seconds), sections)
     return points[0]
 
 
-def _between(first: float, second: float, share: float) -> float:
-    return first + (second - first) * share
-
-
 def _average(start: RunStart) -> float:
+    """Seconds of an update, of a start without a line of times."""
     times = [n for line in start.lines if (n := number(line.get("time/update"))) is not None]
     return sum(times) / len(times) if times else 0.0
 
 
-def _estimated(start: RunStart, kept: int) -> Spent:
-    """From the averages of ``metrics.jsonl``: neither start-up nor saves are known."""
-    training = data = repeated = 0.0
-    before = start.update
-    for line in start.lines:
-        if not is_update(line):
-            continue
-        each, waited = (number(line.get(f"time/{name}")) or 0.0 for name in ("update", "data"))
-        count, after = max(0, line["update"] - before), max(0, line["update"] - max(kept, before))
-        before = line["update"]
-        repeated += min(after, count) * each
-        data += (count - min(after, count)) * waited
-        training += (count - min(after, count)) * max(0.0, each - waited)
-    return Spent(training=training, data=data, repeated=repeated, estimated=True)
-
-
 def changes(starts: Sequence[RunStart]) -> list[dict[str, tuple[Any, Any]]]:
     """For each start what differs from the one before: ``geometry.batch_size -> (before, now)``, of the effective
-    batch, the engine and its processes, the code and the versions. Empty where that is not recorded.
+    batch, the engine and its processes, the code and the versions.
     """
-    found: list[dict[str, tuple[Any, Any]]] = []
-    before: dict[str, Any] | None = None
-    for start in starts:
-        now = _identity(start)
-        found.append(
-            {k: (before.get(k), now.get(k)) for k in sorted({*before, *now}) if before.get(k) != now.get(k)}
-            if before is not None and now is not None
-            else {}
-        )
-        before = now if now is not None else before
-    return found
+    identities = [_identity(start.record) for start in starts]
+    return [
+        {key: (a.get(key), b.get(key)) for key in sorted({*a, *b}) if a.get(key) != b.get(key)}
+        for a, b in zip(identities[:1] + identities, identities, strict=False)
+    ]
 
 
-def _identity(start: RunStart) -> dict[str, Any] | None:
-    if start.record is None:
-        return None
-    found: dict[str, Any] = {}
-    for name in ("geometry", "topology", "versions"):
-        part = start.record.get(name)
-        found |= {f"{name}.{key}": value for key, value in part.items()} if isinstance(part, Mapping) else {}
-    git = start.record.get("git")
-    for name, part in git.items() if isinstance(git, Mapping) else ():
-        found[f"git.{name}"] = part.get("commit") if isinstance(part, Mapping) else part
-    machine = start.record.get("machine")
-    found["machine.device"] = machine.get("device") if isinstance(machine, Mapping) else None
-    return found
+def _identity(record: Mapping[str, Any]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name in ("geometry", "topology", "versions", "git"):
+        part = record.get(name)
+        values |= {f"{name}.{key}": value for key, value in part.items()} if isinstance(part, Mapping) else {}
+    for name, value in values.items():
+        if name.startswith("git.") and isinstance(value, Mapping):
+            values[name] = value.get("commit")
+    machine = record.get("machine")
+    values["machine.device"] = machine.get("device") if isinstance(machine, Mapping) else None
+    return values

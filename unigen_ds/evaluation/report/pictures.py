@@ -1,4 +1,4 @@
-"""Preview pictures inside the page, as data URIs, within a limit of bytes."""
+"""Pictures inside a page, as data URIs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import TypeVar
 
 from PIL import Image
 
-from unigen_ds.evaluation.report.markup import Html, grouped, plural, tag
 from unigen_ds.evaluation.report.reading import WorkDir
+from unigen_ds.evaluation.report.value_formats import grouped, plural
 
 WIDEST = 900
 """Pixels; wider pictures are reduced, and their caption states it."""
@@ -19,45 +19,36 @@ T = TypeVar("T")
 _OWN = {"curves.png"}
 
 
-def strip(run: WorkDir, *, budget: int) -> tuple[Html | None, list[str]]:
-    """The previews over time and other pictures of the work dir, at most ``budget`` bytes; and notes.
+def data_uri(content: bytes, kind: str = "png") -> str:
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
 
-    Where they do not fit, those that are shown are spread evenly, with the first and the last.
+
+def previews_of(run: WorkDir, *, budget: int) -> tuple[list[tuple[str, str, str]], list[str]]:
+    """(title, note, data URI) of the previews over time and other pictures of the work dir, at most ``budget`` bytes;
+    and notes of what is missing. Where they do not fit, those that remain are spread evenly, with the first and the
+    last.
     """
     others = [(None, file) for file in sorted(run.path.glob("*.png")) if file.name not in _OWN]
-    previews: list[tuple[int | None, Path]] = [*run.previews, *others]
-    notes: list[str] = []
-    figures: list[Html] = []
-    encoded: list[tuple[int | None, Path, str, str]] = []
-    damaged = 0
-    candidates = previews
-    sizes = [_size(file) for _, file in previews]
-    if sizes and sum(sizes) > budget:
-        fitting = int(len(previews) * budget / sum(sizes))
-        candidates = spread(previews, fitting)
-    used = 0
+    pictures: list[tuple[int | None, Path]] = [*run.previews, *others]
+    total = sum(_size(file) for _, file in pictures)
+    candidates = spread(pictures, int(len(pictures) * budget / total)) if total > budget else pictures
+    figures, notes, used = [], [], 0
     for update, file in candidates:
         try:
-            content, note = _png(file)
+            content, reduction = _png(file)
         except Exception as error:  # a picture that PIL cannot read: many kinds of errors
-            damaged += 1
             notes.append(f"{file.name} cannot be shown: {type(error).__name__}: {error}"[:300])
             continue
-        if used + len(content) > budget:
-            continue
-        used += len(content)
-        encoded.append((update, file, base64.b64encode(content).decode(), note))
-    for update, file, text, note in encoded:
-        title = file.name if update is None else f"update {grouped(update)}"
-        picture = tag("img", src=f"data:image/png;base64,{text}", alt=f"{title} of {run.name}")
-        figures.append(tag("figure", picture, tag("figcaption", f"{title}{note}")))
-    left = len(previews) - len(encoded) - damaged
-    if left:
+        if used + len(content) <= budget:
+            used += len(content)
+            title = file.name if update is None else f"update {grouped(update)}"
+            figures.append((title, reduction, data_uri(content)))
+    if missing := len(pictures) - len(figures) - len(notes):
         notes.append(
-            f"{plural(left, 'picture')} of {grouped(len(previews))} left out: together they are larger than"
+            f"{plural(missing, 'picture')} of {grouped(len(pictures))} left out: together they are larger than"
             f" {budget / 2**20:.3g} MiB (--max-pictures-mib)."
         )
-    return (tag("div", *figures, class_="strip") if figures else None), notes
+    return figures, notes
 
 
 def spread(items: Sequence[T], count: int) -> list[T]:

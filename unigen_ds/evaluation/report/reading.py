@@ -10,7 +10,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +22,15 @@ from unigen_ds.checkpoint.partial import REPORT_FILE
 from unigen_ds.checkpoint.saver import CONFIG_FILE, HOOKS_FILE
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.metrics import LEDGER_FILE, METRICS_FILE, SKIPPED_FILE, TIMELINE_FILE, in_effect, parse_lines
-from unigen_ds.evaluation.report import results
-from unigen_ds.evaluation.report.lines import (
+from unigen_ds.evaluation.metric_lines import (
     Line,
-    interpolated,
     is_count,
-    known_sequences,
     lines_of_updates,
     number,
     well_formed,
 )
-from unigen_ds.evaluation.report.results import RESULTS, SCORES, STATISTICS, Evaluated, json_object
+from unigen_ds.evaluation.report import results
+from unigen_ds.evaluation.report.results import RESULTS, SCORES, STATISTICS, Evaluated, Problems, attempt, json_object
 
 BEST_HINT, LOG_FILE, PREVIEWS = "best_checkpoint", "train.log", "previews"
 _OF_A_RUN = (METRICS_FILE, TIMELINE_FILE, LEDGER_FILE, LOG_FILE, CONFIG_FILE, SCORES, RESULTS)
@@ -48,18 +45,22 @@ class RunStart:
 
     update: int
     """Updates of the run when it began."""
-    record: Line | None
-    """Its line in ``timeline.jsonl``; None where the file lacks it."""
+    record: Line
+    """Its line in ``timeline.jsonl``."""
     times: Sequence[Line]
     """The lines of ``timeline.jsonl`` between this start and the next, in order."""
     lines: Sequence[Line]
-    """The lines of ``metrics.jsonl`` that this start wrote, void ones too."""
-    reached: int
-    """The last update that any file shows."""
+    """The lines of ``metrics.jsonl`` and ``ledger.jsonl`` that this start wrote, void ones too."""
+
+    @property
+    def reached(self) -> int:
+        """The last update that any file has. A late result belongs to an earlier update than its line."""
+        own = [line for line in (*self.times, *self.lines) if line.get("event") in (None, "time", "end")]
+        return max([self.update, *(line.get("update", 0) for line in own)])
 
     @property
     def end(self) -> str | None:
-        """How it ended; None where it was killed, runs still, or where that is not recorded."""
+        """How it ended; None where it was killed or runs still."""
         last = self.times[-1] if self.times else {}
         return str(last.get("reason")) if last.get("event") == "end" else None
 
@@ -100,14 +101,6 @@ class WorkDir:
         """The last line of an update; empty where there is none."""
         return self.updates[-1] if self.updates else {}
 
-    def sequences_at(self, update: float) -> float | None:
-        """Sequences consumed after an update, interpolated between logged ones; None where that is not known."""
-        return interpolated(self._known, update)
-
-    @cached_property
-    def _known(self) -> list[tuple[float, float]]:
-        return known_sequences(self.updates)
-
 
 def _is_run(path: Path) -> bool:
     """Whether a folder has anything that a report shows."""
@@ -128,22 +121,19 @@ def read_work_dir(path: Path) -> WorkDir:
             allowed="a folder with " + ", ".join(_OF_A_RUN) + " or a checkpoint",
             remedy="name the work dirs of runs, one after the other",
         )
-    problems: list[tuple[str, str]] = []
+    problems: Problems = []
     metrics = _journal(path / METRICS_FILE, problems)
-    starts = _starts(
-        _by_start(metrics),
-        _by_start(_journal(path / LEDGER_FILE, problems)),
-        _journal(path / TIMELINE_FILE, problems),
-    )
-    home = _home(path, problems)
-    checkpoints = _checkpoints(home, problems)
-    manifests = [found.manifest for found in checkpoints if found.manifest is not None]
-    config = starts[-1].record.get("config") if starts and starts[-1].record else None
+    ledger = _journal(path / LEDGER_FILE, problems)
+    starts = _starts(_journal(path / TIMELINE_FILE, problems), metrics, ledger)
+    home = attempt(HOME_HINT, lambda: home_of(path), path, problems)
+    checkpoints = attempt(path.name, lambda: store.list_checkpoints(home), list[store.Found](), problems)
+    manifests = [entry.manifest for entry in checkpoints if entry.manifest is not None]
+    config = starts[-1].record.get("config") if starts else None
     if not isinstance(config, Mapping):
         config = manifests[-1].config if manifests else {}
     kept = in_effect(metrics)
+    files = results.of_files(path, problems, prefix=results.async_prefix(config, kept))
     best, best_state = _best(home, checkpoints, problems)
-    skipped_file = path / SKIPPED_FILE
     return WorkDir(
         path=path,
         name=path.resolve().name,
@@ -151,14 +141,12 @@ def read_work_dir(path: Path) -> WorkDir:
         updates=lines_of_updates(kept),
         abandoned=_abandoned(metrics, kept),
         statistics=[line for line in kept if line.get("event") == STATISTICS and is_count(line.get("update"))],
-        evaluations=results.once(
-            results.of_lines(kept), results.of_files(path, problems, prefix=results.async_prefix(config, kept))
-        ),
+        evaluations=results.once(results.of_lines(kept), files),
         checkpoints=checkpoints,
-        lineage=_lineage(home, problems),
+        lineage=attempt("lineage.json", lambda: Lineage.read(home), Lineage(), problems),
         best=best,
         best_state=best_state,
-        skipped=in_effect(_journal(skipped_file, problems)) if skipped_file.exists() else [],
+        skipped=in_effect(_journal(path / SKIPPED_FILE, problems)) if (path / SKIPPED_FILE).exists() else [],
         previews=_previews(path),
         log=_log(path / LOG_FILE, problems),
         load_report=json_object(path / REPORT_FILE, problems) if (path / REPORT_FILE).exists() else None,
@@ -194,12 +182,9 @@ def masked(config: Mapping[str, Any]) -> dict[str, Any]:
     return {str(key): of(str(key), value) for key, value in config.items()}
 
 
-def _journal(path: Path, problems: list[tuple[str, str]]) -> list[Line]:
-    try:
-        parsed, damaged = parse_lines(path)
-    except OSError as error:
-        problems.append((path.name, f"cannot be read: {error.strerror or error}"))
-        return []
+def _journal(path: Path, problems: Problems) -> list[Line]:
+    nothing: tuple[list[Line], int] = ([], 0)
+    parsed, damaged = attempt(path.name, lambda: parse_lines(path), nothing, problems)
     lines, wrong = well_formed(parsed)
     if damaged + wrong:
         problems.append((path.name, f"{damaged + wrong} of {len(parsed) + damaged} lines are damaged and left out"))
@@ -210,21 +195,18 @@ def _journal(path: Path, problems: list[tuple[str, str]]) -> list[Line]:
 
 def _by_start(lines: Iterable[Line]) -> list[tuple[int, list[Line]]]:
     """Lines by the start that wrote them, with the update at which it began."""
-    found: list[tuple[int, list[Line]]] = [(0, [])]
+    parts: list[tuple[int, list[Line]]] = [(0, [])]
     for line in lines:
         if line.get("event") == "resume":
-            found.append((line["updates"], []))
+            parts.append((line["updates"], []))
         else:
-            found[-1][1].append(line)
-    return found if found[0][1] else found[1:]
+            parts[-1][1].append(line)
+    return parts if parts[0][1] else parts[1:]
 
 
-def _starts(
-    metrics: Sequence[tuple[int, list[Line]]], ledger: Sequence[tuple[int, list[Line]]], timeline: Iterable[Line]
-) -> list[RunStart]:
-    """One for each start line of the timeline; before them, those that have none there.
-
-    A start that ended before its first update is in the timeline alone, so both are matched from their ends.
+def _starts(timeline: Iterable[Line], *journals: Iterable[Line]) -> list[RunStart]:
+    """One for each start line of the timeline. A start that ended before its first update is in the timeline alone, so
+    it is matched with the parts of the journals from their ends.
     """
     recorded: list[tuple[Line, list[Line]]] = []
     for line in timeline:
@@ -232,89 +214,47 @@ def _starts(
             recorded.append((line, []))
         elif recorded and line.get("event") in ("time", "end") and number(line.get("seconds")) is not None:
             recorded[-1][1].append(line)
-    same = [begin for begin, _ in ledger] == [begin for begin, _ in metrics]
-    left = [(begin, lines, ledger[i][1] if same else []) for i, (begin, lines) in enumerate(metrics)]
-    starts: list[RunStart] = []
+    parts = [_by_start(lines) for lines in journals]
+    starts = []
     for record, times in reversed(recorded):
         update = record.get("update", 0)
-        _, lines, more = left.pop() if left and left[-1][0] == update else (0, [], [])
-        starts.append(RunStart(update, record, times, lines, _reached(update, times, lines, more)))
-    starts += [RunStart(b, None, [], lines, _reached(b, lines, more)) for b, lines, more in reversed(left)]
+        own = [part.pop()[1] for part in parts if part and part[-1][0] == update]
+        starts.append(RunStart(update, record, times, [line for lines in own for line in lines]))
     return starts[::-1]
-
-
-def _reached(begin: int, *parts: Iterable[Line]) -> int:
-    return max([begin, *(line.get("update", 0) for part in parts for line in part if line.get("event") in _OWN)])
-
-
-_OWN = (None, "time", "end")
-"""Events whose update is the one at which they were written; a late result belongs to an earlier one."""
 
 
 def _abandoned(metrics: Iterable[Line], kept: Iterable[Line]) -> list[list[Line]]:
     count = {id(line) for line in kept}
-    void = [[line for line in lines if id(line) not in count] for _, lines in _by_start(metrics)]
-    return [found for lines in void if (found := lines_of_updates(lines))]
+    void = ([line for line in lines if id(line) not in count] for _, lines in _by_start(metrics))
+    return [updates for lines in void if (updates := lines_of_updates(lines))]
 
 
-def _text(file: Path, problems: list[tuple[str, str]]) -> str | None:
-    try:
-        return file.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        problems.append((file.name, "is missing"))
-    except OSError as error:
-        problems.append((file.name, f"cannot be read: {error.strerror or error}"))
-    return None
+def _text(file: Path, problems: Problems) -> str | None:
+    return attempt(file.name, lambda: file.read_text(encoding="utf-8", errors="replace"), None, problems)
 
 
-def _home(path: Path, problems: list[tuple[str, str]]) -> Path:
-    try:
-        return home_of(path)
-    except CheckpointError as error:
-        problems.append((HOME_HINT, str(error)))
-        return path
+def _log(path: Path, problems: Problems) -> list[tuple[str, str, str]]:
+    matches = (_LOGGED.match(line) for line in (_text(path, problems) or "").splitlines())
+    return [(match[1], match[2], match[3]) for match in matches if match]
 
 
-def _checkpoints(path: Path, problems: list[tuple[str, str]]) -> list[store.Found]:
-    try:
-        return store.list_checkpoints(path)
-    except OSError as error:
-        problems.append((path.name, f"cannot be listed: {error.strerror or error}"))
-        return []
-
-
-def _lineage(path: Path, problems: list[tuple[str, str]]) -> Lineage:
-    try:
-        return Lineage.read(path)
-    except CheckpointError as error:
-        problems.append(("lineage.json", str(error)))
-        return Lineage()
-
-
-def _best(
-    path: Path, checkpoints: Sequence[store.Found], problems: list[tuple[str, str]]
-) -> tuple[str | None, Mapping[str, Any]]:
+def _best(home: Path, checkpoints: Sequence[store.Found], problems: Problems) -> tuple[str | None, Mapping[str, Any]]:
     """The name in ``best_checkpoint``, and the state of ``EvaluateHook`` in the newest checkpoint."""
-    hint = path / BEST_HINT
-    name = _text(hint, problems) if hint.exists() else None
-    for found in reversed(checkpoints):
-        if found.manifest is not None and (found.path / HOOKS_FILE).is_file():
-            states = json_object(found.path / HOOKS_FILE, problems, name=f"{found.path.name}/{HOOKS_FILE}") or {}
-            state = states.get("evaluate")
+    hint = home / BEST_HINT
+    text = _text(hint, problems) if hint.exists() else None
+    name = text and Path(text.strip()).name
+    for entry in reversed(checkpoints):
+        file = entry.path / HOOKS_FILE
+        if entry.manifest is not None and file.is_file():
+            state = (json_object(file, problems, name=f"{entry.path.name}/{HOOKS_FILE}") or {}).get("evaluate")
             state = state.get("best", state) if isinstance(state, Mapping) else {}
-            return name and Path(name.strip()).name, state if isinstance(state, Mapping) else {}
-    return name and Path(name.strip()).name, {}
+            return name, state if isinstance(state, Mapping) else {}
+    return name, {}
 
 
 def _previews(path: Path) -> list[tuple[int | None, Path]]:
-    found: list[tuple[int | None, Path]] = []
-    for file in (path / PREVIEWS).glob("*.png") if (path / PREVIEWS).is_dir() else ():
+    pictures: list[tuple[int | None, Path]] = []
+    for file in (path / PREVIEWS).glob("*.png"):
         digits = re.search(r"(\d{1,18})(?=\D*$)", file.stem)
-        found.append((int(digits[1]) if digits else None, file))
-    return sorted(found, key=lambda pair: (pair[0] is None, pair[0] or 0, pair[1].name))
-
-
-def _log(path: Path, problems: list[tuple[str, str]]) -> list[tuple[str, str, str]]:
-    text = _text(path, problems)
-    found = (_LOGGED.match(line) for line in (text or "").splitlines())
-    return [(match[1], match[2], match[3]) for match in found if match]
+        pictures.append((int(digits[1]) if digits else None, file))
+    return sorted(pictures, key=lambda pair: (pair[0] is None, pair[0] or 0, pair[1].name))

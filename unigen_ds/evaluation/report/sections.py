@@ -1,403 +1,258 @@
-"""The parts of the page about one run. Each names what is missing where its files are not there."""
+"""The values of the parts of the page about one run; ``templates/run.html.j2`` has the words around them."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from datetime import datetime, timezone
+from collections.abc import Mapping
 from typing import Any
 
 from unigen_ds.checkpoint.listing import size_text
-from unigen_ds.evaluation.report.charts import bar
-from unigen_ds.evaluation.report.goodput import PARTS, Spent, changes, idle_before, spent_by_start
-from unigen_ds.evaluation.report.lines import number
-from unigen_ds.evaluation.report.markup import (
-    Html,
-    details,
-    grouped,
-    join,
-    number_text,
-    pairs,
-    percent,
-    plural,
-    seconds_text,
-    table,
-    tag,
-    value_text,
-)
+from unigen_ds.evaluation.metric_lines import number
+from unigen_ds.evaluation.report.document import TableCell
+from unigen_ds.evaluation.report.goodput import PARTS, changes, idle_before, spent_by_start, total_spent
 from unigen_ds.evaluation.report.panels import curves, validation_curves
-from unigen_ds.evaluation.report.pictures import strip
-from unigen_ds.evaluation.report.reading import WorkDir
+from unigen_ds.evaluation.report.pictures import previews_of
+from unigen_ds.evaluation.report.reading import RunStart, WorkDir
 from unigen_ds.evaluation.report.results import flat
+from unigen_ds.evaluation.report.value_formats import grouped, number_text, percent, seconds_text, value_text
 
-TITLES = {
-    "training": "training",
-    "data": "waiting for data",
-    "saves": "saves",
-    "evaluation": "evaluation and own hooks",
-    "start_up": "start-up",
-    "repeated": "repeated work",
-}
 _MOST_ROWS = 100
 _STATES = {"ok": "good", "warn": "warn", "block": "bad"}
-NOT_RECORDED = "This run was started by a version that did not record it (timeline.jsonl)."
+_CHANGED = {"True": " with changes that are not committed", "False": " no changes"}
+Chip = tuple[str, str]
+"""Text and CSS class."""
 
 
-def missing(text: str) -> Html:
-    return tag("p", text, class_="note")
+def view_of(run: WorkDir, *, budget: int) -> dict[str, Any]:
+    """Everything that the template displays of a run. ``budget``: bytes of its pictures."""
+    last = run.last
+    pictures, picture_notes = previews_of(run, budget=budget)
+    losses = [(one.values["val/loss"], one.update) for one in run.evaluations if "val/loss" in one.values]
+    main, more = curves(run) if run.updates else ([], [])
+    return {
+        "run": run,
+        "chips": _chips(run),
+        "last": {key: number(last.get(key)) for key in ("update", "loss", "epoch", "tokens_per_second")},
+        "best_loss": min(losses, key=lambda pair: pair[0], default=None),
+        "time": _time(run),
+        "curves": main,
+        "more_curves": more,
+        "numbers": _numbers(run),
+        "validation": _validation(run),
+        "pictures": pictures,
+        "picture_notes": picture_notes,
+        "checkpoints": [_checkpoint(run, index) for index in range(len(run.checkpoints))],
+        "loaded": _loaded(run),
+        "resumes": _resumes(run),
+        "skipped": Counter(str(line.get("why", "–")) for line in run.skipped).most_common(),
+        "last_skipped": [
+            (line.get("update"), str(line.get("sample", "–")), str(line.get("why", "–")))
+            for line in run.skipped[-_MOST_ROWS:]
+        ],
+        **_log(run),
+        "environment": _environment(run),
+        "config": sorted((key, value_text(value)) for key, value in flat(run.config).items()),
+        "config_text": _config_text(run),
+    }
 
 
-def total_spent(run: WorkDir) -> Spent:
-    return sum(spent_by_start(run.starts), Spent())
+def _chips(run: WorkDir) -> list[Chip]:
+    """How the run ended, on what it ran, its effective batch."""
+    end = run.starts[-1].end if run.starts else None
+    states: dict[str | None, Chip] = {
+        "complete": ("complete", "good"),
+        "stopped": ("stopped", ""),
+        None: ("killed, or still running", "warn") if run.starts else ("no start recorded", "warn"),
+    }
+    chips = [states.get(end, ("ended with an error", "bad"))]
+    record = run.starts[-1].record if run.starts else {}
+    topology, geometry = record.get("topology"), record.get("geometry")
+    if isinstance(topology, Mapping):
+        parts = (topology.get(key) for key in ("engine", "sharding", "precision"))
+        chips.append((" ".join(str(part) for part in parts if part), ""))
+    if isinstance(geometry, Mapping) and all(isinstance(value, int) for value in geometry.values()):
+        batch = 1
+        for value in geometry.values():
+            batch *= value
+        chips.append((f"effective batch {batch}", ""))
+    return chips
 
 
-def state_of(run: WorkDir) -> tuple[str, str]:
-    """(text, css class) of how the run ended."""
-    if not run.starts:
-        return "no start recorded", "warn"
-    end = run.starts[-1].end
-    if end == "complete":
-        return "complete", "good"
-    if end == "stopped":
-        return "stopped", ""
-    if end is not None:
-        return "ended with an error", "bad"
-    return ("killed, or still running", "warn") if run.starts[-1].record else ("end not recorded", "")
-
-
-def tiles(run: WorkDir) -> Html:
-    """The numbers that a reader looks for first."""
-    last, spent = run.last, total_spent(run)
-    validation = [e for e in run.evaluations if "val/loss" in e.values]
-    best = min(validation, key=lambda e: e.values["val/loss"], default=None)
-    epoch = number(last.get("epoch"))
-    found: list[tuple[str, str, str]] = [
-        ("Updates", grouped(last["update"]) if last else "–", f"epoch {epoch:.2f}" if epoch is not None else ""),
-        ("Loss", number_text(number(last.get("loss"))), "last update"),
-    ]
-    if best is not None:
-        found.append(("Best validation loss", number_text(best.values["val/loss"]), f"update {best.update}"))
-    found.append(("Goodput", percent(spent.goodput), "estimate" if spent.estimated else "of the time of all starts"))
-    found.append(("Time", seconds_text(spent.total) if spent.total else "–", plural(len(run.starts), "start")))
-    rate = number(last.get("tokens_per_second"))
-    found.append(("Tokens per second", number_text(rate), "last window"))
-    return tag(
-        "div",
-        *(
-            tag("div", tag("span", k, class_="k"), tag("b", value), tag("span", more), class_="tile")
-            for k, value, more in found
-        ),
-        class_="tiles",
-    )
-
-
-def time_part(run: WorkDir) -> list[Any]:
+def _time(run: WorkDir) -> dict[str, Any]:
     """Lost time and goodput, then a row for each start."""
     spent = spent_by_start(run.starts)
-    total = sum(spent, Spent())
-    if not total.total:
-        return [missing(f"No time is recorded. {NOT_RECORDED}")]
-    shares = [(part, getattr(total, part)) for part in PARTS]
-    spoken = ", ".join(f"{TITLES[part]} {percent(seconds / total.total)}" for part, seconds in shares)
-    keys = [
-        tag("li", tag("b", percent(seconds / total.total)), f" · {seconds_text(seconds)}",
-            tag("span", TITLES[part]), class_=part)
-        for part, seconds in shares
-    ]  # fmt: skip
-    notes = [
-        f"Goodput {percent(total.goodput)}: the time of updates that count, without waiting for data, of"
-        f" {seconds_text(total.total)} that the run's processes worked. Time between starts is not part of it."
-    ]
-    if any(start.record is None for start in run.starts):
-        notes.append(f"Estimated from averages, start-up and saves unknown, for a part of the starts. {NOT_RECORDED}")
-    elif total.estimated:
-        notes.append("The time after a killed start's last record is estimated from its average update.")
-    idle = idle_before(run.starts, spent)
+    total, idle = total_spent(run.starts), idle_before(run.starts, spent)
     rows = []
-    for i, (start, s) in enumerate(zip(run.starts, spent, strict=True)):
-        record = start.record or {}
-        rows.append((
-            i + 1,
-            _when(record.get("time")),
-            f"{grouped(start.update)} – {grouped(start.reached)}",
-            start.end or ("–" if not start.record else "killed" if i + 1 < len(spent) else "killed or running"),
-            percent(s.goodput),
-            *(seconds_text(getattr(s, part)) if start.record or part in ("training", "data", "repeated") else "–"
-              for part in PARTS),
-            "–" if i == 0 else seconds_text(idle[i]),
-        ))  # fmt: skip
-    heads = ("Start", "Began (UTC)", "Updates", "End", "Goodput", "Training", "Data", "Saves", "Evaluation", "Start-up",
-             "Repeated", "Idle before")  # fmt: skip
-    return [
-        bar([(part, f"{TITLES[part]}: {seconds_text(s)}", s / total.total) for part, s in shares], spoken=spoken),
-        tag("ul", *keys, class_="keys"),
-        *(tag("p", note, class_="note") for note in notes),
-        table(heads, rows, numbers=range(4, 12)),
-    ]
+    for i, (start, one) in enumerate(zip(run.starts, spent, strict=True)):
+        end = start.end or ("killed" if i + 1 < len(spent) else "killed or running")
+        updates = f"{grouped(start.update)} – {grouped(start.reached)}"
+        seconds = [getattr(one, part) for part in PARTS]
+        rows.append((i + 1, start.record.get("time"), updates, end, one.goodput, *seconds, idle[i]))
+    all_seconds = total.total
+    shares = [(part, getattr(total, part), getattr(total, part) / (all_seconds or 1)) for part in PARTS]
+    return {
+        "spent": total,
+        "shares": shares,
+        "bar": [(part, f"{PARTS[part]}: {seconds_text(seconds)}", share) for part, seconds, share in shares],
+        "spoken": ", ".join(f"{PARTS[part]} {percent(share)}" for part, _, share in shares),
+        "titles": PARTS,
+        "rows": rows,
+    }
 
 
-def _when(value: object) -> Html | str:
-    try:
-        when = datetime.fromisoformat(str(value)).astimezone(timezone.utc)
-    except (ValueError, OverflowError):
-        return "–"
-    return tag("time", when.strftime("%Y-%m-%d %H:%M:%S"), datetime=when.isoformat())
+def _numbers(run: WorkDir) -> list[list[Any]]:
+    """The numbers of some updates, for a table: readable without a picture."""
+    lines = [*run.updates[:: max(1, len(run.updates) // 20)]]
+    lines += [run.updates[-1]] if lines and lines[-1] is not run.updates[-1] else []
+    keys = ("update", "epoch", "sequences", "loss", "lr", "grad_norm", "tokens_per_second")
+    return [[line.get(key) for key in keys] for line in lines]
 
 
-def curves_part(run: WorkDir) -> list[Any]:
-    if not run.updates:
-        return [missing("metrics.jsonl has no update: there is no curve.")]
-    note = "All curves are over updates; long ones are smoothed, with their values in the background."
-    if len(run.starts) > 1:
-        note += (
-            " A dashed line with a number is a start from a checkpoint: grey with the same setup, orange with another"
-            " effective batch, violet with another engine, precision, device or number of processes."
-        )
-    return [tag("p", note, class_="note"), *curves(run), _sampled(run)]
-
-
-def _sampled(run: WorkDir) -> Html:
-    """The numbers of some updates as a table: readable without a picture."""
-    every = max(1, len(run.updates) // 20)
-    lines = [*run.updates[::every]]
-    lines += [run.updates[-1]] if lines[-1] is not run.updates[-1] else []
-    keys = ["update", "epoch", "sequences", "loss", "lr", "grad_norm", "tokens_per_second"]
-    rows = [[value_text(line.get(key)) for key in keys] for line in lines]
-    heads = ("Update", "Epoch", "Sequences", "Loss", "Learning rate", "Gradient norm", "Tokens/s")
-    title = f"Numbers ({len(lines)} of {plural(len(run.updates), 'logged update')})"
-    return details(title, table(heads, rows, numbers=range(len(keys))))
-
-
-def validation_part(run: WorkDir) -> list[Any]:
-    """Curves, a table with first, best and last value, and where each value came from."""
-    if not run.evaluations:
-        return [missing("No validation and no evaluation is recorded (metrics.jsonl, eval_results).")]
-    parts: list[Any] = [validation_curves(run)]
+def _validation(run: WorkDir) -> dict[str, Any]:
+    """Curves, a row with the extremes and the last value of each, and where each value came from."""
     by_key: dict[tuple[str, str], list[tuple[int | None, float]]] = {}
     for evaluated in run.evaluations:
         for key, value in evaluated.values.items():
             by_key.setdefault((key, evaluated.origin), []).append((evaluated.update, value))
     rows = []
-    for (key, origin), found in by_key.items():
-        values = [value for _, value in found]
-        at, last = max(found, key=lambda pair: -1 if pair[0] is None else pair[0])
-        rows.append((key, len(found), number_text(min(values)), number_text(max(values)), number_text(last),
-                     value_text(at), origin))  # fmt: skip
-    parts.append(
-        table(("Value", "Number", "Smallest", "Largest", "Last", "At update", "From"), rows, numbers=range(1, 6))
-    )
-    rule = run.best_state.get("metric")
-    if rule is not None:
-        at, reached = run.best_state.get("updates"), number(run.best_state.get("value"))
-        parts.append(tag("p", f"Best by {rule} ({run.best_state.get('rule', 'less')}): {number_text(reached)}"
-                              f" at update {value_text(at)}.", class_="note"))  # fmt: skip
-    given = {_made_alike(e.provenance): e for e in run.evaluations if e.provenance}
-    for one in given.values():
-        texts = {key: value_text(value) for key, value in flat(one.provenance).items()}
-        parts.append(details(f"Provenance: {', '.join([*one.values][:4])} ({one.origin})", pairs(texts)))
-    if not given:
-        parts.append(missing("No provenance is stored with these values."))
-    return parts
+    for (key, origin), pairs in by_key.items():
+        values = [value for _, value in pairs]
+        update, last = max(pairs, key=lambda pair: -1 if pair[0] is None else pair[0])
+        rows.append((key, len(pairs), min(values), max(values), last, value_text(update), origin))
+    state = run.best_state
+    made_alike: dict[str, Any] = {}  # the values of all checkpoints that were computed alike: the last one is displayed
+    for one in run.evaluations:
+        if one.provenance:
+            same = {key: value for key, value in one.provenance.items() if key != "checkpoint"}
+            made_alike[json.dumps(same, sort_keys=True)] = one
+    return {
+        "curves": validation_curves(run),
+        "rows": rows,
+        "best": state.get("metric") and (
+            f"{state['metric']} ({state.get('rule', 'less')}): {number_text(number(state.get('value')))}"
+            f" at update {value_text(state.get('updates'))}"
+        ),
+        "provenance": [
+            (f"{', '.join([*one.values][:4])} ({one.origin})",
+             [(key, value_text(value)) for key, value in flat(one.provenance).items()])
+            for one in made_alike.values()
+        ],
+    }  # fmt: skip
 
 
-def _made_alike(provenance: Mapping[str, Any]) -> str:
-    """The same for the values of all checkpoints that were computed alike; the last one is shown."""
-    return json.dumps({key: value for key, value in provenance.items() if key != "checkpoint"}, sort_keys=True)
-
-
-def previews_part(run: WorkDir, *, budget: int) -> list[Any]:
-    found, notes = strip(run, budget=budget)
-    if found is None and not notes:
-        return [missing("There are no previews (previews/<update>.png).")]
-    return [found, *(missing(note) for note in notes)]
-
-
-def checkpoints_part(run: WorkDir) -> list[Any]:
-    """A row for each checkpoint, and how each follows from another."""
-    if not run.checkpoints:
-        return [missing("The work dir has no checkpoint.")]
+def _checkpoint(run: WorkDir, index: int) -> tuple[Any, ...]:
+    """The row of a checkpoint, with its states."""
+    entry = run.checkpoints[index]
+    manifest, abandoned = entry.manifest, run.lineage.abandoned
     complete = [
-        f for f in run.checkpoints
-        if f.problem is None and f.manifest is not None and f.manifest.commit not in run.lineage.abandoned
-    ]  # fmt: skip
-    rows = []
-    for found in run.checkpoints:
-        manifest = found.manifest
-        states = []
-        if found.problem is not None:
-            states.append(tag("span", "damaged", class_="chip bad", title=found.problem))
-        elif manifest is not None and manifest.commit in run.lineage.abandoned:
-            states.append(tag("span", "abandoned", class_="chip warn"))
-        elif complete and found is complete[-1]:
-            states.append(tag("span", "newest", class_="chip"))
-        if found.path.name == run.best:
-            states.append(tag("span", "★ best", class_="chip good"))
-        if manifest is None:
-            rows.append((tag("code", found.path.name), "–", "–", "–", "–", "–", "–", "–", join(states)))
-            continue
-        size = size_text(sum(entry.size for entry in manifest.files))
-        geometry = manifest.geometry
-        split = (geometry.batch_size, geometry.dp_size, geometry.accumulative_counts)
-        batch = f"{geometry.global_batch_size} = {' × '.join(map(str, split))}"
-        metrics = ", ".join(f"{name} {number_text(number(value))}" for name, value in manifest.metrics.items())
-        parent = tag("code", manifest.parent) if manifest.parent else "fresh start"
-        rows.append((tag("code", found.path.name), grouped(manifest.progress.updates), batch,
-                     str(manifest.topology.get("engine", "–")), size, _when(manifest.created), parent, metrics or "–",
-                     join(states)))  # fmt: skip
-    heads = ("Checkpoint", "Update", "Effective batch", "Engine", "Size", "Created (UTC)", "Continued from", "Metrics",
-             "State")  # fmt: skip
-    parts: list[Any] = [table(heads, rows, numbers=(1, 4))]
-    problems = [f.problem for f in run.checkpoints if f.problem is not None]
-    parts += [missing(problem) for problem in problems]
-    if run.lineage.start:
-        parts.append(missing(f"The run continued from {run.lineage.start}, outside of this work dir."))
-    if run.best is not None and run.best not in [f.path.name for f in run.checkpoints]:
-        parts.append(missing(f"best_checkpoint names {run.best}, which is not in the work dir."))
-    if run.load_report is not None:
-        numbers = {k: len(v) for k, v in run.load_report.items() if isinstance(v, list) and v}
-        text = ", ".join(f"{name} {grouped(count)}" for name, count in numbers.items())
-        parts.append(
-            missing(f"Weights loaded from {run.load_report.get('checkpoint')}: {text or 'nothing'} (tensors).")
-        )
-    return parts
+        one.path
+        for one in run.checkpoints
+        if one.problem is None and one.manifest is not None and one.manifest.commit not in abandoned
+    ]
+    chips: list[tuple[str, ...]] = []
+    if entry.problem is not None:
+        chips.append(("damaged", "bad", entry.problem))
+    elif manifest is not None and manifest.commit in abandoned:
+        chips.append(("abandoned", "warn"))
+    elif complete[-1:] == [entry.path]:
+        chips.append(("newest", ""))
+    if entry.path.name == run.best:
+        chips.append(("★ best", "good"))
+    if manifest is None:
+        return entry.path.name, None, "–", "–", "–", None, "–", "–", chips
+    split = manifest.geometry.batch_size, manifest.geometry.dp_size, manifest.geometry.accumulative_counts
+    metrics = ", ".join(f"{name} {number_text(number(value))}" for name, value in manifest.metrics.items())
+    return (
+        entry.path.name,
+        manifest.progress.updates,
+        f"{manifest.geometry.global_batch_size} = {' × '.join(map(str, split))}",
+        str(manifest.topology.get("engine", "–")),
+        size_text(sum(file.size for file in manifest.files)),
+        manifest.created,
+        TableCell(manifest.parent, "code") if manifest.parent else "fresh start",
+        metrics or "–",
+        chips,
+    )
 
 
-def resumes_part(run: WorkDir) -> list[Any]:
-    """What each resume found and changed."""
-    if len(run.starts) < 2:
-        return [missing("The run was started once and never resumed.")]
-    parts: list[Any] = []
+def _loaded(run: WorkDir) -> str | None:
+    """The numbers of tensors in the report of a partial load."""
+    if run.load_report is None:
+        return None
+    numbers = {key: len(value) for key, value in run.load_report.items() if isinstance(value, list) and value}
+    return ", ".join(f"{name} {grouped(count)}" for name, count in numbers.items()) or "nothing"
+
+
+def _resumes(run: WorkDir) -> list[dict[str, Any]]:
+    """What each resume met and changed."""
+    resumes = []
     changed = changes(run.starts)
     for index, start in enumerate(run.starts[1:], start=1):
-        record = start.record
-        if record is None:
-            parts.append(missing(f"Start {index + 1}, from update {grouped(start.update)}: {NOT_RECORDED}"))
-            continue
-        given = record.get("findings")
-        findings = [f for f in given if isinstance(f, Mapping)] if isinstance(given, list) else []
-        noted = [f for f in findings if f.get("status") != "ok"]
-        before, now = _config(run, index - 1), _config(run, index)
-        edited = {k: (before.get(k), now.get(k)) for k in sorted({*before, *now}) if before.get(k) != now.get(k)}
-        edited = {k: v for k, v in edited.items() if k not in ("resume", "load_from")} if before and now else {}
-        chips = tag("div", tag("span", plural(len(noted), "warning"), class_="chip warn" if noted else "chip good"),
-                    tag("span", f"{len(findings) - len(noted)} points as they were", class_="chip"),
-                    tag("span", plural(len(edited), "edited key"), class_="chip"), class_="chips")  # fmt: skip
-        source = str(record.get("checkpoint") or "the beginning")
-        title = tag("h3", f"Start {index + 1}, from update {grouped(start.update)}")
-        parts.append(tag("section", title, tag("p", tag("code", source), class_="note"), chips,
-                         _differences({**changed[index], **{f"config.{k}": v for k, v in edited.items()}}),
-                         _findings(noted), details(f"All {plural(len(findings), 'finding')}", _findings(findings))
-                         if findings else None))  # fmt: skip
-    return parts
+        listed = start.record.get("findings")
+        findings = [one for one in listed if isinstance(one, Mapping)] if isinstance(listed, list) else []
+        before, now = _config(run.starts[index - 1]), _config(start)
+        keys = sorted({*before, *now} - {"resume", "load_from"}) if before and now else ()
+        edited = {f"config.{k}": (before.get(k), now.get(k)) for k in keys if before.get(k) != now.get(k)}
+        rows = [_finding(one) for one in findings]
+        resumes.append({
+            "number": index + 1,
+            "update": start.update,
+            "source": str(start.record.get("checkpoint") or "the beginning"),
+            "num_edited": len(edited),
+            "differences": [(key, *map(value_text, values)) for key, values in {**changed[index], **edited}.items()],
+            "noted": [row for row, one in zip(rows, findings, strict=True) if one.get("status") != "ok"],
+            "findings": rows,
+        })  # fmt: skip
+    return resumes
 
 
-def _config(run: WorkDir, index: int) -> dict[str, Any]:
-    config = (run.starts[index].record or {}).get("config")
+def _config(start: RunStart) -> dict[str, Any]:
+    config = start.record.get("config")
     return flat(config) if isinstance(config, Mapping) else {}
 
 
-def _differences(found: Mapping[str, tuple[Any, Any]]) -> Html | None:
-    rows = [(tag("code", k), tag("span", value_text(was), class_="old"), value_text(now)) for k, (was, now) in
-            found.items()]  # fmt: skip
-    return table(("Changed", "Before", "Now"), rows) if rows else None
+def _finding(one: Mapping[str, Any]) -> tuple[Any, ...]:
+    status = str(one.get("status"))
+    advice = " ".join(str(one[key]) for key in ("why", "remedy") if one.get(key))
+    was, now = value_text(one.get("was")), value_text(one.get("now"))
+    return [(status, _STATES.get(status, ""))], str(one.get("id", "")), was, now, advice
 
 
-def _findings(found: Sequence[Mapping[str, Any]]) -> Html | None:
-    rows = [
-        (
-            tag("span", str(f.get("status")), class_=f"chip {_STATES.get(str(f.get('status')), '')}".strip()),
-            tag("b", str(f.get("id", ""))),
-            value_text(f.get("was")),
-            value_text(f.get("now")),
-            " ".join(str(f[k]) for k in ("why", "remedy") if f.get(k)),
-        )
-        for f in found
-    ]
-    return table(("Status", "Point", "Before", "Now", "Why it matters, what to do"), rows) if rows else None
-
-
-def skipped_part(run: WorkDir) -> list[Any]:
-    """Samples that could not be decoded: how many by reason, then the last ones."""
-    if not run.skipped:
-        return [missing("No sample was skipped.")]
-    reasons = Counter(str(line.get("why", "–")) for line in run.skipped).most_common()
-    parts: list[Any] = [
-        tag("p", f"{plural(len(run.skipped), 'sample')} could not be decoded, for {plural(len(reasons), 'reason')}."),
-        table(("Reason", "Samples"), [(why, grouped(count)) for why, count in reasons[:20]], numbers=(1,)),
-    ]
-    if len(reasons) > 20:
-        parts.append(missing(f"{len(reasons) - 20} further reasons are not shown."))
-    shown = run.skipped[-_MOST_ROWS:]
-    rows = [(value_text(line.get("update")), str(line.get("sample", "–")), str(line.get("why", "–"))) for line in shown]
-    title = f"The last {len(shown)} of {plural(len(run.skipped), 'sample')}"
-    parts.append(details(title, table(("Update", "Sample", "Why"), rows, numbers=(0,))))
-    return parts
-
-
-def log_part(run: WorkDir) -> list[Any]:
+def _log(run: WorkDir) -> dict[str, Any]:
     """Warnings and errors of ``train.log``, equal ones counted."""
-    if not run.log:
-        return [missing("train.log has no warning and no error.")]
-    counted: dict[tuple[str, str], list[str]] = {}
+    times: dict[tuple[str, str], list[str]] = {}
     for when, level, text in run.log:
-        counted.setdefault((level, text), []).append(when)
-    rows = []
-    for (level, text), times in [*counted.items()][-_MOST_ROWS:]:
-        chip = tag("span", level.lower(), class_=f"chip {'warn' if level == 'WARNING' else 'bad'}")
-        rows.append((tag("time", times[-1].partition(",")[0]), chip, grouped(len(times)), text))
-    left = len(counted) - len(rows)
-    note = missing(f"{left} earlier messages are not shown: see train.log.") if left > 0 else None
-    return [table(("Last at", "Level", "Times", "Message"), rows, numbers=(2,)), note]
+        times.setdefault((level, text), []).append(when)
+    rows = [
+        (when[-1].partition(",")[0], [(level.lower(), "warn" if level == "WARNING" else "bad")], len(when), text)
+        for (level, text), when in [*times.items()][-_MOST_ROWS:]
+    ]
+    return {"log": rows, "num_earlier": len(times) - len(rows)}
 
 
-def environment_part(run: WorkDir) -> list[Any]:
-    """Machine, code and versions of the last start that recorded them; versions of a checkpoint otherwise."""
-    record = next((start.record for start in reversed(run.starts) if start.record), None)
-    if record is None:
-        manifests = [found.manifest for found in run.checkpoints if found.manifest is not None]
-        versions = {str(k): str(v) for k, v in manifests[-1].versions.items()} if manifests else {}
-        note = missing(f"Machine, command line and git commit: {NOT_RECORDED}")
-        return [note, pairs(versions) if versions else None]
-    found: dict[str, object] = {}
-    for name, title in (("machine", ""), ("topology", ""), ("geometry", "")):
-        part = record.get(name)
-        found |= {f"{title}{key}": value_text(v) for key, v in part.items()} if isinstance(part, Mapping) else {}
+def _environment(run: WorkDir) -> list[tuple[str, Any]]:
+    """Machine, code and versions of the last start; versions of a checkpoint where no start is recorded."""
+    if not run.starts:
+        manifests = [one.manifest for one in run.checkpoints if one.manifest is not None]
+        return [(str(key), str(value)) for key, value in manifests[-1].versions.items()] if manifests else []
+    record = run.starts[-1].record
+    entries: dict[str, Any] = {}
+    for part in map(record.get, ("machine", "topology", "geometry")):
+        entries |= {key: value_text(value) for key, value in part.items()} if isinstance(part, Mapping) else {}
     git = record.get("git")
     for name, part in git.items() if isinstance(git, Mapping) else ():
         if isinstance(part, Mapping):
-            changed = {"True": "with changes that are not committed", "False": "no changes"}.get(
-                str(part.get("changed"))
-            )
-            found[f"git commit of the {name}"] = join(
-                [tag("code", str(part.get("commit", "–"))[:40]), f" {changed}" if changed else None]
-            )
+            commit, changed = str(part.get("commit", "–"))[:40], _CHANGED.get(str(part.get("changed")), "")
+            entries[f"git commit of the {name}"] = TableCell(commit, "code", changed)
     if not git:
-        found["git commit"] = "none: the code is in no git repository"
-    used = record.get("versions")
-    found |= {k: str(v) for k, v in used.items()} if isinstance(used, Mapping) else {}
-    return [pairs({key.replace("_", " "): value for key, value in found.items()})]
+        entries["git commit"] = "none: the code is in no git repository"
+    versions = record.get("versions")
+    entries |= {key: str(value) for key, value in versions.items()} if isinstance(versions, Mapping) else {}
+    return [(key.replace("_", " "), value) for key, value in entries.items()]
 
 
-def config_part(run: WorkDir) -> list[Any]:
-    parts: list[Any] = []
-    if run.config:
-        rows = [(tag("code", key), value_text(value)) for key, value in sorted(flat(run.config).items())]
-        parts.append(details(f"Every key ({len(rows)})", table(("Key", "Value"), rows)))
-    if run.config_text is not None:
-        parts.append(details("config.py", tag("pre", _masked_text(run))))
-    return parts or [missing("No config is recorded: neither config.py nor a checkpoint nor timeline.jsonl has one.")]
-
-
-def _masked_text(run: WorkDir) -> str:
-    """config.py, or where a value of the config is masked, the masked values instead."""
+def _config_text(run: WorkDir) -> str | None:
+    """``config.py``, or where a value of the config is masked, the masked values instead."""
     hidden = any(value == "***" for value in flat(run.config).values())
-    return json.dumps(run.config, indent=1, default=str) if hidden else run.config_text or ""
-
-
-def problems_part(run: WorkDir) -> Html | None:
-    """Files that are missing or damaged."""
-    if not run.problems:
-        return None
-    items = [tag("li", tag("code", name), f" {text}") for name, text in run.problems]
-    return tag("div", tag("b", "Missing or damaged files"), tag("ul", *items), class_="missing")
+    return json.dumps(run.config, indent=1, default=str) if hidden and run.config_text is not None else run.config_text
