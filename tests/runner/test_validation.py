@@ -551,8 +551,6 @@ def test_no_validation(tmp_path: Path, loader: Any) -> None:
         ({"val_dataloader": {**SPLIT, "packing": None}}, "an evaluation has one sample in a sequence"),
         ({"val_dataloader": {**SPLIT, "batch_size": 0}}, "val_dataloader.batch_size is 0"),
         ({"val_dataloader": SPLIT, "val_evaluator": {"type": "Accuracy"}}, "the metrics of EvaluateHook"),
-        ({"val_dataloader": SPLIT, "custom_hooks": [EVERY], "train_cfg": {"max_updates": 2, "val_interval": 1}},
-         "val_interval=1 and an EvaluateHook"),
     ],
 )  # fmt: skip
 def test_wrong_settings(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
@@ -601,12 +599,19 @@ def test_mmengines_best_checkpoint_is_read(
     assert Settings.from_config(config).custom_hooks == () and "there is no val_dataloader" in caplog.text
 
 
-def test_two_best_checkpoints_are_a_contradiction(tmp_path: Path) -> None:
+def test_of_two_best_checkpoints_ours_counts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The hook's own, and its own interval beside mmengine's; the log states both."""
+    caplog.set_level("INFO", logger="unigen_ds")
     config = {key: text_config(tmp_path)[key] for key in text_config(tmp_path)}
     config |= {"val_dataloader": SPLIT, "custom_hooks": [{**EVERY, "save_best": "val/loss/text"}]}
-    config["default_hooks"] = {"checkpoint": {"save_best": "loss"}}
-    with pytest.raises(ConfigError, match=r"save_best='loss' and EvaluateHook.save_best='val/loss/text'"):
-        Settings.from_config(config)
+    config |= {
+        "default_hooks": {"checkpoint": {"save_best": "loss"}},
+        "train_cfg": {"max_updates": 2, "val_interval": 5},
+    }
+    (hook,) = Settings.from_config(config).custom_hooks
+    assert hook.get("save_best") == "val/loss/text" and hook.get("interval") == EVERY["interval"]
+    assert "save_best='loss' is left out: EvaluateHook.save_best is 'val/loss/text'" in caplog.text
+    assert "val_interval=5 is left out: custom_hooks has an EvaluateHook" in caplog.text
 
 
 # --- other kinds of models --------------------------------------------------------------------------------------------
