@@ -381,8 +381,8 @@ def test_the_text_of_differences(sources: Sources) -> None:
 ROWS = {
     (None, None): ["cb59cc30f630afe8aae7987e316cd681", "6df369a77694700f234b06d06a968315"],
     (None, (1.0, 3.0)): ["09e26c17bde9c3df1a1cb841acad5e78", "a298cb097e0765a9a5263af23757dcab"],
-    (6, None): ["88d6b5644ef11d6ea3755c709cc8cf18", "3be2fba7efb83aa475eee119be903ad4"],
-    (6, (1.0, 3.0)): ["34c18f24925708e8798138158931b43d", "2c456a099fa6500d3e7aba57e25a7d5a"],
+    (6, None): ["f1e2ba9ff2818191b16d9a6a186ecbc6", "91020f696f8434a84c94f9da6e73d728"],
+    (6, (1.0, 3.0)): ["8a4c3333ad353a82eb9ab90f52d5592d", "7bd16d66ec3488849de25c722cf29650"],
 }
 
 

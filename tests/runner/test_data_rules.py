@@ -50,5 +50,5 @@ def test_the_identity_of_data_that_no_rule_touches_stays_the_same(tmp_path: Path
     (path,) = (tmp_path / "run").glob("iter_*.pth")
     loader = json.loads((path / "manifest.json").read_text(encoding="utf-8"))["loader"]
     assert (loader["fingerprint"], loader["facts"]["digests"], loader["facts"]["records"]) == (
-        "959b5d46818dda822f2f040f2ec11856", ["0f349d9b8dcc7cfbfdcb051c10a6fa51"], ["6cacca055fad63f5a3a27d5485930200"],
+        "3ef431a3cb1dfa3168bc9648327b227d", ["0f349d9b8dcc7cfbfdcb051c10a6fa51"], ["6cacca055fad63f5a3a27d5485930200"],
     )  # fmt: skip

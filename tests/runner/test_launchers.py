@@ -219,7 +219,10 @@ def test_slurm_requeues_a_job_at_its_time_limit(tmp_path, data, losses, python):
         (tmp_path / "bin" / name).write_text(text)
         (tmp_path / "bin" / name).chmod(0o755)
     (tmp_path / "time_limit.py").write_text(SIGNALLED, encoding="utf-8")
-    hooks = {"custom_imports": {"imports": ["time_limit"]}, "custom_hooks": [{"type": "TimeLimitHook"}]}
+    hooks = {
+        "custom_imports": {"imports": ["unigen_ds.examples.digits", "time_limit"]},
+        "custom_hooks": [{"type": "TimeLimitHook"}],
+    }
     command = script("train_slurm.sh", written_config(tmp_path, data, **hooks), "--backend", "fsdp:NO_SHARD")
     job = {
         "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}", "PYTHON": python,

@@ -118,7 +118,7 @@ def runs(tmp_path_factory, data) -> tuple[Path, list[list[str]]]:
         data,
         train_cfg={"max_updates": UPDATES},
         default_hooks__logger__interval=1000,
-        custom_imports={"imports": ["signalled"]},
+        custom_imports={"imports": ["unigen_ds.examples.digits", "signalled"]},
         custom_hooks=[{"type": "SignalledHook"}],
     )
     Runner.from_cfg(tiny_config(folder / "unused", data))  # draws the data once, not in two processes at a time

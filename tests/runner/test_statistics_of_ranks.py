@@ -48,7 +48,9 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     (folder / "run").mkdir()
     config = Path(written_config(folder / "run", folder / "data"))
     text = config.read_text().replace("'UnifiedModel'", "'WithBatchNorm'")
-    config.write_text(text + "\ncustom_imports = dict(imports=['model_with_batch_norm'])\n")
+    config.write_text(
+        text + "\ncustom_imports = dict(imports=['unigen_ds.examples.digits', 'model_with_batch_norm'])\n"
+    )
     found = []
     for updates in (2, 3):
         arguments = [str(config), "--resume", "--max-updates", str(updates), "--backend", "fsdp:NO_SHARD"]

@@ -17,12 +17,15 @@ from typing import Any
 import pytest
 import yaml
 from huggingface_hub import constants
+from torch.nn import Linear
 
 from tests.processes import together
 from tests.tiny import tiny_config
 from tools.train import main
 from unigen_ds.core.config_file import read_file
 from unigen_ds.core.dist import free_port
+from unigen_ds.core.registry import FAMILIES
+from unigen_ds.families.bagel.family import Bagel
 
 
 @pytest.fixture(scope="module")
@@ -311,7 +314,7 @@ def test_a_hook_written_for_mmengine_is_explained(
 
 
 def test_a_model_without_shard_units_is_named_before_anything_is_built(
-    plain: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    plain: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path, "py", {key: value for key, value in plain.items() if key != "model"})
     path.write_text(
@@ -319,6 +322,7 @@ def test_a_model_without_shard_units_is_named_before_anything_is_built(
         + path.read_text()
         + "model = dict(type=Linear, in_features=1, out_features=1)\n"
     )
+    monkeypatch.setitem(FAMILIES.module_dict, "LinearFamily", type("LinearFamily", (Bagel,), {"model": Linear}))
     said = words(capsys, path, "--backend", "fsdp")
     assert "model.type is Linear, which has no shard_units()" in said and "--backend deepspeed:zero2" in said
 

@@ -206,7 +206,11 @@ def test_a_real_out_of_memory_error_prints_the_plans(tmp_path, run_dir):
     write_digits(run_dir.parent / "digits")
     command = [sys.executable, "tools/train.py", "unified_digits", "--work-dir", str(tmp_path / "run")]
     command += ["--load-from", str(next(run_dir.glob("*.pth"))), "--resume"]
-    command += options(run_dir, custom_imports={"imports": ["hungry"]}, custom_hooks=[{"type": "HungryHook"}])
+    command += options(
+        run_dir,
+        custom_imports={"imports": ["unigen_ds.examples.digits", "hungry"]},
+        custom_hooks=[{"type": "HungryHook"}],
+    )
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
     done = run(command, cwd=ROOT, env=environment, text=True, timeout=200)
     assert done.returncode == 1 and "can't allocate memory" in done.stderr

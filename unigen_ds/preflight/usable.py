@@ -11,7 +11,7 @@ from unigen_ds.core.errors import ConfigError, UnknownKey
 from unigen_ds.runner.settings import Settings, problems_of
 
 NOWHERE = "unreadable"
-"""The path of a data set that stands in for those of the config."""
+"""The path of a data set that is used instead of those of the config."""
 _PATH = re.compile(r"[A-Za-z_]\w*(?:\.\w+|\[\d+\])*")
 _SIZES = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1}
 _PARTS = {"llm": {**_SIZES, "num_key_value_heads": 1}, "vit": {**_SIZES, "num_hidden_layers": 1}}
@@ -72,7 +72,7 @@ def _element(inner: Any, step: str) -> Any:
 
 
 def _remove_sections(config: dict[str, Any], steps: list[str], problem: str) -> bool:
-    """Whether a stand-in is there now, or a data set is missing."""
+    """Whether a replacement is there now, or a data set is missing."""
     section, part, number = (*steps, "", "")[:3]
     given = config.get(section)
     inner = given.get(part) if isinstance(given, dict) else None

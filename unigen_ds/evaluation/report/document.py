@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+import jinja2
 from markupsafe import Markup
 
 from unigen_ds.core.errors import ConfigError
@@ -25,13 +25,13 @@ class TableCell(NamedTuple):
 
 
 @cache
-def _environment() -> Environment:
+def _environment() -> jinja2.Environment:
     """Everything that a template prints is escaped, and a name that it does not have is an error."""
     folder = Path(__file__).parent
-    environment = Environment(
-        loader=FileSystemLoader([folder / "templates", folder]),
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader([folder / "templates", folder]),
         autoescape=True,
-        undefined=StrictUndefined,
+        undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         finalize=lambda value: value if isinstance(value, Markup) else printable(value),
