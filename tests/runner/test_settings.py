@@ -133,8 +133,10 @@ def test_batches_come_from_page_locked_memory_if_asked_for(tmp_path, data, monke
     settings = {"train_dataloader__pin_memory": pin_memory, "train_dataloader__num_workers": num_workers}
     trained(tmp_path, data, max_updates=2, custom_hooks=[dict(type=Storages)], **settings)
     blocks = {block.untyped_storage().data_ptr() for block in pinned}
-    if num_workers:
+    if pin_memory:
         assert all(len(found) == 1 for found in Storages.seen), "one block a batch, for one copy"
+    elif num_workers:
+        assert all(len(found) == 1 for found in Storages.seen), "one block of memory, the patches made of bytes too"
     assert len(Storages.seen) == 4
     assert (Storages.locked if real else [found <= blocks for found in Storages.seen]) == [pin_memory] * 4
 

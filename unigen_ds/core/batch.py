@@ -90,10 +90,6 @@ class Batch:
         """A copy with every tensor on ``device``."""
         return self.changed(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
-    def pin_memory(self) -> Self:
-        """Called by the loader's pinning thread on CUDA machines."""
-        return self.changed(Tensor.pin_memory)
-
 
 @dataclass(frozen=True)
 class PackedBatch(Batch):

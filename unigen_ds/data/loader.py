@@ -140,7 +140,7 @@ class BatchLoader:
                 allowed="num_workers >= 0, timeout >= 0 seconds, prefetch_factor >= 1",
             )
         pinned = pin_memory and torch.accelerator.is_available()
-        make = _Rows(source, processor, seed, travels=num_workers > 0)
+        make = _Rows(source, processor, seed, packed=pinned or num_workers > 0)
         arrived = _pinned if pinned else None
 
         def begin() -> Iterator[Any]:
@@ -170,8 +170,10 @@ class BatchLoader:
         self._made, self._closed = None, True
 
 
-def _pinned(loaded: Batch | Packet) -> Batch:
-    return loaded.unpacked(pin=True) if isinstance(loaded, Packet) else loaded.pin_memory()
+def _pinned(packet: Any) -> Batch:
+    """The batch of a ``Packet``, in page-locked memory."""
+    made: Batch = packet.unpacked(pin=True)
+    return made
 
 
 class _Iterations:
@@ -192,10 +194,10 @@ class _Iterations:
 
 
 class _Rows:
-    """A list of rows is the index, a micro-batch the item: as a packet where it ``travels`` to another process."""
+    """A list of rows is the index, a micro-batch the item: a packet if it travels or is page-locked."""
 
-    def __init__(self, source: RowSource, processor: Processor, seed: int | None, *, travels: bool) -> None:
-        self._source, self._processor, self._seed, self._travels = source, processor, seed, travels
+    def __init__(self, source: RowSource, processor: Processor, seed: int | None, *, packed: bool) -> None:
+        self._source, self._processor, self._seed, self._packed = source, processor, seed, packed
 
     def __call__(self, rows: Sequence[Row]) -> Batch | Packet:
         source = self._source
@@ -207,4 +209,4 @@ class _Rows:
             seed=self._seed,
             names=source.names,
         )
-        return Packet.packed(batch) if self._travels else batch
+        return Packet.packed(batch) if self._packed else batch
