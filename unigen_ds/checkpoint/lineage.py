@@ -15,7 +15,7 @@ from pathlib import Path
 from unigen_ds.core.errors import CheckpointError
 from unigen_ds.core.files import write_text_atomic
 
-FILE_NAME = "lineage.json"
+LINEAGE = "lineage.json"
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Lineage:
     @classmethod
     def read(cls, work_dir: Path) -> Lineage:
         """The stored one, or the empty one. Raises ``CheckpointError`` when the file is damaged."""
-        path = work_dir / FILE_NAME
+        path = work_dir / LINEAGE
         if not path.is_file():
             return cls()
         try:
@@ -47,5 +47,5 @@ class Lineage:
 
     def write(self, work_dir: Path) -> None:
         """Durable when it returns. The file is not made for an empty lineage."""
-        if self.start or self.abandoned or (work_dir / FILE_NAME).exists():
-            write_text_atomic(work_dir / FILE_NAME, json.dumps(dataclasses.asdict(self)) + "\n")
+        if self.start or self.abandoned or (work_dir / LINEAGE).exists():
+            write_text_atomic(work_dir / LINEAGE, json.dumps(dataclasses.asdict(self)) + "\n")
